@@ -1,0 +1,89 @@
+"""The exceptions that Blockyard raises; all derive from `BlockyardError`.
+
+They are defined here, in Python, so that they pickle and document like any class; the Rust core imports them.
+"""
+
+from __future__ import annotations
+
+
+class BlockyardError(Exception):
+    """Base of every error that Blockyard raises on purpose."""
+
+
+class OutOfBlocksError(BlockyardError):
+    """A tier has fewer free blocks than the call asked for; nothing was changed.
+
+    Attributes:
+        tier: `"device"`, `"host"` or `"external"`.
+        wanted: blocks that the whole call needed.
+        free: blocks that were free.
+        total: blocks in the tier.
+    """
+
+    def __init__(self, message: str, tier: str = "device", wanted: int = 0, free: int = 0, total: int = 0) -> None:
+        super().__init__(message, tier, wanted, free, total)
+        self.tier = tier
+        self.wanted = wanted
+        self.free = free
+        self.total = total
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UnknownSequenceError(BlockyardError, KeyError):
+    """A sequence handle is not, or no longer, in the books; nothing was changed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SequenceStateError(BlockyardError):
+    """A sequence is in the wrong tier, still moving, or lost its bytes; nothing was changed."""
+
+
+class UnknownTicketError(BlockyardError, KeyError):
+    """A ticket was never issued or is already closed; nothing was changed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class InvalidArgumentError(BlockyardError, ValueError):
+    """An argument has the wrong value, shape or dtype; nothing was changed."""
+
+
+class MappingError(InvalidArgumentError):
+    """Block ids are out of range, repeated among destinations, or malformed; nothing was copied."""
+
+
+class LayoutError(InvalidArgumentError):
+    """Cache tensors do not have the layout that was declared."""
+
+
+class OpLibraryError(BlockyardError):
+    """The compiled op library is missing or cannot be loaded; the message says why."""
+
+
+class TierError(BlockyardError):
+    """An external tier could not be opened, or refused an operation."""
+
+
+class TierURLError(TierError, ValueError):
+    """The URL of an external tier is malformed; the message shows the part that is wrong."""
+
+
+class TierFullError(TierError):
+    """The storage behind a tier cannot hold the size asked for."""
+
+
+class TraceError(BlockyardError, ValueError):
+    """A trace file is unreadable; the message names the line."""
+
+
+class UnsupportedModelError(BlockyardError):
+    """The model does not use the attention interface that paged attention plugs into."""
+
+
+class InvariantError(BlockyardError):
+    """The books contradict themselves: a bug in Blockyard."""

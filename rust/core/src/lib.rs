@@ -1,0 +1,2 @@
+//! The books of a paged KV cache.
+#![forbid(unsafe_code)]
