@@ -1,0 +1,143 @@
+"""The `blockyard` command: `demo` runs the whole path, `doctor` says what this installation can do.
+
+Exit codes: 0 all well; 1 the demo's tokens are not those of the unpaged run (or doctor found a fault); 2 bad input,
+told in one line. Nothing heavy is imported before the arguments have been read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from blockyard import __version__
+from blockyard.errors import BlockyardError
+
+EXIT_OK = 0
+EXIT_NOT_IDENTICAL = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line without the program's name; `sys.argv[1:]` if None.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: from argparse, for `--help`, `--version` (0) and an unusable command line (2).
+    """
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except BlockyardError as error:
+        print(f"blockyard: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="blockyard", description="Keeps the books of a paged KV cache and moves its blocks."
+    )
+    parser.add_argument("--version", action="version", version=f"blockyard {__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="serve a workload that does not fit its KV cache and compare every token with an unpaged run",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_workload_options(demo)
+    _add_pool_options(demo)
+    _add_fault_options(demo)
+    demo.set_defaults(command=_demo)
+    doctor = commands.add_parser("doctor", help="say what is installed and what is missing, and why")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_workload_options(demo: argparse.ArgumentParser) -> None:
+    group = demo.add_argument_group("model and workload")
+    group.add_argument(
+        "--model", type=Path, metavar="DIR", help="a local checkpoint; a small random Llama if not given"
+    )
+    group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one")
+    group.add_argument("--requests", type=_count(1), default=48, metavar="N", help="requests of library text")
+    group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="decides texts, lengths and samplers")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake JSONL or Azure CSV: lengths and arrivals")
+    group.add_argument("--trace-requests", type=_count(1), default=48, metavar="N", help="rows to read of the trace")
+    group.add_argument("--scale", type=_factor, default=1 / 16, metavar="X", help="factor on the trace's lengths")
+
+
+def _add_pool_options(demo: argparse.ArgumentParser) -> None:
+    group = demo.add_argument_group("blocks, tiers and scheduling")
+    group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens in a block")
+    group.add_argument("--num-device-blocks", type=_count(1), metavar="N", help="default: too few for the workload")
+    group.add_argument("--num-host-blocks", type=_count(0), metavar="N", help="0: swap from device to file")
+    group.add_argument("--external-swapper", metavar="URL", help="file:///DIR?size=2GiB; default: a temporary folder")
+    group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
+    group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
+    group.add_argument("--max-num-seqs", type=_count(1), default=32, metavar="N", help="most sequences in one step")
+
+
+def _add_fault_options(demo: argparse.ArgumentParser) -> None:
+    group = demo.add_argument_group("faults and output")
+    faults = group.add_mutually_exclusive_group()
+    faults.add_argument("--corrupt", type=_count(1), default=0, metavar="N", help="damage N blocks stored in the file")
+    faults.add_argument("--sabotage", choices=SABOTAGE_KINDS, help="silently drop one transfer of this kind")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    group.add_argument("--quiet", action="store_true", help="no live progress")
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from blockyard.sim.demo import DemoOptions, run_demo  # noqa: PLC0415 - torch is not loaded for bad arguments
+
+    fields = {name: value for name, value in vars(options).items() if name not in ("command", "quiet")}
+    return run_demo(DemoOptions(**fields), live=sys.stderr.isatty() and not options.quiet)
+
+
+def _doctor(_options: argparse.Namespace) -> int:
+    from blockyard.doctor import run_doctor  # noqa: PLC0415 - it looks for torch
+
+    return run_doctor()
+
+
+def _count(least: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= value < 2**31:
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {2**31 - 1}")
+        return value
+
+    return parse
+
+
+def _factor(text: str) -> float:
+    """An argparse type: a factor above 0, as 0.0625 or 1/16."""
+    top, slash, bottom = text.partition("/")
+    try:
+        value = float(top) / (float(bottom) if slash else 1.0)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a factor such as 0.0625 or 1/16") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

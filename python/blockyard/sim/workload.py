@@ -1,0 +1,223 @@
+"""The requests that the demo serves: real text found on every machine, or lengths and arrivals from a trace.
+
+The text is the source code and the documentation of Python's standard library, one token per byte. The same seed on
+the same Python installation gives the same requests; nothing else has a say, not even the order of files on disk.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.sim.trace import TraceRequest
+
+VOCAB_SIZE = 256
+SMALLEST_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One request with all that decides its tokens.
+
+    Attributes:
+        request_id: unique within the workload.
+        prompt: token ids, int64 `[tokens]`, each below `VOCAB_SIZE`.
+        max_tokens: tokens to generate for each sequence; generation does not stop earlier.
+        n: sequences generated from the one prompt.
+        temperature: 0 for greedy, else the sampling temperature.
+        seed: the sampler's seed; with the sequence's index and the position it keys each draw.
+        arrival: seconds after the start.
+    """
+
+    request_id: str
+    prompt: NDArray[np.int64]
+    max_tokens: int
+    n: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    arrival: float = 0.0
+
+
+class StandardText:
+    """Text of Python's standard library as byte tokens.
+
+    Args:
+        folder: where to look for Python files; the running Python's standard library if None.
+
+    Raises:
+        InvalidArgumentError: there is no Python file of at least `SMALLEST_FILE_BYTES` bytes in the folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(sysconfig.get_path("stdlib"))
+        topics = self.folder / "pydoc_data" / "topics.py"
+        large = [path for path in self.folder.glob("*.py") if path.stat().st_size >= SMALLEST_FILE_BYTES]
+        self.paths = sorted(large) + ([topics] if topics.is_file() else [])
+        if not self.paths:
+            raise InvalidArgumentError(f"no Python file of {SMALLEST_FILE_BYTES} bytes or more in {self.folder}")
+        self._bytes: dict[int, NDArray[np.int64]] = {}
+
+    def take(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Cut `count` tokens out of the text, from the beginning of a line that `rng` chooses.
+
+        Args:
+            rng: decides file and line; a quarter of the draws go to the documentation, where it is installed.
+            count: tokens wanted.
+
+        Returns:
+            Byte tokens, int64 `[count]`; a file that ends early is followed by the next one.
+        """
+        last = len(self.paths) - 1
+        index = last if rng.random() < 0.25 else int(rng.integers(0, last + 1))
+        text = self._read(index)
+        starts = np.flatnonzero(text == ord("\n"))
+        start = int(rng.choice(starts)) + 1 if len(starts) else 0
+        parts = [text[start : start + count]]
+        taken = len(parts[0])
+        while taken < count:
+            index = (index + 1) % len(self.paths)
+            parts.append(self._read(index)[: count - taken])
+            taken += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _read(self, index: int) -> NDArray[np.int64]:
+        if index not in self._bytes:
+            self._bytes[index] = np.frombuffer(self.paths[index].read_bytes(), dtype=np.uint8).astype(np.int64)
+        return self._bytes[index]
+
+
+def text_workload(
+    requests: int,
+    *,
+    seed: int = 0,
+    prompt_tokens: tuple[int, int] = (48, 208),
+    output_tokens: tuple[int, int] = (24, 72),
+    text: StandardText | None = None,
+) -> list[WorkItem]:
+    """Make requests with text prompts that all arrive at once.
+
+    Args:
+        requests: how many, at least 1.
+        seed: decides texts, lengths and samplers.
+        prompt_tokens: shortest and longest prompt.
+        output_tokens: fewest and most tokens generated for one sequence.
+        text: where prompts come from; the standard library if None.
+
+    Returns:
+        The requests; see `_sampling` for which are greedy, sampled or forked.
+
+    Raises:
+        InvalidArgumentError: `requests` is less than 1, or a range is empty.
+    """
+    if requests < 1:
+        raise InvalidArgumentError(f"a workload of {requests} requests was asked for, at least 1 is needed")
+    for name, (low, high) in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
+        if not 1 <= low <= high:
+            raise InvalidArgumentError(f"{name} goes from {low} to {high}, it must be a range from 1")
+    text = text or StandardText()
+    items = []
+    for index in range(requests):
+        rng = np.random.default_rng([seed, index])
+        n, temperature = _sampling(index)
+        items.append(
+            WorkItem(
+                request_id=f"text-{index}",
+                max_tokens=int(rng.integers(output_tokens[0], output_tokens[1] + 1)),
+                prompt=text.take(rng, int(rng.integers(prompt_tokens[0], prompt_tokens[1] + 1))),
+                n=n,
+                temperature=temperature,
+                seed=int(rng.integers(0, 2**31)),
+            )
+        )
+    return items
+
+
+def trace_workload(
+    trace: Sequence[TraceRequest],
+    *,
+    seed: int = 0,
+    max_model_len: int | None = None,
+    text: StandardText | None = None,
+) -> list[WorkItem]:
+    """Give the requests of a trace contents: text, the same for the same hash id.
+
+    Args:
+        trace: lengths, arrivals and hash ids, already scaled.
+        seed: decides texts and samplers.
+        max_model_len: longest prompt plus output that will be served, in tokens; any if None.
+        text: where prompts come from; the standard library if None.
+
+    Returns:
+        One request per trace row, in the same order. Prompts that share leading hash ids share the tokens of these.
+
+    Raises:
+        InvalidArgumentError: the trace is empty, or a request is longer than `max_model_len`.
+    """
+    if not trace:
+        raise InvalidArgumentError("a workload was asked for over a trace of 0 requests")
+    text = text or StandardText()
+    segments: dict[int, NDArray[np.int64]] = {}
+    items = []
+    for index, row in enumerate(trace):
+        wanted = row.input_tokens + row.output_tokens
+        if max_model_len is not None and wanted > max_model_len:
+            raise InvalidArgumentError(
+                f"request {index} of the trace has {row.input_tokens} + {row.output_tokens} tokens, "
+                f"{max_model_len} fit; scale the lengths by {max_model_len / wanted:.4f} or less"
+            )
+        rng = np.random.default_rng([seed, index])
+        n, temperature = _sampling(index)
+        items.append(
+            WorkItem(
+                request_id=f"trace-{index}",
+                prompt=_trace_prompt(row, text, rng, seed, segments),
+                max_tokens=row.output_tokens,
+                n=n,
+                temperature=temperature,
+                seed=int(rng.integers(0, 2**31)),
+                arrival=row.arrival,
+            )
+        )
+    return items
+
+
+def _sampling(index: int) -> tuple[int, float]:
+    """Choose `(n, temperature)`: every third request forks in two, which sample; of the others every second does."""
+    if index % 3 == 1:
+        return 2, 0.8
+    return 1, (0.8 if index % 2 else 0.0)
+
+
+def _trace_prompt(
+    row: TraceRequest,
+    text: StandardText,
+    rng: np.random.Generator,
+    seed: int,
+    segments: dict[int, NDArray[np.int64]],
+) -> NDArray[np.int64]:
+    """Join the texts of the row's hash ids; what they leave uncovered is the request's own text.
+
+    Position `p` belongs to id `floor(p / hash_tokens)`, so that a scaled trace, whose ids may cover a fraction of a
+    token, still gives equal tokens to equal leading ids.
+    """
+    prompt = text.take(rng, row.input_tokens)
+    if not row.hash_ids:
+        return prompt
+    positions = np.arange(row.input_tokens)
+    owners = np.floor(positions / row.hash_tokens).astype(np.int64)
+    length = math.ceil(row.hash_tokens) + 1
+    for owner in np.unique(owners[owners < len(row.hash_ids)]).tolist():
+        hash_id = row.hash_ids[owner]
+        if hash_id not in segments:
+            # 1 keeps these streams apart from the requests' own, which are seeded by two words.
+            segments[hash_id] = text.take(np.random.default_rng([seed, hash_id, 1]), length)
+        mine = positions[owners == owner]
+        prompt[mine] = segments[hash_id][mine - mine[0]]
+    return prompt

@@ -1,0 +1,201 @@
+"""Reading traces: both formats, their limits, and what is said of a file that is neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.errors import InvalidArgumentError, TraceError
+from blockyard.sim import trace as trace_module
+from blockyard.sim.trace import AZURE_HEADER, TraceRequest, read_trace, scale_lengths
+
+
+def write(folder: Path, text: str | bytes, name: str = "trace") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def mooncake(**fields: object) -> str:
+    row: dict[str, object] = {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
+    return json.dumps(row | fields) + "\n"
+
+
+def test_mooncake_rows_are_read_with_arrivals_in_seconds(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake(timestamp=1500) + "\n" + mooncake(timestamp=4250, hash_ids=[0, 7]))
+    first, second = read_trace(path)
+    assert first == TraceRequest(0.0, 700, 5, (0, 1), 512.0)
+    assert second == TraceRequest(2.75, 700, 5, (0, 7), 512.0)
+
+
+def test_hash_block_is_found_for_traces_that_leave_out_the_last_partial_block(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake(input_length=1358, hash_ids=list(range(84))))
+    assert read_trace(path)[0].hash_tokens == 16.0
+
+
+def test_azure_rows_keep_all_seven_digits_of_a_second(tmp_path: Path) -> None:
+    rows = "2023-11-16 23:59:59.9999999,374,44\r\n2023-11-17 00:00:01.0000001,396,109\r\n"
+    path = write(tmp_path, f"{AZURE_HEADER}\r\n{rows}")
+    first, second = read_trace(path)
+    assert first == TraceRequest(0.0, 374, 44)
+    assert second == TraceRequest(1.0000002, 396, 109)
+
+
+@pytest.mark.parametrize("suffix", ["", "Z", "+00:00", ".5", ".123456789"])
+def test_azure_times_may_leave_out_the_fraction_and_name_utc(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path, f"{AZURE_HEADER}\n2024-05-10 00:00:00{suffix},1,2\n")
+    assert read_trace(path) == [TraceRequest(0.0, 1, 2)]
+
+
+def test_format_is_told_by_content_not_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake(), name="trace.csv")
+    assert read_trace(path)[0].hash_ids == (0, 1)
+
+
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path, b"\xef\xbb\xbf" + AZURE_HEADER.encode() + b"\n2024-05-10 00:00:00,1,2\n")
+    assert len(read_trace(path)) == 1
+
+
+def test_requests_out_of_order_are_sorted_by_arrival(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake(timestamp=900, input_length=9) + mooncake(timestamp=400, input_length=4))
+    assert [(row.arrival, row.input_tokens) for row in read_trace(path)] == [(0.0, 4), (0.5, 9)]
+
+
+def test_limit_reads_no_further_than_it_must(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake() * 3 + "this line is damaged\n")
+    assert len(read_trace(path, first=3)) == 3
+    with pytest.raises(TraceError, match="line 4"):
+        read_trace(path)
+
+
+def test_limit_below_one_raises(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="first 0 requests"):
+        read_trace(write(tmp_path, mooncake()), first=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("{", "not a JSON object"),
+        ("[1, 2]", "not a JSON object but"),
+        ("[" * 100_000, "not a JSON object"),
+        ('{"timestamp": 1}', "without input_length, output_length"),
+        (mooncake(timestamp="soon"), "timestamp is 'soon'"),
+        (mooncake(timestamp=-1), "timestamp is -1"),
+        (mooncake(timestamp=float("nan")), "timestamp is nan"),
+        (mooncake(timestamp=True), "timestamp is True"),
+        (mooncake(timestamp=10**40), "timestamp is a number beyond 64 bits"),
+        (mooncake(input_length=0), "input_length is 0"),
+        (mooncake(input_length=2.5), "input_length is 2.5"),
+        (mooncake(output_length=2**31), "output_length is 2147483648"),
+        (mooncake(hash_ids=3), "hash_ids is 3"),
+        (mooncake(hash_ids=[0, -1]), "hash_ids is"),
+        (mooncake(hash_ids=["a"]), "hash_ids is"),
+    ],
+)
+def test_malformed_mooncake_row_names_file_line_and_fault(tmp_path: Path, row: str, complaint: str) -> None:
+    path = write(tmp_path, mooncake() + row)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert f"{path}, line 2: " in str(caught.value)
+    assert complaint in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("2024-05-10 00:00:00,1", "has 2 columns, not 3"),
+        ("2024-05-10 00:00:00,1,2,3", "has 4 columns"),
+        ("2024-05-10 00:00:00,1,two", "GeneratedTokens is 'two'"),
+        ("2024-05-10 00:00:00,-1,2", "ContextTokens is '-1'"),
+        ("2024-05-10 00:00:00,0,2", "ContextTokens is 0"),
+        ("2024-05-10 00:00:00,999999999999,2", "ContextTokens is 999999999999"),
+        ("yesterday,1,2", "TIMESTAMP is 'yesterday'"),
+        ("2024-02-30 00:00:00,1,2", "TIMESTAMP is '2024-02-30 00:00:00'"),
+    ],
+)
+def test_malformed_azure_row_names_file_line_and_fault(tmp_path: Path, row: str, complaint: str) -> None:
+    path = write(tmp_path, f"{AZURE_HEADER}\n{row}\n")
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert f"{path}, line 2: {complaint}" in str(caught.value)
+
+
+def test_row_cut_off_at_the_end_of_the_file_raises(tmp_path: Path) -> None:
+    path = write(tmp_path, (mooncake() + mooncake())[:-30])
+    with pytest.raises(TraceError, match="line 2: not a JSON object"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("text", ["a,b,c\n1,2,3\n", "PK\x03\x04", "TIMESTAMP,ContextTokens\n"])
+def test_file_in_neither_format_is_refused_on_its_first_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TraceError, match="line 1: neither a JSON object"):
+        read_trace(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", AZURE_HEADER])
+def test_trace_without_requests_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TraceError, match="holds no requests"):
+        read_trace(write(tmp_path, text))
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 2: not UTF-8 text"):
+        read_trace(write(tmp_path, mooncake().encode() + b"\xff\xfe\n"))
+
+
+def test_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "MAX_LINE_BYTES", 100)
+    with pytest.raises(TraceError, match="line 1: longer than 100 bytes"):
+        read_trace(write(tmp_path, mooncake(padding="x" * 200)))
+
+
+def test_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot read trace .*absent\.jsonl: No such file"):
+        read_trace(tmp_path / "absent.jsonl")
+
+
+def test_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot read trace .*: Is a directory"):
+        read_trace(tmp_path)
+
+
+def test_scaling_rounds_up_and_keeps_arrivals() -> None:
+    rows = [TraceRequest(2.5, 700, 5, (0, 1), 512.0)]
+    assert scale_lengths(rows, 1 / 16) == [TraceRequest(2.5, 44, 1, (0, 1), 32.0)]
+
+
+@given(st.integers(1, 2**20), st.integers(1, 2**20), st.floats(1e-9, 64))
+def test_scaling_never_makes_a_request_vanish(prompt: int, output: int, scale: float) -> None:
+    (row,) = scale_lengths([TraceRequest(0.0, prompt, output)], scale)
+    assert 1 <= row.input_tokens <= prompt * scale + 1
+    assert 1 <= row.output_tokens <= output * scale + 1
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_scaling_by_nonsense_raises(scale: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="a positive number is needed"):
+        scale_lengths([], scale)
+
+
+def test_scaling_beyond_what_a_trace_may_hold_raises() -> None:
+    with pytest.raises(InvalidArgumentError, match="is more than"):
+        scale_lengths([TraceRequest(0.0, 10, 3)], 1e300)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_read_or_refused_by_name(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = write(tmp_path_factory.getbasetemp(), data, name="fuzzed")
+    try:
+        rows = read_trace(path)
+    except TraceError as error:
+        complaint = str(error)
+    else:
+        complaint = str(path) if rows else ""
+    assert str(path) in complaint

@@ -1,0 +1,133 @@
+"""The demo's requests: decided by the seed alone, real text, and shared where a trace says so."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.sim.trace import TraceRequest
+from blockyard.sim.workload import VOCAB_SIZE, StandardText, WorkItem, text_workload, trace_workload
+
+
+@pytest.fixture(scope="module")
+def text() -> StandardText:
+    return StandardText()
+
+
+def same(one: list[WorkItem], other: list[WorkItem]) -> bool:
+    return len(one) == len(other) and all(
+        np.array_equal(a.prompt, b.prompt)
+        and (a.request_id, a.max_tokens, a.n, a.temperature, a.seed, a.arrival)
+        == (b.request_id, b.max_tokens, b.n, b.temperature, b.seed, b.arrival)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_same_seed_gives_the_same_requests(text: StandardText) -> None:
+    assert same(text_workload(12, seed=3, text=text), text_workload(12, seed=3))
+
+
+def test_other_seed_gives_other_requests(text: StandardText) -> None:
+    assert not same(text_workload(12, seed=3, text=text), text_workload(12, seed=4, text=text))
+
+
+def test_more_requests_leave_the_first_ones_as_they_were(text: StandardText) -> None:
+    assert same(text_workload(12, text=text)[:5], text_workload(5, text=text))
+
+
+def test_prompts_are_text_of_the_standard_library(text: StandardText) -> None:
+    library = [path.read_bytes() for path in text.paths]
+    for item in text_workload(12, text=text):
+        head = item.prompt[:32].astype(np.uint8).tobytes()
+        assert any(head in file for file in library)
+
+
+def test_text_holds_sources_and_documentation(text: StandardText) -> None:
+    names = {path.name for path in text.paths}
+    assert "argparse.py" in names
+    assert Path(sysconfig.get_path("stdlib")) in {path.parent for path in text.paths}
+
+
+def test_lengths_and_tokens_stay_in_range(text: StandardText) -> None:
+    for item in text_workload(40, prompt_tokens=(5, 9), output_tokens=(2, 3), text=text):
+        assert 5 <= len(item.prompt) <= 9
+        assert 2 <= item.max_tokens <= 3
+        assert item.prompt.dtype == np.int64
+        assert 0 <= item.prompt.min() <= item.prompt.max() < VOCAB_SIZE
+
+
+def test_some_requests_are_greedy_some_sampled_some_forked(text: StandardText) -> None:
+    items = text_workload(12, text=text)
+    assert {(item.n, item.temperature > 0) for item in items} == {(1, False), (1, True), (2, True)}
+    assert len({item.seed for item in items}) == 12
+
+
+def test_text_runs_on_into_the_next_file(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_bytes((name[0] * 63 + "\n").encode() * 64)
+    small = StandardText(tmp_path)
+    taken = small.take(np.random.default_rng(0), 10_000)
+    assert len(taken) == 10_000
+    assert set(taken.tolist()) == {ord("a"), ord("b"), ord("\n")}
+
+
+def test_folder_without_python_files_raises(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text("pass\n")
+    with pytest.raises(InvalidArgumentError, match="no Python file of 4096 bytes or more"):
+        StandardText(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"requests": 0}, "a workload of 0 requests"),
+        ({"requests": 1, "prompt_tokens": (0, 4)}, "prompt_tokens goes from 0 to 4"),
+        ({"requests": 1, "output_tokens": (5, 4)}, "output_tokens goes from 5 to 4"),
+    ],
+)
+def test_impossible_workload_raises(arguments: dict[str, object], complaint: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        text_workload(**arguments)  # type: ignore[arg-type]
+
+
+def test_trace_gives_lengths_and_arrivals(text: StandardText) -> None:
+    rows = [TraceRequest(0.0, 40, 3), TraceRequest(1.5, 7, 9)]
+    items = trace_workload(rows, text=text)
+    assert [(len(item.prompt), item.max_tokens, item.arrival) for item in items] == [(40, 3, 0.0), (7, 9, 1.5)]
+
+
+@pytest.mark.parametrize("hash_tokens", [16.0, 3.7, 1.0, 0.4])
+def test_equal_hash_ids_give_equal_prefixes_and_no_more(text: StandardText, hash_tokens: float) -> None:
+    length = int(hash_tokens * 20)
+    ids = tuple(range(100, 120))
+    rows = [
+        TraceRequest(0.0, length, 1, ids, hash_tokens),
+        TraceRequest(0.0, length, 1, ids[:10] + tuple(range(200, 210)), hash_tokens),
+    ]
+    one, other = trace_workload(rows, text=text)
+    shared = int(hash_tokens * 10)
+    assert np.array_equal(one.prompt[:shared], other.prompt[:shared])
+    assert not np.array_equal(one.prompt[shared:], other.prompt[shared:])
+
+
+def test_tokens_beyond_the_last_hash_id_are_the_requests_own(text: StandardText) -> None:
+    rows = [TraceRequest(0.0, 200, 1, (5,), 16.0)] * 2
+    one, other = trace_workload(rows, text=text)
+    assert np.array_equal(one.prompt[:16], other.prompt[:16])
+    assert not np.array_equal(one.prompt[16:], other.prompt[16:])
+
+
+def test_request_longer_than_the_model_says_how_to_scale(text: StandardText) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"request 1 of the trace has 90 \+ 10 tokens, 50 fit; scale .* 0.5000"
+    ):
+        trace_workload([TraceRequest(0.0, 1, 1), TraceRequest(0.0, 90, 10)], max_model_len=50, text=text)
+
+
+def test_empty_trace_raises() -> None:
+    with pytest.raises(InvalidArgumentError, match="trace of 0 requests"):
+        trace_workload([])
