@@ -1,0 +1,353 @@
+"""What a demo run came to: the figures, the table shown at the end, the JSON file, and live progress.
+
+The JSON file holds one object, `Report` as it stands: its keys are the attributes documented below, nested objects
+those of `Transfer`, `Difference` and so on, plus `identical` (bool) and `exit_code`. Sizes are bytes, times seconds.
+
+rich draws where it is installed; without it the table is plain text and there is no live view.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from blockyard.errors import InvalidArgumentError
+
+TIERS = ("device", "host", "external")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """All blocks that went one way.
+
+    Attributes:
+        kind: `copy`, `swap_out`, `swap_in`, `spill` or `fetch`.
+        src: tier read.
+        dst: tier written.
+        blocks: blocks moved.
+        bytes: blocks times the bytes of a block.
+    """
+
+    kind: str
+    src: str
+    dst: str
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most blocks a tier held at the end of any scheduling step.
+
+    Attributes:
+        used: blocks not free.
+        total: blocks of the tier.
+    """
+
+    used: int
+    total: int
+
+
+@dataclass(frozen=True)
+class FileTier:
+    """What the file tier counted.
+
+    Attributes:
+        blocks_written: blocks stored.
+        blocks_read: blocks asked for, damaged ones included.
+        bytes_written: bytes of the blocks stored.
+        bytes_read: bytes of the blocks that came back whole.
+        checksum_failures: blocks whose bytes were not those stored.
+        other_misses: blocks refused for another reason, by reason.
+        damaged_stored: blocks that the run damaged on purpose.
+        damaged_read: reads of such blocks.
+    """
+
+    blocks_written: int = 0
+    blocks_read: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    checksum_failures: int = 0
+    other_misses: dict[str, int] = field(default_factory=dict)
+    damaged_stored: int = 0
+    damaged_read: int = 0
+
+    @property
+    def detected(self) -> int:
+        """Reads that the tier refused."""
+        return self.checksum_failures + sum(self.other_misses.values())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a sequence that is not the unpaged run's.
+
+    Attributes:
+        request_id: the request.
+        index: sequence within the request.
+        position: generated token, counted from 0.
+        got: token of the paged run, -1 if it ended earlier.
+        wanted: token of the unpaged run, -1 if that ended earlier.
+    """
+
+    request_id: str
+    index: int
+    position: int
+    got: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """A transfer left out on purpose.
+
+    Attributes:
+        kind: kind of transfer asked for.
+        seen: blocks of that kind that were due in the whole run.
+        dropped: what was left out, in words; empty if nothing of the kind happened.
+    """
+
+    kind: str
+    seen: int
+    dropped: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the demo.
+
+    Attributes:
+        version: Blockyard's.
+        model: what was run, in words.
+        device: `cpu` or `cuda`.
+        workload: where the requests came from, in words.
+        settings: options and pool sizes in force.
+        requests: requests served.
+        sequences: sequences served; a request with n = 2 has two.
+        prompt_tokens: sum over requests.
+        output_tokens: sum over sequences.
+        steps: scheduler steps.
+        seconds: wall time of the paged run.
+        tokens_per_second: output tokens over these seconds.
+        reference_seconds: wall time of the unpaged run.
+        preemptions: count by kind: `swap_host`, `swap_external`, `recompute`.
+        transfers: blocks and bytes per kind and pair of tiers.
+        peak: most blocks used, by tier.
+        file_tier: what the file tier counted.
+        sabotage: what was dropped on purpose; None if nothing was to be.
+        compared: requests compared with the unpaged run.
+        identical_requests: requests all of whose tokens were equal.
+        differences: where the others first differ, one entry per sequence.
+    """
+
+    version: str
+    model: str
+    device: str
+    workload: str
+    settings: dict[str, int | float | str | None]
+    requests: int
+    sequences: int
+    prompt_tokens: int
+    output_tokens: int
+    steps: int
+    seconds: float
+    tokens_per_second: float
+    reference_seconds: float
+    preemptions: dict[str, int]
+    transfers: list[Transfer]
+    peak: dict[str, Peak]
+    file_tier: FileTier
+    sabotage: Sabotage | None
+    compared: int
+    identical_requests: int
+    differences: list[Difference]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every request's tokens are those of the unpaged run."""
+        return self.compared > 0 and self.identical_requests == self.compared
+
+    @property
+    def exit_code(self) -> int:
+        """0 if identical, 1 if not; 2 if the sabotage asked for found nothing to drop."""
+        if self.sabotage is not None and not self.sabotage.dropped:
+            return 2
+        return 0 if self.identical else 1
+
+    def blocks(self, kind: str, dst: str | None = None) -> int:
+        """Sum the blocks of one kind of transfer.
+
+        Args:
+            kind: as in `Transfer.kind`.
+            dst: only those written to this tier; all if None.
+
+        Returns:
+            The number of blocks.
+        """
+        return sum(row.blocks for row in self.transfers if row.kind == kind and dst in (None, row.dst))
+
+    def to_json(self) -> str:
+        """Return the whole report as one JSON object, keys as documented above."""
+        return json.dumps(asdict(self) | {"identical": self.identical, "exit_code": self.exit_code}, indent=2) + "\n"
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write the report to a file.
+
+    Args:
+        report: the run.
+        path: file to write; an older one is replaced.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written.
+    """
+    try:
+        path.write_text(report.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """Word the report as `(what, figure)` rows, as the table shows them.
+
+    Args:
+        report: the run.
+
+    Returns:
+        The rows; the last one says how many requests came out identical.
+    """
+    table = [
+        ("model", f"{report.model}, {report.device}"),
+        ("workload", report.workload),
+        ("requests", f"{report.requests} ({report.sequences} sequences, {report.prompt_tokens} prompt tokens)"),
+        ("tokens", f"{report.output_tokens} in {report.seconds:.1f} s and {report.steps} steps"),
+        ("tokens/s", f"{report.tokens_per_second:.0f} (unpaged run: {report.reference_seconds:.1f} s)"),
+        ("preemptions", _join({name.replace("_", " to "): count for name, count in report.preemptions.items()})),
+    ]
+    table += [
+        (f"{row.kind.replace('_', ' ')}, {row.src} to {row.dst}", f"{row.blocks} blocks, {_mebibytes(row.bytes)}")
+        for row in report.transfers
+    ]
+    table += [
+        (f"peak use, {tier}", f"{report.peak[tier].used} of {report.peak[tier].total} blocks")
+        for tier in TIERS
+        if tier in report.peak
+    ]
+    table.append(("file tier checksum failures", str(report.file_tier.checksum_failures)))
+    table += _fault_rows(report)
+    table.append(("tokens identical to the unpaged Hugging Face generate run", _score(report)))
+    return table
+
+
+def print_report(report: Report, stream: TextIO | None = None) -> None:
+    """Print the table and, as the last line, the verdict.
+
+    Args:
+        report: the run.
+        stream: where to; standard output if None.
+    """
+    stream = stream or sys.stdout
+    table = rows(report)
+    if importlib.util.find_spec("rich") is not None:
+        _print_rich(table[:-1], stream)
+    else:
+        width = max(len(name) for name, _ in table[:-1])
+        for name, figure in table[:-1]:
+            print(f"{name:<{width}}  {figure}", file=stream)
+    for difference in report.differences[:5]:
+        print(_describe(difference), file=stream)
+    if len(report.differences) > 5:
+        print(f"and {len(report.differences) - 5} more sequences differ", file=stream)
+    name, figure = table[-1]
+    print(f"{name}: {figure}", file=stream)
+
+
+class Progress(Protocol):
+    """What the demo tells a live view."""
+
+    def step(self, done: int, total: int, note: str) -> None:
+        """Show that `done` of `total` requests are finished."""
+
+
+class _Silent:
+    """The view of a run that nobody watches."""
+
+    def step(self, done: int, total: int, note: str) -> None:
+        pass
+
+
+@contextmanager
+def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
+    """Show a progress bar on standard error for as long as the context lasts.
+
+    Args:
+        label: what is under way.
+        live: show it; without it, or without rich, nothing is shown.
+
+    Yields:
+        The view to tell about each step.
+    """
+    if not live or importlib.util.find_spec("rich") is None:
+        yield _Silent()
+        return
+    from rich import progress as bars  # noqa: PLC0415 - optional
+    from rich.console import Console  # noqa: PLC0415 - optional
+
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
+    with bars.Progress(*columns, bars.TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=None, note="")
+
+        class _Bar:
+            def step(self, done: int, total: int, note: str) -> None:
+                bar.update(task, completed=done, total=total, note=note)
+
+        yield _Bar()
+
+
+def _fault_rows(report: Report) -> list[tuple[str, str]]:
+    tier = report.file_tier
+    table = []
+    if tier.other_misses:
+        table.append(("file tier misses", _join(tier.other_misses)))
+    if tier.damaged_stored:
+        figures = f"{tier.detected} detected, {tier.damaged_read} damaged blocks read of {tier.damaged_stored} stored"
+        table.append(("corruptions", figures))
+    if report.sabotage is not None:
+        nothing = f"nothing: no {report.sabotage.kind} happened in this run"
+        table.append(("dropped on purpose", report.sabotage.dropped or nothing))
+    return table
+
+
+def _print_rich(table: list[tuple[str, str]], stream: TextIO) -> None:
+    from rich.console import Console  # noqa: PLC0415 - optional
+    from rich.table import Table  # noqa: PLC0415 - optional
+
+    grid = Table(show_header=False)
+    for name, figure in table:
+        grid.add_row(name, figure)
+    Console(file=stream).print(grid)
+
+
+def _score(report: Report) -> str:
+    return f"{report.identical_requests}/{report.compared}"
+
+
+def _join(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _describe(difference: Difference) -> str:
+    return (
+        f"{difference.request_id} sequence {difference.index} differs at token {difference.position}: "
+        f"{difference.got}, unpaged {difference.wanted}"
+    )

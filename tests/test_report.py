@@ -1,0 +1,170 @@
+"""The demo's report: its verdict, its table, its JSON file, and what is shown without rich or a terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.sim.report import (
+    Difference,
+    FileTier,
+    Peak,
+    Report,
+    Sabotage,
+    Transfer,
+    live_progress,
+    print_report,
+    rows,
+    write_json,
+)
+
+REPORT = Report(
+    version="0.1.0",
+    model="Llama, 4 layers",
+    device="cpu",
+    workload="text of the standard library, seed 0",
+    settings={"block_size": 16, "num_host_blocks": 24, "trace": None},
+    requests=48,
+    sequences=64,
+    prompt_tokens=6000,
+    output_tokens=3000,
+    steps=200,
+    seconds=12.5,
+    tokens_per_second=240.0,
+    reference_seconds=20.0,
+    preemptions={"swap_host": 4, "swap_external": 3, "recompute": 2},
+    transfers=[
+        Transfer("swap_out", "device", "host", 40, 40 * 2**20),
+        Transfer("spill", "device", "external", 30, 30 * 2**20),
+        Transfer("spill", "host", "external", 5, 5 * 2**20),
+        Transfer("copy", "device", "device", 7, 7 * 2**20),
+    ],
+    peak={"device": Peak(96, 96), "host": Peak(20, 24), "external": Peak(30, 512)},
+    file_tier=FileTier(blocks_written=35, blocks_read=35, bytes_written=35 * 2**20, bytes_read=35 * 2**20),
+    sabotage=None,
+    compared=48,
+    identical_requests=48,
+    differences=[],
+)
+WRONG = replace(REPORT, identical_requests=47, differences=[Difference("text-3", 1, 5, 17, 99)])
+
+
+def printed(report: Report) -> str:
+    stream = io.StringIO()
+    print_report(report, stream)
+    return stream.getvalue()
+
+
+def test_identical_run_exits_0() -> None:
+    assert REPORT.identical
+    assert REPORT.exit_code == 0
+
+
+def test_one_differing_request_exits_1() -> None:
+    assert not WRONG.identical
+    assert WRONG.exit_code == 1
+
+
+def test_run_that_compared_nothing_is_not_identical() -> None:
+    assert replace(REPORT, compared=0, identical_requests=0).exit_code == 1
+
+
+def test_sabotage_that_found_nothing_to_drop_exits_2() -> None:
+    assert replace(REPORT, sabotage=Sabotage("fetch", 0, "")).exit_code == 2
+    assert replace(WRONG, sabotage=Sabotage("fetch", 9, "block 3 from slot 4")).exit_code == 1
+
+
+def test_last_line_says_how_many_requests_came_out_identical() -> None:
+    last = printed(REPORT).splitlines()[-1]
+    assert last == "tokens identical to the unpaged Hugging Face generate run: 48/48"
+
+
+def test_table_names_every_transfer_tier_and_preemption() -> None:
+    text = printed(REPORT)
+    for part in ("swap out, device to host", "spill, host to external", "5 blocks, 5.0 MiB", "20 of 24 blocks"):
+        assert part in text
+    assert "file tier checksum failures" in text
+
+
+def test_preemptions_are_worded_by_kind() -> None:
+    assert dict(rows(REPORT))["preemptions"] == "swap to host 4, swap to external 3, recompute 2"
+
+
+def test_differences_are_shown_before_the_verdict() -> None:
+    lines = printed(WRONG).splitlines()
+    assert lines[-2] == "text-3 sequence 1 differs at token 5: 17, unpaged 99"
+    assert lines[-1].endswith("47/48")
+
+
+def test_many_differences_are_cut_short() -> None:
+    text = printed(replace(WRONG, differences=WRONG.differences * 9))
+    assert text.count("differs at token") == 5
+    assert "and 4 more sequences differ" in text
+
+
+def test_corruptions_are_told_beside_what_was_damaged() -> None:
+    tier = FileTier(checksum_failures=3, other_misses={"header": 1}, damaged_stored=9, damaged_read=4)
+    table = dict(rows(replace(REPORT, file_tier=tier)))
+    assert table["corruptions"] == "4 detected, 4 damaged blocks read of 9 stored"
+    assert table["file tier misses"] == "header 1"
+
+
+def test_sabotage_is_told() -> None:
+    table = dict(rows(replace(REPORT, sabotage=Sabotage("copy", 0, ""))))
+    assert table["dropped on purpose"] == "nothing: no copy happened in this run"
+
+
+def test_blocks_are_summed_by_kind_and_destination() -> None:
+    assert REPORT.blocks("spill") == 35
+    assert REPORT.blocks("swap_out", "host") == 40
+    assert REPORT.blocks("fetch") == 0
+
+
+def test_json_holds_every_attribute_and_the_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json(WRONG, path)
+    loaded = json.loads(path.read_text())
+    assert set(loaded) == set(Report.__dataclass_fields__) | {"identical", "exit_code"}
+    assert loaded["identical"] is False
+    assert loaded["transfers"][0] == {
+        "kind": "swap_out",
+        "src": "device",
+        "dst": "host",
+        "blocks": 40,
+        "bytes": 40 * 2**20,
+    }
+    assert loaded["differences"][0]["position"] == 5
+
+
+def test_json_path_that_cannot_be_written_raises(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"cannot write .*: No such file"):
+        write_json(REPORT, tmp_path / "absent" / "report.json")
+
+
+def test_report_without_rich_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    lines = printed(REPORT).splitlines()
+    assert lines[2].split("  ")[0] == "requests"
+    assert all(line.isascii() for line in lines)
+    with live_progress("serving", live=True) as view:
+        view.step(1, 2, "")
+
+
+def test_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with live_progress("serving", live=True) as view:
+        view.step(3, 4, "steps 9")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "3/4" in captured.err
+
+
+def test_progress_that_is_not_live_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with live_progress("serving", live=False) as view:
+        view.step(3, 4, "")
+    assert capsys.readouterr().err == ""
