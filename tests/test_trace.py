@@ -199,3 +199,23 @@ def test_any_bytes_are_read_or_refused_by_name(tmp_path_factory: pytest.TempPath
     else:
         complaint = str(path) if rows else ""
     assert str(path) in complaint
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "hash_tokens"),
+    [
+        ("synthetic_trace.jsonl", 3993, 512.0),
+        ("lmcache_agent_miniswe.jsonl", 402, 16.0),
+        ("AzureLLMInferenceTrace_conv.csv", 19366, 0.0),
+    ],
+)
+def test_published_traces_are_read_whole(traces: Path, name: str, requests: int, hash_tokens: float) -> None:
+    rows = read_trace(traces / name)
+    assert len(rows) == requests
+    assert {row.hash_tokens for row in rows} == {hash_tokens}
+    assert [row.arrival for row in rows] == sorted(row.arrival for row in rows)
+
+
+def test_first_requests_of_the_azure_trace(traces: Path) -> None:
+    rows = read_trace(traces / "AzureLLMInferenceTrace_conv.csv", first=2)
+    assert rows == [TraceRequest(0.0, 374, 44), TraceRequest(4.314579, 396, 109)]
