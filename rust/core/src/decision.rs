@@ -1,0 +1,86 @@
+//! What a scheduler gets back once a step: typed pairs of block ids. See `docs/decisions/0001-step-decision.md`.
+
+use crate::id::{TicketId, Tier};
+
+/// What a transfer is for. The order of the variants is the order in which one step's transfers are safe to run:
+/// reads of device blocks first, then loads, then copies; new tokens write last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// Device or host to external.
+    Spill,
+    /// Device to host.
+    SwapOut,
+    /// Host to device.
+    SwapIn,
+    /// External to device or host.
+    Fetch,
+    /// Copy-on-write within the device.
+    Copy,
+    /// Defragmentation, into holes.
+    Move,
+    /// Defragmentation, pairwise.
+    Exchange,
+}
+
+impl Kind {
+    /// All kinds, in the order in which they are safe to run.
+    pub const ALL: [Self; 7] =
+        [Self::Spill, Self::SwapOut, Self::SwapIn, Self::Fetch, Self::Copy, Self::Move, Self::Exchange];
+
+    /// The kind's name in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Spill => "spill",
+            Self::SwapOut => "swap_out",
+            Self::SwapIn => "swap_in",
+            Self::Fetch => "fetch",
+            Self::Copy => "copy",
+            Self::Move => "move",
+            Self::Exchange => "exchange",
+        }
+    }
+}
+
+/// Pairs of block ids between two tiers, `[from, to]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pairs {
+    /// Tier that is read.
+    pub src: Tier,
+    /// Tier that is written.
+    pub dst: Tier,
+    /// `[from, to]`; ids are 0-based in their tier and no destination repeats.
+    pub ids: Vec<[u32; 2]>,
+}
+
+/// The transfers of one step, and the ticket that holds leases on all their blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use = "a decision that is not carried out leaves its blocks leased for ever"]
+pub struct StepDecision {
+    /// To be completed or failed once the bytes have landed or not.
+    pub ticket: TicketId,
+    /// Tickets, perhaps this one too, whose device reads must have finished before this step writes to the device:
+    /// it reuses blocks that they read. Empty where it reuses none.
+    pub after: Vec<TicketId>,
+    /// Kinds and pairs in the order in which they are safe to run; no entry is empty.
+    pub transfers: Vec<(Kind, Pairs)>,
+}
+
+impl StepDecision {
+    /// Pairs of one kind: one entry a pair of tiers, none if there are none.
+    pub fn of(&self, kind: Kind) -> impl Iterator<Item = &Pairs> {
+        self.transfers.iter().filter(move |(k, _)| *k == kind).map(|(_, pairs)| pairs)
+    }
+
+    /// Pairs of all kinds.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum()
+    }
+
+    /// Whether nothing is to be transferred.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.transfers.is_empty()
+    }
+}

@@ -1,0 +1,102 @@
+//! What can go wrong in the books. Every failed call changes nothing, and every error carries its numbers.
+
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
+
+/// Result of a call on the books.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// An error of the books; nothing was changed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A tier has fewer free blocks than the whole call needs.
+    #[error("asked for {wanted} {tier} blocks, {free} of {total} are free")]
+    OutOfBlocks {
+        /// Tier that is short.
+        tier: Tier,
+        /// Blocks that the whole call needed.
+        wanted: usize,
+        /// Blocks that were free.
+        free: usize,
+        /// Blocks in the tier.
+        total: usize,
+    },
+    /// The handle was never given out, or its sequence has been freed.
+    #[error("sequence {sequence} is not in the books")]
+    UnknownSequence {
+        /// The handle.
+        sequence: SequenceId,
+    },
+    /// A batch names a sequence twice.
+    #[error("sequence {sequence} is named twice in one call")]
+    RepeatedSequence {
+        /// The handle.
+        sequence: SequenceId,
+    },
+    /// The call needs the sequence in another tier.
+    #[error("sequence {sequence} is in the {found} tier, the call needs it in {wanted}")]
+    WrongTier {
+        /// The handle.
+        sequence: SequenceId,
+        /// Tier that the call works on.
+        wanted: Tier,
+        /// Tier that the sequence is in.
+        found: Tier,
+    },
+    /// A transfer of the sequence's blocks has not finished.
+    #[error("sequence {sequence} is still moving (ticket {ticket})")]
+    InFlight {
+        /// The handle.
+        sequence: SequenceId,
+        /// Ticket to wait for.
+        ticket: TicketId,
+    },
+    /// A failed transfer took some of the sequence's bytes; it can only be freed.
+    #[error("sequence {sequence} lost bytes in a failed transfer and can only be freed")]
+    Lost {
+        /// The handle.
+        sequence: SequenceId,
+    },
+    /// The ticket was never issued or is closed.
+    #[error("ticket {ticket} is not open")]
+    UnknownTicket {
+        /// The ticket.
+        ticket: TicketId,
+    },
+    /// A pair reported as lost is not a transfer of the ticket.
+    #[error("ticket {ticket} writes no block {block} in the {tier} tier")]
+    NotInTicket {
+        /// The ticket.
+        ticket: TicketId,
+        /// Destination tier.
+        tier: Tier,
+        /// Destination block.
+        block: BlockId,
+    },
+    /// A block has as many leases as can be counted.
+    #[error("{tier} block {block} has {limit} leases, no more can be counted")]
+    TooManyLeases {
+        /// Tier of the block.
+        tier: Tier,
+        /// The block.
+        block: BlockId,
+        /// Most leases that a block can have.
+        limit: u32,
+    },
+    /// An argument has no meaning.
+    #[error("{what} is {found}, must be {must}")]
+    InvalidArgument {
+        /// Name of the argument.
+        what: &'static str,
+        /// Its value.
+        found: i128,
+        /// What it must be.
+        must: String,
+    },
+    /// The books contradict themselves: a bug in this crate.
+    #[error("the books contradict themselves: {what}")]
+    Broken {
+        /// What does not hold.
+        what: String,
+    },
+}

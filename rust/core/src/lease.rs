@@ -1,0 +1,110 @@
+//! Leases and the tickets that hold them. A leased block is not freed, moved or given out again until the transfer that
+//! reads or writes it has finished.
+
+use crate::id::{BlockId, TicketId, Tier};
+use std::collections::BTreeMap;
+
+/// What a transfer does with a block, and so what the block may be used for meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LeaseKind {
+    /// Read on the device before anything of the same step is written there: the block may be given out to device work
+    /// that is ordered after the ticket.
+    Drain,
+    /// Read: the block is not given out until the ticket ends.
+    Read,
+    /// Written: the block holds no bytes yet and is not given out until the ticket ends.
+    Write,
+}
+
+/// One block held by one ticket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Lease {
+    /// Tier of the block.
+    pub tier: Tier,
+    /// What the transfer does with it.
+    pub kind: LeaseKind,
+    /// The block.
+    pub block: BlockId,
+}
+
+/// The tickets that have been handed out and not yet completed or failed, and the one being collected.
+#[derive(Debug, Clone)]
+pub(crate) struct Tickets {
+    open: TicketId,
+    collected: Vec<Lease>,
+    submitted: BTreeMap<TicketId, Vec<Lease>>,
+}
+
+impl Tickets {
+    pub(crate) fn new() -> Self {
+        Self { open: TicketId(1), collected: Vec::new(), submitted: BTreeMap::new() }
+    }
+
+    /// The ticket that the present step's transfers will carry.
+    pub(crate) fn open(&self) -> TicketId {
+        self.open
+    }
+
+    /// Notes a lease of the present step.
+    pub(crate) fn collect(&mut self, lease: Lease) {
+        self.collected.push(lease);
+    }
+
+    /// Ends the present step: its leases belong to the returned ticket from now on.
+    pub(crate) fn submit(&mut self) -> TicketId {
+        let ticket = self.open;
+        self.submitted.insert(ticket, std::mem::take(&mut self.collected));
+        self.open = TicketId(ticket.0 + 1);
+        ticket
+    }
+
+    /// Whether the ticket's transfers may still be running.
+    pub(crate) fn in_flight(&self, ticket: TicketId) -> bool {
+        ticket == self.open || self.submitted.contains_key(&ticket)
+    }
+
+    /// Whether no submitted ticket is unfinished.
+    pub(crate) fn idle(&self) -> bool {
+        self.submitted.is_empty()
+    }
+
+    /// Leases of a submitted ticket.
+    pub(crate) fn get(&self, ticket: TicketId) -> Option<&[Lease]> {
+        self.submitted.get(&ticket).map(Vec::as_slice)
+    }
+
+    /// Closes a submitted ticket and gives its leases back.
+    pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Lease>> {
+        self.submitted.remove(&ticket)
+    }
+
+    /// Submitted tickets that read device blocks which may already have been given out again.
+    pub(crate) fn draining(&self) -> Vec<TicketId> {
+        let drains = |leases: &Vec<Lease>| leases.iter().any(|l| l.kind == LeaseKind::Drain);
+        self.submitted.iter().filter(|(_, leases)| drains(leases)).map(|(&ticket, _)| ticket).collect()
+    }
+
+    /// Every lease held, the present step's included.
+    pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
+        self.submitted.values().flatten().chain(&self.collected)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ticket_is_in_flight_from_its_step_until_closed() {
+        let mut tickets = Tickets::new();
+        let open = tickets.open();
+        assert!(tickets.in_flight(open) && tickets.idle());
+        tickets.collect(Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(3) });
+        assert_eq!(tickets.submit(), open);
+        assert!(tickets.in_flight(open) && !tickets.idle());
+        assert_eq!(tickets.draining(), vec![open]);
+        assert_eq!(tickets.close(open).unwrap().len(), 1);
+        assert!(!tickets.in_flight(open));
+        assert_eq!(tickets.close(open), None);
+    }
+}

@@ -1,0 +1,412 @@
+//! The block manager: who may run, which blocks hold whose tokens, and which blocks are to be copied or moved.
+//!
+//! A step is: decide (`allocate`, `append`, `swap_out`, ...), [`Manager::take_decision`], carry the decision out,
+//! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of
+//! [`Kind`](crate::decision::Kind), then new tokens are written; what that order cannot make safe is refused.
+//!
+//! Invariant: every reference that a pool counts is an entry of one table, every lease belongs to one ticket
+//! ([`Manager::check`]). The manager has no lock; who shares it brings one.
+
+mod append;
+mod relocate;
+mod ticket;
+
+use crate::decision::{Kind, Pairs};
+use crate::error::{Error, Result};
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::lease::{Lease, LeaseKind, Tickets};
+use crate::pool::{Pool, Twin};
+use crate::table::{Row, Rows};
+use std::collections::HashSet;
+
+pub use append::Counts;
+
+/// Largest block size, in tokens.
+const MAX_BLOCK_SIZE: u32 = 1 << 20;
+
+/// Sizes of a manager's tiers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Config {
+    /// Token slots in a block.
+    pub block_size: u32,
+    /// Blocks of each tier: device, host, external.
+    pub blocks: [usize; 3],
+    /// Fraction of the device blocks that admission keeps free, `0.0..1.0`.
+    pub watermark: f64,
+}
+
+/// Whether something fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AllocStatus {
+    /// It fits now.
+    Ok,
+    /// It will fit once other sequences have left.
+    Later,
+    /// It does not fit even into an empty tier.
+    Never,
+}
+
+/// Transfers decided since the last decision was taken.
+#[derive(Debug, Clone, Default)]
+struct OpenStep {
+    transfers: Vec<(Kind, Pairs)>,
+    /// Shared destinations written by this step, which later sequences of the step may share.
+    fresh: HashSet<Twin>,
+    /// Device blocks that an unfinished ticket still reads have been given to this step's writes.
+    reuses_drained: bool,
+}
+
+impl OpenStep {
+    fn pairs(&mut self, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
+        let same = |(k, pairs): &(Kind, Pairs)| (*k, pairs.src, pairs.dst) == (kind, src, dst);
+        let at = self.transfers.iter().position(same).unwrap_or_else(|| {
+            self.transfers.push((kind, Pairs { src, dst, ids: Vec::new() }));
+            self.transfers.len() - 1
+        });
+        &mut self.transfers[at].1.ids
+    }
+}
+
+/// The books of all sequences over the device, host and external pools.
+#[derive(Debug, Clone)]
+pub struct Manager {
+    block_size: u32,
+    watermark: usize,
+    pools: [Pool; 3],
+    rows: Rows,
+    tickets: Tickets,
+    step: OpenStep,
+    scratch: Vec<BlockId>,
+}
+
+impl Manager {
+    /// A manager without sequences.
+    ///
+    /// # Errors
+    /// A size or the watermark is out of range.
+    pub fn new(config: Config) -> Result<Self> {
+        let Config { block_size, blocks, watermark } = config;
+        if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
+            return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
+        }
+        if blocks[0] == 0 {
+            return Err(invalid("device_blocks", 0, "at least 1".to_owned()));
+        }
+        if !(0.0..1.0).contains(&watermark) {
+            #[expect(clippy::cast_possible_truncation, reason = "only shown in the message, and saturating")]
+            let percent = (watermark * 100.0) as i64;
+            return Err(invalid("watermark in percent", percent, "0 to 99".to_owned()));
+        }
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            clippy::cast_precision_loss,
+            reason = "a fraction of fewer than 2^30 blocks"
+        )]
+        let watermark = (watermark * blocks[0] as f64) as usize;
+        let [device, host, external] = blocks;
+        let pools =
+            [Pool::new(Tier::Device, device)?, Pool::new(Tier::Host, host)?, Pool::new(Tier::External, external)?];
+        let (rows, tickets) = (Rows::new(), Tickets::new());
+        Ok(Self { block_size, watermark, pools, rows, tickets, step: OpenStep::default(), scratch: Vec::new() })
+    }
+
+    /// Token slots in a block.
+    #[must_use]
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Device blocks that admission keeps free.
+    #[must_use]
+    pub fn watermark_blocks(&self) -> usize {
+        self.watermark
+    }
+
+    /// The blocks of a tier.
+    #[must_use]
+    pub fn pool(&self, tier: Tier) -> &Pool {
+        &self.pools[tier.index()]
+    }
+
+    /// Sequences in the books.
+    #[must_use]
+    pub fn num_sequences(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether a new sequence of so many tokens may be admitted, the watermark kept.
+    #[must_use]
+    pub fn can_allocate(&self, tokens: u32, lookahead: u32) -> AllocStatus {
+        let wanted = blocks_for(u64::from(tokens) + u64::from(lookahead), self.block_size);
+        self.admit(wanted, self.pools[0].available())
+    }
+
+    /// Opens one sequence for each entry of `tokens`, with blocks for that many tokens; appends their handles to `out`.
+    ///
+    /// # Errors
+    /// The device has too few blocks for the whole batch.
+    pub fn allocate(&mut self, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
+        let wanted = tokens.iter().map(|&n| blocks_for(u64::from(n), self.block_size)).sum();
+        self.pools[0].require(wanted, true)?;
+        self.rows.require(tokens.len())?;
+        for &n in tokens {
+            let count = blocks_for(u64::from(n), self.block_size);
+            let mut table = Vec::with_capacity(count + 1);
+            self.step.reuses_drained |= self.pools[0].take(count, &mut table);
+            let sequence = self.rows.open(Tier::Device, table);
+            let row = self.rows.at_mut(sequence);
+            row.len = n;
+            row.written = self.tickets.open();
+            out.push(sequence);
+        }
+        Ok(())
+    }
+
+    /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first.
+    ///
+    /// # Errors
+    /// The sequence is unknown or has lost bytes.
+    pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
+        self.rows.require(count as usize)?;
+        let row = self.rows.get_mut(sequence)?;
+        refuse_lost(sequence, row)?;
+        row.writable = 0;
+        let parent = row.clone();
+        for &block in &parent.table {
+            self.pools[parent.tier.index()].share(block, count);
+        }
+        for _ in 0..count {
+            let child = self.rows.open(parent.tier, parent.table.clone());
+            inherit(self.rows.at_mut(child), &parent, parent.len, parent.written);
+            out.push(child);
+        }
+        Ok(())
+    }
+
+    /// Opens a sequence of `tokens` tokens that shares the first `shared` of another's, whole blocks on the device.
+    ///
+    /// # Errors
+    /// `shared` is not a multiple of the block size or longer than either sequence; the other is not on the device, still
+    /// loading or has lost bytes; the device has too few blocks.
+    pub fn fork_prefix(&mut self, sequence: SequenceId, shared: u32, tokens: u32) -> Result<SequenceId> {
+        self.rows.require(1)?;
+        let row = self.readable(sequence)?;
+        if shared % self.block_size != 0 || shared > row.len.min(tokens) {
+            let must = format!("a multiple of {} and at most {}", self.block_size, row.len.min(tokens));
+            return Err(invalid("shared_tokens", shared, must));
+        }
+        let kept = blocks_for(u64::from(shared), self.block_size);
+        let wanted = blocks_for(u64::from(tokens), self.block_size) - kept;
+        self.pools[0].require(wanted, true)?;
+        let parent = self.rows.at(sequence).clone();
+        let mut table = parent.table[..kept].to_vec();
+        for &block in &table {
+            self.pools[0].share(block, 1);
+        }
+        self.step.reuses_drained |= self.pools[0].take(wanted, &mut table);
+        let child = self.rows.open(Tier::Device, table);
+        let open = self.tickets.open();
+        inherit(self.rows.at_mut(child), &parent, tokens, open);
+        self.rows.at_mut(sequence).writable = 0;
+        Ok(child)
+    }
+
+    /// Forgets sequences; blocks that nothing else references go free, once no transfer holds them.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice.
+    pub fn free(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        self.rows.begin_batch();
+        for &sequence in sequences {
+            self.rows.next_in_batch(sequence)?;
+        }
+        for &sequence in sequences {
+            let tier = self.rows.at(sequence).tier;
+            for block in self.rows.close(sequence) {
+                release(&mut self.pools, tier, block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens in a sequence.
+    ///
+    /// # Errors
+    /// The sequence is unknown.
+    pub fn num_tokens(&self, sequence: SequenceId) -> Result<u32> {
+        Ok(self.rows.get(sequence)?.len)
+    }
+
+    /// Tier that a sequence's blocks are in.
+    ///
+    /// # Errors
+    /// The sequence is unknown.
+    pub fn tier(&self, sequence: SequenceId) -> Result<Tier> {
+        Ok(self.rows.get(sequence)?.tier)
+    }
+
+    /// Blocks of a sequence, in its present tier.
+    ///
+    /// # Errors
+    /// The sequence is unknown.
+    pub fn block_table(&self, sequence: SequenceId) -> Result<&[BlockId]> {
+        Ok(&self.rows.get(sequence)?.table)
+    }
+
+    /// Writes the tables of sequences on the device as rows of `width`, the rest of each row 0.
+    ///
+    /// # Errors
+    /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
+    pub fn block_tables(&self, sequences: &[SequenceId], width: usize, out: &mut [i32]) -> Result<()> {
+        if sequences.len().checked_mul(width) != Some(out.len()) {
+            let must = format!("{} sequences of {width} blocks", sequences.len());
+            return Err(invalid("size of the block tables", out.len() as i128, must));
+        }
+        for &sequence in sequences {
+            let row = self.readable(sequence)?;
+            if row.table.len() > width {
+                let must = format!("at least {}, the blocks of sequence {sequence}", row.table.len());
+                return Err(invalid("width of the block tables", width as i128, must));
+            }
+        }
+        for (&sequence, out) in sequences.iter().zip(out.chunks_exact_mut(width.max(1))) {
+            let table = &self.rows.at(sequence).table;
+            for (to, block) in out.iter_mut().zip(table) {
+                #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
+                let id = block.0 as i32;
+                *to = id;
+            }
+            out[table.len()..].fill(0);
+        }
+        Ok(())
+    }
+
+    /// Longest table among the sequences, in blocks.
+    ///
+    /// # Errors
+    /// A sequence is unknown.
+    pub fn max_blocks(&self, sequences: &[SequenceId]) -> Result<usize> {
+        sequences.iter().try_fold(0, |most, &s| Ok(most.max(self.rows.get(s)?.table.len())))
+    }
+
+    /// Slots of tokens `first..first + out.len()` of a sequence on the device.
+    ///
+    /// # Errors
+    /// The sequence is unknown, not on the device, still moving or shorter.
+    pub fn slot_mapping(&self, sequence: SequenceId, first: u32, out: &mut [i64]) -> Result<()> {
+        let row = self.readable(sequence)?;
+        let last = u64::from(first) + out.len() as u64;
+        if last > u64::from(row.len) {
+            return Err(invalid("last token", i128::from(last), format!("at most {}", row.len)));
+        }
+        write_slots(row, first, self.block_size, out);
+        Ok(())
+    }
+
+    fn admit(&self, wanted: usize, free: usize) -> AllocStatus {
+        if self.pools[0].len() < wanted + self.watermark {
+            AllocStatus::Never
+        } else if free >= wanted + self.watermark {
+            AllocStatus::Ok
+        } else {
+            AllocStatus::Later
+        }
+    }
+
+    /// A row whose device blocks the present step may read.
+    fn readable(&self, sequence: SequenceId) -> Result<&Row> {
+        let row = self.rows.get(sequence)?;
+        refuse_lost(sequence, row)?;
+        require_tier(sequence, row, Tier::Device)?;
+        refuse_loading(sequence, row, &self.tickets)?;
+        Ok(row)
+    }
+
+    /// Takes a lease for the present step.
+    fn lease(&mut self, tier: Tier, block: BlockId, kind: LeaseKind) -> Result<()> {
+        self.pools[tier.index()].lease(block, kind)?;
+        self.tickets.collect(Lease { tier, kind, block });
+        Ok(())
+    }
+}
+
+/// Blocks for so many tokens.
+fn blocks_for(tokens: u64, block_size: u32) -> usize {
+    usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX)
+}
+
+fn invalid(what: &'static str, found: impl Into<i128>, must: String) -> Error {
+    Error::InvalidArgument { what, found: found.into(), must }
+}
+
+fn refuse_lost(sequence: SequenceId, row: &Row) -> Result<()> {
+    if row.lost { Err(Error::Lost { sequence }) } else { Ok(()) }
+}
+
+fn require_tier(sequence: SequenceId, row: &Row, wanted: Tier) -> Result<()> {
+    if row.tier == wanted { Ok(()) } else { Err(Error::WrongTier { sequence, wanted, found: row.tier }) }
+}
+
+/// A load of the present step lands before its tokens are written; one of an earlier step must have landed.
+fn refuse_loading(sequence: SequenceId, row: &Row, tickets: &Tickets) -> Result<()> {
+    if row.moving && row.ticket != tickets.open() && tickets.in_flight(row.ticket) {
+        return Err(Error::InFlight { sequence, ticket: row.ticket });
+    }
+    Ok(())
+}
+
+/// A child's bytes are on their way as long as its parent's.
+fn inherit(child: &mut Row, parent: &Row, len: u32, written: TicketId) {
+    child.len = len;
+    child.written = written;
+    child.ticket = parent.ticket;
+    child.moving = parent.moving;
+}
+
+fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
+    let (mut index, mut offset) = ((first / block_size) as usize, i64::from(first % block_size));
+    let size = i64::from(block_size);
+    for slot in out {
+        if offset == size {
+            (index, offset) = (index + 1, 0);
+        }
+        *slot = i64::from(row.table[index].0) * size + offset;
+        offset += 1;
+    }
+}
+
+/// Drops one reference; the twin of a block that goes free forgets it.
+fn release(pools: &mut [Pool; 3], tier: Tier, block: BlockId) {
+    if let Some((tier, twin)) = pools[tier.index()].release(block) {
+        pools[tier.index()].set_twin(twin, None);
+    }
+}
+
+/// Makes two blocks that hold the same bytes each other's twin, and of no other.
+fn link(pools: &mut [Pool; 3], a: Twin, b: Twin) {
+    for (one, other) in [(a, b), (b, a)] {
+        if let Some((tier, former)) = pools[one.0.index()].set_twin(one.1, Some(other)) {
+            if (tier, former) != other {
+                pools[tier.index()].set_twin(former, None);
+            }
+        }
+    }
+}
+
+fn unlink(pools: &mut [Pool; 3], tier: Tier, block: BlockId) {
+    if let Some((tier, twin)) = pools[tier.index()].set_twin(block, None) {
+        pools[tier.index()].set_twin(twin, None);
+    }
+}
+
+/// What `check` looks at.
+impl Manager {
+    pub(crate) fn rows(&self) -> &Rows {
+        &self.rows
+    }
+
+    pub(crate) fn tickets(&self) -> &Tickets {
+        &self.tickets
+    }
+}

@@ -1,0 +1,269 @@
+//! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
+
+use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, require_tier, unlink};
+use crate::decision::Kind;
+use crate::error::{Error, Result};
+use crate::id::{BlockId, SequenceId, Tier};
+use crate::lease::LeaseKind;
+use crate::table::Row;
+
+/// From where to where, and what follows from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Route {
+    from: Tier,
+    to: Tier,
+    kind: Kind,
+    /// Lease on what is read: device blocks are read ahead of the step's writes.
+    reads: LeaseKind,
+    /// Whether what is written may be a block that device work of the same step still reads.
+    takes_draining: bool,
+}
+
+impl Route {
+    fn new(from: Tier, to: Tier) -> Self {
+        let kind = match (from, to) {
+            (_, Tier::External) => Kind::Spill,
+            (Tier::External, _) => Kind::Fetch,
+            (Tier::Device, _) => Kind::SwapOut,
+            _ => Kind::SwapIn,
+        };
+        let reads = if from == Tier::Device { LeaseKind::Drain } else { LeaseKind::Read };
+        Self { from, to, kind, reads, takes_draining: kind == Kind::SwapIn }
+    }
+}
+
+impl Manager {
+    /// Whether the sequences can be swapped out: they are on the device, nothing moves them, and the host has room.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice.
+    pub fn can_swap_out(&mut self, sequences: &[SequenceId]) -> Result<bool> {
+        self.can_relocate(sequences, Route::new(Tier::Device, Tier::Host))
+    }
+
+    /// Moves sequences from the device to the host; a block shared among them moves once.
+    ///
+    /// # Errors
+    /// A sequence is unknown, named twice, not on the device, moving, written in this step or has lost bytes; the host
+    /// has too few blocks for the whole batch.
+    pub fn swap_out(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        self.relocate(sequences, Route::new(Tier::Device, Tier::Host))
+    }
+
+    /// Whether the sequences can be swapped in and one token with `lookahead` more slots appended to each, the
+    /// watermark kept.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice.
+    pub fn can_swap_in(&mut self, sequences: &[SequenceId], lookahead: u32) -> Result<AllocStatus> {
+        self.can_return(sequences, lookahead, Route::new(Tier::Host, Tier::Device))
+    }
+
+    /// Moves sequences from the host to the device.
+    ///
+    /// # Errors
+    /// As [`Manager::swap_out`], the other way round.
+    pub fn swap_in(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        self.relocate(sequences, Route::new(Tier::Host, Tier::Device))
+    }
+
+    /// Whether the sequences, all of one tier, can be spilled.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice.
+    pub fn can_spill(&mut self, sequences: &[SequenceId]) -> Result<bool> {
+        match self.origin(sequences)? {
+            Tier::External => Ok(false),
+            from => self.can_relocate(sequences, Route::new(from, Tier::External)),
+        }
+    }
+
+    /// Moves sequences, all on the device or all on the host, to the external tier.
+    ///
+    /// # Errors
+    /// As [`Manager::swap_out`], for the external tier.
+    pub fn spill(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        let from = self.origin(sequences)?;
+        self.refuse_external(sequences, from)?;
+        self.relocate(sequences, Route::new(from, Tier::External))
+    }
+
+    /// Whether the sequences can be fetched to the device and one token with `lookahead` more slots appended to each,
+    /// the watermark kept.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice.
+    pub fn can_fetch(&mut self, sequences: &[SequenceId], lookahead: u32) -> Result<AllocStatus> {
+        self.can_return(sequences, lookahead, Route::new(Tier::External, Tier::Device))
+    }
+
+    /// Moves sequences from the external tier to the device, or to the host to be swapped in from there.
+    ///
+    /// # Errors
+    /// As [`Manager::swap_out`], from the external tier; `to` is the external tier.
+    pub fn fetch(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
+        self.refuse_external(sequences, to)?;
+        self.relocate(sequences, Route::new(Tier::External, to))
+    }
+
+    fn refuse_external(&self, sequences: &[SequenceId], tier: Tier) -> Result<()> {
+        match sequences.first() {
+            Some(&sequence) if tier == Tier::External => {
+                Err(Error::WrongTier { sequence, wanted: Tier::Host, found: self.tier(sequence)? })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn origin(&self, sequences: &[SequenceId]) -> Result<Tier> {
+        sequences.first().map_or(Ok(Tier::Device), |&sequence| self.tier(sequence))
+    }
+
+    fn can_relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<bool> {
+        match self.wanted(sequences, route) {
+            Ok(wanted) => Ok(self.pools[route.to.index()].require(wanted, route.takes_draining).is_ok()),
+            Err(Error::InFlight { .. } | Error::Lost { .. } | Error::WrongTier { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn can_return(&mut self, sequences: &[SequenceId], lookahead: u32, route: Route) -> Result<AllocStatus> {
+        let moved = match self.wanted(sequences, route) {
+            Ok(wanted) => wanted,
+            Err(Error::InFlight { .. }) => return Ok(AllocStatus::Later),
+            Err(Error::Lost { .. } | Error::WrongTier { .. }) => return Ok(AllocStatus::Never),
+            Err(error) => return Err(error),
+        };
+        let appended: usize = sequences.iter().map(|&s| self.next_token(self.rows.at(s), lookahead)).sum();
+        let pool = &self.pools[route.to.index()];
+        let free = if route.takes_draining { pool.available() } else { pool.free() };
+        Ok(self.admit(moved + appended, free))
+    }
+
+    /// Blocks beyond those moved that a returning row needs for its next token: new ones, or a copy of a shared one.
+    fn next_token(&self, row: &Row, lookahead: u32) -> usize {
+        let held = blocks_for(u64::from(row.len), self.block_size);
+        let end = blocks_for(u64::from(row.len) + 1 + u64::from(lookahead), self.block_size);
+        let partial = (row.len % self.block_size != 0).then(|| row.table.get(held - 1)).flatten();
+        let copied = partial.is_some_and(|&block| self.pools[row.tier.index()].refs(block) > 1);
+        end - held + usize::from(copied)
+    }
+
+    /// Checks a batch and counts the distinct blocks that it needs in the other tier.
+    fn wanted(&mut self, sequences: &[SequenceId], route: Route) -> Result<usize> {
+        self.rows.begin_batch();
+        let mut sources = std::mem::take(&mut self.scratch);
+        sources.clear();
+        let mut result = Ok(());
+        for &sequence in sequences {
+            result = self.rows.next_in_batch(sequence).map(|_| ());
+            result = result.and_then(|()| self.sources(sequence, route, &mut sources));
+            if result.is_err() {
+                break;
+            }
+        }
+        sources.sort_unstable();
+        sources.dedup();
+        let wanted = sources.len();
+        self.scratch = sources;
+        result.map(|()| wanted)
+    }
+
+    /// Checks one row and appends the blocks that it needs moved.
+    fn sources(&self, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<()> {
+        let row = self.rows.at(sequence);
+        refuse_lost(sequence, row)?;
+        require_tier(sequence, row, route.from)?;
+        let open = self.tickets.open();
+        if row.written == open {
+            return Err(Error::InFlight { sequence, ticket: open });
+        }
+        if self.tickets.in_flight(row.ticket) {
+            return Err(Error::InFlight { sequence, ticket: row.ticket });
+        }
+        let full = (row.len / self.block_size) as usize;
+        let held = blocks_for(u64::from(row.len), self.block_size);
+        for (i, &block) in row.table[..held].iter().enumerate() {
+            if self.pools[route.from.index()].is_writing(block) {
+                return Err(Error::InFlight { sequence, ticket: row.ticket });
+            }
+            if self.shareable(block, i < full, route).is_none() {
+                sources.push(block);
+            }
+        }
+        Ok(())
+    }
+
+    /// The block that already holds the same bytes in the other tier, or will within this step.
+    fn shareable(&self, block: BlockId, full: bool, route: Route) -> Option<BlockId> {
+        let (tier, twin) = self.pools[route.from.index()].twin(block)?;
+        let fresh = self.step.fresh.contains(&(tier, twin));
+        let landed = full && (!self.pools[tier.index()].is_writing(twin) || self.tickets.idle());
+        (tier == route.to && (fresh || landed)).then_some(twin)
+    }
+
+    fn relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<()> {
+        let wanted = self.wanted(sequences, route)?;
+        self.pools[route.to.index()].require(wanted, route.takes_draining)?;
+        let mut targets = Vec::with_capacity(wanted);
+        let drained = self.pools[route.to.index()].take(wanted, &mut targets);
+        self.step.reuses_drained |= drained;
+        let mut targets = targets.into_iter();
+        let mut partial = Vec::new();
+        for &sequence in sequences {
+            self.relocate_row(sequence, route, &mut targets, &mut partial)?;
+        }
+        debug_assert!(targets.next().is_none(), "more blocks were taken than moved");
+        for block in partial {
+            unlink(&mut self.pools, route.to, block);
+            self.step.fresh.remove(&(route.to, block));
+        }
+        Ok(())
+    }
+
+    /// Moves one row. Blocks that others share are linked to their copies, so that those find them; a partly filled one
+    /// only for the rest of this call, since its owners may write on.
+    fn relocate_row(
+        &mut self,
+        sequence: SequenceId,
+        route: Route,
+        targets: &mut impl Iterator<Item = BlockId>,
+        partial: &mut Vec<BlockId>,
+    ) -> Result<()> {
+        let (open, size) = (self.tickets.open(), self.block_size);
+        let row = self.rows.at_mut(sequence);
+        let full = (row.len / size) as usize;
+        let held = blocks_for(u64::from(row.len), size);
+        let mut table = std::mem::take(&mut row.table);
+        for unfilled in table.drain(held..) {
+            release(&mut self.pools, route.from, unfilled);
+        }
+        for (i, block) in table.iter_mut().enumerate() {
+            let source = *block;
+            if let Some(twin) = self.shareable(source, i < full, route) {
+                self.pools[route.to.index()].share(twin, 1);
+                *block = twin;
+            } else if let Some(target) = targets.next() {
+                self.step.pairs(route.kind, route.from, route.to).push([source.0, target.0]);
+                self.lease(route.from, source, route.reads)?;
+                self.lease(route.to, target, LeaseKind::Write)?;
+                if self.pools[route.from.index()].refs(source) > 1 {
+                    link(&mut self.pools, (route.from, source), (route.to, target));
+                    self.step.fresh.insert((route.to, target));
+                    if i >= full {
+                        partial.push(target);
+                    }
+                }
+                *block = target;
+            }
+            release(&mut self.pools, route.from, source);
+        }
+        let row = self.rows.at_mut(sequence);
+        row.table = table;
+        row.tier = route.to;
+        row.ticket = open;
+        row.moving = true;
+        row.writable = 0;
+        Ok(())
+    }
+}

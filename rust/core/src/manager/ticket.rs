@@ -1,0 +1,58 @@
+//! Ends of steps and of tickets: decisions go out, results come back.
+
+use super::{Manager, OpenStep, unlink};
+use crate::decision::{Pairs, StepDecision};
+use crate::error::{Error, Result};
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::lease::{Lease, LeaseKind};
+use std::collections::HashSet;
+
+impl Manager {
+    /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
+    pub fn take_decision(&mut self) -> StepDecision {
+        let OpenStep { mut transfers, reuses_drained, .. } = std::mem::take(&mut self.step);
+        transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        let ticket = self.tickets.submit();
+        let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };
+        StepDecision { ticket, after, transfers }
+    }
+
+    /// Ends a ticket whose bytes have all landed.
+    ///
+    /// # Errors
+    /// The ticket was never handed out, or has ended.
+    pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
+        let leases = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        for Lease { tier, kind, block } in leases {
+            self.pools[tier.index()].end_lease(block, kind);
+        }
+        Ok(())
+    }
+
+    /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
+    ///
+    /// # Errors
+    /// The ticket is unknown, or writes no such block.
+    pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
+        let leases = self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        let written = leases.iter().filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
+        let written: HashSet<(Tier, BlockId)> = written.collect();
+        let blocks = lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
+        let blocks: HashSet<(Tier, BlockId)> = blocks.collect();
+        if let Some(&(tier, block)) = blocks.iter().find(|&block| !written.contains(block)) {
+            return Err(Error::NotInTicket { ticket, tier, block });
+        }
+        for &(tier, block) in &blocks {
+            unlink(&mut self.pools, tier, block);
+        }
+        let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
+        let sequences: Vec<_> = self.rows.iter().filter(|(_, r)| hit(r.tier, &r.table)).map(|(id, _)| id).collect();
+        for &sequence in &sequences {
+            let row = self.rows.at_mut(sequence);
+            row.lost = true;
+            row.writable = 0;
+        }
+        self.complete(ticket)?;
+        Ok(sequences)
+    }
+}

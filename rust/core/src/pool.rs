@@ -1,0 +1,343 @@
+//! The blocks of one tier: reference counts, leases, and which of them are free.
+//!
+//! Invariant: a block is in `free` iff it has neither references nor leases, and in `draining` iff it has no references
+//! and no leases but drains. [`Pool::take`] and [`Pool::release`] are the only ways in and out.
+
+use crate::error::{Error, Result};
+use crate::id::{BlockId, Tier};
+use crate::lease::LeaseKind;
+use crate::reuse::BlockSet;
+
+/// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
+pub const MAX_BLOCKS: usize = (1 << 30) - 2;
+
+/// Most leases of one kind on one block.
+const MAX_LEASES: u16 = u16::MAX >> 1;
+const WRITING: u16 = 1 << 15;
+
+/// A copy of the same bytes in another tier, so that sharing survives a swap.
+pub(crate) type Twin = (Tier, BlockId);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Node {
+    refs: u32,
+    generation: u32,
+    /// Leases that read; those among them that only drain, and [`WRITING`].
+    reads: u16,
+    drains: u16,
+    /// 0 for none, else tier and id of the twin, plus 1.
+    twin: u32,
+}
+
+impl Node {
+    fn is_leased(self) -> bool {
+        self.reads | self.drains != 0
+    }
+
+    /// Neither free nor referenced, but device work ordered after the readers may have it.
+    fn is_draining(self) -> bool {
+        self.refs == 0 && self.reads == 0 && self.drains & WRITING == 0 && self.drains != 0
+    }
+}
+
+/// The blocks of one tier.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    tier: Tier,
+    nodes: Vec<Node>,
+    free: BlockSet,
+    draining: BlockSet,
+}
+
+impl Pool {
+    /// A pool of `blocks` free blocks.
+    ///
+    /// # Errors
+    /// More than [`MAX_BLOCKS`] blocks.
+    pub fn new(tier: Tier, blocks: usize) -> Result<Self> {
+        if blocks > MAX_BLOCKS {
+            let must = format!("at most {MAX_BLOCKS}");
+            return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
+        }
+        let nodes = vec![Node::default(); blocks];
+        Ok(Self { tier, nodes, free: BlockSet::full(blocks), draining: BlockSet::empty(blocks) })
+    }
+
+    /// The tier that the blocks are in.
+    #[must_use]
+    pub fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    /// Blocks in the pool.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Whether the pool has no blocks at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// Blocks that nothing references and nothing leases.
+    #[must_use]
+    pub fn free(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Free blocks, and those that device work ordered after their readers may have.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.free.len() + self.draining.len()
+    }
+
+    /// Free blocks, lowest id first; nothing is taken.
+    pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.free.iter()
+    }
+
+    /// References to a block.
+    #[must_use]
+    pub fn refs(&self, block: BlockId) -> u32 {
+        self.nodes[block.index()].refs
+    }
+
+    /// How often a block has been freed.
+    #[must_use]
+    pub fn generation(&self, block: BlockId) -> u32 {
+        self.nodes[block.index()].generation
+    }
+
+    /// Whether the block's one owner may write it in place.
+    pub(crate) fn is_exclusive(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].refs == 1
+    }
+
+    /// Whether some ticket reads the block on the device ahead of this step's writes.
+    pub(crate) fn is_drained(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].drains & !WRITING != 0
+    }
+
+    /// Whether the block's bytes have not landed yet.
+    pub(crate) fn is_writing(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].drains & WRITING != 0
+    }
+
+    /// Fails unless `wanted` blocks can be had.
+    pub(crate) fn require(&self, wanted: usize, draining_too: bool) -> Result<()> {
+        let free = if draining_too { self.available() } else { self.free() };
+        if wanted <= free {
+            return Ok(());
+        }
+        Err(Error::OutOfBlocks { tier: self.tier, wanted, free, total: self.len() })
+    }
+
+    /// Takes `count` blocks with one reference each, lowest ids first, draining ones last; returns whether any was
+    /// draining. The caller has called [`Pool::require`].
+    pub(crate) fn take(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
+        let nodes = &mut self.nodes;
+        let mut give = |block: BlockId| {
+            nodes[block.index()].refs = 1;
+            out.push(block);
+        };
+        let ready = count.min(self.free.len());
+        self.free.take_lowest(ready, &mut give);
+        if ready == count {
+            return false;
+        }
+        self.draining.take_lowest(count - ready, &mut give);
+        true
+    }
+
+    /// Adds references to a block that has some.
+    pub(crate) fn share(&mut self, block: BlockId, count: u32) {
+        let node = &mut self.nodes[block.index()];
+        debug_assert!(node.refs > 0, "sharing a block that nothing references");
+        node.refs += count;
+    }
+
+    /// Drops one reference; the last one frees the block, or leaves it to its leases, and returns the twin it had.
+    pub(crate) fn release(&mut self, block: BlockId) -> Option<Twin> {
+        let node = &mut self.nodes[block.index()];
+        debug_assert!(node.refs > 0, "releasing a block that nothing references");
+        node.refs -= 1;
+        if node.refs > 0 {
+            return None;
+        }
+        node.generation = node.generation.wrapping_add(1);
+        let twin = decode(std::mem::take(&mut node.twin));
+        self.settle(block);
+        twin
+    }
+
+    /// Takes a lease.
+    ///
+    /// # Errors
+    /// The block has as many leases of that kind as can be counted, or a second writer.
+    pub(crate) fn lease(&mut self, block: BlockId, kind: LeaseKind) -> Result<()> {
+        let node = &mut self.nodes[block.index()];
+        let (counter, limit) = match kind {
+            LeaseKind::Read => (node.reads, MAX_LEASES),
+            LeaseKind::Drain => (node.drains & !WRITING, MAX_LEASES),
+            LeaseKind::Write => (u16::from(node.drains & WRITING != 0), 1),
+        };
+        if counter >= limit {
+            return Err(Error::TooManyLeases { tier: self.tier, block, limit: u32::from(limit) });
+        }
+        match kind {
+            LeaseKind::Read => node.reads += 1,
+            LeaseKind::Drain => node.drains += 1,
+            LeaseKind::Write => node.drains |= WRITING,
+        }
+        Ok(())
+    }
+
+    /// Ends a lease; a block without references goes free once its last lease has ended.
+    pub(crate) fn end_lease(&mut self, block: BlockId, kind: LeaseKind) {
+        let node = &mut self.nodes[block.index()];
+        match kind {
+            LeaseKind::Read => node.reads -= 1,
+            LeaseKind::Drain => node.drains -= 1,
+            LeaseKind::Write => node.drains &= !WRITING,
+        }
+        if node.refs == 0 {
+            self.settle(block);
+        }
+    }
+
+    /// Room for more read leases on a block.
+    pub(crate) fn lease_room(&self, block: BlockId) -> usize {
+        usize::from(MAX_LEASES - self.nodes[block.index()].reads)
+    }
+
+    /// The copy of the block's bytes in another tier.
+    pub(crate) fn twin(&self, block: BlockId) -> Option<Twin> {
+        decode(self.nodes[block.index()].twin)
+    }
+
+    /// Sets or clears the twin; returns the one before.
+    pub(crate) fn set_twin(&mut self, block: BlockId, twin: Option<Twin>) -> Option<Twin> {
+        decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
+    }
+
+    /// Puts a block without references where its leases say that it belongs.
+    fn settle(&mut self, block: BlockId) {
+        let node = self.nodes[block.index()];
+        if !node.is_leased() {
+            self.draining.remove(block);
+            self.free.insert(block);
+        } else if node.is_draining() {
+            self.draining.insert(block);
+        }
+    }
+
+    /// What does not hold about one block, given the references and leases counted from outside.
+    pub(crate) fn check(&self, block: BlockId, refs: u32, leases: [u16; 3]) -> Option<String> {
+        let node = self.nodes[block.index()];
+        let found = [node.drains & !WRITING, node.reads, u16::from(node.drains & WRITING != 0)];
+        let what = if node.refs != refs {
+            format!("{} references, counted {refs}", node.refs)
+        } else if found != leases {
+            format!("leases [drain, read, write] {found:?}, counted {leases:?}")
+        } else if self.free.contains(block) != (refs == 0 && !node.is_leased()) {
+            format!("free is {}", self.free.contains(block))
+        } else if self.draining.contains(block) != node.is_draining() {
+            format!("draining is {}", self.draining.contains(block))
+        } else if refs == 0 && node.twin != 0 {
+            "a twin without references".to_owned()
+        } else {
+            return None;
+        };
+        Some(format!("{} block {block}: {what}", self.tier))
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "a tier's index is below 3")]
+fn encode(twin: Option<Twin>) -> u32 {
+    twin.map_or(0, |(tier, block)| ((tier.index() as u32) << 30 | block.0) + 1)
+}
+
+fn decode(word: u32) -> Option<Twin> {
+    let word = word.checked_sub(1)?;
+    Some((Tier::ALL[(word >> 30) as usize], BlockId(word & ((1 << 30) - 1))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(blocks: usize) -> Pool {
+        Pool::new(Tier::Device, blocks).unwrap()
+    }
+
+    fn take(pool: &mut Pool, count: usize) -> Vec<BlockId> {
+        let mut out = Vec::new();
+        pool.take(count, &mut out);
+        out
+    }
+
+    #[test]
+    fn twins_of_every_tier_and_the_highest_id_survive_encoding() {
+        for tier in Tier::ALL {
+            for id in [0, 1, u32::try_from(MAX_BLOCKS).unwrap()] {
+                assert_eq!(decode(encode(Some((tier, BlockId(id))))), Some((tier, BlockId(id))));
+            }
+        }
+        assert_eq!(decode(encode(None)), None);
+    }
+
+    #[test]
+    fn released_blocks_are_reused_lowest_first() {
+        let mut pool = pool(4);
+        let blocks = take(&mut pool, 4);
+        pool.release(blocks[2]);
+        pool.release(blocks[0]);
+        assert_eq!(take(&mut pool, 2), [BlockId(0), BlockId(2)]);
+    }
+
+    #[test]
+    fn a_shared_block_is_free_only_after_its_last_reference() {
+        let mut pool = pool(1);
+        let block = take(&mut pool, 1)[0];
+        pool.share(block, 1);
+        pool.release(block);
+        assert_eq!(pool.free(), 0);
+        pool.release(block);
+        assert_eq!(pool.free(), 1);
+        assert_eq!(pool.generation(block), 1);
+    }
+
+    #[test]
+    fn a_read_lease_keeps_a_released_block_and_a_drain_lease_gives_it_to_ordered_work() {
+        let mut pool = pool(2);
+        let blocks = take(&mut pool, 2);
+        pool.lease(blocks[0], LeaseKind::Read).unwrap();
+        pool.lease(blocks[1], LeaseKind::Drain).unwrap();
+        pool.release(blocks[0]);
+        pool.release(blocks[1]);
+        assert_eq!((pool.free(), pool.available()), (0, 1));
+        assert!(pool.require(1, false).is_err());
+        let mut out = Vec::new();
+        assert!(pool.take(1, &mut out));
+        assert_eq!(out, [blocks[1]]);
+        pool.end_lease(blocks[1], LeaseKind::Drain);
+        pool.end_lease(blocks[0], LeaseKind::Read);
+        assert_eq!((pool.free(), pool.refs(blocks[1])), (1, 1));
+    }
+
+    #[test]
+    fn a_second_writer_is_refused() {
+        let mut pool = pool(1);
+        let block = take(&mut pool, 1)[0];
+        pool.lease(block, LeaseKind::Write).unwrap();
+        let error = pool.lease(block, LeaseKind::Write).unwrap_err();
+        assert_eq!(error, Error::TooManyLeases { tier: Tier::Device, block, limit: 1 });
+    }
+
+    #[test]
+    fn too_large_a_pool_is_refused_before_memory_is_taken() {
+        assert!(Pool::new(Tier::Host, MAX_BLOCKS + 1).is_err());
+    }
+}

@@ -1,0 +1,356 @@
+//! The manager against memory: random steps run on simulated tiers, and every token of every sequence is read back.
+//!
+//! Transfers are as late as the decision allows: what is not ordered by the step lands only when its ticket ends.
+
+use blockyard_core::{
+    AllocStatus, BlockId, Config, Counts, Error, Kind, Manager, SequenceId, StepDecision, TicketId, Tier,
+};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const BLOCK: u32 = 4;
+
+#[derive(Debug, Clone)]
+enum Op {
+    Allocate(u32),
+    Fork(usize, u32),
+    ForkPrefix(usize, u32),
+    Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
+    Free(usize, usize),
+    SwapOut(usize, usize),
+    SwapIn(usize, usize),
+    Spill(usize, usize),
+    Fetch(usize, usize, bool),
+    Step,
+    End(usize),
+    Fail(usize, usize),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let pick = 0usize..64;
+    prop_oneof![
+        3 => (0u32..14).prop_map(Op::Allocate),
+        3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),
+        1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
+        8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
+            .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
+        3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
+        4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
+        4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
+        3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Spill(s, n)),
+        3 => (pick.clone(), 1usize..4, any::<bool>()).prop_map(|(s, n, d)| Op::Fetch(s, n, d)),
+        12 => Just(Op::Step),
+        8 => pick.clone().prop_map(Op::End),
+        1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
+    ]
+}
+
+type Bytes = [u64; BLOCK as usize];
+
+/// One pair on its way: read already, or not.
+#[derive(Debug)]
+struct Transfer {
+    src: (Tier, u32),
+    dst: (Tier, u32),
+    bytes: Option<Bytes>,
+}
+
+struct World {
+    manager: Manager,
+    memory: [Vec<Bytes>; 3],
+    /// What each sequence must read.
+    truth: BTreeMap<SequenceId, Vec<u64>>,
+    lost: Vec<SequenceId>,
+    /// Tokens that got slots in this step, written when it runs.
+    pending: Vec<(i64, u64)>,
+    tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
+    next: u64,
+}
+
+impl World {
+    fn new(blocks: [usize; 3]) -> Self {
+        let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0 }).unwrap();
+        let memory = blocks.map(|n| vec![[u64::MAX; BLOCK as usize]; n]);
+        Self {
+            manager,
+            memory,
+            truth: BTreeMap::new(),
+            lost: vec![],
+            pending: vec![],
+            tickets: BTreeMap::new(),
+            next: 0,
+        }
+    }
+
+    fn pick(&self, first: usize, count: usize) -> Vec<SequenceId> {
+        let all: Vec<_> = self.truth.keys().copied().collect();
+        if all.is_empty() {
+            return all;
+        }
+        (0..count.min(all.len())).map(|i| all[(first + i) % all.len()]).collect()
+    }
+
+    fn tokens(&mut self, count: u32) -> Vec<u64> {
+        (0..count)
+            .map(|_| {
+                self.next += 1;
+                self.next
+            })
+            .collect()
+    }
+
+    fn write(&mut self, sequence: SequenceId, first: u32) {
+        let tokens = self.truth[&sequence][first as usize..].to_vec();
+        let mut slots = vec![0; tokens.len()];
+        self.manager.slot_mapping(sequence, first, &mut slots).unwrap();
+        self.pending.extend(slots.into_iter().zip(tokens));
+    }
+
+    fn allocate(&mut self, tokens: u32) {
+        let (free, wanted) = (self.manager.pool(Tier::Device).available(), tokens.div_ceil(BLOCK) as usize);
+        let status = self.manager.can_allocate(tokens, 0);
+        let mut out = Vec::new();
+        match self.manager.allocate(&[tokens], &mut out) {
+            Ok(()) => {
+                assert_eq!(status, AllocStatus::Ok);
+                let content = self.tokens(tokens);
+                self.truth.insert(out[0], content);
+                self.write(out[0], 0);
+            }
+            Err(error) => {
+                assert!(matches!(error, Error::OutOfBlocks { .. }) && wanted > free && status != AllocStatus::Ok);
+            }
+        }
+    }
+
+    fn fork(&mut self, sequence: SequenceId, count: u32) {
+        let mut out = Vec::new();
+        match self.manager.fork(sequence, count, &mut out) {
+            Ok(()) => out.iter().for_each(|&child| {
+                self.truth.insert(child, self.truth[&sequence].clone());
+            }),
+            Err(error) => assert_eq!(error, Error::Lost { sequence }),
+        }
+    }
+
+    fn fork_prefix(&mut self, sequence: SequenceId, extra: u32) {
+        let len = self.truth[&sequence].len() as u32;
+        let shared = len / BLOCK * BLOCK;
+        if let Ok(child) = self.manager.fork_prefix(sequence, shared, shared + extra) {
+            let mut content = self.truth[&sequence][..shared as usize].to_vec();
+            content.extend(self.tokens(extra));
+            self.truth.insert(child, content);
+            self.write(child, shared);
+        }
+    }
+
+    fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32) {
+        let mut slots = vec![0; sequences.len() * tokens as usize];
+        let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
+        let before = self.manager.pool(Tier::Device).available();
+        match self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots) {
+            Ok(()) => {
+                let taken = before - self.manager.pool(Tier::Device).available();
+                assert!(taken <= wanted.unwrap(), "append took more than it asked for");
+                for (i, sequence) in sequences.iter().enumerate() {
+                    let content = self.tokens(tokens);
+                    let at = i * tokens as usize;
+                    let slots = &slots[at..at + tokens as usize];
+                    self.pending.extend(slots.iter().zip(&content).map(|(&slot, &token)| (slot, token)));
+                    self.truth.get_mut(sequence).unwrap().extend(content);
+                }
+            }
+            Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
+                assert_eq!((Ok(asked), free), (wanted, before));
+            }
+            Err(error) => assert!(wanted.is_err(), "{error}"),
+        }
+    }
+
+    fn free(&mut self, sequences: &[SequenceId]) {
+        self.manager.free(sequences).unwrap();
+        for sequence in sequences {
+            self.truth.remove(sequence);
+            assert_eq!(self.manager.free(&[*sequence]), Err(Error::UnknownSequence { sequence: *sequence }));
+        }
+        self.lost.retain(|s| !sequences.contains(s));
+        // What only the freed sequences read is not computed.
+        let pool = self.manager.pool(Tier::Device);
+        self.pending.retain(|&(slot, _)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0);
+    }
+
+    fn relocate(&mut self, can: bool, result: blockyard_core::Result<()>) {
+        assert_eq!(can, result.is_ok(), "{result:?}");
+    }
+
+    /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
+    fn step(&mut self) {
+        let decision = self.manager.take_decision();
+        let mut transfers = Vec::new();
+        for (kind, pairs) in &decision.transfers {
+            for &[from, to] in &pairs.ids {
+                transfers.push((*kind, Transfer { src: (pairs.src, from), dst: (pairs.dst, to), bytes: None }));
+            }
+        }
+        self.tickets.insert(decision.ticket, (decision.clone(), Vec::new()));
+        let late: Vec<_> = transfers
+            .iter()
+            .filter(|(kind, _)| *kind != Kind::Copy)
+            .map(|(_, t)| Transfer { bytes: None, ..*t })
+            .collect();
+        self.tickets.get_mut(&decision.ticket).unwrap().1 = late;
+        for ticket in &decision.after {
+            self.read_device(*ticket);
+        }
+        // Loads of this step come before its copies and its writes on the device's own stream, so far as those touch them.
+        let writes: Vec<u32> = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK).collect();
+        let copied: Vec<u32> = transfers.iter().filter(|(k, _)| *k == Kind::Copy).map(|(_, t)| t.src.1).collect();
+        let (_, mine) = self.tickets.get_mut(&decision.ticket).unwrap();
+        for transfer in mine {
+            if transfer.dst.0 == Tier::Device && (writes.contains(&transfer.dst.1) || copied.contains(&transfer.dst.1))
+            {
+                let bytes = self.memory[transfer.src.0.index()][transfer.src.1 as usize];
+                self.memory[0][transfer.dst.1 as usize] = bytes;
+                transfer.dst = transfer.src;
+                transfer.bytes = Some(bytes);
+            }
+        }
+        for (_, copy) in transfers.iter().filter(|(kind, _)| *kind == Kind::Copy) {
+            self.memory[0][copy.dst.1 as usize] = self.memory[0][copy.src.1 as usize];
+        }
+        for (slot, token) in std::mem::take(&mut self.pending) {
+            let slot = u32::try_from(slot).unwrap();
+            self.memory[0][(slot / BLOCK) as usize][(slot % BLOCK) as usize] = token;
+        }
+    }
+
+    fn read_device(&mut self, ticket: TicketId) {
+        let (_, transfers) = self.tickets.get_mut(&ticket).expect("`after` names a ticket that has not ended");
+        for transfer in transfers.iter_mut().filter(|t| t.src.0 == Tier::Device && t.bytes.is_none()) {
+            transfer.bytes = Some(self.memory[0][transfer.src.1 as usize]);
+        }
+    }
+
+    /// Runs what is left of a ticket, `dropped` excepted, and ends it.
+    fn end(&mut self, ticket: TicketId, dropped: Option<usize>) {
+        let (decision, transfers) = self.tickets.remove(&ticket).unwrap();
+        let reads: Vec<_> = transfers
+            .iter()
+            .map(|t| t.bytes.unwrap_or_else(|| self.memory[t.src.0.index()][t.src.1 as usize]))
+            .collect();
+        let pairs: Vec<_> = decision.transfers.iter().filter(|(kind, _)| *kind != Kind::Copy).collect();
+        let mut lost = Vec::new();
+        let mut at = 0;
+        for (_, pairs) in pairs {
+            for &ids in &pairs.ids {
+                let transfer = &transfers[at];
+                if dropped == Some(at) {
+                    lost.push(blockyard_core::Pairs { src: pairs.src, dst: pairs.dst, ids: vec![ids] });
+                    self.memory[pairs.dst.index()][ids[1] as usize] = [u64::MAX; BLOCK as usize];
+                } else {
+                    self.memory[transfer.dst.0.index()][transfer.dst.1 as usize] = reads[at];
+                }
+                at += 1;
+            }
+        }
+        if lost.is_empty() {
+            self.manager.complete(ticket).unwrap();
+        } else {
+            self.lost.extend(self.manager.fail(ticket, &lost).unwrap());
+        }
+        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
+    }
+
+    fn nth_ticket(&self, n: usize) -> Option<TicketId> {
+        self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
+    }
+
+    fn apply(&mut self, op: Op) {
+        match op {
+            Op::Allocate(n) => self.allocate(n),
+            Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n)),
+            Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
+            Op::Append { first, count, tokens, lookahead } => {
+                let sequences = self.pick(first, count);
+                self.append(&sequences, tokens, lookahead);
+            }
+            Op::Free(s, n) => {
+                let s = self.pick(s, n);
+                self.free(&s);
+            }
+            Op::SwapOut(s, n) => {
+                let s = self.pick(s, n);
+                let can = self.manager.can_swap_out(&s).unwrap();
+                let result = self.manager.swap_out(&s);
+                self.relocate(can, result);
+            }
+            Op::SwapIn(s, n) => {
+                let s = self.pick(s, n);
+                let can = self.manager.can_swap_in(&s, 0).unwrap();
+                let result = self.manager.swap_in(&s);
+                assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
+            }
+            Op::Spill(s, n) => {
+                let s = self.pick(s, n);
+                let can = self.manager.can_spill(&s).unwrap();
+                let result = self.manager.spill(&s);
+                self.relocate(can, result);
+            }
+            Op::Fetch(s, n, host) => {
+                let s = self.pick(s, n);
+                let can = self.manager.can_fetch(&s, 0).unwrap();
+                let result = self.manager.fetch(&s, if host { Tier::Host } else { Tier::Device });
+                assert!(host || can != AllocStatus::Ok || result.is_ok(), "{result:?}");
+            }
+            Op::Step => self.step(),
+            Op::End(n) => self.nth_ticket(n).into_iter().for_each(|t| self.end(t, None)),
+            Op::Fail(n, p) => {
+                if let Some(ticket) = self.nth_ticket(n) {
+                    let pairs = self.tickets[&ticket].1.len();
+                    let fresh = |t: &Transfer| t.bytes.is_none() || t.dst != t.src;
+                    let p = p % pairs.max(1);
+                    if pairs > 0 && fresh(&self.tickets[&ticket].1[p]) {
+                        self.end(ticket, Some(p));
+                    }
+                }
+            }
+        }
+        self.manager.check().unwrap();
+    }
+
+    /// Runs everything to its end and reads every token of every sequence.
+    fn verify(&mut self) {
+        self.step();
+        while let Some(ticket) = self.nth_ticket(0) {
+            self.end(ticket, None);
+        }
+        self.manager.check().unwrap();
+        for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
+            let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+            let table = self.manager.block_table(sequence).unwrap();
+            for (i, token) in tokens.iter().enumerate() {
+                let block = table[i / BLOCK as usize];
+                assert_eq!(memory[block.index()][i % BLOCK as usize], *token, "token {i} of {sequence}");
+            }
+        }
+        let all: Vec<_> = self.truth.keys().copied().collect();
+        self.free(&all);
+        for tier in Tier::ALL {
+            assert_eq!(self.manager.pool(tier).free(), self.manager.pool(tier).len(), "{tier} blocks leaked");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+    #[test]
+    fn every_token_is_read_back_whatever_was_moved(
+        device in 3usize..24, host in 0usize..16, external in 0usize..16, ops in prop::collection::vec(op(), 1..120),
+    ) {
+        let mut world = World::new([device, host, external]);
+        for op in ops {
+            world.apply(op);
+        }
+        world.verify();
+    }
+}
