@@ -1,0 +1,111 @@
+//! Where the bytes go: anything that reads and writes at an offset. The slab's file is one; tests bring faulty ones.
+
+use crate::header::PAGE;
+use std::io;
+
+/// Storage that is addressed by byte offset. Offsets, lengths and addresses are multiples of 4 KiB.
+pub trait BlockDevice: Send + Sync {
+    /// Reads at an offset; returns how many bytes came, 0 at the end of the storage.
+    ///
+    /// # Errors
+    /// The system's.
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize>;
+
+    /// Writes at an offset; returns how many bytes went.
+    ///
+    /// # Errors
+    /// The system's.
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
+
+    /// Called once, from a thread of its own, when the store is closed and the bytes are wanted no more.
+    fn discard(&self) {}
+}
+
+/// Reads until the buffer is full, going on after short reads.
+pub(crate) fn read_whole(device: &dyn BlockDevice, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    let whole = bytes.len();
+    in_steps(whole, io::ErrorKind::UnexpectedEof, |done| device.read_at(&mut bytes[done..], offset + done as u64))
+}
+
+/// Writes until all is written, going on after short writes.
+pub(crate) fn write_whole(device: &dyn BlockDevice, bytes: &[u8], offset: u64) -> io::Result<()> {
+    in_steps(bytes.len(), io::ErrorKind::WriteZero, |done| device.write_at(&bytes[done..], offset + done as u64))
+}
+
+/// Repeats a step from where the last one ended, on page boundaries, until `whole` bytes are done. A step that brings
+/// no further page is the error `stuck`.
+fn in_steps(whole: usize, stuck: io::ErrorKind, mut step: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
+    let mut done = 0;
+    while done < whole {
+        let moved = match step(done) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            other => other?.min(whole - done),
+        };
+        let next = done + moved;
+        let next = if next == whole { next } else { next - next % PAGE };
+        if next == done {
+            return Err(stuck.into());
+        }
+        done = next;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::VecDeque;
+    use std::sync::Mutex;
+
+    /// Moves as many bytes as its script says, call by call.
+    struct Scripted(Mutex<(VecDeque<io::Result<usize>>, Vec<(u64, usize)>)>);
+
+    impl Scripted {
+        fn new(script: Vec<io::Result<usize>>) -> Self {
+            Self(Mutex::new((script.into(), Vec::new())))
+        }
+
+        fn next(&self, offset: u64, len: usize) -> io::Result<usize> {
+            let mut state = self.0.lock().unwrap();
+            state.1.push((offset, len));
+            state.0.pop_front().unwrap_or(Ok(len))
+        }
+
+        fn calls(&self) -> Vec<(u64, usize)> {
+            self.0.lock().unwrap().1.clone()
+        }
+    }
+
+    impl BlockDevice for Scripted {
+        fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+            self.next(offset, bytes.len())
+        }
+
+        fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+            self.next(offset, bytes.len())
+        }
+    }
+
+    #[test]
+    fn short_steps_go_on_at_the_last_whole_page() {
+        let device = Scripted::new(vec![Ok(PAGE + 5), Err(io::ErrorKind::Interrupted.into()), Ok(PAGE)]);
+        write_whole(&device, &[0; PAGE * 3], 8192).unwrap();
+        let calls = [(8192, PAGE * 3), (8192 + 4096, PAGE * 2), (8192 + 4096, PAGE * 2), (8192 + 8192, PAGE)];
+        assert_eq!(device.calls(), calls);
+    }
+
+    #[test]
+    fn no_progress_is_an_error_and_not_a_loop() {
+        let device = Scripted::new(vec![Ok(100)]);
+        let error = read_whole(&device, &mut [0; PAGE], 0).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        let device = Scripted::new(vec![Ok(0)]);
+        assert_eq!(write_whole(&device, &[0; PAGE], 0).unwrap_err().kind(), io::ErrorKind::WriteZero);
+    }
+
+    #[test]
+    fn an_error_of_the_device_comes_through() {
+        let device = Scripted::new(vec![Ok(PAGE), Err(io::Error::from_raw_os_error(5))]);
+        assert_eq!(write_whole(&device, &[0; PAGE * 2], 0).unwrap_err().raw_os_error(), Some(5));
+    }
+}

@@ -1,0 +1,138 @@
+//! What can go wrong in opening a store or asking it something. Trouble with single blocks is a [`crate::Miss`].
+
+use std::io;
+use std::path::PathBuf;
+
+/// Result of a call on a store.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// An error of the store; nothing was changed and nothing is left behind.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A system call failed.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// File or directory.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The directory is a symbolic link.
+    #[error("{} is a symbolic link; name the directory that it points to", path.display())]
+    SymbolicLink {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The path names something else than a directory.
+    #[error("{} is not a directory", path.display())]
+    NotADirectory {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The file system has less room than the slab needs.
+    #[error("asked for {asked} bytes in {}, {available} are available", path.display())]
+    NoSpace {
+        /// Directory of the slab.
+        path: PathBuf,
+        /// Bytes of the whole slab.
+        asked: u64,
+        /// Bytes that the file system offers.
+        available: u64,
+    },
+    /// A file of this size may not be written.
+    #[error("asked for a file of {asked} bytes in {}, the limit is {limit}", path.display())]
+    FileTooLarge {
+        /// Directory of the slab.
+        path: PathBuf,
+        /// Bytes of the whole slab.
+        asked: u64,
+        /// Bytes that the process or the file system allows, if known.
+        limit: String,
+    },
+    /// The size holds not one slot.
+    #[error("size is {size} bytes, one slot of {stride} and a superblock of {superblock} need more")]
+    TooSmall {
+        /// Bytes allowed.
+        size: u64,
+        /// Bytes of one slot with its header.
+        stride: u64,
+        /// Bytes before the first slot.
+        superblock: u64,
+    },
+    /// More slots were asked for than the size holds.
+    #[error("asked for {wanted} slots of {stride} bytes, size is {size} bytes and holds {fits}")]
+    TooManySlots {
+        /// Slots asked for.
+        wanted: u64,
+        /// Bytes of one slot with its header.
+        stride: u64,
+        /// Bytes allowed.
+        size: u64,
+        /// Slots that fit.
+        fits: u64,
+    },
+    /// Direct I/O was required and the file system refuses it.
+    #[error("direct=on, but {} refuses direct I/O: {reason}", path.display())]
+    DirectRefused {
+        /// Directory of the slab.
+        path: PathBuf,
+        /// The system's reason.
+        reason: String,
+    },
+    /// An option has no meaning.
+    #[error("{what} is {found}, must be {must}")]
+    InvalidOption {
+        /// Name of the option.
+        what: &'static str,
+        /// Its value.
+        found: u64,
+        /// What it must be.
+        must: String,
+    },
+    /// A slot lies outside the store.
+    #[error("slot {slot} is out of range, the store has {slots} slots")]
+    SlotOutOfRange {
+        /// The slot.
+        slot: i64,
+        /// Slots of the store.
+        slots: u32,
+    },
+    /// A batch writes a slot twice.
+    #[error("slot {slot} is written twice in one batch")]
+    RepeatedSlot {
+        /// The slot.
+        slot: i64,
+    },
+    /// The rows do not belong to the slots.
+    #[error("rows hold {found} bytes, {slots} slots of {payload_bytes} bytes need {expected}")]
+    WrongLength {
+        /// Bytes given.
+        found: usize,
+        /// Slots named.
+        slots: usize,
+        /// Bytes of a block.
+        payload_bytes: usize,
+        /// Bytes needed.
+        expected: usize,
+    },
+    /// The ticket was never issued or has been collected.
+    #[error("ticket {ticket} is not open")]
+    UnknownTicket {
+        /// The ticket.
+        ticket: u64,
+    },
+    /// The store has been closed.
+    #[error("the store is closed")]
+    Closed,
+    /// The store was opened by another process, of which this one is a fork.
+    #[error("the store was opened by process {owner}, process {here} must open its own")]
+    Forked {
+        /// Process that opened the store.
+        owner: u32,
+        /// This process.
+        here: u32,
+    },
+}

@@ -1,0 +1,291 @@
+//! The 4 KiB in front of every block, and the superblock in front of them all. Owns the byte format, which
+//! `docs/decisions/0002-slab-header.md` fixes, and the order of the checks.
+
+use crate::miss::Miss;
+use twox_hash::XxHash3_128;
+
+/// Unit of direct I/O and length of a header, in bytes.
+pub const PAGE: usize = 4096;
+
+const VERSION: u32 = 1;
+const SLOT_MAGIC: [u8; 8] = *b"BLKYSLOT";
+const SLAB_MAGIC: [u8; 8] = *b"BLKYSLAB";
+/// Where the page's own checksum begins; it covers everything before it.
+const CHECKSUM: usize = PAGE - 16;
+
+/// One page of the format: magic, version, fields, checksum.
+type Page = [u8; PAGE];
+
+/// What the header of a written block says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Digest of everything that decides the bytes.
+    pub namespace: [u8; 32],
+    /// Full key of the block, zero for swap slots.
+    pub key: [u8; 32],
+    /// Slot that the block was written to.
+    pub slot: u64,
+    /// Which write of the store this was.
+    pub generation: u64,
+    /// Length of the payload in bytes.
+    pub payload_bytes: u64,
+    /// XXH3-128 of the payload.
+    pub payload_hash: u128,
+}
+
+/// What a reader knows about the block that it asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expected {
+    /// Digest of everything that decides the bytes.
+    pub namespace: [u8; 32],
+    /// Full key of the block, zero for swap slots.
+    pub key: [u8; 32],
+    /// Slot that is read.
+    pub slot: u64,
+    /// Last completed write to the slot.
+    pub generation: u64,
+    /// Length of the payload in bytes.
+    pub payload_bytes: usize,
+}
+
+impl Expected {
+    /// The header that a payload written now would get.
+    #[must_use]
+    pub fn header(&self, payload: &[u8]) -> Header {
+        Header {
+            namespace: self.namespace,
+            key: self.key,
+            slot: self.slot,
+            generation: self.generation,
+            payload_bytes: payload.len() as u64,
+            payload_hash: XxHash3_128::oneshot(payload),
+        }
+    }
+
+    /// Whether a block of header page and payload is the expected one, whole.
+    ///
+    /// # Errors
+    /// The first thing that does not match.
+    pub fn check(&self, block: &[u8]) -> Result<(), Miss> {
+        let (page, rest) = block.split_first_chunk::<PAGE>().ok_or(Miss::Truncated)?;
+        let header = Header::decode(page)?;
+        let payload = rest.get(..self.payload_bytes).ok_or(Miss::Truncated)?;
+        let matches = [
+            (header.namespace == self.namespace, Miss::Namespace),
+            (header.key == self.key, Miss::Key),
+            (header.slot == self.slot, Miss::Slot),
+            (header.generation == self.generation, Miss::Generation),
+            (header.payload_bytes == payload.len() as u64, Miss::Length),
+        ];
+        match matches.into_iter().find(|(same, _)| !same) {
+            Some((_, miss)) => Err(miss),
+            None if XxHash3_128::oneshot(payload) != header.payload_hash => Err(Miss::PayloadChecksum),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Header {
+    /// Writes the header over the first page of a block.
+    ///
+    /// A block shorter than a page is left as it is; the store never makes one.
+    pub fn encode(&self, block: &mut [u8]) {
+        if let Some((page, _)) = block.split_first_chunk_mut::<PAGE>() {
+            let mut out = Writer::new(page, SLOT_MAGIC);
+            out.put(&self.namespace);
+            out.put(&self.key);
+            out.put(&self.slot.to_le_bytes());
+            out.put(&self.generation.to_le_bytes());
+            out.put(&self.payload_bytes.to_le_bytes());
+            out.put(&self.payload_hash.to_le_bytes());
+            out.seal();
+        }
+    }
+
+    /// Reads a header page.
+    ///
+    /// # Errors
+    /// `Magic`, `Version` or `HeaderChecksum`, whichever is wrong first.
+    pub fn decode(page: &Page) -> Result<Self, Miss> {
+        let mut fields = Reader::open(page, SLOT_MAGIC)?;
+        Ok(Self {
+            namespace: fields.take(),
+            key: fields.take(),
+            slot: u64::from_le_bytes(fields.take()),
+            generation: u64::from_le_bytes(fields.take()),
+            payload_bytes: u64::from_le_bytes(fields.take()),
+            payload_hash: u128::from_le_bytes(fields.take()),
+        })
+    }
+}
+
+/// What the first page of a slab says, for whoever inspects or reopens the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Superblock {
+    /// Digest of everything that decides the bytes.
+    pub(crate) namespace: [u8; 32],
+    /// Process that made the slab.
+    pub(crate) pid: u32,
+    /// Slots in the slab.
+    pub(crate) slots: u64,
+    /// Bytes from slot to slot.
+    pub(crate) stride: u64,
+    /// Length of a payload in bytes.
+    pub(crate) payload_bytes: u64,
+}
+
+impl Superblock {
+    /// Writes the superblock into a page.
+    pub(crate) fn encode(&self, page: &mut Page) {
+        let mut out = Writer::new(page, SLAB_MAGIC);
+        out.put(&self.namespace);
+        for value in [u64::from(self.pid), self.slots, self.stride, self.payload_bytes] {
+            out.put(&value.to_le_bytes());
+        }
+        out.seal();
+    }
+}
+
+/// Puts fields one behind the other into a zeroed page.
+struct Writer<'a> {
+    page: &'a mut Page,
+    at: usize,
+}
+
+impl<'a> Writer<'a> {
+    fn new(page: &'a mut Page, magic: [u8; 8]) -> Self {
+        page.fill(0);
+        let mut out = Self { page, at: 0 };
+        out.put(&magic);
+        out.put(&VERSION.to_le_bytes());
+        out.put(&[0; 4]);
+        out
+    }
+
+    fn put(&mut self, bytes: &[u8]) {
+        self.page[self.at..self.at + bytes.len()].copy_from_slice(bytes);
+        self.at += bytes.len();
+    }
+
+    fn seal(self) {
+        let hash = XxHash3_128::oneshot(&self.page[..CHECKSUM]);
+        self.page[CHECKSUM..].copy_from_slice(&hash.to_le_bytes());
+    }
+}
+
+/// Takes the fields out again, in the same order.
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    fn open(page: &'a Page, magic: [u8; 8]) -> Result<Self, Miss> {
+        let mut fields = Self { rest: page };
+        if fields.take() != magic {
+            return Err(Miss::Magic);
+        }
+        if u32::from_le_bytes(fields.take()) != VERSION {
+            return Err(Miss::Version);
+        }
+        if XxHash3_128::oneshot(&page[..CHECKSUM]).to_le_bytes() != page[CHECKSUM..] {
+            return Err(Miss::HeaderChecksum);
+        }
+        let _zero: [u8; 4] = fields.take();
+        Ok(fields)
+    }
+
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let mut field = [0; N];
+        let (head, rest) = self.rest.split_at(N);
+        field.copy_from_slice(head);
+        self.rest = rest;
+        field
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn expected() -> Expected {
+        Expected { namespace: [3; 32], key: [5; 32], slot: 7, generation: 1 << 40, payload_bytes: 5000 }
+    }
+
+    fn block(expected: &Expected, change: impl FnOnce(&mut Header)) -> Vec<u8> {
+        let mut block = vec![0; PAGE * 3];
+        for (i, byte) in block[PAGE..PAGE + 5000].iter_mut().enumerate() {
+            *byte = u8::try_from(i % 251).unwrap();
+        }
+        let mut header = expected.header(&block[PAGE..PAGE + 5000]);
+        change(&mut header);
+        header.encode(&mut block);
+        block
+    }
+
+    #[test]
+    fn what_was_written_is_accepted() {
+        assert_eq!(expected().check(&block(&expected(), |_| ())), Ok(()));
+    }
+
+    #[test]
+    fn fields_lie_where_the_decision_record_says() {
+        let block = block(&expected(), |_| ());
+        assert_eq!(&block[..8], b"BLKYSLOT");
+        assert_eq!(block[8..16], [1, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(block[16..48], [3; 32]);
+        assert_eq!(block[48..80], [5; 32]);
+        assert_eq!(block[80..88], 7u64.to_le_bytes());
+        assert_eq!(block[88..96], (1u64 << 40).to_le_bytes());
+        assert_eq!(block[96..104], 5000u64.to_le_bytes());
+        assert_eq!(block[104..120], XxHash3_128::oneshot(&block[PAGE..PAGE + 5000]).to_le_bytes());
+        assert!(block[120..4080].iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn an_intact_header_of_another_block_is_named_by_its_field() {
+        type Change = fn(&mut Header);
+        let cases: [(Change, Miss); 6] = [
+            (|h| h.namespace[31] ^= 1, Miss::Namespace),
+            (|h| h.key[0] ^= 1, Miss::Key),
+            (|h| h.slot += 1, Miss::Slot),
+            (|h| h.generation -= 1, Miss::Generation),
+            (|h| h.payload_bytes += 1, Miss::Length),
+            (|h| h.payload_hash ^= 1, Miss::PayloadChecksum),
+        ];
+        for (change, miss) in cases {
+            assert_eq!(expected().check(&block(&expected(), change)), Err(miss));
+        }
+    }
+
+    #[test]
+    fn a_block_that_ends_early_is_truncated() {
+        let block = block(&expected(), |_| ());
+        for len in [0, 1, PAGE - 1, PAGE, PAGE + 4999] {
+            assert_eq!(expected().check(&block[..len]), Err(Miss::Truncated));
+        }
+    }
+
+    #[test]
+    fn a_superblock_is_not_taken_for_a_slot() {
+        let mut page = [0; PAGE];
+        Superblock { namespace: [0; 32], pid: 1, slots: 2, stride: 8192, payload_bytes: 4096 }.encode(&mut page);
+        assert_eq!(Header::decode(&page), Err(Miss::Magic));
+        assert!(Reader::open(&page, SLAB_MAGIC).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn any_flipped_bit_is_a_miss(at in 0usize..PAGE + 5000, bit in 0u8..8) {
+            let mut block = block(&expected(), |_| ());
+            block[at] ^= 1 << bit;
+            let miss = match at {
+                0..8 => Miss::Magic,
+                8..12 => Miss::Version,
+                12..PAGE => Miss::HeaderChecksum,
+                _ => Miss::PayloadChecksum,
+            };
+            prop_assert_eq!(expected().check(&block), Err(miss));
+        }
+    }
+}

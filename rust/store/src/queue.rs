@@ -1,0 +1,429 @@
+//! What is asked for, in which order it may be done, and what came of it. No I/O and no threads: the store calls this
+//! under its one lock.
+//!
+//! Invariants:
+//! - operations on one slot run one at a time, in the order in which they were submitted;
+//! - `used` is the bytes of all buffers that belong to an operation or to a result nobody has collected, and never
+//!   exceeds `limit`;
+//! - a slot is `Valid` only between the end of a write that somebody was told of and the start of the next.
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::miss::Miss;
+use std::collections::hash_map::{Entry, HashMap};
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// Slowest rate that a healthy medium is expected to keep up, bytes a millisecond (16 MB/s); deadlines grow by it.
+const SLOWEST: u64 = 16_000;
+/// Bytes of idle buffers that are kept for reuse.
+const KEPT: usize = 64 << 20;
+
+/// Counters since the store was opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks whose write completed.
+    pub written_blocks: u64,
+    /// Blocks whose read was checked and accepted.
+    pub read_blocks: u64,
+    /// Misses by [`Miss::index`].
+    pub misses: [u64; Miss::ALL.len()],
+    /// Operations that the system answered with an error.
+    pub errors: u64,
+    /// The last of those errors, in words; empty if there was none.
+    pub last_error: String,
+    /// Bytes of blocks in flight and of results not yet collected, headers included.
+    pub pending_bytes: u64,
+}
+
+/// What became of one ticket.
+#[derive(Debug)]
+pub struct Completion {
+    /// The ticket.
+    pub ticket: u64,
+    /// One entry a slot, in the order of the batch: the block that was read (`None` for writes), or why not.
+    pub blocks: Vec<std::result::Result<Option<Buffer>, Miss>>,
+}
+
+/// How far a ticket is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Every block is done, or will never be.
+    Finished,
+    /// The deadline has passed; what is missing now will be a miss.
+    Expired,
+    /// Some blocks are under way.
+    Pending,
+}
+
+/// Which block of which batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    ticket: u64,
+    index: usize,
+    pub(crate) slot: u32,
+}
+
+/// One thing to be done to a slot, in its turn.
+#[derive(Debug)]
+enum Op {
+    Write(Place, Buffer),
+    Read(Place),
+    /// A write that was refused: whatever the slot holds is no longer what the caller means.
+    Void(u32),
+}
+
+/// Work for a thread.
+#[derive(Debug)]
+pub(crate) enum Job {
+    Write { place: Place, generation: u64, buffer: Buffer },
+    Read { place: Place, generation: u64, buffer: Buffer },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SlotState {
+    Empty,
+    Lost,
+    Valid { generation: u64 },
+}
+
+#[derive(Debug)]
+struct Ticket {
+    blocks: Vec<Option<std::result::Result<Option<Buffer>, Miss>>>,
+    open: usize,
+    deadline: Instant,
+    reported: bool,
+}
+
+/// The state of a store, less its threads and its device.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    stride: usize,
+    slots: Vec<SlotState>,
+    ready: VecDeque<Op>,
+    /// Slots with an operation that is ready or running, and what waits behind it.
+    busy: HashMap<u32, VecDeque<Op>>,
+    tickets: BTreeMap<u64, Ticket>,
+    next_ticket: u64,
+    next_generation: u64,
+    limit: u64,
+    used: u64,
+    patience: Duration,
+    idle: Vec<Buffer>,
+    stats: Stats,
+    closing: bool,
+    /// A ticket has ended since [`Queue::take_ended`] was last asked.
+    ended: bool,
+}
+
+impl Queue {
+    pub(crate) fn new(slots: u32, stride: usize, limit: u64, patience: Duration, first_generation: u64) -> Self {
+        Self {
+            stride,
+            slots: vec![SlotState::Empty; slots as usize],
+            ready: VecDeque::new(),
+            busy: HashMap::new(),
+            tickets: BTreeMap::new(),
+            next_ticket: 1,
+            next_generation: first_generation,
+            limit,
+            used: 0,
+            patience,
+            idle: Vec::new(),
+            stats: Stats::default(),
+            closing: false,
+            ended: false,
+        }
+    }
+
+    /// Sets memory aside for up to `wanted` blocks; returns a buffer for each that fits.
+    pub(crate) fn reserve(&mut self, wanted: usize) -> Vec<Option<Buffer>> {
+        let count = self.reserve_bytes(wanted);
+        (0..count).map(|_| self.idle.pop()).collect()
+    }
+
+    fn reserve_bytes(&mut self, wanted: usize) -> usize {
+        let room = (self.limit - self.used) / self.stride as u64;
+        let count = usize::try_from(room).unwrap_or(usize::MAX).min(wanted);
+        self.used += (count * self.stride) as u64;
+        count
+    }
+
+    /// Takes a batch of writes. Slots without a buffer are refused: `QueueFull`, and what they held is lost.
+    pub(crate) fn submit_writes(&mut self, slots: &[u32], buffers: Vec<Buffer>, now: Instant) -> Result<u64> {
+        if self.closing {
+            return Err(Error::Closed);
+        }
+        let accepted = buffers.len();
+        let ticket = self.open_ticket(slots.len(), accepted, now);
+        for (index, (&slot, buffer)) in slots.iter().zip(buffers).enumerate() {
+            self.enqueue(slot, Op::Write(Place { ticket, index, slot }, buffer));
+        }
+        for &slot in &slots[accepted..] {
+            self.void(slot);
+        }
+        Ok(ticket)
+    }
+
+    /// Takes a batch of reads. Those that the memory limit does not allow are refused: `QueueFull`.
+    pub(crate) fn submit_reads(&mut self, slots: &[u32], now: Instant) -> Result<u64> {
+        if self.closing {
+            return Err(Error::Closed);
+        }
+        let accepted = self.reserve_bytes(slots.len());
+        let ticket = self.open_ticket(slots.len(), accepted, now);
+        for (index, &slot) in slots[..accepted].iter().enumerate() {
+            self.enqueue(slot, Op::Read(Place { ticket, index, slot }));
+        }
+        Ok(ticket)
+    }
+
+    fn open_ticket(&mut self, blocks: usize, accepted: usize, now: Instant) -> u64 {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        let mut entry = Ticket {
+            blocks: Vec::with_capacity(blocks),
+            open: accepted,
+            deadline: now + self.patience + Duration::from_millis(self.used / SLOWEST),
+            reported: false,
+        };
+        entry.blocks.resize_with(accepted, || None);
+        entry.blocks.resize_with(blocks, || Some(Err(Miss::QueueFull)));
+        self.stats.misses[Miss::QueueFull.index()] += (blocks - accepted) as u64;
+        self.tickets.insert(ticket, entry);
+        ticket
+    }
+
+    fn enqueue(&mut self, slot: u32, op: Op) {
+        match self.busy.entry(slot) {
+            Entry::Occupied(mut behind) => behind.get_mut().push_back(op),
+            Entry::Vacant(free) => {
+                free.insert(VecDeque::new());
+                self.ready.push_back(op);
+            }
+        }
+    }
+
+    /// Forgets what a slot holds, in its turn. At most one such mark stands behind each operation.
+    fn void(&mut self, slot: u32) {
+        match self.busy.get_mut(&slot) {
+            None => self.slots[slot as usize] = SlotState::Lost,
+            Some(behind) if matches!(behind.back(), Some(Op::Void(_))) => {}
+            Some(behind) => behind.push_back(Op::Void(slot)),
+        }
+    }
+
+    /// The next operation that needs the device; those that need none are settled on the way.
+    pub(crate) fn next_job(&mut self) -> Option<Job> {
+        while let Some(op) = self.ready.pop_front() {
+            match op {
+                Op::Void(slot) => {
+                    self.slots[slot as usize] = SlotState::Lost;
+                    self.advance(slot);
+                }
+                Op::Write(place, buffer) => {
+                    self.slots[place.slot as usize] = SlotState::Lost;
+                    if self.tickets.contains_key(&place.ticket) {
+                        let generation = self.next_generation;
+                        self.next_generation += 1;
+                        return Some(Job::Write { place, generation, buffer });
+                    }
+                    self.finish_write(place, 0, buffer, Err(Miss::Timeout));
+                }
+                Op::Read(place) => match self.slots[place.slot as usize] {
+                    SlotState::Valid { generation } if self.tickets.contains_key(&place.ticket) => {
+                        let buffer = self.idle.pop().unwrap_or_else(|| Buffer::new(self.stride));
+                        return Some(Job::Read { place, generation, buffer });
+                    }
+                    SlotState::Valid { .. } => self.finish_unread(place, Miss::Timeout),
+                    SlotState::Empty => self.finish_unread(place, Miss::Empty),
+                    SlotState::Lost => self.finish_unread(place, Miss::Lost),
+                },
+            }
+        }
+        None
+    }
+
+    /// Ends a write.
+    pub(crate) fn finish_write(
+        &mut self,
+        place: Place,
+        generation: u64,
+        buffer: Buffer,
+        result: std::result::Result<(), Miss>,
+    ) {
+        self.release(Some(buffer));
+        let told = self.settle(place, result.map(|()| None));
+        if told && result.is_ok() {
+            self.stats.written_blocks += 1;
+            self.slots[place.slot as usize] = SlotState::Valid { generation };
+        }
+        self.advance(place.slot);
+    }
+
+    /// Ends a read.
+    pub(crate) fn finish_read(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
+        match result {
+            Ok(()) => {
+                if self.settle(place, Ok(Some(buffer))) {
+                    self.stats.read_blocks += 1;
+                }
+            }
+            Err(miss) => {
+                self.settle(place, Err(miss));
+                self.release(Some(buffer));
+            }
+        }
+        self.advance(place.slot);
+    }
+
+    fn finish_unread(&mut self, place: Place, miss: Miss) {
+        self.settle(place, Err(miss));
+        self.release(None);
+        self.advance(place.slot);
+    }
+
+    /// Notes an error of the system, for whoever asks why blocks are missing.
+    pub(crate) fn note_error(&mut self, what: String) {
+        self.stats.errors += 1;
+        self.stats.last_error = what;
+    }
+
+    /// Records what became of a block; returns whether anybody will be told. A block that was read for nobody gives its
+    /// memory back.
+    fn settle(&mut self, place: Place, outcome: std::result::Result<Option<Buffer>, Miss>) -> bool {
+        if let Some(ticket) = self.tickets.get_mut(&place.ticket) {
+            if let Some(entry @ None) = ticket.blocks.get_mut(place.index) {
+                if let Err(miss) = outcome {
+                    self.stats.misses[miss.index()] += 1;
+                }
+                *entry = Some(outcome);
+                ticket.open -= 1;
+                self.ended |= ticket.open == 0;
+                return true;
+            }
+        }
+        if let Ok(Some(buffer)) = outcome {
+            self.release(Some(buffer));
+        }
+        false
+    }
+
+    /// Lets the next operation on the slot go ahead.
+    fn advance(&mut self, slot: u32) {
+        match self.busy.get_mut(&slot).and_then(VecDeque::pop_front) {
+            Some(op) => self.ready.push_back(op),
+            None => {
+                self.busy.remove(&slot);
+            }
+        }
+    }
+
+    /// Gives one block's memory back; its buffer is kept for the next if there is one.
+    fn release(&mut self, buffer: Option<Buffer>) {
+        self.used -= self.stride as u64;
+        if let Some(buffer) = buffer {
+            self.keep(buffer);
+        }
+    }
+
+    fn keep(&mut self, buffer: Buffer) {
+        if (self.idle.len() + 1) * self.stride <= KEPT {
+            self.idle.push(buffer);
+        }
+    }
+
+    /// How far a ticket is.
+    pub(crate) fn progress(&self, ticket: u64, now: Instant) -> Result<Progress> {
+        let entry = self.tickets.get(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        Ok(match entry.open {
+            0 => Progress::Finished,
+            _ if now >= entry.deadline => Progress::Expired,
+            _ => Progress::Pending,
+        })
+    }
+
+    /// Whether a ticket has ended since the last call, so that callers must be woken.
+    pub(crate) fn take_ended(&mut self) -> bool {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// When a ticket's unfinished blocks become misses.
+    pub(crate) fn deadline(&self, ticket: u64) -> Result<Instant> {
+        self.tickets.get(&ticket).map(|entry| entry.deadline).ok_or(Error::UnknownTicket { ticket })
+    }
+
+    /// Tickets that finished or expired since the last call and have not been collected.
+    pub(crate) fn poll(&mut self, now: Instant) -> Vec<u64> {
+        let over = |entry: &Ticket| !entry.reported && (entry.open == 0 || now >= entry.deadline);
+        let mut found = Vec::new();
+        for (&ticket, entry) in self.tickets.iter_mut().filter(|(_, entry)| over(entry)) {
+            entry.reported = true;
+            found.push(ticket);
+        }
+        found
+    }
+
+    /// Closes a ticket and hands its blocks out; those not finished are given up as `Timeout`. The buffers go back
+    /// through [`Queue::take_back`].
+    pub(crate) fn take(&mut self, ticket: u64) -> Result<Completion> {
+        let entry = self.tickets.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.stats.misses[Miss::Timeout.index()] += entry.open as u64;
+        let blocks = entry.blocks.into_iter().map(|block| block.unwrap_or(Err(Miss::Timeout))).collect();
+        Ok(Completion { ticket, blocks })
+    }
+
+    /// Gives the memory of collected blocks back.
+    pub(crate) fn take_back(&mut self, completion: Completion) {
+        for buffer in completion.blocks.into_iter().flatten().flatten() {
+            self.release(Some(buffer));
+        }
+    }
+
+    /// Gives memory back that was set aside for blocks which were never submitted.
+    pub(crate) fn unreserve(&mut self, count: usize) {
+        self.used -= (count * self.stride) as u64;
+    }
+
+    /// Refuses new batches and settles what no thread has begun.
+    pub(crate) fn close(&mut self) {
+        self.closing = true;
+        let mut waiting: Vec<Op> = self.ready.drain(..).collect();
+        for (_, behind) in self.busy.drain() {
+            waiting.extend(behind);
+        }
+        for op in waiting {
+            match op {
+                Op::Write(place, buffer) => {
+                    self.settle(place, Err(Miss::Closed));
+                    self.release(Some(buffer));
+                }
+                Op::Read(place) => {
+                    self.settle(place, Err(Miss::Closed));
+                    self.release(None);
+                }
+                Op::Void(_) => {}
+            }
+        }
+    }
+
+    /// Settles what threads have begun and not ended.
+    pub(crate) fn abandon(&mut self) {
+        for entry in self.tickets.values_mut() {
+            for block in entry.blocks.iter_mut().filter(|block| block.is_none()) {
+                *block = Some(Err(Miss::Closed));
+                self.stats.misses[Miss::Closed.index()] += 1;
+            }
+            entry.open = 0;
+        }
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    /// Counters, with the present memory use.
+    pub(crate) fn stats(&self) -> Stats {
+        Stats { pending_bytes: self.used, ..self.stats.clone() }
+    }
+}

@@ -1,0 +1,299 @@
+//! The file of a slab: made beside others in a directory, locked, preallocated, and gone when the store is closed or
+//! its process dies.
+//!
+//! Invariant: whoever holds the `flock` of a slab that still has its name owns it. A name whose lock is free belongs to
+//! a dead process and may be removed by anyone.
+
+use crate::buffer::Buffer;
+use crate::device::{BlockDevice, read_whole, write_whole};
+use crate::error::{Error, Result};
+use crate::geometry::Geometry;
+use crate::header::{PAGE, Superblock};
+use rustix::fs::{self, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const PREFIX: &str = "blockyard-swap-";
+const SUFFIX: &str = ".slab";
+/// Names that one process tries before it gives up.
+const NAMES: u32 = 10_000;
+
+/// Whether the page cache is bypassed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DirectMode {
+    /// Where the file system allows it; otherwise buffered, and the slab says so.
+    #[default]
+    Auto,
+    /// Always; refused where the file system does.
+    On,
+    /// Never.
+    Off,
+}
+
+/// Where a slab is made and how it is accessed.
+#[derive(Clone, Debug)]
+pub struct SlabOptions {
+    /// Directory of the slab; its last component is made if it is missing, and must not be a symbolic link.
+    pub directory: PathBuf,
+    /// Slots and their length.
+    pub geometry: Geometry,
+    /// Digest for the superblock.
+    pub namespace: [u8; 32],
+    /// Whether the page cache is bypassed.
+    pub direct: DirectMode,
+}
+
+/// An open, locked and preallocated slab of swap slots. Its name goes when it is discarded or dropped.
+#[derive(Debug)]
+pub struct SlabFile {
+    file: File,
+    directory: OwnedFd,
+    name: String,
+    path: PathBuf,
+    owner: u32,
+    direct: bool,
+    notes: Vec<String>,
+    unlinked: AtomicBool,
+}
+
+impl SlabFile {
+    /// Makes a slab. Slabs that dead processes left in the directory are removed first.
+    ///
+    /// # Errors
+    /// `NoSpace` or `FileTooLarge` if the slab does not fit whole, `DirectRefused` if direct I/O is required and not
+    /// to be had, and what the system refuses. Nothing is left behind.
+    pub fn create(options: &SlabOptions) -> Result<Self> {
+        // Without a trailing slash, which would have a symbolic link followed.
+        let path: PathBuf = options.directory.components().collect();
+        let (directory, made) = open_directory(&path)?;
+        remove_dead(&directory);
+        let result = Self::create_in(directory, options);
+        if result.is_err() && made {
+            // The reason for the failure matters more than a directory that somebody else uses by now.
+            let _ = fs::unlinkat(CWD, &path, AtFlags::REMOVEDIR);
+        }
+        result
+    }
+
+    fn create_in(directory: OwnedFd, options: &SlabOptions) -> Result<Self> {
+        check_space(&directory, options)?;
+        let mut slab = Self::claim(directory, &options.directory)?;
+        slab.preallocate(options)?;
+        slab.choose_direct(options)?;
+        Ok(slab)
+    }
+
+    /// Creates and locks the first name that is free.
+    fn claim(directory: OwnedFd, path: &Path) -> Result<Self> {
+        let owner = std::process::id();
+        for n in 0..NAMES {
+            let name = format!("{PREFIX}{owner}-{n}{SUFFIX}");
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let file = match fs::openat(&directory, &name, flags, Mode::RUSR | Mode::WUSR) {
+                Err(Errno::EXIST) => continue,
+                other => File::from(other.map_err(failed("create a slab in", path))?),
+            };
+            // Another opener may hold the lock for a moment, in the belief that the file's owner is dead.
+            let locked = fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
+            if locked && fs::fstat(&file).is_ok_and(|stat| stat.st_nlink == 1) {
+                let (path, notes, unlinked) = (path.join(&name), Vec::new(), AtomicBool::new(false));
+                return Ok(Self { file, directory, name, path, owner, direct: false, notes, unlinked });
+            }
+        }
+        Err(failed("find a free name in", path)(Errno::EXIST))
+    }
+
+    /// Takes all the room at once, so that a full disk is met at the start.
+    fn preallocate(&mut self, options: &SlabOptions) -> Result<()> {
+        let asked = options.geometry.total();
+        let path = options.directory.clone();
+        match rustix::io::retry_on_intr(|| fs::fallocate(&self.file, fs::FallocateFlags::empty(), 0, asked)) {
+            Ok(()) => Ok(()),
+            Err(Errno::NOSPC | Errno::DQUOT) => {
+                Err(Error::NoSpace { available: available(&self.directory).unwrap_or(0), path, asked })
+            }
+            Err(Errno::FBIG) => Err(Error::FileTooLarge { path, asked, limit: file_size_limit() }),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                self.notes.push("not preallocated: the file system cannot; a full disk will show as misses".to_owned());
+                rustix::io::retry_on_intr(|| fs::ftruncate(&self.file, asked)).map_err(failed("enlarge", &self.path))
+            }
+            Err(errno) => Err(failed("preallocate", &self.path)(errno)),
+        }
+    }
+
+    /// Turns direct I/O on if wanted, proves it on the superblock, and turns it off again where that fails.
+    fn choose_direct(&mut self, options: &SlabOptions) -> Result<()> {
+        let mut page = Buffer::new(PAGE);
+        superblock(options, self.owner, &mut page);
+        if options.direct != DirectMode::Off {
+            let reason = match self.set_direct(true).and_then(|()| self.prove(&page)) {
+                Ok(()) => {
+                    self.direct = true;
+                    return Ok(());
+                }
+                Err(error) => error.to_string(),
+            };
+            if options.direct == DirectMode::On {
+                return Err(Error::DirectRefused { path: options.directory.clone(), reason });
+            }
+            self.notes.push(format!("buffered: the file system refuses direct I/O ({reason})"));
+            self.set_direct(false).map_err(|source| self.error("turn direct I/O off for", source))?;
+        }
+        self.prove(&page).map_err(|source| self.error("write the superblock of", source))
+    }
+
+    fn set_direct(&self, on: bool) -> io::Result<()> {
+        let mut flags = fs::fcntl_getfl(&self.file)?;
+        flags.set(OFlags::DIRECT, on);
+        Ok(fs::fcntl_setfl(&self.file, flags)?)
+    }
+
+    /// Writes the page and reads it back.
+    fn prove(&self, page: &Buffer) -> io::Result<()> {
+        write_whole(self, page.as_slice(), 0)?;
+        let mut back = Buffer::new(PAGE);
+        read_whole(self, back.as_mut_slice(), 0)?;
+        if back.as_slice() == page.as_slice() { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+    }
+
+    fn error(&self, action: &'static str, source: io::Error) -> Error {
+        Error::Io { action, path: self.path.clone(), source }
+    }
+
+    /// The file's path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the page cache is bypassed.
+    #[must_use]
+    pub fn direct(&self) -> bool {
+        self.direct
+    }
+
+    /// What the file system did not allow, in words; empty if it allowed everything.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Removes the name, once, unless it belongs to another file by now or this process is a fork of the owner.
+    fn unlink(&self) {
+        if self.owner != std::process::id() || self.unlinked.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let named = fs::statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW);
+        if let (Ok(named), Ok(ours)) = (named, fs::fstat(&self.file)) {
+            if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino) {
+                // A name that stays is removed by the next opener.
+                let _ = fs::unlinkat(&self.directory, &self.name, AtFlags::empty());
+            }
+        }
+    }
+}
+
+impl BlockDevice for SlabFile {
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        FileExt::read_at(&self.file, bytes, offset)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        FileExt::write_at(&self.file, bytes, offset)
+    }
+
+    fn discard(&self) {
+        self.unlink();
+    }
+}
+
+impl Drop for SlabFile {
+    fn drop(&mut self) {
+        self.unlink();
+    }
+}
+
+/// Opens the directory, making its last component if it is missing; tells whether it did.
+fn open_directory(path: &Path) -> Result<(OwnedFd, bool)> {
+    let made = match fs::mkdirat(CWD, path, Mode::RWXU) {
+        Ok(()) => true,
+        Err(Errno::EXIST) => false,
+        Err(errno) => return Err(failed("make directory", path)(errno)),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match fs::openat(CWD, path, flags, Mode::empty()) {
+        Ok(directory) => Ok((directory, made)),
+        Err(Errno::NOTDIR | Errno::LOOP) => {
+            let path = path.to_owned();
+            let link = path.symlink_metadata().is_ok_and(|data| data.is_symlink());
+            Err(if link { Error::SymbolicLink { path } } else { Error::NotADirectory { path } })
+        }
+        Err(errno) => Err(failed("open directory", path)(errno)),
+    }
+}
+
+/// Removes slabs whose lock is free. What cannot be read, opened or removed is left to the next opener.
+fn remove_dead(directory: &OwnedFd) {
+    let Ok(entries) = fs::Dir::read_from(directory) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let bytes = name.to_bytes();
+        if !bytes.starts_with(PREFIX.as_bytes()) || !bytes.ends_with(SUFFIX.as_bytes()) {
+            continue;
+        }
+        // NONBLOCK: a FIFO of that name must not hold us.
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let Ok(file) = fs::openat(directory, name, flags, Mode::empty()) else { continue };
+        let regular = fs::fstat(&file).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
+        if regular && fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            let _ = fs::unlinkat(directory, name, AtFlags::empty());
+        }
+    }
+}
+
+/// Refuses a slab that cannot fit before anything is written.
+fn check_space(directory: &OwnedFd, options: &SlabOptions) -> Result<()> {
+    let asked = options.geometry.total();
+    match available(directory) {
+        Some(available) if available < asked => {
+            Err(Error::NoSpace { path: options.directory.clone(), asked, available })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that an unprivileged process may still take from the file system, if it tells.
+fn available(directory: &OwnedFd) -> Option<u64> {
+    let stat = fs::fstatvfs(directory).ok()?;
+    // Some file systems report no sizes at all.
+    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+fn file_size_limit() -> String {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+    limit.map_or_else(|| "set by the file system".to_owned(), |limit| format!("{limit} (RLIMIT_FSIZE)"))
+}
+
+fn superblock(options: &SlabOptions, pid: u32, page: &mut Buffer) {
+    let Geometry { slots, payload_bytes, .. } = options.geometry;
+    let block = Superblock {
+        namespace: options.namespace,
+        pid,
+        slots: slots.into(),
+        stride: options.geometry.stride() as u64,
+        payload_bytes: payload_bytes as u64,
+    };
+    if let Some((page, _)) = page.as_mut_slice().split_first_chunk_mut::<PAGE>() {
+        block.encode(page);
+    }
+}
+
+fn failed(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> Error {
+    let path = path.to_owned();
+    move |errno| Error::Io { action, path, source: errno.into() }
+}
