@@ -21,8 +21,7 @@ def text() -> StandardText:
 def same(one: list[WorkItem], other: list[WorkItem]) -> bool:
     return len(one) == len(other) and all(
         np.array_equal(a.prompt, b.prompt)
-        and (a.request_id, a.max_tokens, a.n, a.temperature, a.seed, a.arrival)
-        == (b.request_id, b.max_tokens, b.n, b.temperature, b.seed, b.arrival)
+        and (a.request_id, a.sampling, a.arrival) == (b.request_id, b.sampling, b.arrival)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -55,15 +54,15 @@ def test_text_holds_sources_and_documentation(text: StandardText) -> None:
 def test_lengths_and_tokens_stay_in_range(text: StandardText) -> None:
     for item in text_workload(40, prompt_tokens=(5, 9), output_tokens=(2, 3), text=text):
         assert 5 <= len(item.prompt) <= 9
-        assert 2 <= item.max_tokens <= 3
+        assert 2 <= item.sampling.max_tokens <= 3
         assert item.prompt.dtype == np.int64
         assert 0 <= item.prompt.min() <= item.prompt.max() < VOCAB_SIZE
 
 
 def test_some_requests_are_greedy_some_sampled_some_forked(text: StandardText) -> None:
     items = text_workload(12, text=text)
-    assert {(item.n, item.temperature > 0) for item in items} == {(1, False), (1, True), (2, True)}
-    assert len({item.seed for item in items}) == 12
+    assert {(item.sampling.n, item.sampling.temperature > 0) for item in items} == {(1, False), (1, True), (2, True)}
+    assert len({item.sampling.seed for item in items}) == 12
 
 
 def test_text_runs_on_into_the_next_file(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_impossible_workload_raises(arguments: dict[str, object], complaint: str
 def test_trace_gives_lengths_and_arrivals(text: StandardText) -> None:
     rows = [TraceRequest(0.0, 40, 3), TraceRequest(1.5, 7, 9)]
     items = trace_workload(rows, text=text)
-    assert [(len(item.prompt), item.max_tokens, item.arrival) for item in items] == [(40, 3, 0.0), (7, 9, 1.5)]
+    assert [(len(item.prompt), item.sampling.max_tokens, item.arrival) for item in items] == [(40, 3, 0.0), (7, 9, 1.5)]
 
 
 @pytest.mark.parametrize("hash_tokens", [16.0, 3.7, 1.0, 0.4])

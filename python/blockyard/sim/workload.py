@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.sampling import SamplingParams
 from blockyard.sim.trace import TraceRequest
 
 VOCAB_SIZE = 256
@@ -29,19 +30,13 @@ class WorkItem:
     Attributes:
         request_id: unique within the workload.
         prompt: token ids, int64 `[tokens]`, each below `VOCAB_SIZE`.
-        max_tokens: tokens to generate for each sequence; generation does not stop earlier.
-        n: sequences generated from the one prompt.
-        temperature: 0 for greedy, else the sampling temperature.
-        seed: the sampler's seed; with the sequence's index and the position it keys each draw.
+        sampling: how many sequences and tokens, and how they are chosen; no token ends a sequence early.
         arrival: seconds after the start.
     """
 
     request_id: str
     prompt: NDArray[np.int64]
-    max_tokens: int
-    n: int = 1
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: SamplingParams
     arrival: float = 0.0
 
 
@@ -125,17 +120,9 @@ def text_workload(
     items = []
     for index in range(requests):
         rng = np.random.default_rng([seed, index])
-        n, temperature = _sampling(index)
-        items.append(
-            WorkItem(
-                request_id=f"text-{index}",
-                max_tokens=int(rng.integers(output_tokens[0], output_tokens[1] + 1)),
-                prompt=text.take(rng, int(rng.integers(prompt_tokens[0], prompt_tokens[1] + 1))),
-                n=n,
-                temperature=temperature,
-                seed=int(rng.integers(0, 2**31)),
-            )
-        )
+        length = int(rng.integers(prompt_tokens[0], prompt_tokens[1] + 1))
+        sampling = _sampling(index, int(rng.integers(output_tokens[0], output_tokens[1] + 1)), rng)
+        items.append(WorkItem(f"text-{index}", text.take(rng, length), sampling))
     return items
 
 
@@ -173,26 +160,17 @@ def trace_workload(
                 f"{max_model_len} fit; scale the lengths by {max_model_len / wanted:.4f} or less"
             )
         rng = np.random.default_rng([seed, index])
-        n, temperature = _sampling(index)
-        items.append(
-            WorkItem(
-                request_id=f"trace-{index}",
-                prompt=_trace_prompt(row, text, rng, seed, segments),
-                max_tokens=row.output_tokens,
-                n=n,
-                temperature=temperature,
-                seed=int(rng.integers(0, 2**31)),
-                arrival=row.arrival,
-            )
-        )
+        sampling = _sampling(index, row.output_tokens, rng)
+        items.append(WorkItem(f"trace-{index}", _trace_prompt(row, text, rng, seed, segments), sampling, row.arrival))
     return items
 
 
-def _sampling(index: int) -> tuple[int, float]:
-    """Choose `(n, temperature)`: every third request forks in two, which sample; of the others every second does."""
-    if index % 3 == 1:
-        return 2, 0.8
-    return 1, (0.8 if index % 2 else 0.0)
+def _sampling(index: int, max_tokens: int, rng: np.random.Generator) -> SamplingParams:
+    """Vary the requests: every third forks in two, which sample; of the others every second samples."""
+    forked = index % 3 == 1
+    temperature = 0.8 if forked or index % 2 else 0.0
+    seed = int(rng.integers(0, 2**31))
+    return SamplingParams(max_tokens=max_tokens, n=2 if forked else 1, temperature=temperature, seed=seed)
 
 
 def _trace_prompt(
