@@ -94,7 +94,8 @@ fmt: setup
 # ---- packaging ----
 
 wheel: setup
-	BLOCKYARD_CUDA=require $(UV) build --no-build-isolation --python $(BIN)/python --out-dir dist
+	BLOCKYARD_CUDA=require $(UV) build --no-build-isolation --python $(BIN)/python --out-dir dist \
+	    --config-setting build-args="--compatibility pypi"
 
 pins: setup
 	$(UV) pip compile --quiet --upgrade --no-annotate --no-python-downloads --universal --python-version 3.10 \

@@ -7,15 +7,14 @@ Settings, as environment variables:
 """
 
 import os
-import tarfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import maturin
 
-from blockyard_build.oplibrary import LIBRARY, MANIFEST, SOURCES, build_op_library
-from blockyard_build.settings import BuildError, read_settings
+from blockyard_build.audit import check_sdist, check_wheel
+from blockyard_build.oplibrary import SOURCES, build_op_library
+from blockyard_build.settings import read_settings
 from blockyard_build.toolchain import NVCC_REQUIREMENT, MissingError, find_cuda_home, find_torch
 
 __all__ = [
@@ -53,7 +52,7 @@ def build_wheel(
     """Build the op library and the wheel; the wheel is checked to hold what was built."""
     manifest = build_op_library(Path(), os.environ)
     name: str = maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
-    _check_wheel(Path(wheel_directory) / name, with_library=manifest["built"])
+    check_wheel(Path(wheel_directory) / name, Path(), with_library=manifest["built"])
     return name
 
 
@@ -69,12 +68,8 @@ def build_editable(
 def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:
     """Build the source archive; it is checked to hold the op library's sources and this backend."""
     name: str = maturin.build_sdist(sdist_directory, config_settings)
-    with tarfile.open(Path(sdist_directory) / name) as archive:
-        inside = {member.partition("/")[2] for member in archive.getnames()}
-    needed = [*SOURCES.iterdir(), *Path(__file__).resolve().parent.relative_to(Path.cwd().resolve()).glob("*.py")]
-    missing = sorted(str(path) for path in needed if str(path) not in inside)
-    if missing:
-        raise BuildError(f"{name} lacks {', '.join(missing)}: see include in [tool.maturin]")
+    backend = Path(__file__).resolve().parent.relative_to(Path.cwd().resolve())
+    check_sdist(Path(sdist_directory) / name, [*SOURCES.iterdir(), *backend.glob("*.py")])
     return name
 
 
@@ -90,12 +85,3 @@ def _wants_nvcc() -> bool:
         # An isolated build without torch's headers has no use for a compiler of 100 MB.
         return False
     return True
-
-
-def _check_wheel(wheel: Path, *, with_library: bool) -> None:
-    # maturin leaves out a file that it does not find, and says nothing.
-    with zipfile.ZipFile(wheel) as archive:
-        inside = set(archive.namelist())
-    library, manifest = (str(path.relative_to("python")) for path in (LIBRARY, MANIFEST))
-    if manifest not in inside or (library in inside) != with_library:
-        raise BuildError(f"{wheel.name} holds {library}: {library in inside}, expected {with_library}")

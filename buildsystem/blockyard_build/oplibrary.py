@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -88,10 +87,9 @@ def compile_commands(root: Path, settings: Settings, tools: Toolchain, scratch: 
 
 
 def _nvcc(settings: Settings, tools: Toolchain) -> list[str]:
-    host = "-fPIC,-fvisibility=hidden,-Wall,-Wextra"
-    return [str(tools.cuda_home / "bin" / "nvcc"), "-ccbin", tools.gxx, "-O3", "-std=c++17", "-Xcompiler", host] + (
-        settings.gencode()
-    )
+    nvcc = str(tools.cuda_home / "bin" / "nvcc")
+    host = ["-ccbin", tools.gxx, "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    return [nvcc, "-O3", "-std=c++17", *host, *settings.gencode()]
 
 
 def _gxx(tools: Toolchain) -> list[str]:
@@ -123,13 +121,13 @@ def _build(root: Path, settings: Settings, tools: Toolchain) -> Manifest:
     )
     if _is_current(root, manifest["key"]):
         return manifest
-    # The stamp goes first: a build that is cut off must not leave one that names another library.
-    (root / MANIFEST).unlink(missing_ok=True)
     # Inside the package folder, so that the finished library moves into its place in one step.
     with tempfile.TemporaryDirectory(dir=(root / LIBRARY).parent, prefix=".ops-") as name:
         for command in compile_commands(root, settings, tools, Path(name)):
             _run(command, root)
-        os.replace(Path(name) / LIBRARY.name, root / LIBRARY)
+        # A build that is cut off here must not leave a stamp that names another library.
+        (root / MANIFEST).unlink(missing_ok=True)
+        (Path(name) / LIBRARY.name).replace(root / LIBRARY)
     return manifest
 
 

@@ -76,8 +76,8 @@ def find_cuda_home(environ: Mapping[str, str]) -> Path | None:
     asked = environ.get("CUDA_HOME")
     candidates = [Path(asked)] if asked else []
     spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        candidates.append(Path(folder) / "cu13")
+    wheels = (spec.submodule_search_locations or []) if spec else []
+    candidates.extend(Path(folder) / "cu13" for folder in wheels)
     return next((home for home in candidates if (home / "bin" / "nvcc").is_file()), None)
 
 

@@ -1,0 +1,62 @@
+"""Checks that finished archives hold what was built, and that a wheel's tag promises no more than the op library keeps.
+
+maturin leaves out a file that it does not find without a word, and audits `_core` alone.
+"""
+
+import re
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from blockyard_build.oplibrary import LIBRARY, MANIFEST
+from blockyard_build.settings import BuildError
+
+
+def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
+    """Check that a wheel holds the manifest, and the op library iff it was built, and that its tag fits the library.
+
+    Args:
+        wheel: the wheel's file.
+        root: the source tree, whose op library was packed.
+        with_library: whether the op library was built.
+
+    Raises:
+        BuildError: the wheel is not what was built.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    library, manifest = (str(path.relative_to("python")) for path in (LIBRARY, MANIFEST))
+    if manifest not in inside or (library in inside) != with_library:
+        raise BuildError(f"{wheel.name}: {library} is packed: {library in inside}, was built: {with_library}")
+    promised = re.search(r"manylinux_(\d+)_(\d+)", wheel.name)
+    if with_library and promised:
+        needed = newest_glibc(root / LIBRARY)
+        if needed > (int(promised[1]), int(promised[2])):
+            raise BuildError(f"{wheel.name}: {library} needs glibc {needed[0]}.{needed[1]}, newer than the tag says")
+
+
+def check_sdist(sdist: Path, needed: Iterable[Path]) -> None:
+    """Check that a source archive holds all files named.
+
+    Args:
+        sdist: the archive's file.
+        needed: paths relative to the source tree.
+
+    Raises:
+        BuildError: some are missing.
+    """
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    missing = sorted(str(path) for path in needed if str(path) not in inside)
+    if missing:
+        raise BuildError(f"{sdist.name} lacks {', '.join(missing)}: see include in [tool.maturin]")
+
+
+def newest_glibc(library: Path) -> tuple[int, int]:
+    """Give the newest glibc whose symbols a shared library needs, as (major, minor)."""
+    command = ["objdump", "--dynamic-syms", str(library)]
+    symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    versions = re.findall(r"GLIBC_(\d+)\.(\d+)", symbols)
+    return max(((int(major), int(minor)) for major, minor in versions), default=(0, 0))

@@ -1,0 +1,48 @@
+"""Fixtures and settings for all tests: traces, random-case budgets, and tests that need a CUDA device."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU_TESTS = ROOT / "tests" / "gpu"
+
+# Machines differ too much for hypothesis to judge single examples by time.
+settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000, stateful_step_count=200)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """The folder of request traces: BLOCKYARD_TRACES, or `shared/traces` beside the source tree."""
+    folder = Path(os.environ.get("BLOCKYARD_TRACES") or ROOT.parent / "shared" / "traces")
+    if not folder.is_dir():
+        pytest.skip(f"no traces in {folder}; BLOCKYARD_TRACES names another folder")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if os.environ.get("BLOCKYARD_TEST_GPU") == "require":
+        pytest.fail("no CUDA device", pytrace=False)
+    pytest.skip("no CUDA device")

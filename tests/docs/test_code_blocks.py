@@ -1,0 +1,48 @@
+"""Every Python code block of README.md and docs/, and every example in a docstring, runs."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "rust").glob("*/README.md"))]
+BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SOURCE = ROOT / "python"
+
+
+def code_blocks() -> list[object]:
+    return [
+        pytest.param(document, match, id=f"{document.relative_to(ROOT)}:{line_of(match)}")
+        for document in DOCUMENTS
+        for match in BLOCK.finditer(document.read_text(encoding="utf-8"))
+    ]
+
+
+def line_of(match: re.Match[str]) -> int:
+    return match.string.count("\n", 0, match.start()) + 2
+
+
+def modules_with_examples() -> list[str]:
+    paths = (path for path in (SOURCE / "blockyard").rglob("*.py") if ">>>" in path.read_text(encoding="utf-8"))
+    names = (path.relative_to(SOURCE).with_suffix("").parts for path in sorted(paths))
+    return [".".join(parts).removesuffix(".__init__") for parts in names]
+
+
+@pytest.mark.parametrize(("document", "match"), code_blocks())
+def test_code_block_runs(document: Path, match: re.Match[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    # Blank lines in front make tracebacks name the document's own lines.
+    source = "\n" * (line_of(match) - 1) + match[1]
+    exec(compile(source, str(document), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_docstring_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    outcome = doctest.testmod(importlib.import_module(module), optionflags=options)
+    assert outcome.attempted
+    assert not outcome.failed

@@ -1,0 +1,43 @@
+"""`import blockyard` is cheap: neither torch nor CUDA is loaded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "triton", "rich", "cuda")
+
+# What a scheduler process imports; it may run where torch is not installed at all.
+LEAN_MODULES = [
+    "blockyard",
+    "blockyard.errors",
+    "blockyard.layout",
+    "blockyard.plan",
+    "blockyard.tiers",
+    "blockyard.scheduler",
+    "blockyard.sim.trace",
+    "blockyard.cli",
+    "blockyard.doctor",
+]
+
+PROBE = """
+import importlib, sys
+importlib.import_module({module!r})
+heavy = sorted(set(sys.modules) & set({heavy!r}))
+libraries = {{line.split()[-1] for line in open("/proc/self/maps") if "libcuda" in line or "libtorch" in line}}
+print(heavy + sorted(libraries))
+"""
+
+
+@pytest.mark.parametrize("module", LEAN_MODULES)
+def test_import_loads_neither_torch_nor_cuda(module: str):
+    code = PROBE.format(module=module, heavy=HEAVY)
+    finished = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert finished.stdout.strip() == "[]"
+
+
+def test_import_works_where_torch_is_not_installed():
+    # None in sys.modules makes every later import of that name fail.
+    code = "import sys; sys.modules['torch'] = None; import blockyard, blockyard.cli, blockyard.tiers"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "error"})

@@ -1,0 +1,152 @@
+"""Rules of the source tree that no other tool holds: lengths, ASCII, open ends, test partners, named paths."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("python", "buildsystem", "rust", "cuda", "tests", "benches", "examples", "docs", ".ci")
+CODE = {".py", ".pyi", ".rs", ".cu", ".cpp", ".h", ".sh"}
+TEXT = CODE | {".md", ".toml"}
+LONGEST_FILE = 500
+LONGEST_FUNCTION = 70
+
+# Spelt so that this file does not find itself.
+OPEN_END = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X]|HA[C]K)\b(?!.*#\d)")
+RUST_FUNCTION = re.compile(r"^(\s*)(?:pub(?:\([^)]*\))? )?(?:(?:const|async|unsafe|extern \"C\") )*fn (\w+)")
+NO_FUNCTION = ("namespace", "extern", "struct", "class", "enum", "union", "#", "//")
+
+
+def tree(suffixes: set[str]) -> list[Path]:
+    nested = (path for name in FOLDERS for path in (ROOT / name).rglob("*"))
+    return sorted(
+        path
+        for path in (*ROOT.glob("*"), *nested)
+        if path.suffix in suffixes and path.is_file() and "target" not in path.relative_to(ROOT).parts
+    )
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def python_functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def rust_functions(path: Path) -> Iterator[tuple[str, int]]:
+    # rustfmt has laid the files out: a function ends with a brace at its own indentation.
+    text = lines(path)
+    for start, line in enumerate(text):
+        if not (match := RUST_FUNCTION.match(line)) or line.endswith(("}", ";")):
+            continue
+        indent, function = match.groups()
+        for end in range(start + 1, len(text)):
+            is_declaration = text[end].startswith(f"{indent})") and text[end].endswith(";")
+            if text[end].startswith(f"{indent}}}") or is_declaration:
+                yield function, end - start + 1
+                break
+
+
+def cpp_functions(path: Path) -> Iterator[tuple[str, int]]:
+    # clang-format does not indent namespaces: what opens and closes in the first column is a function.
+    start = None
+    for number, line in enumerate(lines(path)):
+        if line.endswith("{") and not line.startswith((" ", "}", *NO_FUNCTION)):
+            start = number
+        elif line.startswith("}") and start is not None:
+            yield lines(path)[start], number - start + 1
+            start = None
+
+
+FUNCTIONS = {".py": python_functions, ".rs": rust_functions, ".cu": cpp_functions, ".cpp": cpp_functions}
+
+
+def test_no_file_is_too_long():
+    too_long = [f"{name(path)}: {len(lines(path))}" for path in tree(CODE) if len(lines(path)) > LONGEST_FILE]
+    assert not too_long
+
+
+def test_no_function_is_too_long():
+    too_long = [
+        f"{name(path)}: {function}: {length}"
+        for path in tree(set(FUNCTIONS))
+        for function, length in FUNCTIONS[path.suffix](path)
+        if length > LONGEST_FUNCTION
+    ]
+    assert not too_long
+
+
+@pytest.mark.parametrize(("suffix", "least"), [(".py", 20), (".rs", 20)])
+def test_functions_are_found_at_all(suffix: str, least: int):
+    assert sum(1 for path in tree({suffix}) for _ in FUNCTIONS[suffix](path)) >= least
+
+
+def test_sources_are_ascii():
+    assert not [name(path) for path in tree(TEXT) if not path.read_bytes().isascii()]
+
+
+def test_open_ends_name_an_issue():
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in tree(TEXT)
+        for number, line in enumerate(lines(path), 1)
+        if OPEN_END.search(line)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("crate", ["core", "store"])
+def test_each_rust_file_has_tests(crate: str):
+    source = ROOT / "rust" / crate / "src"
+    tested = {path.stem for path in (ROOT / "rust" / crate / "tests").glob("*.rs")}
+    untested = []
+    for path in sorted(source.rglob("*.rs")):
+        # A file of a folder module is tested with the module; a file without functions has only types.
+        module = path.parent.name if path.parent != source else path.stem
+        text = path.read_text(encoding="utf-8")
+        if "fn " in text and "#[cfg(test)]" not in text and not {module, path.stem} & tested:
+            untested.append(name(path))
+    assert not untested
+
+
+def test_each_binding_file_has_a_partner_in_a_crate():
+    concepts = {path.stem for path in (ROOT / "rust").glob("*/src/**/*.rs") if "python" not in path.parts}
+    concepts |= {path.name for path in (ROOT / "rust").glob("*/src/*") if path.is_dir()}
+    concepts |= {path.name for path in (ROOT / "rust").iterdir()}
+    bindings = {path.stem for path in (ROOT / "rust" / "python" / "src").glob("*.rs")}
+    # arrays.rs converts numpy arrays and holds no concept of its own.
+    assert not sorted(bindings - concepts - {"lib", "errors", "arrays"})
+
+
+def test_each_python_module_has_a_test_file():
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    untested = [
+        name(path)
+        for path in sorted((ROOT / "python" / "blockyard").rglob("*.py"))
+        if not path.stem.startswith("__") and not {path.stem, path.parent.name} & tested
+    ]
+    assert not untested
+
+
+def test_contributing_names_only_paths_that_exist():
+    quoted = re.findall(r"`([^`\s]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    paths = [path for path in quoted if "/" in path or (ROOT / path).suffix in TEXT]
+    assert paths
+    assert not [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+
+
+def test_make_targets_named_in_documents_exist():
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        named = set(re.findall(r"`make ([a-z][a-z-]*)", document.read_text(encoding="utf-8")))
+        assert named <= targets, f"{name(document)} names {sorted(named - targets)}"

@@ -1,0 +1,115 @@
+"""The wheel is built by the backend, installs into a fresh environment, and works there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+UV = Path(sys.executable).parent / "uv"
+
+# Run in the fresh environment: the wheel's own core, without torch.
+CORE_CHECK = """
+import sys
+import blockyard
+from blockyard._core import BlockManager
+assert blockyard.__file__.startswith(sys.prefix), blockyard.__file__
+manager = BlockManager(block_size=4, device_blocks=8)
+sequences = manager.allocate([5, 3])
+assert manager.num_free("device") == 5
+slots = manager.append(sequences, 1)
+assert len(slots) == 2
+manager.free(sequences)
+manager.check()
+assert manager.num_free("device") == 8
+assert "torch" not in sys.modules
+"""
+
+DOCTOR = "import sys, blockyard.doctor; assert blockyard.__file__.startswith(sys.prefix); blockyard.doctor.run_doctor()"
+
+
+def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, **environ}
+    finished = subprocess.run(command, check=False, capture_output=True, text=True, env=environ)
+    assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
+    return finished
+
+
+def install(python: Path, wheel: Path) -> None:
+    """Install with what the set-up has left in uv's cache, else from the index."""
+    command = [UV, "pip", "install", "--quiet", "--python", python, wheel, f"numpy=={version('numpy')}"]
+    if subprocess.run([*command, "--offline"], check=False, capture_output=True).returncode:
+        run(*command)
+
+
+@pytest.fixture(scope="module")
+def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build = [UV, "build", "--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable]
+    run(*build, "--out-dir", folder, repo)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def manifest(wheel: Path) -> dict[str, object]:
+    with zipfile.ZipFile(wheel) as archive:
+        loaded: dict[str, object] = json.loads(archive.read("blockyard/_ops.json"))
+        return loaded
+
+
+@pytest.fixture(scope="module")
+def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    run(UV, "venv", "--quiet", "--python", sys.executable, folder)
+    install(folder / "bin" / "python", wheel)
+    return folder / "bin" / "python"
+
+
+def test_the_wheel_serves_every_python_from_3_10(wheel: Path):
+    assert re.fullmatch(r"blockyard-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
+
+
+def test_the_wheel_holds_the_license_and_the_types(wheel: Path):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "blockyard/py.typed" in names
+    assert "blockyard/_core.pyi" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_no_tests_and_no_caches(wheel: Path):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if "__pycache__" in name or name.startswith("tests/")]
+
+
+def test_the_core_works_in_a_fresh_environment(fresh_python: Path):
+    run(fresh_python, "-c", CORE_CHECK)
+
+
+def test_the_doctor_tells_that_torch_is_not_installed(fresh_python: Path):
+    assert "torch: not installed" in run(fresh_python, "-m", "blockyard", "doctor").stdout
+
+
+def test_the_op_library_loads_into_a_torch_from_elsewhere(fresh_python: Path, manifest: dict[str, object]):
+    if not manifest["built"]:
+        pytest.skip(f"the wheel has no op library: {manifest['reason']}")
+    found = run(fresh_python, "-c", DOCTOR, PYTHONPATH=sysconfig.get_path("purelib")).stdout
+    assert "op library loads: yes" in found
+
+
+def test_the_op_library_needs_no_cuda_library_to_load(wheel: Path, manifest: dict[str, object], tmp_path: Path):
+    if not manifest["built"]:
+        pytest.skip(f"the wheel has no op library: {manifest['reason']}")
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("blockyard/_ops.so", tmp_path)
+    needed = set(re.findall(r"NEEDED\s+(\S+)", run("objdump", "--private-headers", library).stdout))
+    assert "libtorch.so" in needed
+    assert not [name for name in needed if "cuda" in name or "nvrtc" in name or "c10" in name]
+    # Only a torch with CUDA has this symbol; a weak reference leaves it unresolved elsewhere.
+    stream = re.findall(r".*aoti_torch_get_current_cuda_stream", run("objdump", "--dynamic-syms", library).stdout)
+    assert all(re.search(r"\bw\b", line) for line in stream)
