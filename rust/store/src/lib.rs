@@ -25,6 +25,6 @@ pub use error::{Error, Result};
 pub use geometry::Geometry;
 pub use header::{Expected, Header, PAGE};
 pub use miss::Miss;
-pub use queue::{Completion, Progress, Stats};
+pub use queue::{Progress, Stats};
 pub use slab::{DirectMode, SlabFile, SlabOptions};
-pub use store::{SlabStore, StoreOptions};
+pub use store::{Completion, SlabStore, StoreOptions};

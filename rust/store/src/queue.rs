@@ -36,13 +36,15 @@ pub struct Stats {
     pub pending_bytes: u64,
 }
 
+/// What became of one block: the block if it was read, nothing if it was written, or why not.
+pub(crate) type Outcome = std::result::Result<Option<Buffer>, Miss>;
+
 /// What became of one ticket.
 #[derive(Debug)]
-pub struct Completion {
-    /// The ticket.
-    pub ticket: u64,
-    /// One entry a slot, in the order of the batch: the block that was read (`None` for writes), or why not.
-    pub blocks: Vec<std::result::Result<Option<Buffer>, Miss>>,
+pub(crate) struct Outcomes {
+    pub(crate) reads: bool,
+    /// One entry a slot, in the order of the batch.
+    pub(crate) blocks: Vec<Outcome>,
 }
 
 /// How far a ticket is.
@@ -89,7 +91,8 @@ enum SlotState {
 
 #[derive(Debug)]
 struct Ticket {
-    blocks: Vec<Option<std::result::Result<Option<Buffer>, Miss>>>,
+    reads: bool,
+    blocks: Vec<Option<Outcome>>,
     open: usize,
     deadline: Instant,
     reported: bool,
@@ -155,7 +158,7 @@ impl Queue {
             return Err(Error::Closed);
         }
         let accepted = buffers.len();
-        let ticket = self.open_ticket(slots.len(), accepted, now);
+        let ticket = self.open_ticket(false, slots.len(), accepted, now);
         for (index, (&slot, buffer)) in slots.iter().zip(buffers).enumerate() {
             self.enqueue(slot, Op::Write(Place { ticket, index, slot }, buffer));
         }
@@ -171,17 +174,18 @@ impl Queue {
             return Err(Error::Closed);
         }
         let accepted = self.reserve_bytes(slots.len());
-        let ticket = self.open_ticket(slots.len(), accepted, now);
+        let ticket = self.open_ticket(true, slots.len(), accepted, now);
         for (index, &slot) in slots[..accepted].iter().enumerate() {
             self.enqueue(slot, Op::Read(Place { ticket, index, slot }));
         }
         Ok(ticket)
     }
 
-    fn open_ticket(&mut self, blocks: usize, accepted: usize, now: Instant) -> u64 {
+    fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, now: Instant) -> u64 {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         let mut entry = Ticket {
+            reads,
             blocks: Vec::with_capacity(blocks),
             open: accepted,
             deadline: now + self.patience + Duration::from_millis(self.used / SLOWEST),
@@ -291,7 +295,7 @@ impl Queue {
 
     /// Records what became of a block; returns whether anybody will be told. A block that was read for nobody gives its
     /// memory back.
-    fn settle(&mut self, place: Place, outcome: std::result::Result<Option<Buffer>, Miss>) -> bool {
+    fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
         if let Some(ticket) = self.tickets.get_mut(&place.ticket) {
             if let Some(entry @ None) = ticket.blocks.get_mut(place.index) {
                 if let Err(miss) = outcome {
@@ -366,16 +370,16 @@ impl Queue {
 
     /// Closes a ticket and hands its blocks out; those not finished are given up as `Timeout`. The buffers go back
     /// through [`Queue::take_back`].
-    pub(crate) fn take(&mut self, ticket: u64) -> Result<Completion> {
+    pub(crate) fn take(&mut self, ticket: u64) -> Result<Outcomes> {
         let entry = self.tickets.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
         self.stats.misses[Miss::Timeout.index()] += entry.open as u64;
         let blocks = entry.blocks.into_iter().map(|block| block.unwrap_or(Err(Miss::Timeout))).collect();
-        Ok(Completion { ticket, blocks })
+        Ok(Outcomes { reads: entry.reads, blocks })
     }
 
     /// Gives the memory of collected blocks back.
-    pub(crate) fn take_back(&mut self, completion: Completion) {
-        for buffer in completion.blocks.into_iter().flatten().flatten() {
+    pub(crate) fn take_back(&mut self, outcomes: &mut Outcomes) {
+        for buffer in outcomes.blocks.drain(..).flatten().flatten() {
             self.release(Some(buffer));
         }
     }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::header::Expected;
 use crate::miss::Miss;
-use crate::queue::{Completion, Job, Progress, Queue, Stats};
+use crate::queue::{Job, Outcomes, Progress, Queue, Stats};
 use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -243,26 +243,18 @@ impl SlabStore {
         }
     }
 
-    /// Closes a ticket and lets the caller copy its blocks out: `copy` sees the result of each, `Ok(None)` for a
-    /// write, in the order of the batch. Blocks that are not finished are given up as `Timeout`.
+    /// Closes a ticket. Blocks that are not finished are given up as `Timeout`.
     ///
     /// # Errors
     /// `UnknownTicket`, `Forked`.
-    pub fn take<T>(
-        &self,
-        ticket: u64,
-        copy: impl FnMut(std::result::Result<Option<&[u8]>, Miss>) -> T,
-    ) -> Result<Vec<T>> {
+    pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
-        let completion: Completion = self.shared.lock().queue.take(ticket)?;
-        let len = self.options.geometry.payload_bytes;
-        let views = completion.blocks.iter().map(|block| match block {
-            Ok(buffer) => Ok(buffer.as_ref().map(|buffer| buffer.payload(len))),
-            Err(miss) => Err(*miss),
-        });
-        let copied = views.map(copy).collect();
-        self.shared.lock().queue.take_back(completion);
-        Ok(copied)
+        let outcomes = self.shared.lock().queue.take(ticket)?;
+        Ok(Completion {
+            shared: Arc::clone(&self.shared),
+            payload_bytes: self.options.geometry.payload_bytes,
+            outcomes,
+        })
     }
 
     /// Counters since the store was opened.
@@ -317,6 +309,37 @@ impl Drop for SlabStore {
     fn drop(&mut self) {
         // Threads that need longer end by themselves; whoever wants to wait calls close.
         let _ = self.close(PARTING);
+    }
+}
+
+/// What became of one ticket. The blocks that were read count against the memory limit until this is dropped.
+#[derive(Debug)]
+pub struct Completion {
+    shared: Arc<Shared>,
+    payload_bytes: usize,
+    outcomes: Outcomes,
+}
+
+impl Completion {
+    /// Whether the batch was one of reads.
+    #[must_use]
+    pub fn is_read(&self) -> bool {
+        self.outcomes.reads
+    }
+
+    /// One entry a slot, in the order of the batch: the payload that was read, nothing for a write, or why not.
+    #[must_use]
+    pub fn blocks(&self) -> impl ExactSizeIterator<Item = std::result::Result<Option<&[u8]>, Miss>> {
+        self.outcomes.blocks.iter().map(|block| match block {
+            Ok(buffer) => Ok(buffer.as_ref().map(|buffer| buffer.payload(self.payload_bytes))),
+            Err(miss) => Err(*miss),
+        })
+    }
+}
+
+impl Drop for Completion {
+    fn drop(&mut self) {
+        self.shared.lock().queue.take_back(&mut self.outcomes);
     }
 }
 

@@ -1,0 +1,391 @@
+//! `SlabStore`, `Completion` and `TierStats`: the file tier as Python sees it.
+
+use blockyard_store::{
+    BlockDevice, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore, Stats, StoreOptions,
+};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+mod classes {
+    use pyo3::import_exception;
+
+    import_exception!(blockyard.errors, InvalidArgumentError);
+    import_exception!(blockyard.errors, MappingError);
+    import_exception!(blockyard.errors, TierError);
+    import_exception!(blockyard.errors, TierFullError);
+    import_exception!(blockyard.errors, UnknownTicketError);
+}
+
+/// How often a waiting call looks for signals.
+const SLICE: Duration = Duration::from_millis(100);
+
+fn to_py(error: &Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::NoSpace { .. } | Error::FileTooLarge { .. } | Error::TooManySlots { .. } | Error::TooSmall { .. } => {
+            classes::TierFullError::new_err(message)
+        }
+        Error::SlotOutOfRange { .. } | Error::RepeatedSlot { .. } => classes::MappingError::new_err(message),
+        Error::InvalidOption { .. } | Error::WrongLength { .. } => classes::InvalidArgumentError::new_err(message),
+        Error::UnknownTicket { .. } => classes::UnknownTicketError::new_err(message),
+        _ => classes::TierError::new_err(message),
+    }
+}
+
+fn invalid(message: String) -> PyErr {
+    classes::InvalidArgumentError::new_err(message)
+}
+
+/// What became of one batch.
+#[pyclass(frozen, name = "Completion", module = "blockyard._core")]
+pub(crate) struct PyCompletion {
+    #[pyo3(get)]
+    ticket: u64,
+    ok: Py<PyArray1<bool>>,
+    rows: Py<PyArray2<u8>>,
+    reasons: Py<PyTuple>,
+}
+
+#[pymethods]
+impl PyCompletion {
+    #[new]
+    fn new(ticket: u64, ok: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>, reasons: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let ok = ok.cast::<PyArray1<bool>>().map_err(|_| expected("ok", "a bool array [n]", ok))?;
+        let rows =
+            rows.cast::<PyArray2<u8>>().map_err(|_| expected("rows", "a uint8 array [n, bytes_per_block]", rows))?;
+        let reasons = PyTuple::new(reasons.py(), reasons.extract::<Vec<String>>()?)?;
+        Ok(Self { ticket, ok: ok.clone().unbind(), rows: rows.clone().unbind(), reasons: reasons.unbind() })
+    }
+
+    #[getter]
+    fn ok(&self, py: Python<'_>) -> Py<PyArray1<bool>> {
+        self.ok.clone_ref(py)
+    }
+
+    #[getter]
+    fn rows(&self, py: Python<'_>) -> Py<PyArray2<u8>> {
+        self.rows.clone_ref(py)
+    }
+
+    #[getter]
+    fn reasons(&self, py: Python<'_>) -> Py<PyTuple> {
+        self.reasons.clone_ref(py)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let flags = self.ok.bind(py).readonly();
+        let done = flags.as_array().iter().filter(|&&ok| ok).count();
+        format!("Completion(ticket={}, ok={done} of {})", self.ticket, flags.len())
+    }
+}
+
+/// Counters of a tier since it was opened.
+#[pyclass(frozen, eq, get_all, name = "TierStats", module = "blockyard._core")]
+#[derive(Clone, Default, PartialEq, Eq)]
+pub(crate) struct PyTierStats {
+    written_blocks: u64,
+    written_bytes: u64,
+    read_blocks: u64,
+    read_bytes: u64,
+    misses: std::collections::BTreeMap<String, u64>,
+    errors: u64,
+    last_error: String,
+    pending_bytes: u64,
+}
+
+#[pymethods]
+impl PyTierStats {
+    #[new]
+    #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
+                        last_error=String::new(), pending_bytes=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
+    fn new(
+        written_blocks: u64,
+        written_bytes: u64,
+        read_blocks: u64,
+        read_bytes: u64,
+        misses: Option<std::collections::BTreeMap<String, u64>>,
+        errors: u64,
+        last_error: String,
+        pending_bytes: u64,
+    ) -> Self {
+        let misses = misses.unwrap_or_default();
+        Self { written_blocks, written_bytes, read_blocks, read_bytes, misses, errors, last_error, pending_bytes }
+    }
+
+    #[getter]
+    fn checksum_failures(&self) -> u64 {
+        self.sum(&[Miss::HeaderChecksum, Miss::PayloadChecksum])
+    }
+
+    #[getter]
+    fn damaged_blocks(&self) -> u64 {
+        self.sum(&[
+            Miss::Magic,
+            Miss::Version,
+            Miss::HeaderChecksum,
+            Miss::Namespace,
+            Miss::Key,
+            Miss::Slot,
+            Miss::Generation,
+            Miss::Length,
+            Miss::PayloadChecksum,
+            Miss::Truncated,
+        ])
+    }
+
+    fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (name, value) in [
+            ("written_blocks", self.written_blocks),
+            ("written_bytes", self.written_bytes),
+            ("read_blocks", self.read_blocks),
+            ("read_bytes", self.read_bytes),
+            ("checksum_failures", self.checksum_failures()),
+            ("damaged_blocks", self.damaged_blocks()),
+            ("errors", self.errors),
+            ("pending_bytes", self.pending_bytes),
+        ] {
+            dict.set_item(name, value)?;
+        }
+        dict.set_item("last_error", &self.last_error)?;
+        dict.set_item("misses", &self.misses)?;
+        Ok(dict)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("TierStats({})", self.as_dict(py)?.repr()?))
+    }
+}
+
+impl PyTierStats {
+    fn from_store(stats: Stats, bytes_per_block: u64) -> Self {
+        let seen = Miss::ALL.into_iter().map(|miss| (miss.name().to_owned(), stats.misses[miss.index()]));
+        Self {
+            written_blocks: stats.written_blocks,
+            written_bytes: stats.written_blocks * bytes_per_block,
+            read_blocks: stats.read_blocks,
+            read_bytes: stats.read_blocks * bytes_per_block,
+            misses: seen.filter(|(_, count)| *count > 0).collect(),
+            errors: stats.errors,
+            last_error: stats.last_error,
+            pending_bytes: stats.pending_bytes,
+        }
+    }
+
+    fn sum(&self, misses: &[Miss]) -> u64 {
+        misses.iter().filter_map(|miss| self.misses.get(miss.name())).sum()
+    }
+}
+
+/// Slot-addressed swap space in one preallocated file.
+#[pyclass(frozen, name = "SlabStore", module = "blockyard._core")]
+pub(crate) struct PySlabStore {
+    store: SlabStore,
+    path: PathBuf,
+    direct: bool,
+    notes: Vec<String>,
+}
+
+#[pymethods]
+impl PySlabStore {
+    #[new]
+    #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
+                        memory=1 << 30, deadline=10.0, namespace=[0; 32]))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
+    fn new(
+        py: Python<'_>,
+        directory: PathBuf,
+        bytes_per_block: usize,
+        size: Option<u64>,
+        num_slots: Option<u64>,
+        threads: usize,
+        direct: &str,
+        memory: u64,
+        deadline: f64,
+        namespace: [u8; 32],
+    ) -> PyResult<Self> {
+        let direct = match direct {
+            "auto" => DirectMode::Auto,
+            "on" => DirectMode::On,
+            "off" => DirectMode::Off,
+            other => return Err(invalid(format!("direct is '{other}', must be 'auto', 'on' or 'off'"))),
+        };
+        let patience = seconds("deadline", deadline)?;
+        py.detach(|| {
+            let geometry = Geometry::fit(bytes_per_block, size, num_slots)?;
+            let options = StoreOptions { geometry, namespace, threads, memory_bytes: memory, patience };
+            options.check()?;
+            let slab = SlabFile::create(&SlabOptions { directory, geometry, namespace, direct })?;
+            let (path, direct, notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());
+            let device: Arc<dyn BlockDevice> = Arc::new(slab);
+            Ok(Self { store: SlabStore::open(device, options)?, path, direct, notes })
+        })
+        .map_err(|error| to_py(&error))
+    }
+
+    #[getter]
+    fn num_slots(&self) -> u32 {
+        self.store.geometry().slots
+    }
+
+    #[getter]
+    fn bytes_per_block(&self) -> usize {
+        self.store.geometry().payload_bytes
+    }
+
+    #[getter]
+    fn slot_bytes(&self) -> usize {
+        self.store.geometry().stride()
+    }
+
+    #[getter]
+    fn file_bytes(&self) -> u64 {
+        self.store.geometry().total()
+    }
+
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.path.clone()
+    }
+
+    #[getter]
+    fn direct(&self) -> bool {
+        self.direct
+    }
+
+    #[getter]
+    fn notes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.notes)
+    }
+
+    fn slot_offset(&self, slot: i64) -> PyResult<u64> {
+        let geometry = self.store.geometry();
+        let found = u32::try_from(slot).ok().filter(|&found| found < geometry.slots);
+        let missing = || to_py(&Error::SlotOutOfRange { slot, slots: geometry.slots });
+        found.map(|found| geometry.offset(found)).ok_or_else(missing)
+    }
+
+    fn submit_write(&self, py: Python<'_>, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let slots = slot_array(slots)?;
+        let wanted = "a C-contiguous uint8 array [n, bytes_per_block]";
+        let array: PyReadonlyArray2<'_, u8> = rows.extract().map_err(|_| expected("rows", wanted, rows))?;
+        let shape = [slots.len(), self.bytes_per_block()];
+        if array.shape() != shape {
+            return Err(invalid(format!("rows have shape {:?}, must be {shape:?}", array.shape())));
+        }
+        let (slots, rows) = (slots.as_slice()?, array.as_slice().map_err(|_| expected("rows", wanted, rows))?);
+        py.detach(|| self.store.submit_write(slots, rows)).map_err(|error| to_py(&error))
+    }
+
+    fn submit_read(&self, py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let slots = slot_array(slots)?;
+        let slots = slots.as_slice()?;
+        py.detach(|| self.store.submit_read(slots)).map_err(|error| to_py(&error))
+    }
+
+    fn poll(&self) -> PyResult<Vec<u64>> {
+        self.store.poll().map_err(|error| to_py(&error))
+    }
+
+    #[pyo3(signature = (ticket, timeout=None))]
+    fn wait(&self, py: Python<'_>, ticket: u64, timeout: Option<f64>) -> PyResult<PyCompletion> {
+        let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
+        self.wait_until(py, ticket, timeout.and_then(|timeout| Instant::now().checked_add(timeout)))?;
+        let completion = self.store.take(ticket).map_err(|error| to_py(&error))?;
+        let len = completion.blocks().len();
+        let width = self.bytes_per_block();
+        let rows = PyArray2::<u8>::zeros(py, [if completion.is_read() { len } else { 0 }, width], false);
+        let reasons = {
+            let mut writable = rows.readwrite();
+            let out = writable.as_slice_mut()?;
+            py.detach(|| {
+                let mut out = out.chunks_exact_mut(width);
+                let copy = |block: Result<Option<&[u8]>, Miss>| {
+                    let row = out.next();
+                    match (block, row) {
+                        (Ok(Some(block)), Some(row)) => row.copy_from_slice(block),
+                        (Err(miss), _) => return miss.name(),
+                        _ => {}
+                    }
+                    ""
+                };
+                completion.blocks().map(copy).collect::<Vec<_>>()
+            })
+        };
+        Ok(PyCompletion {
+            ticket,
+            ok: PyArray1::from_iter(py, reasons.iter().map(|reason| reason.is_empty())).unbind(),
+            rows: rows.unbind(),
+            reasons: PyTuple::new(py, reasons)?.unbind(),
+        })
+    }
+
+    fn stats(&self) -> PyResult<PyTierStats> {
+        let stats = self.store.stats().map_err(|error| to_py(&error))?;
+        Ok(PyTierStats::from_store(stats, self.bytes_per_block() as u64))
+    }
+
+    #[pyo3(signature = (timeout=5.0))]
+    fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+        let timeout = seconds("timeout", timeout)?;
+        Ok(py.detach(|| self.store.close(timeout)))
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_details))]
+    fn __exit__(&self, py: Python<'_>, _details: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py, 5.0).map(|_| ())
+    }
+
+    fn __repr__(&self) -> String {
+        let geometry = self.store.geometry();
+        let io = if self.direct { "direct" } else { "buffered" };
+        format!(
+            "SlabStore('{}', {} slots of {} bytes, {io})",
+            self.path.display(),
+            geometry.slots,
+            geometry.payload_bytes
+        )
+    }
+}
+
+impl PySlabStore {
+    /// Waits in slices, so that an interrupt from the keyboard is not held up.
+    fn wait_until(&self, py: Python<'_>, ticket: u64, until: Option<Instant>) -> PyResult<()> {
+        loop {
+            let left = until.map_or(SLICE, |until| until.saturating_duration_since(Instant::now()));
+            let progress = py.detach(|| self.store.wait_for(ticket, left.min(SLICE))).map_err(|error| to_py(&error))?;
+            if progress != Progress::Pending || left.is_zero() {
+                return Ok(());
+            }
+            py.check_signals()?;
+        }
+    }
+}
+
+fn slot_array<'py>(value: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i64>> {
+    let wanted = "a contiguous int64 array [n]";
+    let array: PyReadonlyArray1<'py, i64> = value.extract().map_err(|_| expected("slots", wanted, value))?;
+    if array.is_contiguous() { Ok(array) } else { Err(expected("slots", wanted, value)) }
+}
+
+/// The error for an argument that is not the array it must be; says what it is.
+fn expected(what: &str, wanted: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    let found = match (value.getattr("dtype"), value.getattr("shape")) {
+        (Ok(dtype), Ok(shape)) => format!("an array of {dtype} {shape}"),
+        _ => format!("{}", value.get_type()),
+    };
+    invalid(format!("{what} must be {wanted}, found {found}"))
+}
+
+fn seconds(what: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|_| invalid(format!("{what} is {value} seconds, must be 0 or more")))
+}
