@@ -2,8 +2,49 @@
 
     ids -> pool -> table -> manager -> decision | plan -> transfer | tiers -> offload -> integrations -> cli
     ^------------------ Rust ------------------^ ^------------------------ Python ------------------------^
+
+Importing it loads neither torch nor CUDA.
 """
 
-from blockyard._core import __version__
+from blockyard._core import AllocStatus, BlockManager, Pairs, StepDecision, __version__, merge_runs
+from blockyard.errors import (
+    BlockyardError,
+    InvalidArgumentError,
+    InvariantError,
+    LayoutError,
+    MappingError,
+    OpLibraryError,
+    OutOfBlocksError,
+    SequenceStateError,
+    TierError,
+    TierFullError,
+    TierURLError,
+    TraceError,
+    UnknownSequenceError,
+    UnknownTicketError,
+    UnsupportedModelError,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "AllocStatus",
+    "BlockManager",
+    "BlockyardError",
+    "InvalidArgumentError",
+    "InvariantError",
+    "LayoutError",
+    "MappingError",
+    "OpLibraryError",
+    "OutOfBlocksError",
+    "Pairs",
+    "SequenceStateError",
+    "StepDecision",
+    "TierError",
+    "TierFullError",
+    "TierURLError",
+    "TraceError",
+    "UnknownSequenceError",
+    "UnknownTicketError",
+    "UnsupportedModelError",
+    "__version__",
+    "merge_runs",
+]

@@ -51,6 +51,12 @@ pub enum Error {
         /// Ticket to wait for.
         ticket: TicketId,
     },
+    /// The sequence has tokens that the present step is yet to write, so its blocks cannot be read in that step.
+    #[error("sequence {sequence} has tokens that this step is yet to write, take the step's decision first")]
+    Unwritten {
+        /// The handle.
+        sequence: SequenceId,
+    },
     /// A failed transfer took some of the sequence's bytes; it can only be freed.
     #[error("sequence {sequence} lost bytes in a failed transfer and can only be freed")]
     Lost {

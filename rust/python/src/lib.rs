@@ -1,10 +1,24 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
+
+mod arrays;
+mod decision;
+mod errors;
+mod manager;
+mod store;
+
 use pyo3::prelude::*;
 
 /// The Rust core of Blockyard.
 #[pymodule(gil_used = false)]
 mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
+
+    #[pymodule_export]
+    use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
+    #[pymodule_export]
+    use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::store::{PyCompletion, PySlabStore, PyTierStats};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

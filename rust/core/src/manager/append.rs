@@ -123,7 +123,7 @@ impl Manager {
         for i in self.written_blocks(row.len, count, row.table.len()) {
             if !self.pools[0].is_exclusive(row.table[i]) {
                 if row.written == self.tickets.open() {
-                    return Err(Error::InFlight { sequence, ticket: row.written });
+                    return Err(Error::Unwritten { sequence });
                 }
                 shared.push(row.table[i]);
             }

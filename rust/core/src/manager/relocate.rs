@@ -122,7 +122,9 @@ impl Manager {
     fn can_relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<bool> {
         match self.wanted(sequences, route) {
             Ok(wanted) => Ok(self.pools[route.to.index()].require(wanted, route.takes_draining).is_ok()),
-            Err(Error::InFlight { .. } | Error::Lost { .. } | Error::WrongTier { .. }) => Ok(false),
+            Err(Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } | Error::WrongTier { .. }) => {
+                Ok(false)
+            }
             Err(error) => Err(error),
         }
     }
@@ -130,7 +132,7 @@ impl Manager {
     fn can_return(&mut self, sequences: &[SequenceId], lookahead: u32, route: Route) -> Result<AllocStatus> {
         let moved = match self.wanted(sequences, route) {
             Ok(wanted) => wanted,
-            Err(Error::InFlight { .. }) => return Ok(AllocStatus::Later),
+            Err(Error::InFlight { .. } | Error::Unwritten { .. }) => return Ok(AllocStatus::Later),
             Err(Error::Lost { .. } | Error::WrongTier { .. }) => return Ok(AllocStatus::Never),
             Err(error) => return Err(error),
         };
@@ -174,9 +176,8 @@ impl Manager {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, route.from)?;
-        let open = self.tickets.open();
-        if row.written == open {
-            return Err(Error::InFlight { sequence, ticket: open });
+        if row.written == self.tickets.open() {
+            return Err(Error::Unwritten { sequence });
         }
         if self.tickets.in_flight(row.ticket) {
             return Err(Error::InFlight { sequence, ticket: row.ticket });

@@ -1,0 +1,266 @@
+"""The Rust core of Blockyard.
+
+Block ids count from 0 in each tier: `"device"`, `"host"`, `"external"`. Sequence handles are opaque uint64 numbers; one
+kept past `free` is recognised. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one int will
+do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+_Tier: TypeAlias = Literal["device", "host", "external"]
+_Handles: TypeAlias = NDArray[np.uint64] | Sequence[int] | int
+_Counts: TypeAlias = NDArray[np.uint32] | Sequence[int] | int
+
+@final
+class AllocStatus:
+    """Whether something fits: `OK` now, `LATER` once other sequences have left, `NEVER` even into an empty tier."""
+
+    OK: AllocStatus
+    LATER: AllocStatus
+    NEVER: AllocStatus
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __int__(self) -> int: ...
+
+@final
+class Pairs:
+    """Pairs of block ids between two tiers.
+
+    Args:
+        src: tier that is read.
+        dst: tier that is written.
+        ids: `(from, to)`, int64 `[n, 2]`.
+    Raises:
+        MappingError: an id is negative or too large, or the array has another dtype or shape.
+        InvalidArgumentError: a tier has another name.
+    """
+
+    def __new__(cls, src: _Tier, dst: _Tier, ids: NDArray[np.int64]) -> Pairs: ...
+    @property
+    def src(self) -> _Tier: ...
+    @property
+    def dst(self) -> _Tier: ...
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+
+@final
+class StepDecision:
+    """The transfers of one step, and the ticket that holds leases on all their blocks until it is completed or failed.
+
+    Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` names the
+    tickets, perhaps this one too, whose device reads must have finished before this step writes to the device.
+
+    Args:
+        ticket: number to complete or fail.
+        transfers: kind and pairs; sorted into the order in which they are safe to run.
+        after: tickets to wait for.
+    Raises:
+        InvalidArgumentError: a kind has another name.
+    """
+
+    def __new__(
+        cls, ticket: int, transfers: Sequence[tuple[str, Pairs]], *, after: Sequence[int] = ...
+    ) -> StepDecision: ...
+    @property
+    def ticket(self) -> int: ...
+    @property
+    def after(self) -> tuple[int, ...]: ...
+    @property
+    def spill(self) -> tuple[Pairs, ...]: ...
+    @property
+    def swap_out(self) -> tuple[Pairs, ...]: ...
+    @property
+    def swap_in(self) -> tuple[Pairs, ...]: ...
+    @property
+    def fetch(self) -> tuple[Pairs, ...]: ...
+    @property
+    def copy(self) -> tuple[Pairs, ...]: ...
+    @property
+    def move(self) -> tuple[Pairs, ...]: ...
+    @property
+    def exchange(self) -> tuple[Pairs, ...]: ...
+    @property
+    def blocks_to_swap_in(self) -> NDArray[np.int64]:
+        """Host to device, int64 `[n, 2]`; vLLM's name."""
+    @property
+    def blocks_to_swap_out(self) -> NDArray[np.int64]:
+        """Device to host, int64 `[n, 2]`; vLLM's name."""
+    @property
+    def blocks_to_copy(self) -> NDArray[np.int64]:
+        """Copy-on-write on the device, int64 `[n, 2]`; vLLM's name."""
+    def transfers(self) -> list[tuple[str, Pairs]]:
+        """All kinds and pairs, in the order in which they are safe to run one after another."""
+    def __len__(self) -> int: ...
+
+@final
+class BlockManager:
+    """The books of a paged KV cache: which blocks hold whose tokens, who may run, what is to be copied or moved.
+
+    Args:
+        block_size: token slots in a block.
+        device_blocks: blocks that attention kernels read.
+        host_blocks: blocks in host memory.
+        external_blocks: slots of the external tier.
+        watermark: fraction of the device blocks that admission keeps free.
+    Raises:
+        InvalidArgumentError: a size or the watermark is out of range.
+    """
+
+    def __new__(
+        cls,
+        *,
+        block_size: int,
+        device_blocks: int,
+        host_blocks: int = 0,
+        external_blocks: int = 0,
+        watermark: float = 0.01,
+    ) -> BlockManager: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def watermark_blocks(self) -> int: ...
+    @property
+    def num_sequences(self) -> int: ...
+    def num_blocks(self, tier: _Tier = "device") -> int:
+        """Blocks of a tier."""
+    def num_free(self, tier: _Tier = "device") -> int:
+        """Blocks of a tier that nothing references and no transfer holds."""
+    def can_allocate(self, num_tokens: int, *, lookahead: int = 0) -> AllocStatus:
+        """Whether a new sequence may be admitted, the watermark kept."""
+    def allocate(self, num_tokens: _Counts) -> NDArray[np.uint64]:
+        """Open one sequence for each entry, with blocks for that many tokens.
+
+        Args:
+            num_tokens: tokens of each new sequence, uint32 `[n]`.
+        Returns:
+            Handles, uint64 `[n]`.
+        Raises:
+            OutOfBlocksError: the device has too few blocks for the whole batch.
+        """
+    def fork(self, sequence: int, count: int = 1) -> NDArray[np.uint64]:
+        """Open `count` sequences that share all blocks of one; a write to a shared block copies it first.
+
+        Raises:
+            UnknownSequenceError: the handle is not in the books.
+            SequenceStateError: the sequence has lost bytes.
+        """
+    def fork_prefix(self, sequence: int, shared_tokens: int, num_tokens: int) -> int:
+        """Open a sequence of `num_tokens` that shares the first `shared_tokens` of another's, whole blocks.
+
+        Raises:
+            InvalidArgumentError: `shared_tokens` is no multiple of the block size, or more than either sequence has.
+            OutOfBlocksError: the device has too few blocks for the rest.
+            SequenceStateError: the other sequence is not on the device, still loading or has lost bytes.
+        """
+    def blocks_to_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
+        """Device blocks that `append` would take: new ones, and one for each copy-on-write."""
+    def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> bool:
+        """Whether `append` has the blocks it would take."""
+    def append(
+        self,
+        sequences: _Handles,
+        num_tokens: _Counts | None = None,
+        *,
+        lookahead: int = 0,
+        out: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.int64]:
+        """Append tokens to a batch of sequences; shared blocks that are written are copied by this step's decision.
+
+        Args:
+            sequences: handles, uint64 `[n]`, none twice.
+            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
+            lookahead: slots beyond those tokens for which each sequence gets blocks too.
+            out: int64 array for the slots, one for each token.
+        Returns:
+            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`.
+        Raises:
+            OutOfBlocksError: the device has too few blocks for the whole batch.
+            UnknownSequenceError: a handle is not in the books.
+            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
+            InvalidArgumentError: a sequence is named twice, or an array has the wrong length.
+        """
+    def num_tokens(self, sequence: int) -> int:
+        """Tokens in a sequence."""
+    def tier(self, sequence: int) -> _Tier:
+        """Tier that a sequence's blocks are in."""
+    def block_table(self, sequence: int) -> NDArray[np.int32]:
+        """Blocks of a sequence in its present tier, int32 `[blocks]`."""
+    def block_tables(self, sequences: _Handles, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+        """Block tables of sequences on the device, int32 `[n, max_blocks]`, padded with 0.
+
+        Raises:
+            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
+            InvalidArgumentError: `out` has too few rows or columns.
+        """
+    def slot_mapping(
+        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
+    def can_swap_out(self, sequences: _Handles) -> bool:
+        """Whether the host has room and nothing moves the sequences."""
+    def swap_out(self, sequences: _Handles) -> None:
+        """Move sequences from the device to the host; a block shared among them moves once.
+
+        Raises:
+            OutOfBlocksError: the host has too few blocks for the whole batch.
+            SequenceStateError: a sequence is not on the device, moving, written in this step or has lost bytes.
+        """
+    def can_swap_in(self, sequences: _Handles, *, lookahead: int = 0) -> AllocStatus:
+        """Whether the sequences fit on the device with one more token each, the watermark kept."""
+    def swap_in(self, sequences: _Handles) -> None:
+        """Move sequences from the host to the device."""
+    def can_spill(self, sequences: _Handles) -> bool:
+        """Whether the external tier has room and nothing moves the sequences, all of one tier."""
+    def spill(self, sequences: _Handles) -> None:
+        """Move sequences, all on the device or all on the host, to the external tier."""
+    def can_fetch(self, sequences: _Handles, *, lookahead: int = 0) -> AllocStatus:
+        """Whether the sequences fit on the device with one more token each, the watermark kept."""
+    def fetch(self, sequences: _Handles, *, to: Literal["device", "host"] = "device") -> None:
+        """Move sequences from the external tier to the device, or to the host to be swapped in from there."""
+    def free(self, sequences: _Handles) -> None:
+        """Forget sequences; their blocks go free once nothing references them and no transfer holds them.
+
+        Raises:
+            UnknownSequenceError: a handle is not in the books.
+            InvalidArgumentError: a handle is named twice.
+        """
+    def take_decision(self) -> StepDecision:
+        """End the step: the transfers decided since the last call, to be carried out, then completed or failed."""
+    def complete(self, ticket: int) -> None:
+        """End a ticket whose bytes have all landed.
+
+        Raises:
+            UnknownTicketError: the ticket was never handed out, or has ended.
+        """
+    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
+        """End a ticket of which the pairs `lost` did not land.
+
+        Returns:
+            The sequences that lost bytes, uint64 `[n]`; they can only be freed.
+        Raises:
+            UnknownTicketError: the ticket was never handed out, or has ended.
+            MappingError: the ticket writes no such block.
+        """
+    def check(self) -> None:
+        """Count everything again and compare.
+
+        Raises:
+            InvariantError: the books contradict themselves; a bug in Blockyard.
+        """
+
+def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Merge pairs whose source and destination both continue the pair before, order kept.
+
+    Args:
+        ids: `(from, to)`, int64 `[n, 2]`.
+    Returns:
+        `(from, to, length)`, int64 `[m, 3]`.
+    """

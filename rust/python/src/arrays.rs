@@ -1,0 +1,124 @@
+//! Arrays in: numpy where the caller has it, short Python sequences as they are.
+
+use crate::errors::{bad_mapping, invalid};
+use blockyard_core::{Counts, SequenceId};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+/// Handles of a batch of sequences.
+pub(crate) enum Sequences<'py> {
+    Array(PyReadonlyArray1<'py, u64>),
+    List(Vec<u64>),
+}
+
+impl<'py> Sequences<'py> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Ok(array) = value.extract::<PyReadonlyArray1<'py, u64>>() {
+            return Ok(if array.is_c_contiguous() {
+                Self::Array(array)
+            } else {
+                Self::List(array.as_array().to_vec())
+            });
+        }
+        if let Ok(handle) = value.extract::<u64>() {
+            return Ok(Self::List(vec![handle]));
+        }
+        value.extract().map(Self::List).map_err(|_| {
+            invalid(format!(
+                "sequences are {}, must be uint64 handles: a numpy array or a list of ints",
+                describe(value)
+            ))
+        })
+    }
+
+    pub(crate) fn get(&self) -> PyResult<&[SequenceId]> {
+        let handles = match self {
+            Self::Array(array) => array.as_slice()?,
+            Self::List(list) => list,
+        };
+        // SAFETY: `SequenceId` is a transparent wrapper of `u64`, so the two slices have one layout.
+        Ok(unsafe { std::slice::from_raw_parts(handles.as_ptr().cast::<SequenceId>(), handles.len()) })
+    }
+}
+
+/// Token counts: one for all, or one a sequence.
+pub(crate) enum Tokens<'py> {
+    All(u32),
+    Array(PyReadonlyArray1<'py, u32>),
+    List(Vec<u32>),
+}
+
+impl<'py> Tokens<'py> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Ok(count) = value.extract::<u32>() {
+            return Ok(Self::All(count));
+        }
+        if let Ok(array) = value.extract::<PyReadonlyArray1<'py, u32>>() {
+            return Ok(if array.is_c_contiguous() {
+                Self::Array(array)
+            } else {
+                Self::List(array.as_array().to_vec())
+            });
+        }
+        value.extract().map(Self::List).map_err(|_| {
+            invalid(format!(
+                "token counts are {}, must be one int or one a sequence, 0 to {}",
+                describe(value),
+                u32::MAX
+            ))
+        })
+    }
+
+    pub(crate) fn get(&self) -> PyResult<Counts<'_>> {
+        Ok(match self {
+            Self::All(count) => Counts::All(*count),
+            Self::Array(array) => Counts::Each(array.as_slice()?),
+            Self::List(list) => Counts::Each(list),
+        })
+    }
+
+    /// The counts as a list; one number stands for one sequence.
+    pub(crate) fn to_vec(&self) -> PyResult<Vec<u32>> {
+        Ok(match self {
+            Self::All(count) => vec![*count],
+            Self::Array(array) => array.as_slice()?.to_vec(),
+            Self::List(list) => list.clone(),
+        })
+    }
+}
+
+/// Pairs of block ids from an int64 array `[n, 2]`.
+pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
+    let array: PyReadonlyArray2<'_, i64> = value
+        .extract()
+        .map_err(|_| bad_mapping(format!("pairs are {}, must be an int64 array [n, 2]", describe(value))))?;
+    if array.shape()[1] != 2 {
+        return Err(bad_mapping(format!("pairs have shape {:?}, must be [n, 2]", array.shape())));
+    }
+    let id = |row: usize, id: i64| {
+        u32::try_from(id).map_err(|_| bad_mapping(format!("pair {row} names block {id}, must be 0 to {}", u32::MAX)))
+    };
+    array.as_array().rows().into_iter().enumerate().map(|(i, row)| Ok([id(i, row[0])?, id(i, row[1])?])).collect()
+}
+
+/// An int64 array of `len`: the caller's, or a new one.
+pub(crate) fn slots<'py>(
+    py: Python<'py>,
+    len: usize,
+    out: Option<Bound<'py, PyArray1<i64>>>,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    match out {
+        None => Ok(PyArray1::zeros(py, len, false)),
+        Some(out) if out.len() == len && out.is_c_contiguous() => Ok(out),
+        Some(out) => Err(invalid(format!("out has {} slots, must be {len} and contiguous", out.len()))),
+    }
+}
+
+/// Type of a value, and dtype and shape of an array, for messages.
+fn describe(value: &Bound<'_, PyAny>) -> String {
+    let kind = value.get_type().name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string());
+    match (value.getattr("dtype"), value.getattr("shape")) {
+        (Ok(dtype), Ok(shape)) => format!("{kind} of {dtype} {shape}"),
+        _ => kind,
+    }
+}

@@ -1,0 +1,201 @@
+//! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
+
+use crate::arrays;
+use crate::errors::invalid;
+use blockyard_core::{Kind, StepDecision, Tier, merge_runs};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+/// The tier of that name.
+pub(crate) fn tier(name: &str) -> PyResult<Tier> {
+    Tier::from_name(name).ok_or_else(|| invalid(format!("tier is '{name}', must be 'device', 'host' or 'external'")))
+}
+
+/// An int64 array `[n, 2]` of pairs.
+fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
+    PyArray1::from_iter(py, ids.iter().flatten().map(|&id| i64::from(id))).reshape([ids.len(), 2])
+}
+
+/// Pairs of block ids between two tiers, `(from, to)`.
+#[pyclass(frozen, name = "Pairs", module = "blockyard._core")]
+pub(crate) struct PyPairs {
+    src: Tier,
+    dst: Tier,
+    ids: Py<PyArray2<i64>>,
+}
+
+impl PyPairs {
+    pub(crate) fn from_core(py: Python<'_>, pairs: &blockyard_core::Pairs) -> PyResult<Py<Self>> {
+        Py::new(py, Self { src: pairs.src, dst: pairs.dst, ids: array(py, &pairs.ids)?.unbind() })
+    }
+
+    pub(crate) fn to_core(&self, py: Python<'_>) -> PyResult<blockyard_core::Pairs> {
+        let ids = arrays::pairs(self.ids.bind(py))?;
+        Ok(blockyard_core::Pairs { src: self.src, dst: self.dst, ids })
+    }
+}
+
+#[pymethods]
+impl PyPairs {
+    #[new]
+    fn new(src: &str, dst: &str, ids: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (src, dst) = (tier(src)?, tier(dst)?);
+        let ids = array(ids.py(), &arrays::pairs(ids)?)?.unbind();
+        Ok(Self { src, dst, ids })
+    }
+
+    #[getter]
+    fn src(&self) -> &'static str {
+        self.src.name()
+    }
+
+    #[getter]
+    fn dst(&self) -> &'static str {
+        self.dst.name()
+    }
+
+    #[getter]
+    fn ids(&self, py: Python<'_>) -> Py<PyArray2<i64>> {
+        self.ids.clone_ref(py)
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.ids.bind(py).shape()[0]
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        format!("Pairs('{}', '{}', {} pairs)", self.src, self.dst, self.__len__(py))
+    }
+}
+
+/// The transfers of one step, and the ticket that holds leases on all their blocks.
+#[pyclass(frozen, name = "StepDecision", module = "blockyard._core")]
+pub(crate) struct PyStepDecision {
+    #[pyo3(get)]
+    ticket: u64,
+    after: Vec<u64>,
+    transfers: Vec<(Kind, Py<PyPairs>)>,
+}
+
+impl PyStepDecision {
+    pub(crate) fn from_core(py: Python<'_>, decision: &StepDecision) -> PyResult<Self> {
+        let transfers = decision.transfers.iter().map(|(kind, pairs)| Ok((*kind, PyPairs::from_core(py, pairs)?)));
+        Ok(Self {
+            ticket: decision.ticket.0,
+            after: decision.after.iter().map(|ticket| ticket.0).collect(),
+            transfers: transfers.collect::<PyResult<_>>()?,
+        })
+    }
+
+    fn of<'py>(&self, py: Python<'py>, kind: Kind) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(
+            py,
+            self.transfers.iter().filter(|(k, _)| *k == kind).map(|(_, pairs)| pairs.clone_ref(py)).collect::<Vec<_>>(),
+        )
+    }
+
+    /// The pairs of a kind that has one pair of tiers.
+    fn blocks<'py>(&self, py: Python<'py>, kind: Kind) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        match self.transfers.iter().find(|(k, _)| *k == kind) {
+            Some((_, pairs)) => Ok(pairs.get().ids.bind(py).clone()),
+            None => array(py, &[]),
+        }
+    }
+}
+
+#[pymethods]
+impl PyStepDecision {
+    #[new]
+    #[pyo3(signature = (ticket, transfers, *, after = Vec::new()))]
+    fn new(ticket: u64, transfers: Vec<(String, Py<PyPairs>)>, after: Vec<u64>) -> PyResult<Self> {
+        let named = |(name, pairs): (String, Py<PyPairs>)| match Kind::ALL.into_iter().find(|kind| kind.name() == name)
+        {
+            Some(kind) => Ok((kind, pairs)),
+            None => Err(invalid(format!("kind is '{name}', must be one of {:?}", Kind::ALL.map(Kind::name)))),
+        };
+        let mut transfers = transfers.into_iter().map(named).collect::<PyResult<Vec<_>>>()?;
+        transfers.sort_by_key(|(kind, _)| *kind);
+        Ok(Self { ticket, after, transfers })
+    }
+
+    #[getter]
+    fn after<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.after)
+    }
+
+    #[getter]
+    fn spill<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::Spill)
+    }
+
+    #[getter]
+    fn swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::SwapOut)
+    }
+
+    #[getter]
+    fn swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::SwapIn)
+    }
+
+    #[getter]
+    fn fetch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::Fetch)
+    }
+
+    #[getter]
+    fn copy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::Copy)
+    }
+
+    #[getter]
+    fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::Move)
+    }
+
+    #[getter]
+    fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.of(py, Kind::Exchange)
+    }
+
+    #[getter]
+    fn blocks_to_swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        self.blocks(py, Kind::SwapIn)
+    }
+
+    #[getter]
+    fn blocks_to_swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        self.blocks(py, Kind::SwapOut)
+    }
+
+    #[getter]
+    fn blocks_to_copy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        self.blocks(py, Kind::Copy)
+    }
+
+    fn transfers(&self, py: Python<'_>) -> Vec<(&'static str, Py<PyPairs>)> {
+        self.transfers.iter().map(|(kind, pairs)| (kind.name(), pairs.clone_ref(py))).collect()
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.transfers.iter().map(|(_, pairs)| pairs.get().__len__(py)).sum()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let counts = PyDict::new(py);
+        for (kind, pairs) in &self.transfers {
+            counts.set_item(kind.name(), pairs.get().__len__(py))?;
+        }
+        Ok(format!("StepDecision(ticket={}, {counts})", self.ticket))
+    }
+}
+
+/// Merges pairs whose source and destination both continue the pair before; the order is kept.
+#[pyfunction]
+#[pyo3(name = "merge_runs")]
+pub(crate) fn py_merge_runs<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+    let runs = merge_runs(&arrays::pairs(ids)?);
+    let numbers = runs.iter().flat_map(|run| [run.src, run.dst, run.len].map(i64::from));
+    PyArray1::from_iter(ids.py(), numbers).reshape([runs.len(), 3])
+}

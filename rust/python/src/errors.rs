@@ -1,0 +1,45 @@
+//! The one place where errors of the core become Python exceptions, which are defined in `blockyard.errors`.
+
+use blockyard_core::Error;
+use pyo3::PyErr;
+
+mod classes {
+    use pyo3::import_exception;
+
+    import_exception!(blockyard.errors, InvalidArgumentError);
+    import_exception!(blockyard.errors, InvariantError);
+    import_exception!(blockyard.errors, MappingError);
+    import_exception!(blockyard.errors, OutOfBlocksError);
+    import_exception!(blockyard.errors, SequenceStateError);
+    import_exception!(blockyard.errors, UnknownSequenceError);
+    import_exception!(blockyard.errors, UnknownTicketError);
+}
+
+/// The exception for an error of the core.
+#[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
+pub(crate) fn to_py(error: Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::OutOfBlocks { tier, wanted, free, total } => {
+            classes::OutOfBlocksError::new_err((message, tier.name(), wanted, free, total))
+        }
+        Error::UnknownSequence { .. } => classes::UnknownSequenceError::new_err(message),
+        Error::WrongTier { .. } | Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } => {
+            classes::SequenceStateError::new_err(message)
+        }
+        Error::UnknownTicket { .. } => classes::UnknownTicketError::new_err(message),
+        Error::NotInTicket { .. } => classes::MappingError::new_err(message),
+        Error::Broken { .. } => classes::InvariantError::new_err(message),
+        _ => classes::InvalidArgumentError::new_err(message),
+    }
+}
+
+/// An argument of the wrong value, shape or dtype.
+pub(crate) fn invalid(message: String) -> PyErr {
+    classes::InvalidArgumentError::new_err(message)
+}
+
+/// Block ids that make no mapping.
+pub(crate) fn bad_mapping(message: String) -> PyErr {
+    classes::MappingError::new_err(message)
+}

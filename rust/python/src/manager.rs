@@ -1,0 +1,298 @@
+//! `BlockManager`: the core's manager behind a lock.
+//!
+//! The lock is held for one call and never while Python code runs.
+
+use crate::arrays::{self, Sequences, Tokens};
+use crate::decision::{PyPairs, PyStepDecision, tier};
+use crate::errors::{invalid, to_py};
+use blockyard_core as core;
+use blockyard_core::{BlockId, Config, Manager, SequenceId, TicketId, Tier};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Whether something fits: now, later, or never.
+#[pyclass(frozen, eq, eq_int, hash, name = "AllocStatus", module = "blockyard._core")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum PyAllocStatus {
+    /// It fits now.
+    #[pyo3(name = "OK")]
+    Ok,
+    /// It will fit once other sequences have left.
+    #[pyo3(name = "LATER")]
+    Later,
+    /// It does not fit even into an empty tier.
+    #[pyo3(name = "NEVER")]
+    Never,
+}
+
+impl From<core::AllocStatus> for PyAllocStatus {
+    fn from(status: core::AllocStatus) -> Self {
+        match status {
+            core::AllocStatus::Ok => Self::Ok,
+            core::AllocStatus::Later => Self::Later,
+            core::AllocStatus::Never => Self::Never,
+        }
+    }
+}
+
+/// The books of a paged KV cache.
+#[pyclass(frozen, name = "BlockManager", module = "blockyard._core")]
+pub(crate) struct PyBlockManager {
+    inner: Mutex<Manager>,
+}
+
+impl PyBlockManager {
+    fn lock(&self) -> MutexGuard<'_, Manager> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls a batch method on handles.
+    fn batch<T>(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        call: impl FnOnce(&mut Manager, &[SequenceId]) -> core::Result<T>,
+    ) -> PyResult<T> {
+        let sequences = Sequences::new(sequences)?;
+        call(&mut self.lock(), sequences.get()?).map_err(to_py)
+    }
+}
+
+fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, PyArray1<u64>> {
+    PyArray1::from_iter(py, ids.iter().map(|id| id.0))
+}
+
+#[pymethods]
+impl PyBlockManager {
+    #[new]
+    #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01))]
+    fn new(
+        block_size: u32,
+        device_blocks: usize,
+        host_blocks: usize,
+        external_blocks: usize,
+        watermark: f64,
+    ) -> PyResult<Self> {
+        let config = Config { block_size, blocks: [device_blocks, host_blocks, external_blocks], watermark };
+        Ok(Self { inner: Mutex::new(Manager::new(config).map_err(to_py)?) })
+    }
+
+    #[getter]
+    fn block_size(&self) -> u32 {
+        self.lock().block_size()
+    }
+
+    #[getter]
+    fn watermark_blocks(&self) -> usize {
+        self.lock().watermark_blocks()
+    }
+
+    #[getter]
+    fn num_sequences(&self) -> usize {
+        self.lock().num_sequences()
+    }
+
+    #[pyo3(signature = (tier = "device"))]
+    fn num_blocks(&self, tier: &str) -> PyResult<usize> {
+        Ok(self.lock().pool(self::tier(tier)?).len())
+    }
+
+    #[pyo3(signature = (tier = "device"))]
+    fn num_free(&self, tier: &str) -> PyResult<usize> {
+        Ok(self.lock().pool(self::tier(tier)?).free())
+    }
+
+    #[pyo3(signature = (num_tokens, *, lookahead = 0))]
+    fn can_allocate(&self, num_tokens: u32, lookahead: u32) -> PyAllocStatus {
+        self.lock().can_allocate(num_tokens, lookahead).into()
+    }
+
+    fn allocate<'py>(&self, num_tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let tokens = Tokens::new(num_tokens)?.to_vec()?;
+        let mut out = Vec::with_capacity(tokens.len());
+        self.lock().allocate(&tokens, &mut out).map_err(to_py)?;
+        Ok(handles(num_tokens.py(), &out))
+    }
+
+    #[pyo3(signature = (sequence, count = 1))]
+    fn fork<'py>(&self, py: Python<'py>, sequence: u64, count: u32) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let mut out = Vec::new();
+        self.lock().fork(SequenceId(sequence), count, &mut out).map_err(to_py)?;
+        Ok(handles(py, &out))
+    }
+
+    fn fork_prefix(&self, sequence: u64, shared_tokens: u32, num_tokens: u32) -> PyResult<u64> {
+        let child = self.lock().fork_prefix(SequenceId(sequence), shared_tokens, num_tokens);
+        child.map(|id| id.0).map_err(to_py)
+    }
+
+    #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0))]
+    fn blocks_to_append(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        num_tokens: Option<&Bound<'_, PyAny>>,
+        lookahead: u32,
+    ) -> PyResult<usize> {
+        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
+        let counts = tokens.get()?;
+        self.batch(sequences, |manager, sequences| manager.blocks_to_append(sequences, counts, lookahead))
+    }
+
+    #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0))]
+    fn can_append(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        num_tokens: Option<&Bound<'_, PyAny>>,
+        lookahead: u32,
+    ) -> PyResult<bool> {
+        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
+        let counts = tokens.get()?;
+        self.batch(sequences, |manager, sequences| {
+            let wanted = manager.blocks_to_append(sequences, counts, lookahead)?;
+            Ok(wanted <= manager.pool(Tier::Device).available())
+        })
+    }
+
+    #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0, out = None))]
+    fn append<'py>(
+        &self,
+        sequences: &Bound<'py, PyAny>,
+        num_tokens: Option<&Bound<'py, PyAny>>,
+        lookahead: u32,
+        out: Option<Bound<'py, PyArray1<i64>>>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let py = sequences.py();
+        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
+        let (sequences, counts) = (Sequences::new(sequences)?, tokens.get()?);
+        let sequences = sequences.get()?;
+        let total = counts.total(sequences.len()).map_err(to_py)?;
+        let len = usize::try_from(total).map_err(|_| invalid(format!("{total} tokens are too many for one call")))?;
+        let out = arrays::slots(py, len, out)?;
+        let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
+        let written = slots.as_slice_mut()?;
+        self.lock().append(sequences, counts, lookahead, written).map_err(to_py)?;
+        drop(slots);
+        Ok(out)
+    }
+
+    fn num_tokens(&self, sequence: u64) -> PyResult<u32> {
+        self.lock().num_tokens(SequenceId(sequence)).map_err(to_py)
+    }
+
+    fn tier(&self, sequence: u64) -> PyResult<&'static str> {
+        self.lock().tier(SequenceId(sequence)).map(Tier::name).map_err(to_py)
+    }
+
+    fn block_table<'py>(&self, py: Python<'py>, sequence: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let table = self.lock().block_table(SequenceId(sequence)).map(<[BlockId]>::to_vec).map_err(to_py)?;
+        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
+        let ids = table.iter().map(|block| block.0 as i32);
+        Ok(PyArray1::from_iter(py, ids))
+    }
+
+    #[pyo3(signature = (sequences, out = None))]
+    fn block_tables<'py>(
+        &self,
+        sequences: &Bound<'py, PyAny>,
+        out: Option<Bound<'py, PyArray2<i32>>>,
+    ) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        let py = sequences.py();
+        let sequences = Sequences::new(sequences)?;
+        let sequences = sequences.get()?;
+        let out = match out {
+            None => {
+                let width = self.lock().max_blocks(sequences).map_err(to_py)?;
+                PyArray2::zeros(py, [sequences.len(), width], false)
+            }
+            Some(out) if out.is_c_contiguous() => out,
+            Some(_) => return Err(invalid("out is not C-contiguous".to_owned())),
+        };
+        let width = out.shape()[1];
+        let mut tables = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
+        let rows = tables.as_slice_mut()?;
+        self.lock().block_tables(sequences, width, rows).map_err(to_py)?;
+        drop(tables);
+        Ok(out)
+    }
+
+    #[pyo3(signature = (sequence, first, last, out = None))]
+    fn slot_mapping<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: u64,
+        first: u32,
+        last: u32,
+        out: Option<Bound<'py, PyArray1<i64>>>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let len = self.lock().num_tokens(SequenceId(sequence)).map_err(to_py)?;
+        if first > last || last > len {
+            return Err(invalid(format!("tokens {first} to {last} of a sequence of {len}")));
+        }
+        let out = arrays::slots(py, (last - first) as usize, out)?;
+        let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
+        let written = slots.as_slice_mut()?;
+        self.lock().slot_mapping(SequenceId(sequence), first, written).map_err(to_py)?;
+        drop(slots);
+        Ok(out)
+    }
+
+    fn can_swap_out(&self, sequences: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.batch(sequences, Manager::can_swap_out)
+    }
+
+    fn swap_out(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.batch(sequences, Manager::swap_out)
+    }
+
+    #[pyo3(signature = (sequences, *, lookahead = 0))]
+    fn can_swap_in(&self, sequences: &Bound<'_, PyAny>, lookahead: u32) -> PyResult<PyAllocStatus> {
+        self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, lookahead)).map(Into::into)
+    }
+
+    fn swap_in(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.batch(sequences, Manager::swap_in)
+    }
+
+    fn can_spill(&self, sequences: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.batch(sequences, Manager::can_spill)
+    }
+
+    fn spill(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.batch(sequences, Manager::spill)
+    }
+
+    #[pyo3(signature = (sequences, *, lookahead = 0))]
+    fn can_fetch(&self, sequences: &Bound<'_, PyAny>, lookahead: u32) -> PyResult<PyAllocStatus> {
+        self.batch(sequences, |manager, sequences| manager.can_fetch(sequences, lookahead)).map(Into::into)
+    }
+
+    #[pyo3(signature = (sequences, *, to = "device"))]
+    fn fetch(&self, sequences: &Bound<'_, PyAny>, to: &str) -> PyResult<()> {
+        let to = tier(to)?;
+        self.batch(sequences, |manager, sequences| manager.fetch(sequences, to))
+    }
+
+    fn free(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.batch(sequences, Manager::free)
+    }
+
+    fn take_decision(&self, py: Python<'_>) -> PyResult<PyStepDecision> {
+        let decision = self.lock().take_decision();
+        PyStepDecision::from_core(py, &decision)
+    }
+
+    fn complete(&self, ticket: u64) -> PyResult<()> {
+        self.lock().complete(TicketId(ticket)).map_err(to_py)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
+    fn fail<'py>(&self, py: Python<'py>, ticket: u64, lost: Vec<Py<PyPairs>>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
+        let hit = self.lock().fail(TicketId(ticket), &lost).map_err(to_py)?;
+        Ok(handles(py, &hit))
+    }
+
+    fn check(&self) -> PyResult<()> {
+        self.lock().check().map_err(to_py)
+    }
+}
