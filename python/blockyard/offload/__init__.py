@@ -1,1 +1,1 @@
-""
+"""Joins the copy engine and the external tiers."""

@@ -1,0 +1,530 @@
+"""The reference continuous-batching scheduler: who runs in this step, and who makes room.
+
+Three queues, each first come, first served within a priority: *waiting* (no blocks), *running* (blocks on the device),
+*swapped* (blocks on the host or in the external tier). A step appends one token to every running sequence; if blocks
+run short, victims leave from the tail: to the host, to the external tier when the host is full, back to waiting
+(recompute) when both are. Swapped requests come back before new prompts are admitted, and never in a step that preempted.
+
+A step of an engine:
+
+    step = scheduler.schedule()
+    lost = executor.execute(step.decision)              # move the blocks
+    step = scheduler.settle(step, lost)                 # end the ticket; what lost bytes starts again
+    sampled = model(step.batch, step.block_tables, step.slot_mapping)
+    finished = scheduler.update(step, sampled)
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import AllocStatus, BlockManager, Pairs, StepDecision
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+
+PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
+
+PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and what is wanted of it.
+
+    Args:
+        request_id: the caller's name for it.
+        prompt: token ids, at least one.
+        max_tokens: tokens to generate for each sequence, at least one.
+        n: sequences to generate.
+        priority: lower goes first.
+        arrival: seconds; earlier goes first within a priority.
+        stop_token_ids: a sequence ends with any of these.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    n: int = 1
+    priority: int = 0
+    arrival: float = 0.0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step.
+
+    `tokens` are to be computed at positions `start`, `start + 1`, ...; from the logits of the last one, one token is to
+    be drawn for each sequence of the request that `sample_indices` names (several at the end of a shared prompt). `group` is
+    the scheduler's own.
+    """
+
+    request_id: str
+    index: int
+    handle: int
+    start: int
+    tokens: Sequence[int]
+    sample_indices: tuple[int, ...]
+    group: _Group = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step transfers, computes and samples.
+
+    `slot_mapping` is int64 `[tokens]`, the slots of all tokens of `batch` in order; `block_tables` int32
+    `[len(batch), max_blocks]`, padded with 0.
+    """
+
+    decision: StepDecision
+    batch: tuple[ScheduledSequence, ...]
+    slot_mapping: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is done: the tokens generated for each of its `n` sequences."""
+
+    request: Request
+    outputs: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the scheduler was made; peaks are blocks in use."""
+
+    steps: int = 0
+    tokens: int = 0
+    preempted_swap: int = 0
+    preempted_spill: int = 0
+    preempted_recompute: int = 0
+    lost: int = 0
+    resumed_swap: int = 0
+    resumed_fetch: int = 0
+    peak_device_blocks: int = 0
+    peak_host_blocks: int = 0
+    peak_external_blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    index: int
+    tokens: list[int]
+    prompt_len: int
+    handle: int | None = None
+    computed: int = 0
+    finished: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    request: Request
+    key: tuple[int, float, int]
+    sequences: list[_Sequence]
+    alive: bool = True
+
+    def unfinished(self) -> list[_Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
+
+    def handles(self) -> list[int]:
+        return [sequence.handle for sequence in self.sequences if sequence.handle is not None]
+
+
+def _key(group: _Group) -> tuple[int, float, int]:
+    return group.key
+
+
+class _Batch:
+    """The step being put together."""
+
+    def __init__(self) -> None:
+        self.items: list[ScheduledSequence] = []
+        self.slots: list[NDArray[np.int64]] = []
+        self.tokens = 0
+
+    def add(self, item: ScheduledSequence) -> None:
+        self.items.append(item)
+        self.tokens += len(item.tokens)
+
+
+class Scheduler:
+    """Decides which sequences run, over one `BlockManager`.
+
+    Args:
+        manager: the books; nothing else may admit sequences of this engine.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step; one longer prompt runs alone.
+        preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
+            them where the request has at most one running sequence.
+
+    Raises:
+        InvalidArgumentError: a limit is not positive or the mode is unknown.
+    Source: the policy of vLLM 0.7.3's V0 scheduler.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        *,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        preemption_mode: PreemptionMode = "auto",
+    ) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise InvalidArgumentError(
+                f"max_num_seqs is {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, must be at least 1"
+            )
+        if preemption_mode not in PREEMPTION_MODES:
+            raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
+        self.manager = manager
+        self.stats = SchedulerStats()
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._preemption_mode = preemption_mode
+        self._groups: dict[str, _Group] = {}
+        self._waiting: list[_Group] = []
+        self._running: list[_Group] = []
+        self._swapped: list[_Group] = []
+        self._arrivals = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are waiting, running or swapped."""
+        return len(self._groups)
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose blocks are on the device."""
+        return len(self._running)
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose blocks are on the host or in the external tier."""
+        return len(self._swapped)
+
+    def add(self, request: Request) -> None:
+        """Take in a request.
+
+        Raises:
+            InvalidArgumentError: the request is malformed, or its id is in use.
+            OutOfBlocksError: even alone on the device it would not fit to its end.
+        """
+        if not request.prompt or request.max_tokens < 1 or request.n < 1:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has {len(request.prompt)} prompt tokens, max_tokens "
+                f"{request.max_tokens}, n {request.n}; each must be at least 1"
+            )
+        if request.request_id in self._groups:
+            raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
+        if request.n > self._max_num_seqs:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {self._max_num_seqs}"
+            )
+        self._require_room(request)
+        self._arrivals += 1
+        first = _Sequence(0, list(request.prompt), len(request.prompt))
+        group = _Group(request, (request.priority, request.arrival, self._arrivals), [first])
+        self._groups[request.request_id] = group
+        bisect.insort(self._waiting, group, key=_key)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its id can be used again at once.
+
+        Raises:
+            InvalidArgumentError: there is no such request.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
+        for queue in (self._waiting, self._running, self._swapped):
+            if group in queue:
+                queue.remove(group)
+        self._release(group)
+        self._close(group)
+
+    def schedule(self) -> Step:
+        """Decide one step. Its decision is to be carried out before its batch is computed."""
+        batch = _Batch()
+        preempted = self._make_room()
+        self._decode(self._running, batch)
+        if not preempted:
+            self._resume(batch)
+            if not self._swapped:
+                self._admit(batch)
+        tables = self.manager.block_tables(np.array([item.handle for item in batch.items], dtype=np.uint64))
+        self._note_peaks()
+        self.stats.steps += 1
+        self.stats.tokens += batch.tokens
+        slots = np.concatenate(batch.slots) if batch.slots else np.zeros(0, dtype=np.int64)
+        return Step(self.manager.take_decision(), tuple(batch.items), slots, tables)
+
+    def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
+        """End the step's ticket once its transfers have run.
+
+        Args:
+            step: what `schedule` returned.
+            lost: pairs of its decision that did not land.
+
+        Returns:
+            The step without the requests that lost bytes: those start again from their tokens.
+        """
+        if not lost:
+            self.manager.complete(step.decision.ticket)
+            return step
+        hit = {int(handle) for handle in self.manager.fail(step.decision.ticket, lost)}
+        groups = [group for group in self._groups.values() if not hit.isdisjoint(group.handles())]
+        for group in groups:
+            for queue in (self._running, self._swapped):
+                if group in queue:
+                    queue.remove(group)
+            self._restart(group)
+            self.stats.lost += 1
+        return self._without(step, groups)
+
+    def update(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[Finished]:
+        """Take in a step's tokens.
+
+        Args:
+            step: what `settle` returned.
+            sampled: for each entry of its batch, one token for each of its `sample_indices`.
+
+        Returns:
+            The requests that this step finished.
+
+        Raises:
+            InvalidArgumentError: the tokens do not match the batch; nothing was changed.
+        """
+        if [len(tokens) for tokens in sampled] != [len(item.sample_indices) for item in step.batch]:
+            raise InvalidArgumentError(f"sampled tokens for {len(sampled)} entries do not match the {len(step.batch)}")
+        touched: dict[int, _Group] = {}
+        for item, tokens in zip(step.batch, sampled, strict=True):
+            group = item.group
+            if not group.alive:
+                continue
+            touched[id(group)] = group
+            group.sequences[item.index].computed = item.start + len(item.tokens)
+            self._fork(group, group.sequences[item.index], item.sample_indices)
+            for index, token in zip(item.sample_indices, tokens, strict=True):
+                self._extend(group, group.sequences[index], int(token))
+        finished = [group for group in touched.values() if not group.unfinished()]
+        for group in finished:
+            self._running.remove(group)
+            self._close(group)
+        return [Finished(group.request, _outputs(group)) for group in finished]
+
+    def _require_room(self, request: Request) -> None:
+        """Refuse what could never run to its end: it would be preempted for ever."""
+        size = self.manager.block_size
+        shared = (len(request.prompt) - 1) // size if request.n > 1 else 0
+        longest = -(-(len(request.prompt) + request.max_tokens) // size)
+        wanted = shared + request.n * (longest - shared)
+        total = self.manager.num_blocks("device")
+        if wanted + self.manager.watermark_blocks > total:
+            raise OutOfBlocksError(
+                f"request {request.request_id!r} needs up to {wanted} device blocks and "
+                f"{self.manager.watermark_blocks} kept free, there are {total}",
+                "device",
+                wanted,
+                total - self.manager.watermark_blocks,
+                total,
+            )
+
+    def _make_room(self) -> bool:
+        """Preempt from the tail until every running sequence can append a token."""
+        preempted = False
+        while self._running and not self._can_append(self._running):
+            self._preempt(self._running.pop())
+            preempted = True
+        return preempted
+
+    def _can_append(self, groups: Iterable[_Group]) -> bool:
+        return self.manager.can_append(np.array([h for group in groups for h in group.handles()], dtype=np.uint64))
+
+    def _preempt(self, group: _Group) -> None:
+        handles = group.handles()
+        moves: tuple[tuple[str, Callable[[list[int]], bool], Callable[[list[int]], None]], ...] = (
+            ("preempted_swap", self.manager.can_swap_out, self.manager.swap_out),
+            ("preempted_spill", self.manager.can_spill, self.manager.spill),
+        )
+        for counter, can, move in moves if self._swaps(handles) else ():
+            if can(handles):
+                move(handles)
+                setattr(self.stats, counter, getattr(self.stats, counter) + 1)
+                bisect.insort(self._swapped, group, key=_key)
+                return
+        self.stats.preempted_recompute += 1
+        self._restart(group)
+
+    def _swaps(self, handles: list[int]) -> bool:
+        if self._preemption_mode == "auto":
+            return len(handles) > 1
+        return self._preemption_mode == "swap"
+
+    def _restart(self, group: _Group) -> None:
+        """Drop a request's blocks; it waits to be computed again from its tokens."""
+        self._release(group)
+        for sequence in group.sequences:
+            sequence.computed = 0
+        bisect.insort(self._waiting, group, key=_key)
+
+    def _decode(self, groups: Iterable[_Group], batch: _Batch) -> None:
+        """Append the last token of every sequence; the blocks are there."""
+        items = [
+            ScheduledSequence(
+                group.request.request_id,
+                sequence.index,
+                _handle(sequence),
+                sequence.computed,
+                sequence.tokens[sequence.computed :],
+                (sequence.index,),
+                group,
+            )
+            for group in groups
+            for sequence in group.unfinished()
+        ]
+        if not items:
+            return
+        batch.slots.append(self.manager.append(np.array([item.handle for item in items], dtype=np.uint64)))
+        for item in items:
+            batch.add(item)
+
+    def _resume(self, batch: _Batch) -> None:
+        """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
+        while self._swapped:
+            group = self._swapped[0]
+            handles = group.handles()
+            if len(batch.items) + len(handles) > self._max_num_seqs or not self._bring_back(handles):
+                break
+            self._swapped.pop(0)
+            self._decode([group], batch)
+            bisect.insort(self._running, group, key=_key)
+
+    def _bring_back(self, handles: list[int]) -> bool:
+        """Swap or fetch sequences in, if they fit now; `add` has made sure that they fit into an empty device."""
+        if self.manager.tier(handles[0]) == "external":
+            if self.manager.can_fetch(handles) != AllocStatus.OK:
+                return False
+            self.manager.fetch(handles)
+            self.stats.resumed_fetch += 1
+        else:
+            if self.manager.can_swap_in(handles) != AllocStatus.OK:
+                return False
+            self.manager.swap_in(handles)
+            self.stats.resumed_swap += 1
+        return True
+
+    def _admit(self, batch: _Batch) -> None:
+        """Start waiting requests, in order, while blocks, sequences and tokens allow."""
+        while self._waiting:
+            group = self._waiting[0]
+            shares = self._shares(group)
+            size = self.manager.block_size
+            tokens = sum(len(s.tokens) - shared for s, _, shared in shares)
+            blocks = sum(-(-len(s.tokens) // size) - shared // size for s, _, shared in shares)
+            seats = max(group.request.n, len(shares))
+            if len(batch.items) + seats > self._max_num_seqs:
+                break
+            if batch.items and batch.tokens + tokens > self._max_num_batched_tokens:
+                break
+            if self.manager.can_allocate(blocks * size) != AllocStatus.OK:
+                break
+            self._waiting.pop(0)
+            self._prefill(group, shares, batch)
+            bisect.insort(self._running, group, key=_key)
+
+    def _shares(self, group: _Group) -> list[tuple[_Sequence, _Sequence | None, int]]:
+        """For each sequence, an earlier one of the request and how many of its first tokens it can share.
+
+        Whole blocks only, and never all tokens: the last one's logits are wanted.
+        """
+        size = self.manager.block_size
+        shares: list[tuple[_Sequence, _Sequence | None, int]] = []
+        for sequence in group.unfinished():
+            best: tuple[_Sequence | None, int] = (None, 0)
+            for earlier, _, _ in shares:
+                common = min(_common_prefix(earlier.tokens, sequence.tokens), len(sequence.tokens) - 1) // size * size
+                if common > best[1]:
+                    best = (earlier, common)
+            shares.append((sequence, *best))
+        return shares
+
+    def _prefill(self, group: _Group, shares: list[tuple[_Sequence, _Sequence | None, int]], batch: _Batch) -> None:
+        first = len(group.sequences) == 1 and group.request.n > 1
+        for sequence, earlier, shared in shares:
+            length = len(sequence.tokens)
+            if earlier is None:
+                sequence.handle = int(self.manager.allocate(length)[0])
+            else:
+                sequence.handle = self.manager.fork_prefix(_handle(earlier), shared, length)
+            batch.slots.append(self.manager.slot_mapping(sequence.handle, shared, length))
+            indices = tuple(range(group.request.n)) if first else (sequence.index,)
+            tokens = sequence.tokens[shared:]
+            name = group.request.request_id
+            batch.add(ScheduledSequence(name, sequence.index, sequence.handle, shared, tokens, indices, group))
+
+    def _fork(self, group: _Group, parent: _Sequence, indices: tuple[int, ...]) -> None:
+        """After a shared prompt, open the request's other sequences."""
+        missing = [index for index in indices if index >= len(group.sequences)]
+        if not missing:
+            return
+        children = self.manager.fork(_handle(parent), len(missing))
+        for index, child in zip(missing, children, strict=True):
+            sequence = _Sequence(index, list(parent.tokens), parent.prompt_len, int(child), parent.computed)
+            group.sequences.append(sequence)
+
+    def _extend(self, group: _Group, sequence: _Sequence, token: int) -> None:
+        sequence.tokens.append(token)
+        length = len(sequence.tokens) - sequence.prompt_len
+        if length >= group.request.max_tokens or token in group.request.stop_token_ids:
+            sequence.finished = True
+            self.manager.free(_handle(sequence))
+            sequence.handle = None
+
+    def _release(self, group: _Group) -> None:
+        self.manager.free(group.handles())
+        for sequence in group.sequences:
+            sequence.handle = None
+
+    def _close(self, group: _Group) -> None:
+        group.alive = False
+        del self._groups[group.request.request_id]
+
+    def _without(self, step: Step, groups: list[_Group]) -> Step:
+        ends = np.cumsum([len(item.tokens) for item in step.batch])
+        keep = [i for i, item in enumerate(step.batch) if not any(item.group is group for group in groups)]
+        slots = [step.slot_mapping[ends[i] - len(step.batch[i].tokens) : ends[i]] for i in keep]
+        return Step(
+            step.decision,
+            tuple(step.batch[i] for i in keep),
+            np.concatenate(slots) if slots else np.zeros(0, dtype=np.int64),
+            step.block_tables[keep],
+        )
+
+    def _note_peaks(self) -> None:
+        for tier in ("device", "host", "external"):
+            used = self.manager.num_blocks(tier) - self.manager.num_free(tier)
+            name = f"peak_{tier}_blocks"
+            setattr(self.stats, name, max(used, getattr(self.stats, name)))
+
+
+def _handle(sequence: _Sequence) -> int:
+    if sequence.handle is None:
+        raise SequenceStateError(f"sequence {sequence.index} has no blocks")
+    return sequence.handle
+
+
+def _outputs(group: _Group) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sequence.tokens[sequence.prompt_len :]) for sequence in group.sequences)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
