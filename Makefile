@@ -62,13 +62,13 @@ bench: dev
 test: lint test-rust test-python
 
 test-rust: setup
-	cargo test --workspace --locked
+	cargo test --workspace --locked --no-fail-fast
 
 test-python: dev
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: lint
-	PROPTEST_CASES=4096 cargo test --workspace --locked
+	PROPTEST_CASES=4096 cargo test --workspace --locked --no-fail-fast
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
 
 test-gpu: dev
