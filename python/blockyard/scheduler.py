@@ -3,7 +3,8 @@
 Three queues, each first come, first served within a priority: *waiting* (no blocks), *running* (blocks on the device),
 *swapped* (blocks on the host or in the external tier). A step appends one token to every running sequence; if blocks
 run short, victims leave from the tail: to the host, to the external tier when the host is full, back to waiting
-(recompute) when both are. Swapped requests come back before new prompts are admitted, and never in a step that preempted.
+(recompute) when both are. Swapped requests come back before new prompts are admitted, and never in a step that
+preempted.
 
 A step of an engine:
 
@@ -60,8 +61,8 @@ class ScheduledSequence:
     """One sequence's part of a step.
 
     `tokens` are to be computed at positions `start`, `start + 1`, ...; from the logits of the last one, one token is to
-    be drawn for each sequence of the request that `sample_indices` names (several at the end of a shared prompt). `group` is
-    the scheduler's own.
+    be drawn for each sequence of the request that `sample_indices` names (several at the end of a shared prompt).
+    `group` is the scheduler's own.
     """
 
     request_id: str
