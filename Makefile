@@ -31,7 +31,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 # ---- set-up ----
 
-$(VENV)/.ready: requirements-dev.txt buildsystem/check_prerequisites.sh
+$(VENV)/.ready: requirements-dev.txt Cargo.lock buildsystem/check_prerequisites.sh
 	@./buildsystem/check_prerequisites.sh $(PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test "$$($(UV) --version 2>/dev/null | cut -d' ' -f2)" = $(UV_VERSION) || \

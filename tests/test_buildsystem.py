@@ -375,7 +375,7 @@ def test_an_old_python_is_refused(tmp_path: Path):
 
 def test_make_reports_what_is_missing(repo: Path, tmp_path: Path):
     # In a copy without .venv, so that the set-up has to start anew.
-    for name in ("Makefile", "requirements-dev.txt"):
+    for name in ("Makefile", "requirements-dev.txt", "Cargo.lock"):
         shutil.copy(repo / name, tmp_path)
     shutil.copytree(repo / "buildsystem", tmp_path / "buildsystem")
     command = ["make", "PYTHON=no-such-python", "setup"]
