@@ -18,6 +18,7 @@ import blockyard
 _PACKAGE = Path(__file__).parent
 # torch's stable ABI that the op library is written for.
 _OLDEST_TORCH = (2, 11)
+_WITHOUT = "blocks are copied by plain torch calls instead"
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,7 @@ def explain_torch(version: str) -> str:
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _OLDEST_TORCH:
         return ""
     oldest = ".".join(map(str, _OLDEST_TORCH))
-    return (
-        f"no: it needs torch {oldest} or newer, found {version}, which lacks parts of the stable ABI; "
-        "the Python implementation runs instead, on CPU tensors"
-    )
+    return f"no: it needs torch {oldest} or newer, found {version}, which lacks parts of the stable ABI; {_WITHOUT}"
 
 
 def explain_device(name: str, capability: tuple[int, int], archs: tuple[str, ...]) -> str:
@@ -165,16 +163,15 @@ def _describe_torch_build(torch: ModuleType) -> str:
 
 def _try_loading(library: OpLibrary, torch: ModuleType | None) -> str:
     if library.path is None:
-        return "no, there is none; the Python implementation runs instead, on CPU tensors"
+        return f"no, there is none; {_WITHOUT}"
     if torch is None:
         return "not tried, without torch"
     if unfit := explain_torch(torch.__version__):
         return unfit
-    try:
-        torch.ops.load_library(str(library.path))
-    except (OSError, RuntimeError) as error:
-        return f"no: {type(error).__name__}: {error}"
-    return "yes"
+    from blockyard.transfer.cuda import load_library  # noqa: PLC0415 - it imports torch
+
+    loading = load_library(library.path, library.path.with_suffix(".json"))
+    return "yes" if loading.loaded else f"no: {loading.reason}; {_WITHOUT}"
 
 
 def _describe_devices(library: OpLibrary, torch: ModuleType | None) -> str:
