@@ -26,34 +26,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Pairs, StepDecision
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.request import Finished, Request, RequestGroup, Share, TokenSequence
+
+__all__ = [
+    "PREEMPTION_MODES",
+    "Finished",
+    "PreemptionMode",
+    "Request",
+    "ScheduledSequence",
+    "Scheduler",
+    "SchedulerStats",
+    "Step",
+]
 
 PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
 
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt and what is wanted of it.
-
-    Args:
-        request_id: the caller's name for it.
-        prompt: token ids, at least one.
-        max_tokens: tokens to generate for each sequence, at least one.
-        n: sequences to generate.
-        priority: lower goes first.
-        arrival: seconds; earlier goes first within a priority.
-        stop_token_ids: a sequence ends with any of these.
-    """
-
-    request_id: str
-    prompt: Sequence[int]
-    max_tokens: int
-    n: int = 1
-    priority: int = 0
-    arrival: float = 0.0
-    stop_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +60,7 @@ class ScheduledSequence:
     start: int
     tokens: Sequence[int]
     sample_indices: tuple[int, ...]
-    group: _Group = field(repr=False, compare=False)
+    group: RequestGroup = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +75,6 @@ class Step:
     batch: tuple[ScheduledSequence, ...]
     slot_mapping: NDArray[np.int64]
     block_tables: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that is done: the tokens generated for each of its `n` sequences."""
-
-    request: Request
-    outputs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -113,31 +94,7 @@ class SchedulerStats:
     peak_external_blocks: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    index: int
-    tokens: list[int]
-    prompt_len: int
-    handle: int | None = None
-    computed: int = 0
-    finished: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    request: Request
-    key: tuple[int, float, int]
-    sequences: list[_Sequence]
-    alive: bool = True
-
-    def unfinished(self) -> list[_Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.finished]
-
-    def handles(self) -> list[int]:
-        return [sequence.handle for sequence in self.sequences if sequence.handle is not None]
-
-
-def _key(group: _Group) -> tuple[int, float, int]:
+def _key(group: RequestGroup) -> tuple[int, float, int]:
     return group.key
 
 
@@ -188,10 +145,10 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
-        self._groups: dict[str, _Group] = {}
-        self._waiting: list[_Group] = []
-        self._running: list[_Group] = []
-        self._swapped: list[_Group] = []
+        self._groups: dict[str, RequestGroup] = {}
+        self._waiting: list[RequestGroup] = []
+        self._running: list[RequestGroup] = []
+        self._swapped: list[RequestGroup] = []
         self._arrivals = 0
 
     @property
@@ -229,8 +186,8 @@ class Scheduler:
             )
         self._require_room(request)
         self._arrivals += 1
-        first = _Sequence(0, list(request.prompt), len(request.prompt))
-        group = _Group(request, (request.priority, request.arrival, self._arrivals), [first])
+        first = TokenSequence(0, list(request.prompt), len(request.prompt))
+        group = RequestGroup(request, (request.priority, request.arrival, self._arrivals), [first])
         self._groups[request.request_id] = group
         bisect.insort(self._waiting, group, key=_key)
 
@@ -303,7 +260,7 @@ class Scheduler:
         """
         if [len(tokens) for tokens in sampled] != [len(item.sample_indices) for item in step.batch]:
             raise InvalidArgumentError(f"sampled tokens for {len(sampled)} entries do not match the {len(step.batch)}")
-        touched: dict[int, _Group] = {}
+        touched: dict[int, RequestGroup] = {}
         for item, tokens in zip(step.batch, sampled, strict=True):
             group = item.group
             if not group.alive:
@@ -317,7 +274,7 @@ class Scheduler:
         for group in finished:
             self._running.remove(group)
             self._close(group)
-        return [Finished(group.request, _outputs(group)) for group in finished]
+        return [Finished(group.request, group.outputs()) for group in finished]
 
     def _require_room(self, request: Request) -> None:
         """Refuse what could never run to its end: it would be preempted for ever."""
@@ -344,10 +301,10 @@ class Scheduler:
             preempted = True
         return preempted
 
-    def _can_append(self, groups: Iterable[_Group]) -> bool:
+    def _can_append(self, groups: Iterable[RequestGroup]) -> bool:
         return self.manager.can_append(np.array([h for group in groups for h in group.handles()], dtype=np.uint64))
 
-    def _preempt(self, group: _Group) -> None:
+    def _preempt(self, group: RequestGroup) -> None:
         handles = group.handles()
         moves: tuple[tuple[str, Callable[[list[int]], bool], Callable[[list[int]], None]], ...] = (
             ("preempted_swap", self.manager.can_swap_out, self.manager.swap_out),
@@ -367,20 +324,20 @@ class Scheduler:
             return len(handles) > 1
         return self._preemption_mode == "swap"
 
-    def _restart(self, group: _Group) -> None:
+    def _restart(self, group: RequestGroup) -> None:
         """Drop a request's blocks; it waits to be computed again from its tokens."""
         self._release(group)
         for sequence in group.sequences:
             sequence.computed = 0
         bisect.insort(self._waiting, group, key=_key)
 
-    def _decode(self, groups: Iterable[_Group], batch: _Batch) -> None:
+    def _decode(self, groups: Iterable[RequestGroup], batch: _Batch) -> None:
         """Append the last token of every sequence; the blocks are there."""
         items = [
             ScheduledSequence(
                 group.request.request_id,
                 sequence.index,
-                _handle(sequence),
+                sequence.on_device(),
                 sequence.computed,
                 sequence.tokens[sequence.computed :],
                 (sequence.index,),
@@ -424,7 +381,7 @@ class Scheduler:
         """Start waiting requests, in order, while blocks, sequences and tokens allow."""
         while self._waiting:
             group = self._waiting[0]
-            shares = self._shares(group)
+            shares = group.shares(self.manager.block_size)
             size = self.manager.block_size
             tokens = sum(len(s.tokens) - shared for s, _, shared in shares)
             blocks = sum(-(-len(s.tokens) // size) - shared // size for s, _, shared in shares)
@@ -439,64 +396,48 @@ class Scheduler:
             self._prefill(group, shares, batch)
             bisect.insort(self._running, group, key=_key)
 
-    def _shares(self, group: _Group) -> list[tuple[_Sequence, _Sequence | None, int]]:
-        """For each sequence, an earlier one of the request and how many of its first tokens it can share.
-
-        Whole blocks only, and never all tokens: the last one's logits are wanted.
-        """
-        size = self.manager.block_size
-        shares: list[tuple[_Sequence, _Sequence | None, int]] = []
-        for sequence in group.unfinished():
-            best: tuple[_Sequence | None, int] = (None, 0)
-            for earlier, _, _ in shares:
-                common = min(_common_prefix(earlier.tokens, sequence.tokens), len(sequence.tokens) - 1) // size * size
-                if common > best[1]:
-                    best = (earlier, common)
-            shares.append((sequence, *best))
-        return shares
-
-    def _prefill(self, group: _Group, shares: list[tuple[_Sequence, _Sequence | None, int]], batch: _Batch) -> None:
+    def _prefill(self, group: RequestGroup, shares: list[Share], batch: _Batch) -> None:
         first = len(group.sequences) == 1 and group.request.n > 1
         for sequence, earlier, shared in shares:
             length = len(sequence.tokens)
             if earlier is None:
                 sequence.handle = int(self.manager.allocate(length)[0])
             else:
-                sequence.handle = self.manager.fork_prefix(_handle(earlier), shared, length)
+                sequence.handle = self.manager.fork_prefix(earlier.on_device(), shared, length)
             batch.slots.append(self.manager.slot_mapping(sequence.handle, shared, length))
             indices = tuple(range(group.request.n)) if first else (sequence.index,)
             tokens = sequence.tokens[shared:]
             name = group.request.request_id
             batch.add(ScheduledSequence(name, sequence.index, sequence.handle, shared, tokens, indices, group))
 
-    def _fork(self, group: _Group, parent: _Sequence, indices: tuple[int, ...]) -> None:
+    def _fork(self, group: RequestGroup, parent: TokenSequence, indices: tuple[int, ...]) -> None:
         """After a shared prompt, open the request's other sequences."""
         missing = [index for index in indices if index >= len(group.sequences)]
         if not missing:
             return
-        children = self.manager.fork(_handle(parent), len(missing))
+        children = self.manager.fork(parent.on_device(), len(missing))
         for index, child in zip(missing, children, strict=True):
-            sequence = _Sequence(index, list(parent.tokens), parent.prompt_len, int(child), parent.computed)
+            sequence = TokenSequence(index, list(parent.tokens), parent.prompt_len, int(child), parent.computed)
             group.sequences.append(sequence)
 
-    def _extend(self, group: _Group, sequence: _Sequence, token: int) -> None:
+    def _extend(self, group: RequestGroup, sequence: TokenSequence, token: int) -> None:
         sequence.tokens.append(token)
         length = len(sequence.tokens) - sequence.prompt_len
         if length >= group.request.max_tokens or token in group.request.stop_token_ids:
             sequence.finished = True
-            self.manager.free(_handle(sequence))
+            self.manager.free(sequence.on_device())
             sequence.handle = None
 
-    def _release(self, group: _Group) -> None:
+    def _release(self, group: RequestGroup) -> None:
         self.manager.free(group.handles())
         for sequence in group.sequences:
             sequence.handle = None
 
-    def _close(self, group: _Group) -> None:
+    def _close(self, group: RequestGroup) -> None:
         group.alive = False
         del self._groups[group.request.request_id]
 
-    def _without(self, step: Step, groups: list[_Group]) -> Step:
+    def _without(self, step: Step, groups: list[RequestGroup]) -> Step:
         ends = np.cumsum([len(item.tokens) for item in step.batch])
         keep = [i for i, item in enumerate(step.batch) if not any(item.group is group for group in groups)]
         slots = [step.slot_mapping[ends[i] - len(step.batch[i].tokens) : ends[i]] for i in keep]
@@ -512,20 +453,3 @@ class Scheduler:
             used = self.manager.num_blocks(tier) - self.manager.num_free(tier)
             name = f"peak_{tier}_blocks"
             setattr(self.stats, name, max(used, getattr(self.stats, name)))
-
-
-def _handle(sequence: _Sequence) -> int:
-    if sequence.handle is None:
-        raise SequenceStateError(f"sequence {sequence.index} has no blocks")
-    return sequence.handle
-
-
-def _outputs(group: _Group) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sequence.tokens[sequence.prompt_len :]) for sequence in group.sequences)
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
