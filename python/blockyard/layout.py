@@ -184,7 +184,7 @@ class KVLayout:
             LayoutError: the tensors do not have this layout.
         """
         self.check(tensors)
-        views = []
+        views: list[Tensor] = []
         for tensor in tensors:
             flat = tensor.view(_byte_dtype(tensor))
             halves = [flat[0], flat[1]] if self.kind == "kv_first" else [flat]

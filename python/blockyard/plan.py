@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import merge_runs
 from blockyard.errors import MappingError
 from blockyard.layout import KVLayout
 
@@ -104,22 +105,6 @@ def check_blocks(blocks: Ids, num_blocks: int, *, unique: bool = False) -> Ids:
         if unique:
             _check_unique(blocks)
     return np.ascontiguousarray(blocks)
-
-
-def merge_runs(pairs: Ids) -> Ids:
-    """Merge neighbouring pairs whose ids both go up by one.
-
-    Args:
-        pairs: block ids `(from, to)`, int64 `[n, 2]`.
-
-    Returns:
-        Runs `(from, to, length)` in the order of the pairs, int64 `[m, 3]`.
-    """
-    if len(pairs) == 0:
-        return np.empty((0, 3), np.int64)
-    starts = np.flatnonzero(np.concatenate(([True], np.any(np.diff(pairs, axis=0) != 1, axis=1))))
-    lengths = np.diff(np.append(starts, len(pairs)))
-    return np.column_stack((pairs[starts], lengths))
 
 
 def _check_range(ids: Ids, num_blocks: int, verb: str) -> None:
