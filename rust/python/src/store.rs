@@ -101,7 +101,7 @@ pub(crate) struct PyTierStats {
 impl PyTierStats {
     #[new]
     #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
-                        last_error=String::new(), pending_bytes=0))]
+                        last_error="", pending_bytes=0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
     fn new(
         written_blocks: u64,
@@ -110,9 +110,10 @@ impl PyTierStats {
         read_bytes: u64,
         misses: Option<std::collections::BTreeMap<String, u64>>,
         errors: u64,
-        last_error: String,
+        last_error: &str,
         pending_bytes: u64,
     ) -> Self {
+        let last_error = last_error.to_owned();
         let misses = misses.unwrap_or_default();
         Self { written_blocks, written_bytes, read_blocks, read_bytes, misses, errors, last_error, pending_bytes }
     }
@@ -195,7 +196,7 @@ pub(crate) struct PySlabStore {
 impl PySlabStore {
     #[new]
     #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
-                        memory=1 << 30, deadline=10.0, namespace=[0; 32]))]
+                        memory=1_073_741_824, deadline=10.0, namespace=[0; 32]))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
     fn new(
         py: Python<'_>,

@@ -1,0 +1,138 @@
+"""Opening a tier by URL: what is understood, and how what is not is refused."""
+
+import math
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard._core import SlabStore
+from blockyard.errors import InvalidArgumentError, TierError, TierURLError
+from blockyard.tiers import ExternalStore, base, open_store
+from blockyard.tiers.base import StoreURL, parse_size
+
+
+def test_the_url_chooses_the_store(tmp_path: Path):
+    with open_store(f"file://{tmp_path}/swap?size=1MiB&threads=2", bytes_per_block=4096) as store:
+        assert isinstance(store, SlabStore)
+        assert isinstance(store, ExternalStore)
+        assert store.num_slots == (2**20 - 4096) // 8192
+        assert store.path.parent == tmp_path / "swap"
+
+
+def test_slots_may_decide_the_size(tmp_path: Path):
+    with open_store(f"file://{tmp_path}", bytes_per_block=100, num_slots=3) as store:
+        assert (store.num_slots, store.bytes_per_block) == (3, 100)
+
+
+def test_percent_signs_in_the_path_are_decoded(tmp_path: Path):
+    with open_store(f"file://localhost{tmp_path}/a%20b?size=1MiB", bytes_per_block=100) as store:
+        assert isinstance(store, SlabStore)
+        assert store.path.parent.name == "a b"
+
+
+@pytest.mark.parametrize(
+    ("url", "part"),
+    [
+        ("/dir?size=1GiB", "no scheme"),
+        ("", "no scheme"),
+        ("nfs://server/dir?size=1GiB", "'nfs'"),
+        ("file://server/dir?size=1GiB", "'server' is a host"),
+        ("file://dir?size=1GiB", "'dir' is a host"),
+        ("file:dir?size=1GiB", "'dir' must be the absolute path"),
+        ("file://?size=1GiB", "'' must be the absolute path"),
+        ("file:///a%00b?size=1GiB", "must be the absolute path"),
+        ("file:///dir", "'/dir' needs ?size="),
+        ("file:///dir?size", "'size' must be an option name=value"),
+        ("file:///dir?size=", "'size=' must be an option name=value"),
+        ("file:///dir?=3", "'=3' must be an option name=value"),
+        ("file:///dir?size=1GiB&size=2GiB", "'size=2GiB' is given twice"),
+        ("file:///dir?size=2XB", "'size=2XB' must be a size"),
+        ("file:///dir?size=2G", "'size=2G' must be a size"),
+        ("file:///dir?size=-1", "'size=-1' must be a size"),
+        ("file:///dir?size=0", "'size=0' must be a size"),
+        ("file:///dir?size=9999999TiB", "'size=9999999TiB' must be a size"),
+        ("file:///dir?size=1GiB&threads=1", "'threads=1' must be 2 to 16"),
+        ("file:///dir?size=1GiB&threads=17", "'threads=17' must be 2 to 16"),
+        ("file:///dir?size=1GiB&threads=many", "'threads=many' must be 2 to 16"),
+        ("file:///dir?size=1GiB&direct=maybe", "'direct=maybe' must be auto, on or off"),
+        ("file:///dir?size=1GiB&memory=lots", "'memory=lots' must be a size"),
+        ("file:///dir?size=1GiB&deadline=0", "'deadline=0' must be 1 to 86400 seconds"),
+        ("file:///dir?size=1GiB&deadline=nan", "'deadline=nan' must be 1 to 86400 seconds"),
+        ("file:///dir?sise=1GiB&size=1GiB", "'sise=1GiB' is not an option"),
+        ("file:///dir?size=1GiB#top", "'#top' is not part"),
+        ("file://[/dir?size=1GiB", "Invalid IPv6"),
+    ],
+)
+def test_a_malformed_url_is_refused_with_the_part_that_is_wrong(url: str, part: str):
+    with pytest.raises(TierURLError) as caught:
+        open_store(url, bytes_per_block=4096)
+    assert part in str(caught.value)
+    assert repr(url) in str(caught.value)
+    assert not Path("/dir").exists()
+
+
+def test_memory_below_one_block_is_refused(tmp_path: Path):
+    with pytest.raises(TierURLError, match="memory is 4096, must be between one slot of 8192 bytes"):
+        open_store(f"file://{tmp_path}/swap?size=1MiB&memory=4KiB", bytes_per_block=4096)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("bytes_per_block", "num_slots"), [(0, None), (-1, None), (4096, 0), (4096, -5)])
+def test_sizes_below_one_are_refused(tmp_path: Path, bytes_per_block: int, num_slots: int | None):
+    with pytest.raises(InvalidArgumentError, match="must be at least 1"):
+        open_store(f"file://{tmp_path}?size=1MiB", bytes_per_block=bytes_per_block, num_slots=num_slots)
+
+
+def test_a_namespace_has_32_bytes(tmp_path: Path):
+    with pytest.raises(InvalidArgumentError, match="31 bytes"):
+        open_store(f"file://{tmp_path}?size=1MiB", bytes_per_block=1, namespace=bytes(31))
+
+
+def test_a_scheme_can_be_registered_by_entry_point(monkeypatch: pytest.MonkeyPatch):
+    plug_in = EntryPoint("mine", "tests_plug_in:open_mine", base.ENTRY_POINTS)
+    monkeypatch.setattr(base, "entry_points", lambda group: EntryPoints([plug_in]))
+    monkeypatch.setattr(EntryPoint, "load", lambda self: lambda url, **options: (self.value, url, options))
+    found = open_store("mine://x", bytes_per_block=7)
+    expected = {"bytes_per_block": 7, "num_slots": None, "namespace": bytes(32)}
+    assert found == ("tests_plug_in:open_mine", "mine://x", expected)
+    with pytest.raises(TierURLError, match="there are file, mine"):
+        open_store("other://x", bytes_per_block=7)
+
+
+@given(st.text())
+def test_no_text_raises_anything_but_a_tier_error(text: str):
+    for url in (text, f"file:///nowhere/at/all?{text}"):
+        with pytest.raises(TierError):
+            open_store(url, bytes_per_block=4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("17", 17), ("2GiB", 2 << 30), ("2 GiB", 2 << 30), ("1.5KiB", 1536), ("3kB", 3000), ("4TB", 4 * 10**12)],
+)
+def test_sizes_are_read(text: str, size: int):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2G", "2gib", "1e9", "-1", "1.GiB", "2GiB ", "0x10", "\u0663"])
+def test_what_is_no_size_is_refused(text: str):
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**62))
+def test_any_number_of_bytes_is_a_size(count: int):
+    assert parse_size(str(count)) == count
+    assert parse_size(f"{count}KiB") == count * 1024
+
+
+def test_options_are_decoded_and_struck_off():
+    url = StoreURL.parse("x://host/a?one=1&two=b%26c")
+    assert (url.host, url.path) == ("host", "/a")
+    assert url.take("two", str, "", "text") == "b&c"
+    assert math.isclose(url.take("three", float, 3.5, "a number"), 3.5)
+    with pytest.raises(TierURLError, match="'one=1' is not an option"):
+        url.finish("two, three")
