@@ -1,15 +1,29 @@
 """The Rust core of Blockyard.
 
 Block ids count from 0 in each tier: `"device"`, `"host"`, `"external"`. Sequence handles are opaque uint64 numbers; one
-kept past `free` is recognised. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one int will
-do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
+kept past `free` is recognised. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one int
+will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
 from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = [
+    "AllocStatus",
+    "BlockManager",
+    "Completion",
+    "Pairs",
+    "SlabStore",
+    "StepDecision",
+    "TierStats",
+    "__version__",
+    "merge_runs",
+]
 
 __version__: str
 
@@ -255,6 +269,97 @@ class BlockManager:
         Raises:
             InvariantError: the books contradict themselves; a bug in Blockyard.
         """
+
+@final
+class Completion:
+    def __new__(
+        cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: Sequence[str]
+    ) -> Completion: ...
+    @property
+    def ticket(self) -> int: ...
+    @property
+    def ok(self) -> NDArray[np.bool_]: ...
+    @property
+    def rows(self) -> NDArray[np.uint8]: ...
+    @property
+    def reasons(self) -> tuple[str, ...]: ...
+
+@final
+class TierStats:
+    def __new__(
+        cls,
+        *,
+        written_blocks: int = 0,
+        written_bytes: int = 0,
+        read_blocks: int = 0,
+        read_bytes: int = 0,
+        misses: dict[str, int] | None = None,
+        errors: int = 0,
+        last_error: str = "",
+        pending_bytes: int = 0,
+    ) -> TierStats: ...
+    @property
+    def written_blocks(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def read_blocks(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def misses(self) -> dict[str, int]: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def last_error(self) -> str: ...
+    @property
+    def pending_bytes(self) -> int: ...
+    @property
+    def checksum_failures(self) -> int: ...
+    @property
+    def damaged_blocks(self) -> int: ...
+    def as_dict(self) -> dict[str, int | str | dict[str, int]]: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class SlabStore:
+    def __new__(
+        cls,
+        directory: str | PathLike[str],
+        *,
+        bytes_per_block: int,
+        size: int | None = None,
+        num_slots: int | None = None,
+        threads: int = 4,
+        direct: str = "auto",
+        memory: int = 1073741824,
+        deadline: float = 10.0,
+        namespace: bytes = ...,
+    ) -> SlabStore: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def bytes_per_block(self) -> int: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    def slot_offset(self, slot: int) -> int: ...
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int: ...
+    def submit_read(self, slots: NDArray[np.int64]) -> int: ...
+    def poll(self) -> list[int]: ...
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion: ...
+    def stats(self) -> TierStats: ...
+    def close(self, timeout: float = 5.0) -> bool: ...
+    def __enter__(self) -> SlabStore: ...
+    def __exit__(self, *_details: object) -> None: ...
 
 def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge pairs whose source and destination both continue the pair before, order kept.

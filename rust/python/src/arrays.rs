@@ -3,7 +3,33 @@
 use crate::errors::{bad_mapping, invalid};
 use blockyard_core::{Counts, SequenceId};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
+
+/// An argument that is one number; what is no number, or out of range, gets an error that shows it.
+fn number<'py, T: FromPyObjectOwned<'py>>(value: Borrowed<'_, 'py, PyAny>, must: &str) -> PyResult<T> {
+    value.extract().map_err(|_| {
+        let found = value.repr().map_or_else(|_| describe(&value), |repr| repr.to_string());
+        invalid(format!("number is {found}, must be {must}"))
+    })
+}
+
+/// A count of tokens, blocks or sequences.
+pub(crate) fn count(value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    number(value.as_borrowed(), "an int, 0 to 4294967295")
+}
+
+/// The handle of one sequence.
+#[derive(Clone, Copy)]
+pub(crate) struct Handle(pub(crate) SequenceId);
+
+impl<'py> FromPyObject<'_, 'py> for Handle {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        number(value, "a uint64 handle").map(|handle| Self(SequenceId(handle)))
+    }
+}
 
 /// Handles of a batch of sequences.
 pub(crate) enum Sequences<'py> {

@@ -2,7 +2,7 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{self, Sequences, Tokens};
+use crate::arrays::{self, Handle, Sequences, Tokens, count};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
 use blockyard_core as core;
@@ -67,13 +67,14 @@ impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01))]
     fn new(
-        block_size: u32,
-        device_blocks: usize,
-        host_blocks: usize,
-        external_blocks: usize,
+        #[pyo3(from_py_with = count)] block_size: u32,
+        #[pyo3(from_py_with = count)] device_blocks: u32,
+        #[pyo3(from_py_with = count)] host_blocks: u32,
+        #[pyo3(from_py_with = count)] external_blocks: u32,
         watermark: f64,
     ) -> PyResult<Self> {
-        let config = Config { block_size, blocks: [device_blocks, host_blocks, external_blocks], watermark };
+        let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
+        let config = Config { block_size, blocks, watermark };
         Ok(Self { inner: Mutex::new(Manager::new(config).map_err(to_py)?) })
     }
 
@@ -103,7 +104,11 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (num_tokens, *, lookahead = 0))]
-    fn can_allocate(&self, num_tokens: u32, lookahead: u32) -> PyAllocStatus {
+    fn can_allocate(
+        &self,
+        #[pyo3(from_py_with = count)] num_tokens: u32,
+        #[pyo3(from_py_with = count)] lookahead: u32,
+    ) -> PyAllocStatus {
         self.lock().can_allocate(num_tokens, lookahead).into()
     }
 
@@ -115,14 +120,24 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (sequence, count = 1))]
-    fn fork<'py>(&self, py: Python<'py>, sequence: u64, count: u32) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    fn fork<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: Handle,
+        #[pyo3(from_py_with = count)] count: u32,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let mut out = Vec::new();
-        self.lock().fork(SequenceId(sequence), count, &mut out).map_err(to_py)?;
+        self.lock().fork(sequence.0, count, &mut out).map_err(to_py)?;
         Ok(handles(py, &out))
     }
 
-    fn fork_prefix(&self, sequence: u64, shared_tokens: u32, num_tokens: u32) -> PyResult<u64> {
-        let child = self.lock().fork_prefix(SequenceId(sequence), shared_tokens, num_tokens);
+    fn fork_prefix(
+        &self,
+        sequence: Handle,
+        #[pyo3(from_py_with = count)] shared_tokens: u32,
+        #[pyo3(from_py_with = count)] num_tokens: u32,
+    ) -> PyResult<u64> {
+        let child = self.lock().fork_prefix(sequence.0, shared_tokens, num_tokens);
         child.map(|id| id.0).map_err(to_py)
     }
 
@@ -131,7 +146,7 @@ impl PyBlockManager {
         &self,
         sequences: &Bound<'_, PyAny>,
         num_tokens: Option<&Bound<'_, PyAny>>,
-        lookahead: u32,
+        #[pyo3(from_py_with = count)] lookahead: u32,
     ) -> PyResult<usize> {
         let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
         let counts = tokens.get()?;
@@ -143,7 +158,7 @@ impl PyBlockManager {
         &self,
         sequences: &Bound<'_, PyAny>,
         num_tokens: Option<&Bound<'_, PyAny>>,
-        lookahead: u32,
+        #[pyo3(from_py_with = count)] lookahead: u32,
     ) -> PyResult<bool> {
         let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
         let counts = tokens.get()?;
@@ -158,7 +173,7 @@ impl PyBlockManager {
         &self,
         sequences: &Bound<'py, PyAny>,
         num_tokens: Option<&Bound<'py, PyAny>>,
-        lookahead: u32,
+        #[pyo3(from_py_with = count)] lookahead: u32,
         out: Option<Bound<'py, PyArray1<i64>>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = sequences.py();
@@ -175,16 +190,16 @@ impl PyBlockManager {
         Ok(out)
     }
 
-    fn num_tokens(&self, sequence: u64) -> PyResult<u32> {
-        self.lock().num_tokens(SequenceId(sequence)).map_err(to_py)
+    fn num_tokens(&self, sequence: Handle) -> PyResult<u32> {
+        self.lock().num_tokens(sequence.0).map_err(to_py)
     }
 
-    fn tier(&self, sequence: u64) -> PyResult<&'static str> {
-        self.lock().tier(SequenceId(sequence)).map(Tier::name).map_err(to_py)
+    fn tier(&self, sequence: Handle) -> PyResult<&'static str> {
+        self.lock().tier(sequence.0).map(Tier::name).map_err(to_py)
     }
 
-    fn block_table<'py>(&self, py: Python<'py>, sequence: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let table = self.lock().block_table(SequenceId(sequence)).map(<[BlockId]>::to_vec).map_err(to_py)?;
+    fn block_table<'py>(&self, py: Python<'py>, sequence: Handle) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let table = self.lock().block_table(sequence.0).map(<[BlockId]>::to_vec).map_err(to_py)?;
         #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
         let ids = table.iter().map(|block| block.0 as i32);
         Ok(PyArray1::from_iter(py, ids))
@@ -219,19 +234,19 @@ impl PyBlockManager {
     fn slot_mapping<'py>(
         &self,
         py: Python<'py>,
-        sequence: u64,
-        first: u32,
-        last: u32,
+        sequence: Handle,
+        #[pyo3(from_py_with = count)] first: u32,
+        #[pyo3(from_py_with = count)] last: u32,
         out: Option<Bound<'py, PyArray1<i64>>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let len = self.lock().num_tokens(SequenceId(sequence)).map_err(to_py)?;
+        let len = self.lock().num_tokens(sequence.0).map_err(to_py)?;
         if first > last || last > len {
             return Err(invalid(format!("tokens {first} to {last} of a sequence of {len}")));
         }
         let out = arrays::slots(py, (last - first) as usize, out)?;
         let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let written = slots.as_slice_mut()?;
-        self.lock().slot_mapping(SequenceId(sequence), first, written).map_err(to_py)?;
+        self.lock().slot_mapping(sequence.0, first, written).map_err(to_py)?;
         drop(slots);
         Ok(out)
     }
@@ -245,7 +260,11 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (sequences, *, lookahead = 0))]
-    fn can_swap_in(&self, sequences: &Bound<'_, PyAny>, lookahead: u32) -> PyResult<PyAllocStatus> {
+    fn can_swap_in(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = count)] lookahead: u32,
+    ) -> PyResult<PyAllocStatus> {
         self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, lookahead)).map(Into::into)
     }
 
@@ -262,7 +281,11 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (sequences, *, lookahead = 0))]
-    fn can_fetch(&self, sequences: &Bound<'_, PyAny>, lookahead: u32) -> PyResult<PyAllocStatus> {
+    fn can_fetch(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = count)] lookahead: u32,
+    ) -> PyResult<PyAllocStatus> {
         self.batch(sequences, |manager, sequences| manager.can_fetch(sequences, lookahead)).map(Into::into)
     }
 
