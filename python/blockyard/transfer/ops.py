@@ -27,6 +27,8 @@ from blockyard.transfer.cuda import op_library
 _SCRATCH_BYTES = 1 << 20
 # From this size on, one call per run costs less than passing its bytes through the buffer.
 _LARGE_RUN_BYTES = 96 << 10
+# And so it does when there are few: setting up the buffer is not free.
+_FEW_RUNS = 4
 # How much device memory the implementation without the op library takes at a time.
 _FALLBACK_BYTES = 32 << 20
 
@@ -157,10 +159,10 @@ def _move(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
         return
     runs = merge_runs(pairs)
     widest = max(view.shape[1] for view in src)
-    if widest * len(pairs) >= _LARGE_RUN_BYTES * len(runs):
+    if len(runs) <= _FEW_RUNS or widest * len(pairs) >= _LARGE_RUN_BYTES * len(runs):
         _move_runs(src, dst, runs)
         return
-    sources, targets = torch.from_numpy(pairs).contiguous().t().contiguous()
+    sources, targets = torch.from_numpy(pairs).t().contiguous()
     for source, target in zip(src, dst, strict=True):
         _move_scattered(*_widen(source, target), sources, targets)
 

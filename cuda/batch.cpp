@@ -1,0 +1,114 @@
+// Batched copies between host and device. The batch call is looked up at run time: older drivers lack it.
+
+#include <cuda.h>
+
+#include <mutex>
+#include <vector>
+
+#include "copy.h"
+
+namespace blockyard {
+namespace {
+
+// cuMemcpyBatchAsync as of CUDA 13.0; the one of 12.8 has another signature.
+constexpr unsigned kBatchVersion = 13000;
+using BatchCopy = CUresult (*)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t,
+                               CUstream);
+
+// The batch call refuses the legacy default stream, which is torch's default. Work meant for that stream goes through
+// one of these, tied to it by events on both sides.
+struct SideStream {
+    std::mutex mutex;
+    cudaStream_t stream = nullptr;
+    cudaEvent_t event = nullptr;
+};
+constexpr int kMaxDevices = 64;
+
+BatchCopy find_batch_copy() {
+    static const BatchCopy found = [] {
+        void* symbol = nullptr;
+        cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+        const cudaError_t status =
+            cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &symbol, kBatchVersion, cudaEnableDefault, &result);
+        if (status != cudaSuccess) {
+            cudaGetLastError();  // A missing function is no error of the caller's: clear it.
+            return static_cast<BatchCopy>(nullptr);
+        }
+        return result == cudaDriverEntryPointSuccess ? reinterpret_cast<BatchCopy>(symbol) : nullptr;
+    }();
+    return found;
+}
+
+cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
+    for (size_t i = 0; i < batch.count; ++i) {
+        const cudaError_t status = cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], batch.kind, stream);
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
+    // The driver's signature wants integers it may write to.
+    std::vector<CUdeviceptr> dsts(batch.count), srcs(batch.count);
+    std::vector<size_t> sizes(batch.sizes, batch.sizes + batch.count);
+    for (size_t i = 0; i < batch.count; ++i) {
+        dsts[i] = reinterpret_cast<CUdeviceptr>(batch.dsts[i]);
+        srcs[i] = reinterpret_cast<CUdeviceptr>(batch.srcs[i]);
+    }
+    // Any other order could read a host block before an earlier copy of the same stream has written it.
+    CUmemcpyAttributes attributes{};
+    attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+    size_t first = 0;
+    const CUresult status =
+        batch_copy(dsts.data(), srcs.data(), sizes.data(), batch.count, &attributes, &first, 1, stream);
+    // Both enumerations give the same number to the same error.
+    return static_cast<cudaError_t>(status);
+}
+
+cudaError_t prepare(SideStream& side) {
+    if (side.stream == nullptr) {
+        const cudaError_t status = cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking);
+        if (status != cudaSuccess) return status;
+    }
+    return side.event != nullptr ? cudaSuccess : cudaEventCreateWithFlags(&side.event, cudaEventDisableTiming);
+}
+
+// Waiting takes an event as it was last recorded, so one event serves both directions.
+cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
+    const cudaError_t status = cudaEventRecord(event, earlier);
+    return status != cudaSuccess ? status : cudaStreamWaitEvent(later, event, 0);
+}
+
+cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
+    // Never destroyed: at exit the driver may be gone before static objects are.
+    static auto* const sides = new SideStream[kMaxDevices];
+    int device = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status != cudaSuccess) return status;
+    if (device >= kMaxDevices) return copy_one_by_one(batch, stream);
+    SideStream& side = sides[device];
+    const std::lock_guard<std::mutex> lock(side.mutex);
+    status = prepare(side);
+    if (status == cudaSuccess) status = order(side.event, stream, side.stream);
+    if (status == cudaSuccess) status = submit(batch_copy, batch, side.stream);
+    if (status == cudaSuccess) status = order(side.event, side.stream, stream);
+    return status;
+}
+
+bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream) {
+    if (batch.count == 0) return cudaSuccess;
+    const BatchCopy batch_copy = pinned && batch.count > 1 ? find_batch_copy() : nullptr;
+    if (batch_copy == nullptr) return copy_one_by_one(batch, stream);
+    if (stream == nullptr || stream == cudaStreamLegacy) return submit_beside(batch_copy, batch, stream);
+    // A graph takes single copies as nodes, a batch it does not.
+    return is_capturing(stream) ? copy_one_by_one(batch, stream) : submit(batch_copy, batch, stream);
+}
+
+}  // namespace blockyard

@@ -1,0 +1,63 @@
+// What the ops check before anything is launched, and what they then know about their arguments.
+//
+// Messages start with "blockyard mapping:" or "blockyard layout:", by which Python finds the class to raise.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "copy.h"
+
+namespace blockyard {
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* kind, const Parts&... parts) {
+    std::ostringstream message;
+    message << "blockyard " << kind << ": ";
+    (message << ... << parts);
+    throw std::runtime_error(message.str());
+}
+
+// One canonical view: uint8 [blocks, width], rows contiguous, `stride` bytes apart.
+struct View {
+    unsigned char* data;
+    int64_t stride;
+    int64_t width;
+    // Where its storage starts: views of one storage may share memory, others do not.
+    uintptr_t storage;
+    // The first address that it cannot reach.
+    uintptr_t end;
+};
+
+// All views on one side of a copy; they have the same number of blocks and one device.
+class Side {
+  public:
+    static constexpr int32_t kHost = -1;
+
+    // Throws unless `tensors` are canonical views of one device; `name` is the argument's.
+    Side(const char* name, const std::vector<torch::stable::Tensor>& tensors);
+
+    // Throws if a view is given twice, or starts inside another's row.
+    void check_apart() const;
+
+    const char* name;
+    int64_t blocks;
+    int32_t device;  // a CUDA device's index, or kHost
+    std::vector<View> views;
+
+  private:
+    View read(size_t index, const torch::stable::Tensor& tensor) const;
+};
+
+// Throws unless views of the same index fit one another and no byte belongs to both sides.
+void check_swap(const Side& src, const Side& dst);
+
+// Reads the mapping; throws if it is malformed, an id is out of range, a destination repeats, or with `in_place` a
+// block is both read and written.
+std::vector<CopyPair> read_pairs(const torch::stable::Tensor& pairs, int64_t src_blocks, int64_t dst_blocks,
+                                 bool in_place);
+
+}  // namespace blockyard
