@@ -365,7 +365,7 @@ def test_a_fork_is_told_to_open_its_own_and_harms_nothing(store: SlabStore):
 def test_options_that_mean_nothing_are_refused(tmp_path: Path):
     for options in ({"direct": "maybe"}, {"threads": 1}, {"threads": 17}, {"memory": 1}, {"deadline": -1.0}):
         with pytest.raises(InvalidArgumentError):
-            SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=4, **options)  # type: ignore[arg-type]
+            SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=4, **options)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The file tier on disks that are full, frozen or refuse direct I/O, mounted for the test; skipped where that needs root."""
+"""The file tier on full, frozen and buffered disks, which are mounted for the test; skipped where that needs root."""
 
 import os
 import shutil

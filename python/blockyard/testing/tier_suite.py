@@ -13,6 +13,8 @@ It needs no pytest; pytest finds the methods called `test_*`, and so can a loop.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,7 +132,7 @@ class TierSuite(ABC):
             rows = self.rows(2)
             store.wait(store.submit_write(np.array([0, 1]), rows), PATIENCE)
             for bad in ([0, self.num_slots], [0, -1], [1, 1]):
-                _raises(MappingError, lambda bad=bad: store.submit_write(np.array(bad), self.rows(2, 5)))
+                _raises(MappingError, partial(store.submit_write, np.array(bad), self.rows(2, 5)))
             _raises(MappingError, lambda: store.submit_read(np.array([0, self.num_slots])))
             _read(store, np.array([0, 1]), rows)
             _equal(store.stats().written_blocks, 2, "written blocks")
@@ -138,11 +140,13 @@ class TierSuite(ABC):
     def test_bad_arrays_are_refused(self) -> None:
         with self.open_store() as store:
             slots, rows = np.array([0, 1]), self.rows(2)
-            for bad in (rows[:, :-1], rows[:1], rows.view(np.int8), rows[0], rows.astype(np.float32)):
-                _raises(InvalidArgumentError, lambda bad=bad: store.submit_write(slots, bad))
-            for worse in (slots.astype(np.int32), slots.reshape(1, 2), slots.astype(np.float64)):
-                _raises(InvalidArgumentError, lambda worse=worse: store.submit_write(worse, rows))
-                _raises(InvalidArgumentError, lambda worse=worse: store.submit_read(worse))
+            wrong: list[object] = [rows[:, :-1], rows[:1], rows.view(np.int8), rows[0], rows.astype(np.float32)]
+            for bad in cast("list[NDArray[np.uint8]]", wrong):
+                _raises(InvalidArgumentError, partial(store.submit_write, slots, bad))
+            wrong = [slots.astype(np.int32), slots.reshape(1, 2), slots.astype(np.float64)]
+            for worse in cast("list[NDArray[np.int64]]", wrong):
+                _raises(InvalidArgumentError, partial(store.submit_write, worse, rows))
+                _raises(InvalidArgumentError, partial(store.submit_read, worse))
 
     def test_counters_count(self) -> None:
         with self.open_store() as store:

@@ -58,21 +58,23 @@ mod tests {
     use std::sync::Mutex;
 
     /// Moves as many bytes as its script says, call by call.
-    struct Scripted(Mutex<(VecDeque<io::Result<usize>>, Vec<(u64, usize)>)>);
+    struct Scripted {
+        script: Mutex<VecDeque<io::Result<usize>>>,
+        calls: Mutex<Vec<(u64, usize)>>,
+    }
 
     impl Scripted {
         fn new(script: Vec<io::Result<usize>>) -> Self {
-            Self(Mutex::new((script.into(), Vec::new())))
+            Self { script: Mutex::new(script.into()), calls: Mutex::default() }
         }
 
         fn next(&self, offset: u64, len: usize) -> io::Result<usize> {
-            let mut state = self.0.lock().unwrap();
-            state.1.push((offset, len));
-            state.0.pop_front().unwrap_or(Ok(len))
+            self.calls.lock().unwrap().push((offset, len));
+            self.script.lock().unwrap().pop_front().unwrap_or(Ok(len))
         }
 
         fn calls(&self) -> Vec<(u64, usize)> {
-            self.0.lock().unwrap().1.clone()
+            self.calls.lock().unwrap().clone()
         }
     }
 

@@ -1,0 +1,116 @@
+//! Devices for tests: memory, and memory that fails in chosen ways.
+#![expect(clippy::unwrap_used, reason = "test code")]
+
+use blockyard_store::{BlockDevice, Geometry, SlabStore, StoreOptions};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+/// What the device does with a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    None,
+    /// Moves only so many bytes.
+    Short(usize),
+    /// Fails with an errno.
+    Errno(i32),
+    /// Says that it wrote and does not.
+    Swallow,
+    /// Writes half of what it says.
+    Tear,
+}
+
+/// Bytes in memory, with a fault for all reads, one for all writes, and a switch that freezes it.
+#[derive(Default)]
+pub(crate) struct Memory {
+    bytes: Mutex<Vec<u8>>,
+    faults: Mutex<(Option<Fault>, Option<Fault>)>,
+    frozen: Mutex<bool>,
+    thawed: Condvar,
+    pub(crate) discarded: AtomicBool,
+}
+
+impl Memory {
+    pub(crate) fn new(len: u64) -> Arc<Self> {
+        let memory = Self::default();
+        *memory.bytes.lock().unwrap() = vec![0; usize::try_from(len).unwrap()];
+        Arc::new(memory)
+    }
+
+    pub(crate) fn set_faults(&self, read: Fault, write: Fault) {
+        *self.faults.lock().unwrap() = (Some(read), Some(write));
+    }
+
+    pub(crate) fn freeze(&self, frozen: bool) {
+        *self.frozen.lock().unwrap() = frozen;
+        self.thawed.notify_all();
+    }
+
+    pub(crate) fn flip(&self, at: u64, mask: u8) {
+        self.bytes.lock().unwrap()[usize::try_from(at).unwrap()] ^= mask;
+    }
+
+    fn wait_for_thaw(&self) {
+        drop(self.thawed.wait_while(self.frozen.lock().unwrap(), |frozen| *frozen).unwrap());
+    }
+}
+
+impl BlockDevice for Memory {
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.wait_for_thaw();
+        let fault = self.faults.lock().unwrap().0.unwrap_or(Fault::None);
+        let len = match fault {
+            Fault::Errno(errno) => return Err(io::Error::from_raw_os_error(errno)),
+            Fault::Short(len) => len.min(bytes.len()),
+            _ => bytes.len(),
+        };
+        let offset = usize::try_from(offset).unwrap();
+        bytes[..len].copy_from_slice(&self.bytes.lock().unwrap()[offset..offset + len]);
+        Ok(len)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        self.wait_for_thaw();
+        let fault = self.faults.lock().unwrap().1.unwrap_or(Fault::None);
+        let (said, done) = match fault {
+            Fault::Errno(errno) => return Err(io::Error::from_raw_os_error(errno)),
+            Fault::Short(len) => (len.min(bytes.len()), len.min(bytes.len())),
+            Fault::Swallow => (bytes.len(), 0),
+            Fault::Tear => (bytes.len(), bytes.len() / 2),
+            Fault::None => (bytes.len(), bytes.len()),
+        };
+        let offset = usize::try_from(offset).unwrap();
+        self.bytes.lock().unwrap()[offset..offset + done].copy_from_slice(&bytes[..done]);
+        Ok(said)
+    }
+
+    fn discard(&self) {
+        self.wait_for_thaw();
+        self.discarded.store(true, Ordering::SeqCst);
+    }
+}
+
+pub(crate) const PAYLOAD: usize = 5000;
+pub(crate) const SLOTS: u32 = 16;
+
+pub(crate) fn options() -> StoreOptions {
+    StoreOptions {
+        geometry: Geometry { payload_bytes: PAYLOAD, slots: SLOTS },
+        namespace: [7; 32],
+        threads: 2,
+        memory_bytes: 1 << 20,
+        patience: Duration::from_secs(20),
+    }
+}
+
+pub(crate) fn store() -> (Arc<Memory>, SlabStore) {
+    let memory = Memory::new(options().geometry.total());
+    let device: Arc<dyn BlockDevice> = Arc::clone(&memory) as _;
+    (memory, SlabStore::open(device, options()).unwrap())
+}
+
+/// A payload that tells its seed.
+pub(crate) fn row(seed: u8) -> Vec<u8> {
+    (0..PAYLOAD).map(|i| seed.wrapping_mul(31).wrapping_add(u8::try_from(i % 256).unwrap())).collect()
+}
