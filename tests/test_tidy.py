@@ -86,9 +86,23 @@ def test_no_function_is_too_long():
     assert not too_long
 
 
-@pytest.mark.parametrize(("suffix", "least"), [(".py", 20), (".rs", 20)])
-def test_functions_are_found_at_all(suffix: str, least: int):
-    assert sum(1 for path in tree({suffix}) for _ in FUNCTIONS[suffix](path)) >= least
+SAMPLES = {
+    ".py": ("def long(\n    x: int,\n) -> int:\n", "    x += 1\n", "    return x\n"),
+    ".rs": (
+        "impl A {\n    pub(crate) const fn long(\n        x: u32,\n    ) -> u32 {\n",
+        "        f();\n",
+        "    }\n}\n",
+    ),
+    ".cpp": ("namespace a {\n\nint long_one(int x) {\n", "    ++x;\n", "}\n\n}  // namespace a\n"),
+}
+
+
+@pytest.mark.parametrize(("suffix", "length"), [(".py", 74), (".rs", 74), (".cpp", 72)])
+def test_the_length_of_a_function_is_measured(tmp_path: Path, suffix: str, length: int):
+    head, line, tail = SAMPLES[suffix]
+    path = tmp_path / f"sample{suffix}"
+    path.write_text(head + line * LONGEST_FUNCTION + tail)
+    assert [found for _, found in FUNCTIONS[suffix](path)] == [length]
 
 
 def test_sources_are_ascii():
