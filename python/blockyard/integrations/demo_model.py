@@ -1,0 +1,80 @@
+"""The model that the demo serves where none is given: a small Llama with seeded random weights and byte tokens.
+
+It is made to be hard to please: embeddings are untied and weights start ten times wider than usual, so that its tokens
+depend on the keys and values of every block. A model of that size with the usual start mostly repeats itself, and a
+run that read wrong blocks would still look right.
+"""
+
+# transformers leaves part of its methods without annotations.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+BYTE_VOCAB_SIZE = 259
+PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = 256, 257, 258
+
+
+def demo_config(
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 256,
+    intermediate_size: int = 1024,
+    num_heads: int = 8,
+    num_kv_heads: int = 4,
+    max_position_embeddings: int = 32768,
+) -> LlamaConfig:
+    """Describe the demo's model.
+
+    Args:
+        num_layers: decoder layers.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated feed-forward part.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; fewer than `num_heads` is grouped-query attention.
+        max_position_embeddings: longest sequence, in tokens.
+
+    Returns:
+        The configuration; 4.1 million parameters with the defaults.
+    """
+    return LlamaConfig(
+        vocab_size=BYTE_VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_TOKEN_ID,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+        dtype=torch.float32,
+    )
+
+
+def demo_model(config: LlamaConfig | None = None, *, seed: int = 0, device: str = "cpu") -> LlamaForCausalLM:
+    """Build the demo's model; torch's own random state is left as it was.
+
+    Args:
+        config: another shape than `demo_config()`.
+        seed: decides the weights.
+        device: where the model is put; weights are drawn on the CPU, so they are the same everywhere.
+
+    Returns:
+        The model, fp32, in evaluation mode.
+
+    Example:
+        >>> model = demo_model()
+        >>> sum(weight.numel() for weight in model.parameters())
+        4067072
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config or demo_config())
+    model.eval()
+    model.to(device)  # type: ignore[arg-type]
+    return model
