@@ -1,7 +1,7 @@
 //! The I/O of the external tiers: threads and system calls live here and nowhere else.
 //!
 //! ```text
-//! header, geometry, buffer -> device -> slab -> queue -> store
+//! header, geometry, buffer -> device -> slab; ticket -> queue -> store
 //! ```
 //!
 //! A [`SlabStore`] keeps blocks in the slots of one preallocated file. Writes and reads are submitted in batches,
@@ -18,6 +18,7 @@ mod miss;
 mod queue;
 mod slab;
 mod store;
+mod ticket;
 
 pub use buffer::Buffer;
 pub use device::BlockDevice;
@@ -25,6 +26,7 @@ pub use error::{Error, Result};
 pub use geometry::Geometry;
 pub use header::{Expected, Header, PAGE};
 pub use miss::Miss;
-pub use queue::{Progress, Stats};
+pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};
 pub use store::{Completion, SlabStore, StoreOptions};
+pub use ticket::Progress;

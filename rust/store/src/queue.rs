@@ -1,5 +1,4 @@
-//! What is asked for, in which order it may be done, and what came of it. No I/O and no threads: the store calls this
-//! under its one lock.
+//! What is asked for and in which order it may be done. No I/O and no threads: the store calls this under its one lock.
 //!
 //! Invariants:
 //! - operations on one slot run one at a time, in the order in which they were submitted;
@@ -10,12 +9,11 @@
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::miss::Miss;
+use crate::ticket::{Outcome, Outcomes, Place, Tickets, deadline};
+use std::collections::VecDeque;
 use std::collections::hash_map::{Entry, HashMap};
-use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// Slowest rate that a healthy medium is expected to keep up, bytes a millisecond (16 MB/s); deadlines grow by it.
-const SLOWEST: u64 = 16_000;
 /// Bytes of idle buffers that are kept for reuse.
 const KEPT: usize = 64 << 20;
 
@@ -34,36 +32,6 @@ pub struct Stats {
     pub last_error: String,
     /// Bytes of blocks in flight and of results not yet collected, headers included.
     pub pending_bytes: u64,
-}
-
-/// What became of one block: the block if it was read, nothing if it was written, or why not.
-pub(crate) type Outcome = std::result::Result<Option<Buffer>, Miss>;
-
-/// What became of one ticket.
-#[derive(Debug)]
-pub(crate) struct Outcomes {
-    pub(crate) reads: bool,
-    /// One entry a slot, in the order of the batch.
-    pub(crate) blocks: Vec<Outcome>,
-}
-
-/// How far a ticket is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
-    /// Every block is done, or will never be.
-    Finished,
-    /// The deadline has passed; what is missing now will be a miss.
-    Expired,
-    /// Some blocks are under way.
-    Pending,
-}
-
-/// Which block of which batch.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    ticket: u64,
-    index: usize,
-    pub(crate) slot: u32,
 }
 
 /// One thing to be done to a slot, in its turn.
@@ -89,16 +57,7 @@ enum SlotState {
     Valid { generation: u64 },
 }
 
-#[derive(Debug)]
-struct Ticket {
-    reads: bool,
-    blocks: Vec<Option<Outcome>>,
-    open: usize,
-    deadline: Instant,
-    reported: bool,
-}
-
-/// The state of a store, less its threads and its device.
+/// The state of a store, less its threads and its device. Who waits asks `tickets` directly.
 #[derive(Debug)]
 pub(crate) struct Queue {
     stride: usize,
@@ -106,8 +65,7 @@ pub(crate) struct Queue {
     ready: VecDeque<Op>,
     /// Slots with an operation that is ready or running, and what waits behind it.
     busy: HashMap<u32, VecDeque<Op>>,
-    tickets: BTreeMap<u64, Ticket>,
-    next_ticket: u64,
+    pub(crate) tickets: Tickets,
     next_generation: u64,
     limit: u64,
     used: u64,
@@ -115,8 +73,6 @@ pub(crate) struct Queue {
     idle: Vec<Buffer>,
     stats: Stats,
     closing: bool,
-    /// A ticket has ended since [`Queue::take_ended`] was last asked.
-    ended: bool,
 }
 
 impl Queue {
@@ -126,8 +82,7 @@ impl Queue {
             slots: vec![SlotState::Empty; slots as usize],
             ready: VecDeque::new(),
             busy: HashMap::new(),
-            tickets: BTreeMap::new(),
-            next_ticket: 1,
+            tickets: Tickets::new(),
             next_generation: first_generation,
             limit,
             used: 0,
@@ -135,7 +90,6 @@ impl Queue {
             idle: Vec::new(),
             stats: Stats::default(),
             closing: false,
-            ended: false,
         }
     }
 
@@ -182,20 +136,7 @@ impl Queue {
     }
 
     fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, now: Instant) -> u64 {
-        let ticket = self.next_ticket;
-        self.next_ticket += 1;
-        let mut entry = Ticket {
-            reads,
-            blocks: Vec::with_capacity(blocks),
-            open: accepted,
-            deadline: now + self.patience + Duration::from_millis(self.used / SLOWEST),
-            reported: false,
-        };
-        entry.blocks.resize_with(accepted, || None);
-        entry.blocks.resize_with(blocks, || Some(Err(Miss::QueueFull)));
-        self.stats.misses[Miss::QueueFull.index()] += (blocks - accepted) as u64;
-        self.tickets.insert(ticket, entry);
-        ticket
+        self.tickets.open(reads, blocks, accepted, deadline(now, self.patience, self.used))
     }
 
     fn enqueue(&mut self, slot: u32, op: Op) {
@@ -227,7 +168,7 @@ impl Queue {
                 }
                 Op::Write(place, buffer) => {
                     self.slots[place.slot as usize] = SlotState::Lost;
-                    if self.tickets.contains_key(&place.ticket) {
+                    if self.tickets.is_open(place) {
                         let generation = self.next_generation;
                         self.next_generation += 1;
                         return Some(Job::Write { place, generation, buffer });
@@ -235,7 +176,7 @@ impl Queue {
                     self.finish_write(place, 0, buffer, Err(Miss::Timeout));
                 }
                 Op::Read(place) => match self.slots[place.slot as usize] {
-                    SlotState::Valid { generation } if self.tickets.contains_key(&place.ticket) => {
+                    SlotState::Valid { generation } if self.tickets.is_open(place) => {
                         let buffer = self.idle.pop().unwrap_or_else(|| Buffer::new(self.stride));
                         return Some(Job::Read { place, generation, buffer });
                     }
@@ -296,21 +237,14 @@ impl Queue {
     /// Records what became of a block; returns whether anybody will be told. A block that was read for nobody gives its
     /// memory back.
     fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
-        if let Some(ticket) = self.tickets.get_mut(&place.ticket) {
-            if let Some(entry @ None) = ticket.blocks.get_mut(place.index) {
-                if let Err(miss) = outcome {
-                    self.stats.misses[miss.index()] += 1;
-                }
-                *entry = Some(outcome);
-                ticket.open -= 1;
-                self.ended |= ticket.open == 0;
-                return true;
+        match self.tickets.settle(place, outcome) {
+            Ok(()) => true,
+            Err(Ok(Some(buffer))) => {
+                self.release(Some(buffer));
+                false
             }
+            Err(_) => false,
         }
-        if let Ok(Some(buffer)) = outcome {
-            self.release(Some(buffer));
-        }
-        false
     }
 
     /// Lets the next operation on the slot go ahead.
@@ -335,46 +269,6 @@ impl Queue {
         if (self.idle.len() + 1) * self.stride <= KEPT {
             self.idle.push(buffer);
         }
-    }
-
-    /// How far a ticket is.
-    pub(crate) fn progress(&self, ticket: u64, now: Instant) -> Result<Progress> {
-        let entry = self.tickets.get(&ticket).ok_or(Error::UnknownTicket { ticket })?;
-        Ok(match entry.open {
-            0 => Progress::Finished,
-            _ if now >= entry.deadline => Progress::Expired,
-            _ => Progress::Pending,
-        })
-    }
-
-    /// Whether a ticket has ended since the last call, so that callers must be woken.
-    pub(crate) fn take_ended(&mut self) -> bool {
-        std::mem::take(&mut self.ended)
-    }
-
-    /// When a ticket's unfinished blocks become misses.
-    pub(crate) fn deadline(&self, ticket: u64) -> Result<Instant> {
-        self.tickets.get(&ticket).map(|entry| entry.deadline).ok_or(Error::UnknownTicket { ticket })
-    }
-
-    /// Tickets that finished or expired since the last call and have not been collected.
-    pub(crate) fn poll(&mut self, now: Instant) -> Vec<u64> {
-        let over = |entry: &Ticket| !entry.reported && (entry.open == 0 || now >= entry.deadline);
-        let mut found = Vec::new();
-        for (&ticket, entry) in self.tickets.iter_mut().filter(|(_, entry)| over(entry)) {
-            entry.reported = true;
-            found.push(ticket);
-        }
-        found
-    }
-
-    /// Closes a ticket and hands its blocks out; those not finished are given up as `Timeout`. The buffers go back
-    /// through [`Queue::take_back`].
-    pub(crate) fn take(&mut self, ticket: u64) -> Result<Outcomes> {
-        let entry = self.tickets.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
-        self.stats.misses[Miss::Timeout.index()] += entry.open as u64;
-        let blocks = entry.blocks.into_iter().map(|block| block.unwrap_or(Err(Miss::Timeout))).collect();
-        Ok(Outcomes { reads: entry.reads, blocks })
     }
 
     /// Gives the memory of collected blocks back.
@@ -411,23 +305,67 @@ impl Queue {
         }
     }
 
-    /// Settles what threads have begun and not ended.
-    pub(crate) fn abandon(&mut self) {
-        for entry in self.tickets.values_mut() {
-            for block in entry.blocks.iter_mut().filter(|block| block.is_none()) {
-                *block = Some(Err(Miss::Closed));
-                self.stats.misses[Miss::Closed.index()] += 1;
-            }
-            entry.open = 0;
-        }
-    }
-
     pub(crate) fn is_closing(&self) -> bool {
         self.closing
     }
 
     /// Counters, with the present memory use.
     pub(crate) fn stats(&self) -> Stats {
-        Stats { pending_bytes: self.used, ..self.stats.clone() }
+        Stats { misses: self.tickets.misses(), pending_bytes: self.used, ..self.stats.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn queue() -> Queue {
+        Queue::new(4, 8192, 4 * 8192, Duration::from_secs(1), 100)
+    }
+
+    fn submit(queue: &mut Queue, slots: &[u32]) -> u64 {
+        let buffers = queue.reserve(slots.len()).into_iter().map(|_| Buffer::new(8192)).collect();
+        queue.submit_writes(slots, buffers, Instant::now()).unwrap()
+    }
+
+    /// Does everything that can be done, and tells the slots and generations in the order of the work.
+    fn work(queue: &mut Queue) -> Vec<(&'static str, u32, u64)> {
+        let mut done = Vec::new();
+        while let Some(job) = queue.next_job() {
+            match job {
+                Job::Write { place, generation, buffer } => {
+                    done.push(("write", place.slot, generation));
+                    queue.finish_write(place, generation, buffer, Ok(()));
+                }
+                Job::Read { place, generation, buffer } => {
+                    done.push(("read", place.slot, generation));
+                    queue.finish_read(place, buffer, Ok(()));
+                }
+            }
+        }
+        done
+    }
+
+    #[test]
+    fn one_slot_is_worked_on_in_order_and_others_beside_it() {
+        let mut queue = queue();
+        submit(&mut queue, &[0]);
+        queue.submit_reads(&[0], Instant::now()).unwrap();
+        submit(&mut queue, &[0, 1]);
+        let Some(Job::Write { place, generation, buffer }) = queue.next_job() else { unreachable!() };
+        assert_eq!(work(&mut queue), [("write", 1, 101)]);
+        queue.finish_write(place, generation, buffer, Ok(()));
+        assert_eq!(work(&mut queue), [("read", 0, 100), ("write", 0, 102)]);
+    }
+
+    #[test]
+    fn work_for_a_ticket_that_was_given_up_is_not_done() {
+        let mut queue = queue();
+        let given_up = submit(&mut queue, &[2]);
+        queue.tickets.take(given_up).unwrap();
+        let read = queue.submit_reads(&[2], Instant::now()).unwrap();
+        assert_eq!(work(&mut queue), []);
+        assert!(matches!(queue.tickets.take(read).unwrap().blocks[..], [Err(Miss::Lost)]));
+        assert_eq!(queue.stats().pending_bytes, 0);
     }
 }

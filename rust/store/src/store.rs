@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 use crate::geometry::Geometry;
 use crate::header::Expected;
 use crate::miss::Miss;
-use crate::queue::{Job, Outcomes, Progress, Queue, Stats};
+use crate::queue::{Job, Queue, Stats};
+use crate::ticket::{Outcomes, Progress};
 use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -220,7 +221,7 @@ impl SlabStore {
     /// `Forked`.
     pub fn poll(&self) -> Result<Vec<u64>> {
         self.check_process()?;
-        Ok(self.shared.lock().queue.poll(Instant::now()))
+        Ok(self.shared.lock().queue.tickets.poll(Instant::now()))
     }
 
     /// Waits until a ticket is finished, its deadline has passed, or `timeout` has.
@@ -230,11 +231,11 @@ impl SlabStore {
     pub fn wait_for(&self, ticket: u64, timeout: Duration) -> Result<Progress> {
         self.check_process()?;
         let mut state = self.shared.lock();
-        let deadline = state.queue.deadline(ticket)?;
+        let deadline = state.queue.tickets.deadline(ticket)?;
         let until = Instant::now().checked_add(timeout).map_or(deadline, |until| until.min(deadline));
         loop {
             let now = Instant::now();
-            let progress = state.queue.progress(ticket, now)?;
+            let progress = state.queue.tickets.progress(ticket, now)?;
             if progress != Progress::Pending || now >= until {
                 return Ok(progress);
             }
@@ -249,7 +250,7 @@ impl SlabStore {
     /// `UnknownTicket`, `Forked`.
     pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
-        let outcomes = self.shared.lock().queue.take(ticket)?;
+        let outcomes = self.shared.lock().queue.tickets.take(ticket)?;
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             payload_bytes: self.options.geometry.payload_bytes,
@@ -285,7 +286,7 @@ impl SlabStore {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else { break };
             state = self.shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.queue.abandon();
+        state.queue.tickets.abandon();
         self.shared.done.notify_all();
         state.threads == 0
     }
@@ -401,7 +402,7 @@ impl Worker {
     }
 
     fn wake_callers(&self, state: &mut State) {
-        if state.queue.take_ended() {
+        if state.queue.tickets.take_ended() {
             self.shared.done.notify_all();
         }
     }

@@ -1,0 +1,78 @@
+"""File tier: GB/s of writing and reading 1 MiB blocks at random slots, and CPU seconds a GB.
+
+    python benches/bench_file_tier.py [--url "file:///dir?threads=8"] [--blocks 512]
+
+With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once between numpy and the store's buffers, checksummed and checked.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from blockyard.tiers import ExternalStore, open_store
+
+BYTES_PER_BLOCK = 1 << 20
+BATCH = 32
+AHEAD = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="of the store; a temporary directory if not given")
+    parser.add_argument("--blocks", type=int, default=512, help="slots of 1 MiB")
+    parser.add_argument("--repeat", type=int, default=3, help="passes; the best counts")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = arguments.url or f"file://{folder}/swap"
+        with open_store(url, bytes_per_block=BYTES_PER_BLOCK, num_slots=arguments.blocks) as store:
+            figures = measure(store, arguments.blocks, arguments.repeat)
+            print(store)
+    for name, value in figures.items():
+        print(f"{name:32} {value:8.3f}")
+    if path := os.environ.get("BENCH_JSON"):
+        file = Path(path)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(known | figures, indent=2) + "\n")
+
+
+def measure(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
+    random = np.random.default_rng(0)
+    rows = random.integers(0, 256, (BATCH, BYTES_PER_BLOCK), dtype=np.uint8)
+    best: dict[str, float] = {}
+    for _ in range(repeat):
+        batches = np.array_split(random.permutation(blocks), max(1, blocks // BATCH))
+        for name, write in (("write", True), ("read", False)):
+            wall, cpu = time.perf_counter(), time.process_time()
+            run(store, batches, rows, write=write)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            gigabytes = blocks * BYTES_PER_BLOCK / 1e9
+            if gigabytes / wall > best.get(f"file_{name}_gb_s", 0.0):
+                best[f"file_{name}_gb_s"] = gigabytes / wall
+                best[f"file_{name}_cpu_s_per_gb"] = cpu / gigabytes
+    return best
+
+
+def run(store: ExternalStore, batches: list[np.ndarray], rows: np.ndarray, *, write: bool) -> None:
+    """Keep a few batches under way, as an engine does."""
+    tickets: list[int] = []
+    for slots in batches:
+        if len(tickets) == AHEAD:
+            collect(store, tickets.pop(0))
+        tickets.append(store.submit_write(slots, rows[: len(slots)]) if write else store.submit_read(slots))
+    for ticket in tickets:
+        collect(store, ticket)
+
+
+def collect(store: ExternalStore, ticket: int) -> None:
+    done = store.wait(ticket)
+    if not done.ok.all():
+        raise SystemExit(f"{store.stats()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+//! Who is told what became of each block, and by when. Calls of the [`crate::queue::Queue`], under its lock.
+//!
+//! Invariant: a block is settled once; whatever comes later finds nobody to tell.
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::miss::Miss;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// What became of one block: the block if it was read, nothing if it was written, or why not.
+pub(crate) type Outcome = std::result::Result<Option<Buffer>, Miss>;
+
+/// What became of one ticket.
+#[derive(Debug)]
+pub(crate) struct Outcomes {
+    pub(crate) reads: bool,
+    /// One entry a slot, in the order of the batch.
+    pub(crate) blocks: Vec<Outcome>,
+}
+
+/// How far a ticket is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Every block is done, or will never be.
+    Finished,
+    /// The deadline has passed; what is missing now will be a miss.
+    Expired,
+    /// Some blocks are under way.
+    Pending,
+}
+
+/// Which block of which batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub(crate) ticket: u64,
+    pub(crate) index: usize,
+    pub(crate) slot: u32,
+}
+
+#[derive(Debug)]
+struct Ticket {
+    reads: bool,
+    blocks: Vec<Option<Outcome>>,
+    open: usize,
+    deadline: Instant,
+    reported: bool,
+}
+
+/// The open tickets, and how many blocks missed for which reason.
+#[derive(Debug)]
+pub(crate) struct Tickets {
+    entries: BTreeMap<u64, Ticket>,
+    next: u64,
+    misses: [u64; Miss::ALL.len()],
+    /// A ticket has ended since [`Tickets::take_ended`] was last asked.
+    ended: bool,
+}
+
+impl Tickets {
+    pub(crate) fn new() -> Self {
+        Self { entries: BTreeMap::new(), next: 1, misses: [0; Miss::ALL.len()], ended: false }
+    }
+
+    /// Opens a ticket for `blocks` blocks; those beyond `accepted` are refused at once, as `QueueFull`.
+    pub(crate) fn open(&mut self, reads: bool, blocks: usize, accepted: usize, deadline: Instant) -> u64 {
+        let ticket = self.next;
+        self.next += 1;
+        let mut outcomes = Vec::with_capacity(blocks);
+        outcomes.resize_with(accepted, || None);
+        outcomes.resize_with(blocks, || Some(Err(Miss::QueueFull)));
+        self.misses[Miss::QueueFull.index()] += (blocks - accepted) as u64;
+        self.entries.insert(ticket, Ticket { reads, blocks: outcomes, open: accepted, deadline, reported: false });
+        ticket
+    }
+
+    /// Whether anybody is still to be told about the block.
+    pub(crate) fn is_open(&self, place: Place) -> bool {
+        self.entries.contains_key(&place.ticket)
+    }
+
+    /// Records what became of a block; gives it back if there is nobody to be told.
+    pub(crate) fn settle(&mut self, place: Place, outcome: Outcome) -> std::result::Result<(), Outcome> {
+        let Some(ticket) = self.entries.get_mut(&place.ticket) else { return Err(outcome) };
+        let Some(entry @ None) = ticket.blocks.get_mut(place.index) else { return Err(outcome) };
+        if let Err(miss) = outcome {
+            self.misses[miss.index()] += 1;
+        }
+        *entry = Some(outcome);
+        ticket.open -= 1;
+        self.ended |= ticket.open == 0;
+        Ok(())
+    }
+
+    /// How far a ticket is.
+    pub(crate) fn progress(&self, ticket: u64, now: Instant) -> Result<Progress> {
+        let entry = self.entries.get(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        Ok(match entry.open {
+            0 => Progress::Finished,
+            _ if now >= entry.deadline => Progress::Expired,
+            _ => Progress::Pending,
+        })
+    }
+
+    /// When a ticket's unfinished blocks become misses.
+    pub(crate) fn deadline(&self, ticket: u64) -> Result<Instant> {
+        self.entries.get(&ticket).map(|entry| entry.deadline).ok_or(Error::UnknownTicket { ticket })
+    }
+
+    /// Tickets that finished or expired since the last call and have not been collected.
+    pub(crate) fn poll(&mut self, now: Instant) -> Vec<u64> {
+        let over = |entry: &Ticket| !entry.reported && (entry.open == 0 || now >= entry.deadline);
+        let mut found = Vec::new();
+        for (&ticket, entry) in self.entries.iter_mut().filter(|(_, entry)| over(entry)) {
+            entry.reported = true;
+            found.push(ticket);
+        }
+        found
+    }
+
+    /// Whether a ticket has ended since the last call, so that callers must be woken.
+    pub(crate) fn take_ended(&mut self) -> bool {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// Closes a ticket and hands its blocks out; those not finished are given up as `Timeout`.
+    pub(crate) fn take(&mut self, ticket: u64) -> Result<Outcomes> {
+        let entry = self.entries.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.misses[Miss::Timeout.index()] += entry.open as u64;
+        let blocks = entry.blocks.into_iter().map(|block| block.unwrap_or(Err(Miss::Timeout))).collect();
+        Ok(Outcomes { reads: entry.reads, blocks })
+    }
+
+    /// Settles every block that is not, as `Closed`.
+    pub(crate) fn abandon(&mut self) {
+        for entry in self.entries.values_mut() {
+            for block in entry.blocks.iter_mut().filter(|block| block.is_none()) {
+                *block = Some(Err(Miss::Closed));
+                self.misses[Miss::Closed.index()] += 1;
+            }
+            entry.open = 0;
+        }
+    }
+
+    /// Misses by [`Miss::index`].
+    pub(crate) fn misses(&self) -> [u64; Miss::ALL.len()] {
+        self.misses
+    }
+}
+
+/// When blocks that are submitted now become misses: patience, and time for the bytes under way.
+pub(crate) fn deadline(now: Instant, patience: Duration, bytes: u64) -> Instant {
+    /// Slowest rate that a healthy medium is expected to keep up, bytes a millisecond (16 MB/s).
+    const SLOWEST: u64 = 16_000;
+    now + patience + Duration::from_millis(bytes / SLOWEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(ticket: u64, index: usize) -> Place {
+        Place { ticket, index, slot: 0 }
+    }
+
+    #[test]
+    fn deadlines_grow_with_the_bytes_under_way() {
+        let (now, patience) = (Instant::now(), Duration::from_secs(1));
+        assert_eq!(deadline(now, patience, 0) - now, patience);
+        assert_eq!(deadline(now, patience, 64_000_000) - now, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_block_is_settled_once() {
+        let mut tickets = Tickets::new();
+        let ticket = tickets.open(false, 2, 2, Instant::now());
+        assert!(tickets.settle(place(ticket, 0), Err(Miss::Io)).is_ok());
+        assert!(tickets.settle(place(ticket, 0), Ok(None)).is_err());
+        assert!(tickets.settle(place(ticket, 2), Ok(None)).is_err());
+        assert!(tickets.settle(place(ticket + 1, 0), Ok(None)).is_err());
+        assert!(!tickets.take_ended());
+        assert!(tickets.settle(place(ticket, 1), Ok(None)).is_ok());
+        assert!(tickets.take_ended() && !tickets.take_ended());
+        assert!(matches!(tickets.take(ticket).unwrap().blocks[..], [Err(Miss::Io), Ok(None)]));
+        assert_eq!(tickets.misses().iter().sum::<u64>(), 1);
+    }
+
+    #[test]
+    fn a_ticket_that_expires_is_reported_once_and_given_up_when_taken() {
+        let mut tickets = Tickets::new();
+        let now = Instant::now();
+        let ticket = tickets.open(true, 3, 2, now + Duration::from_secs(1));
+        assert_eq!((tickets.poll(now).len(), tickets.progress(ticket, now).unwrap()), (0, Progress::Pending));
+        let late = now + Duration::from_secs(1);
+        assert_eq!(tickets.progress(ticket, late).unwrap(), Progress::Expired);
+        assert_eq!((tickets.poll(late), tickets.poll(late)), (vec![ticket], vec![]));
+        let blocks = tickets.take(ticket).unwrap().blocks;
+        assert!(matches!(blocks[..], [Err(Miss::Timeout), Err(Miss::Timeout), Err(Miss::QueueFull)]));
+    }
+}
