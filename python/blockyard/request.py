@@ -79,6 +79,11 @@ class RequestGroup:
     sequences: list[TokenSequence]
     alive: bool = True
 
+    @property
+    def seats(self) -> int:
+        """Sequences that are to go on, those included that will fork off the prompt."""
+        return self.request.n - sum(sequence.finished for sequence in self.sequences)
+
     def unfinished(self) -> list[TokenSequence]:
         """Sequences that are to go on."""
         return [sequence for sequence in self.sequences if not sequence.finished]

@@ -357,25 +357,35 @@ class Scheduler:
         while self._swapped:
             group = self._swapped[0]
             handles = group.handles()
-            if len(batch.items) + len(handles) > self._max_num_seqs or not self._bring_back(handles):
+            if self._seats() + group.seats > self._max_num_seqs:
+                break
+            status = self._bring_back(handles)
+            if status == AllocStatus.LATER:
                 break
             self._swapped.pop(0)
+            if status == AllocStatus.NEVER:  # the books were changed under us; from its tokens it can still run
+                self._restart(group)
+                continue
             self._decode([group], batch)
             bisect.insort(self._running, group, key=_key)
 
-    def _bring_back(self, handles: list[int]) -> bool:
-        """Swap or fetch sequences in, if they fit now; `add` has made sure that they fit into an empty device."""
+    def _bring_back(self, handles: list[int]) -> AllocStatus:
+        """Swap or fetch sequences in, if they fit now."""
         if self.manager.tier(handles[0]) == "external":
-            if self.manager.can_fetch(handles) != AllocStatus.OK:
-                return False
-            self.manager.fetch(handles)
-            self.stats.resumed_fetch += 1
+            status = self.manager.can_fetch(handles)
+            if status == AllocStatus.OK:
+                self.manager.fetch(handles)
+                self.stats.resumed_fetch += 1
         else:
-            if self.manager.can_swap_in(handles) != AllocStatus.OK:
-                return False
-            self.manager.swap_in(handles)
-            self.stats.resumed_swap += 1
-        return True
+            status = self.manager.can_swap_in(handles)
+            if status == AllocStatus.OK:
+                self.manager.swap_in(handles)
+                self.stats.resumed_swap += 1
+        return status
+
+    def _seats(self) -> int:
+        """Sequences that run, or will once their shared prompt is computed."""
+        return sum(group.seats for group in self._running)
 
     def _admit(self, batch: _Batch) -> None:
         """Start waiting requests, in order, while blocks, sequences and tokens allow."""
@@ -385,8 +395,7 @@ class Scheduler:
             size = self.manager.block_size
             tokens = sum(len(s.tokens) - shared for s, _, shared in shares)
             blocks = sum(-(-len(s.tokens) // size) - shared // size for s, _, shared in shares)
-            seats = max(group.request.n, len(shares))
-            if len(batch.items) + seats > self._max_num_seqs:
+            if self._seats() + group.seats > self._max_num_seqs:
                 break
             if batch.items and batch.tokens + tokens > self._max_num_batched_tokens:
                 break

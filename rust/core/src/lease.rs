@@ -32,7 +32,14 @@ pub struct Lease {
 pub(crate) struct Tickets {
     open: TicketId,
     collected: Vec<Lease>,
-    submitted: BTreeMap<TicketId, Vec<Lease>>,
+    submitted: BTreeMap<TicketId, Ticket>,
+}
+
+/// What one ticket holds, and which device blocks its copies read and wrote.
+#[derive(Debug, Clone)]
+struct Ticket {
+    leases: Vec<Lease>,
+    copies: Vec<[u32; 2]>,
 }
 
 impl Tickets {
@@ -51,9 +58,10 @@ impl Tickets {
     }
 
     /// Ends the present step: its leases belong to the returned ticket from now on.
-    pub(crate) fn submit(&mut self) -> TicketId {
+    pub(crate) fn submit(&mut self, copies: Vec<[u32; 2]>) -> TicketId {
         let ticket = self.open;
-        self.submitted.insert(ticket, std::mem::take(&mut self.collected));
+        let leases = std::mem::take(&mut self.collected);
+        self.submitted.insert(ticket, Ticket { leases, copies });
         self.open = TicketId(ticket.0 + 1);
         ticket
     }
@@ -70,23 +78,28 @@ impl Tickets {
 
     /// Leases of a submitted ticket.
     pub(crate) fn get(&self, ticket: TicketId) -> Option<&[Lease]> {
-        self.submitted.get(&ticket).map(Vec::as_slice)
+        self.submitted.get(&ticket).map(|ticket| ticket.leases.as_slice())
     }
 
     /// Closes a submitted ticket and gives its leases back.
     pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Lease>> {
-        self.submitted.remove(&ticket)
+        self.submitted.remove(&ticket).map(|ticket| ticket.leases)
+    }
+
+    /// Copies of a submitted ticket and of the unfinished ones after it, in their order.
+    pub(crate) fn copies_since(&self, ticket: TicketId) -> impl Iterator<Item = &[u32; 2]> {
+        self.submitted.range(ticket..).flat_map(|(_, ticket)| &ticket.copies)
     }
 
     /// Submitted tickets that read device blocks which may already have been given out again.
     pub(crate) fn draining(&self) -> Vec<TicketId> {
-        let drains = |leases: &Vec<Lease>| leases.iter().any(|l| l.kind == LeaseKind::Drain);
-        self.submitted.iter().filter(|(_, leases)| drains(leases)).map(|(&ticket, _)| ticket).collect()
+        let drains = |ticket: &Ticket| ticket.leases.iter().any(|l| l.kind == LeaseKind::Drain);
+        self.submitted.iter().filter(|(_, ticket)| drains(ticket)).map(|(&ticket, _)| ticket).collect()
     }
 
     /// Every lease held, the present step's included.
     pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
-        self.submitted.values().flatten().chain(&self.collected)
+        self.submitted.values().flat_map(|ticket| &ticket.leases).chain(&self.collected)
     }
 }
 
@@ -100,9 +113,10 @@ mod tests {
         let open = tickets.open();
         assert!(tickets.in_flight(open) && tickets.idle());
         tickets.collect(Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(3) });
-        assert_eq!(tickets.submit(), open);
+        assert_eq!(tickets.submit(vec![[3, 4]]), open);
         assert!(tickets.in_flight(open) && !tickets.idle());
         assert_eq!(tickets.draining(), vec![open]);
+        assert!(tickets.copies_since(open).eq(&[[3, 4]]));
         assert_eq!(tickets.close(open).unwrap().len(), 1);
         assert!(!tickets.in_flight(open));
         assert_eq!(tickets.close(open), None);

@@ -53,6 +53,8 @@ fn op() -> impl Strategy<Value = Op> {
 
 type Bytes = [u64; BLOCK as usize];
 
+const GARBAGE: Bytes = [u64::MAX; BLOCK as usize];
+
 /// One pair on its way: read already, or not.
 #[derive(Debug)]
 struct Transfer {
@@ -67,6 +69,8 @@ struct World {
     /// What each sequence must read.
     truth: BTreeMap<SequenceId, Vec<u64>>,
     lost: Vec<SequenceId>,
+    /// Sequences whose tokens this step computes, and which it reads whole.
+    computed: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
     tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
@@ -76,12 +80,13 @@ struct World {
 impl World {
     fn new(blocks: [usize; 3]) -> Self {
         let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0 }).unwrap();
-        let memory = blocks.map(|n| vec![[u64::MAX; BLOCK as usize]; n]);
+        let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
             manager,
             memory,
             truth: BTreeMap::new(),
             lost: vec![],
+            computed: vec![],
             pending: vec![],
             tickets: BTreeMap::new(),
             next: 0,
@@ -158,6 +163,9 @@ impl World {
             Ok(()) => {
                 let taken = before - self.manager.pool(Tier::Device).available();
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
+                if tokens > 0 {
+                    self.computed.extend(sequences);
+                }
                 for (i, sequence) in sequences.iter().enumerate() {
                     let content = self.tokens(tokens);
                     let at = i * tokens as usize;
@@ -204,13 +212,16 @@ impl World {
         for ticket in &decision.after {
             self.read_device(*ticket);
         }
-        // Loads of this step come before its copies and its writes on the device's own stream, so far as those touch them.
-        let writes: Vec<u32> = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK).collect();
+        // What this step computes or copies waits for its loads.
+        let manager = &self.manager;
+        let tables = self.computed.iter().filter_map(|&sequence| manager.block_table(sequence).ok()).flatten();
+        let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
+        let read: Vec<u32> = tables.map(|block| block.0).chain(written).collect();
+        self.computed.clear();
         let copied: Vec<u32> = transfers.iter().filter(|(k, _)| *k == Kind::Copy).map(|(_, t)| t.src.1).collect();
         let (_, mine) = self.tickets.get_mut(&decision.ticket).unwrap();
         for transfer in mine {
-            if transfer.dst.0 == Tier::Device && (writes.contains(&transfer.dst.1) || copied.contains(&transfer.dst.1))
-            {
+            if transfer.dst.0 == Tier::Device && (read.contains(&transfer.dst.1) || copied.contains(&transfer.dst.1)) {
                 let bytes = self.memory[transfer.src.0.index()][transfer.src.1 as usize];
                 self.memory[0][transfer.dst.1 as usize] = bytes;
                 transfer.dst = transfer.src;
@@ -248,7 +259,10 @@ impl World {
                 let transfer = &transfers[at];
                 if dropped == Some(at) {
                     lost.push(blockyard_core::Pairs { src: pairs.src, dst: pairs.dst, ids: vec![ids] });
-                    self.memory[pairs.dst.index()][ids[1] as usize] = [u64::MAX; BLOCK as usize];
+                    self.memory[pairs.dst.index()][ids[1] as usize] = GARBAGE;
+                    if pairs.dst == Tier::Device {
+                        self.spoil_copies(&decision, ids[1]);
+                    }
                 } else {
                     self.memory[transfer.dst.0.index()][transfer.dst.1 as usize] = reads[at];
                 }
@@ -261,6 +275,15 @@ impl World {
             self.lost.extend(self.manager.fail(ticket, &lost).unwrap());
         }
         assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
+    }
+
+    /// A copy of the same step has taken the bytes that did not land.
+    fn spoil_copies(&mut self, decision: &StepDecision, source: u32) {
+        for &[from, to] in decision.of(Kind::Copy).flat_map(|pairs| &pairs.ids) {
+            if from == source {
+                self.memory[0][to as usize] = GARBAGE;
+            }
+        }
     }
 
     fn nth_ticket(&self, n: usize) -> Option<TicketId> {
@@ -309,7 +332,9 @@ impl World {
             Op::Fail(n, p) => {
                 if let Some(ticket) = self.nth_ticket(n) {
                     let pairs = self.tickets[&ticket].1.len();
-                    let fresh = |t: &Transfer| t.bytes.is_none() || t.dst != t.src;
+                    // What a later step has waited for is known to have landed.
+                    let last = self.tickets.keys().next_back() == Some(&ticket);
+                    let fresh = |t: &Transfer| last || t.bytes.is_none() || t.dst != t.src;
                     let p = p % pairs.max(1);
                     if pairs > 0 && fresh(&self.tickets[&ticket].1[p]) {
                         self.end(ticket, Some(p));

@@ -177,10 +177,12 @@ impl Manager {
         write_slots(row, len, size, slots);
         row.len = len + count;
         row.written = open;
+        // A step that computes the row waits for its load, and later ones come after that step.
+        row.moving &= count == 0;
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            if self.pools[0].is_exclusive(block) {
+            if !row.moving && self.pools[0].is_exclusive(block) {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }

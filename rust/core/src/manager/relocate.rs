@@ -5,7 +5,6 @@ use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::LeaseKind;
-use crate::table::Row;
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,19 +135,27 @@ impl Manager {
             Err(Error::Lost { .. } | Error::WrongTier { .. }) => return Ok(AllocStatus::Never),
             Err(error) => return Err(error),
         };
-        let appended: usize = sequences.iter().map(|&s| self.next_token(self.rows.at(s), lookahead)).sum();
+        let appended = self.next_tokens(sequences, lookahead);
         let pool = &self.pools[route.to.index()];
         let free = if route.takes_draining { pool.available() } else { pool.free() };
         Ok(self.admit(moved + appended, free))
     }
 
-    /// Blocks beyond those moved that a returning row needs for its next token: new ones, or a copy of a shared one.
-    fn next_token(&self, row: &Row, lookahead: u32) -> usize {
-        let held = blocks_for(u64::from(row.len), self.block_size);
-        let end = blocks_for(u64::from(row.len) + 1 + u64::from(lookahead), self.block_size);
-        let partial = (row.len % self.block_size != 0).then(|| row.table.get(held - 1)).flatten();
-        let copied = partial.is_some_and(|&block| self.pools[row.tier.index()].refs(block) > 1);
-        end - held + usize::from(copied)
+    /// Blocks beyond those moved that returning rows need for their next tokens: new ones, and a copy of a partly filled
+    /// block for all but one of the rows that share it.
+    fn next_tokens(&self, sequences: &[SequenceId], lookahead: u32) -> usize {
+        let (mut new, mut partial) = (0, Vec::<BlockId>::new());
+        for row in sequences.iter().map(|&sequence| self.rows.at(sequence)) {
+            let held = blocks_for(u64::from(row.len), self.block_size);
+            new += blocks_for(u64::from(row.len) + 1 + u64::from(lookahead), self.block_size) - held;
+            if row.len % self.block_size != 0 {
+                partial.extend(row.table.get(held - 1));
+            }
+        }
+        let written = partial.len();
+        partial.sort_unstable();
+        partial.dedup();
+        new + written - partial.len()
     }
 
     /// Checks a batch and counts the distinct blocks that it needs in the other tier.

@@ -1,7 +1,7 @@
 //! Ends of steps and of tickets: decisions go out, results come back.
 
 use super::{Manager, OpenStep, unlink};
-use crate::decision::{Pairs, StepDecision};
+use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind};
@@ -12,7 +12,8 @@ impl Manager {
     pub fn take_decision(&mut self) -> StepDecision {
         let OpenStep { mut transfers, reuses_drained, .. } = std::mem::take(&mut self.step);
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
-        let ticket = self.tickets.submit();
+        let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
+        let ticket = self.tickets.submit(copies.copied().collect());
         let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };
         StepDecision { ticket, after, transfers }
     }
@@ -31,6 +32,8 @@ impl Manager {
 
     /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
     ///
+    /// Copies that read what did not land are followed, those of later unfinished tickets and of the present step too.
+    ///
     /// # Errors
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
@@ -38,9 +41,15 @@ impl Manager {
         let written = leases.iter().filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
         let written: HashSet<(Tier, BlockId)> = written.collect();
         let blocks = lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
-        let blocks: HashSet<(Tier, BlockId)> = blocks.collect();
+        let mut blocks: HashSet<(Tier, BlockId)> = blocks.collect();
         if let Some(&(tier, block)) = blocks.iter().find(|&block| !written.contains(block)) {
             return Err(Error::NotInTicket { ticket, tier, block });
+        }
+        let open = self.step.transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
+        for &[from, to] in self.tickets.copies_since(ticket).chain(open) {
+            if blocks.contains(&(Tier::Device, BlockId(from))) {
+                blocks.insert((Tier::Device, BlockId(to)));
+            }
         }
         for &(tier, block) in &blocks {
             unlink(&mut self.pools, tier, block);
