@@ -1,7 +1,7 @@
 #include "check.h"
 
 #include <algorithm>
-#include <utility>
+#include <numeric>
 
 namespace blockyard {
 namespace {
@@ -22,7 +22,7 @@ bool overlap(const View& one, const View& other) {
 
 uint32_t bounded(int64_t id, int64_t blocks, int64_t entry, const char* verb) {
     if (id < 0 || id >= blocks) {
-        fail("mapping", "entry ", entry, ": block ", id, " is to be ", verb, ", there are blocks 0 to ", blocks - 1);
+        fail("mapping", "entry ", entry, ": block ", id, " is to be ", verb, ", there are ", blocks, " blocks");
     }
     return static_cast<uint32_t>(id);
 }
@@ -55,20 +55,32 @@ View Side::read(size_t index, const Tensor& tensor) const {
     }
     auto* data = static_cast<unsigned char*>(tensor.data_ptr());
     const auto start = reinterpret_cast<uintptr_t>(data);
-    const int64_t reach = blocks > 0 ? (blocks - 1) * stride + width : 0;
+    const int64_t reach = blocks > 0 && width > 0 ? (blocks - 1) * stride + width : 0;
     return {data, stride, width, start - static_cast<uintptr_t>(tensor.storage_offset()),
             start + static_cast<uintptr_t>(reach)};
 }
 
 void Side::check_apart() const {
-    std::vector<std::pair<uintptr_t, size_t>> starts;
-    for (size_t i = 0; i < views.size(); ++i) starts.emplace_back(reinterpret_cast<uintptr_t>(views[i].data), i);
-    std::sort(starts.begin(), starts.end());
-    for (size_t k = 1; k < starts.size(); ++k) {
-        const auto [start, index] = starts[k - 1];
-        if (starts[k].first < start + static_cast<uintptr_t>(views[index].width)) {
-            fail("layout", name, "[", index, "] and ", name, "[", starts[k].second, "] share memory");
+    std::vector<size_t> order(views.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::sort(order.begin(), order.end(), [this](size_t a, size_t b) { return views[a].data < views[b].data; });
+    // Views that follow one another start anew; the others must alternate within one distance of rows.
+    uintptr_t base = 0, row_end = 0, reach = 0;
+    int64_t period = 0;
+    size_t last = 0;
+    for (const size_t index : order) {
+        const View& view = views[index];
+        const auto start = reinterpret_cast<uintptr_t>(view.data), width = static_cast<uintptr_t>(view.width);
+        if (start >= reach) {
+            base = start;
+            period = view.stride;
+            reach = view.end;
+        } else if (view.stride != period || start < row_end || start + width > base + static_cast<uintptr_t>(period)) {
+            fail("layout", name, "[", last, "] and ", name, "[", index, "] share memory");
         }
+        row_end = start + width;
+        reach = std::max(reach, view.end);
+        last = index;
     }
 }
 

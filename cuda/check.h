@@ -40,7 +40,7 @@ class Side {
     // Throws unless `tensors` are canonical views of one device; `name` is the argument's.
     Side(const char* name, const std::vector<torch::stable::Tensor>& tensors);
 
-    // Throws if a view is given twice, or starts inside another's row.
+    // Throws if views share memory.
     void check_apart() const;
 
     const char* name;

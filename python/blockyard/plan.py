@@ -112,7 +112,7 @@ def _check_range(ids: Ids, num_blocks: int, verb: str) -> None:
     outside = ids.view(np.uint64) >= np.uint64(num_blocks)
     if outside.any():
         index = int(outside.argmax())
-        raise MappingError(f"entry {index}: block {ids[index]} is to be {verb}, there are blocks 0 to {num_blocks - 1}")
+        raise MappingError(f"entry {index}: block {ids[index]} is to be {verb}, there are {num_blocks} blocks")
 
 
 def _check_unique(ids: Ids) -> Ids:

@@ -4,9 +4,6 @@ The library implements the ops of `blockyard.transfer.ops` for CUDA. Without it 
 torch calls, which is slower but moves the same bytes.
 """
 
-# torch does not annotate `torch.ops.load_library`.
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 import json

@@ -1,8 +1,5 @@
 """The cache engine: owns the caches of the device and of the host, and moves blocks between and within them."""
 
-# torch does not annotate `torch.cuda.Event`.
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 from collections import deque

@@ -8,13 +8,9 @@ list goes with tensor i of the other. All are checked before the first byte move
 where that library cannot be loaded, CUDA tensors go through torch calls (`blockyard.transfer.cuda` says why).
 """
 
-# torch annotates neither `torch.library` nor `Tensor.split`.
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -105,16 +101,21 @@ def _check_list(name: str, views: Sequence[Tensor]) -> None:
 
 
 def _check_apart(name: str, views: Sequence[Tensor]) -> None:
-    """Refuse views of which one is given twice, or starts inside another's row."""
-    places = sorted((view.data_ptr(), view.shape[1], index) for index, view in enumerate(views))
-    for (start, width, first), (following, _, second) in pairwise(places):
-        if following < start + width:
-            raise LayoutError(f"{name}[{first}] and {name}[{second}] share memory")
+    """Refuse views that share memory: they follow one another, or alternate within one distance of rows."""
+    base = period = row_end = reach = last = 0
+    for start, end, index in sorted((*_extent(view), index) for index, view in enumerate(views)):
+        width, stride = views[index].shape[1], views[index].stride(0)
+        if start >= reach:
+            base, period, reach = start, stride, end
+        elif stride != period or start < row_end or start + width > base + period:
+            raise LayoutError(f"{name}[{last}] and {name}[{index}] share memory")
+        row_end, reach, last = start + width, max(reach, end), index
 
 
 def _extent(view: Tensor) -> tuple[int, int]:
+    """Give the first address of a view and the first that it does not reach."""
     start = view.data_ptr()
-    return start, start + (view.shape[0] - 1) * view.stride(0) + view.shape[1]
+    return start, start + (view.shape[0] - 1) * view.stride(0) + view.shape[1] if view.numel() else start
 
 
 def _check_swap(src: Sequence[Tensor], dst: Sequence[Tensor]) -> None:
