@@ -366,6 +366,11 @@ mod tests {
         let read = queue.submit_reads(&[2], Instant::now()).unwrap();
         assert_eq!(work(&mut queue), []);
         assert!(matches!(queue.tickets.take(read).unwrap().blocks[..], [Err(Miss::Lost)]));
+        submit(&mut queue, &[3]);
+        assert_eq!(work(&mut queue), [("write", 3, 100)]);
+        let given_up = queue.submit_reads(&[3, 3], Instant::now()).unwrap();
+        queue.tickets.take(given_up).unwrap();
+        assert_eq!(work(&mut queue), []);
         assert_eq!(queue.stats().pending_bytes, 0);
     }
 }

@@ -34,15 +34,22 @@ fn a_slab_is_private_whole_and_begins_with_its_superblock() {
 }
 
 #[test]
-fn dropping_a_slab_removes_its_name_once() {
+fn a_slab_removes_its_name_once_and_never_another_file() {
     let folder = tempfile::tempdir().unwrap();
-    let slab = SlabFile::create(&options(folder.path())).unwrap();
-    slab.discard();
-    assert!(names(folder.path()).is_empty());
-    fs::write(slab.path(), "mine").unwrap();
-    let path = slab.path().to_owned();
-    drop(slab);
-    assert_eq!(fs::read(path).unwrap(), b"mine");
+    for discard in [true, false] {
+        let slab = SlabFile::create(&options(folder.path())).unwrap();
+        let path = slab.path().to_owned();
+        if discard {
+            slab.discard();
+            assert!(names(folder.path()).is_empty());
+        } else {
+            fs::remove_file(&path).unwrap();
+        }
+        fs::write(&path, "mine").unwrap();
+        drop(slab);
+        assert_eq!(fs::read(&path).unwrap(), b"mine");
+        fs::remove_file(&path).unwrap();
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use common::{Fault, Memory, PAYLOAD, SLOTS, options, row, store};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -74,6 +75,18 @@ fn a_write_that_was_swallowed_or_torn_is_noticed() {
 }
 
 #[test]
+fn a_block_of_an_earlier_life_is_not_taken_for_a_swallowed_write() {
+    let (memory, first) = store();
+    write(&first, &[3], 1);
+    assert!(first.close(LONG));
+    let device: Arc<dyn BlockDevice> = Arc::clone(&memory) as _;
+    let second = SlabStore::open(device, options()).unwrap();
+    memory.set_faults(Fault::None, Fault::Swallow);
+    write(&second, &[3], 2);
+    assert_eq!(read(&second, &[3]), [Err(Miss::Generation)]);
+}
+
+#[test]
 fn another_namespace_reads_nothing() {
     let memory = Memory::new(options().geometry.total());
     let open = |namespace| {
@@ -122,6 +135,9 @@ fn closing_over_a_frozen_device_leaves_threads_behind_and_ends_tickets() {
     memory.freeze(true);
     let running = store.submit_write(&[0, 1], &row(1).repeat(2)).unwrap();
     let queued = store.submit_write(&[0, 5], &row(2).repeat(2)).unwrap();
+    while memory.calls.load(Ordering::SeqCst) < 2 {
+        thread::yield_now();
+    }
     let begun = Instant::now();
     assert!(!store.close(Duration::from_millis(50)));
     assert!(begun.elapsed() < Duration::from_secs(10));
@@ -129,6 +145,7 @@ fn closing_over_a_frozen_device_leaves_threads_behind_and_ends_tickets() {
         assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Finished);
         assert!(store.take(ticket).unwrap().blocks().all(|block| block == Err(Miss::Closed)));
     }
+    assert_eq!(store.stats().unwrap().misses[Miss::Closed.index()], 4);
     assert!(matches!(store.submit_read(&[0]), Err(Error::Closed)));
     memory.freeze(false);
     assert!(store.close(LONG));

@@ -3,7 +3,7 @@
 
 use blockyard_store::{BlockDevice, Geometry, SlabStore, StoreOptions};
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -29,6 +29,8 @@ pub(crate) struct Memory {
     frozen: Mutex<bool>,
     thawed: Condvar,
     pub(crate) discarded: AtomicBool,
+    /// Calls that have reached the device.
+    pub(crate) calls: AtomicUsize,
 }
 
 impl Memory {
@@ -52,6 +54,7 @@ impl Memory {
     }
 
     fn wait_for_thaw(&self) {
+        self.calls.fetch_add(1, Ordering::SeqCst);
         drop(self.thawed.wait_while(self.frozen.lock().unwrap(), |frozen| *frozen).unwrap());
     }
 }
