@@ -6,6 +6,7 @@ use blockyard_store::{
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,6 +44,7 @@ fn invalid(message: String) -> PyErr {
 /// What became of one batch.
 #[pyclass(frozen, name = "Completion", module = "blockyard._core")]
 pub(crate) struct PyCompletion {
+    /// The ticket that was collected.
     #[pyo3(get)]
     ticket: u64,
     ok: Py<PyArray1<bool>>,
@@ -61,16 +63,19 @@ impl PyCompletion {
         Ok(Self { ticket, ok: ok.clone().unbind(), rows: rows.clone().unbind(), reasons: reasons.unbind() })
     }
 
+    /// Whether each block came back or went in, bool `[n]`.
     #[getter]
     fn ok(&self, py: Python<'_>) -> Py<PyArray1<bool>> {
         self.ok.clone_ref(py)
     }
 
+    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses are zero. `[0, bytes_per_block]` for writes.
     #[getter]
     fn rows(&self, py: Python<'_>) -> Py<PyArray2<u8>> {
         self.rows.clone_ref(py)
     }
 
+    /// Why a block is a miss, one string a block; empty where it is not.
     #[getter]
     fn reasons(&self, py: Python<'_>) -> Py<PyTuple> {
         self.reasons.clone_ref(py)
@@ -87,13 +92,21 @@ impl PyCompletion {
 #[pyclass(frozen, eq, get_all, name = "TierStats", module = "blockyard._core")]
 #[derive(Clone, Default, PartialEq, Eq)]
 pub(crate) struct PyTierStats {
+    /// Blocks whose write completed.
     written_blocks: u64,
+    /// Bytes of those, headers not counted.
     written_bytes: u64,
+    /// Blocks whose read was checked and accepted.
     read_blocks: u64,
+    /// Bytes of those, headers not counted.
     read_bytes: u64,
-    misses: std::collections::BTreeMap<String, u64>,
+    /// Blocks that did not come back or go in, by reason.
+    misses: BTreeMap<String, u64>,
+    /// Operations that the system answered with an error.
     errors: u64,
+    /// The last of those errors, in words.
     last_error: String,
+    /// Bytes of blocks in flight and of results not yet collected.
     pending_bytes: u64,
 }
 
@@ -108,7 +121,7 @@ impl PyTierStats {
         written_bytes: u64,
         read_blocks: u64,
         read_bytes: u64,
-        misses: Option<std::collections::BTreeMap<String, u64>>,
+        misses: Option<BTreeMap<String, u64>>,
         errors: u64,
         last_error: &str,
         pending_bytes: u64,
@@ -118,11 +131,13 @@ impl PyTierStats {
         Self { written_blocks, written_bytes, read_blocks, read_bytes, misses, errors, last_error, pending_bytes }
     }
 
+    /// Reads whose header or payload checksum did not match.
     #[getter]
     fn checksum_failures(&self) -> u64 {
         self.sum(&[Miss::HeaderChecksum, Miss::PayloadChecksum])
     }
 
+    /// Reads that came back from storage and were refused, for any reason.
     #[getter]
     fn damaged_blocks(&self) -> u64 {
         self.sum(&[
@@ -139,6 +154,7 @@ impl PyTierStats {
         ])
     }
 
+    /// All counters, for JSON.
     fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         for (name, value) in [
@@ -183,7 +199,7 @@ impl PyTierStats {
     }
 }
 
-/// Slot-addressed swap space in one preallocated file.
+/// Slot-addressed swap space in one preallocated file; `blockyard.tiers.open_store` opens it by URL.
 #[pyclass(frozen, name = "SlabStore", module = "blockyard._core")]
 pub(crate) struct PySlabStore {
     store: SlabStore,
@@ -229,41 +245,49 @@ impl PySlabStore {
         .map_err(|error| to_py(&error))
     }
 
+    /// Slots, numbered from 0.
     #[getter]
     fn num_slots(&self) -> u32 {
         self.store.geometry().slots
     }
 
+    /// Bytes that one slot holds for the caller.
     #[getter]
     fn bytes_per_block(&self) -> usize {
         self.store.geometry().payload_bytes
     }
 
+    /// Bytes from slot to slot in the file, header and padding included.
     #[getter]
     fn slot_bytes(&self) -> usize {
         self.store.geometry().stride()
     }
 
+    /// Bytes of the whole file.
     #[getter]
     fn file_bytes(&self) -> u64 {
         self.store.geometry().total()
     }
 
+    /// The slab's file.
     #[getter]
     fn path(&self) -> PathBuf {
         self.path.clone()
     }
 
+    /// Whether the page cache is bypassed.
     #[getter]
     fn direct(&self) -> bool {
         self.direct
     }
 
+    /// What the file system did not allow, in words.
     #[getter]
     fn notes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.notes)
     }
 
+    /// Where a slot's header begins in the file, in bytes.
     fn slot_offset(&self, slot: i64) -> PyResult<u64> {
         let geometry = self.store.geometry();
         let found = u32::try_from(slot).ok().filter(|&found| found < geometry.slots);
@@ -271,6 +295,8 @@ impl PySlabStore {
         found.map(|found| geometry.offset(found)).ok_or_else(missing)
     }
 
+    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. The bytes are copied before this
+    /// returns a ticket. See `ExternalStore.submit_write`.
     fn submit_write(&self, py: Python<'_>, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
         let wanted = "a C-contiguous uint8 array [n, bytes_per_block]";
@@ -283,16 +309,19 @@ impl PySlabStore {
         py.detach(|| self.store.submit_write(slots, rows)).map_err(|error| to_py(&error))
     }
 
+    /// Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`.
     fn submit_read(&self, py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
         let slots = slots.as_slice()?;
         py.detach(|| self.store.submit_read(slots)).map_err(|error| to_py(&error))
     }
 
+    /// Tickets that finished or expired since the last call, not collected yet. Never waits.
     fn poll(&self) -> PyResult<Vec<u64>> {
         self.store.poll().map_err(|error| to_py(&error))
     }
 
+    /// Collect a ticket, waiting up to its deadline or `timeout` seconds, whichever is less. See `ExternalStore.wait`.
     #[pyo3(signature = (ticket, timeout=None))]
     fn wait(&self, py: Python<'_>, ticket: u64, timeout: Option<f64>) -> PyResult<PyCompletion> {
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
@@ -326,11 +355,13 @@ impl PySlabStore {
         })
     }
 
+    /// Counters since the store was opened.
     fn stats(&self) -> PyResult<PyTierStats> {
         let stats = self.store.stats().map_err(|error| to_py(&error))?;
         Ok(PyTierStats::from_store(stats, self.bytes_per_block() as u64))
     }
 
+    /// Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout` seconds.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
