@@ -12,7 +12,9 @@ const SEQUENCES: usize = 256;
 const PROMPT: u32 = 1024;
 
 fn manager(host: usize) -> (Manager, Vec<SequenceId>) {
-    let mut manager = Manager::new(Config { block_size: 16, blocks: [32_768, host, 0], watermark: 0.0 }).unwrap();
+    let mut manager =
+        Manager::new(Config { block_size: 16, blocks: [32_768, host, 0], watermark: 0.0, prefix_caching: false })
+            .unwrap();
     let mut sequences = Vec::new();
     manager.allocate(&[PROMPT; SEQUENCES], &mut sequences).unwrap();
     let decision = manager.take_decision();
@@ -56,7 +58,8 @@ fn swap(c: &mut Criterion) {
 }
 
 fn fork(c: &mut Criterion) {
-    let mut manager = Manager::new(Config { block_size: 16, blocks: [32_768, 0, 0], watermark: 0.0 }).unwrap();
+    let mut manager =
+        Manager::new(Config { block_size: 16, blocks: [32_768, 0, 0], watermark: 0.0, prefix_caching: false }).unwrap();
     let mut parent = Vec::new();
     manager.allocate(&[16_000], &mut parent).unwrap();
     let mut group = c.benchmark_group("fork");

@@ -4,16 +4,20 @@
 mod check;
 pub mod decision;
 pub mod error;
+mod evict;
+pub mod hash;
 pub mod id;
 pub mod lease;
 pub mod manager;
 pub mod plan;
 pub mod pool;
+mod prefix;
 pub mod reuse;
 mod table;
 
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
+pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
-pub use manager::{AllocStatus, Config, Counts, Manager};
+pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt};
 pub use plan::{Run, merge_runs};

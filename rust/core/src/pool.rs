@@ -1,11 +1,15 @@
-//! The blocks of one tier: reference counts, leases, and which of them are free.
+//! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
-//! Invariant: a block is in `free` iff it has neither references nor leases, and in `draining` iff it has no references
-//! and no leases but drains. [`Pool::take`] and [`Pool::release`] are the only ways in and out.
+//! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
+//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`] and [`Pool::release`] are the
+//! only ways in and out.
 
 use crate::error::{Error, Result};
+use crate::evict::Lru;
+use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::lease::LeaseKind;
+use crate::prefix::PrefixIndex;
 use crate::reuse::BlockSet;
 
 /// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
@@ -27,6 +31,8 @@ struct Node {
     drains: u16,
     /// 0 for none, else tier and id of the twin, plus 1.
     twin: u32,
+    /// 0 unless published, else the tag of its key.
+    tag: u32,
 }
 
 impl Node {
@@ -40,6 +46,13 @@ impl Node {
     }
 }
 
+/// What is published of a pool, and in which order it goes.
+#[derive(Debug, Clone)]
+struct Cache {
+    index: PrefixIndex,
+    lru: Lru,
+}
+
 /// The blocks of one tier.
 #[derive(Debug, Clone)]
 pub struct Pool {
@@ -47,20 +60,26 @@ pub struct Pool {
     nodes: Vec<Node>,
     free: BlockSet,
     draining: BlockSet,
+    cache: Option<Cache>,
+    /// Twins of blocks whose bytes went with an eviction; the owner of all pools lets them forget.
+    orphans: Vec<Twin>,
+    evictions: u64,
 }
 
 impl Pool {
-    /// A pool of `blocks` free blocks.
+    /// A pool of `blocks` free blocks; with `caching`, released blocks stay findable by their keys until evicted.
     ///
     /// # Errors
     /// More than [`MAX_BLOCKS`] blocks.
-    pub fn new(tier: Tier, blocks: usize) -> Result<Self> {
+    pub fn new(tier: Tier, blocks: usize, caching: bool) -> Result<Self> {
         if blocks > MAX_BLOCKS {
             let must = format!("at most {MAX_BLOCKS}");
             return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
         }
         let nodes = vec![Node::default(); blocks];
-        Ok(Self { tier, nodes, free: BlockSet::full(blocks), draining: BlockSet::empty(blocks) })
+        let cache = caching.then(|| Cache { index: PrefixIndex::new(blocks), lru: Lru::new(blocks) });
+        let (free, draining) = (BlockSet::full(blocks), BlockSet::empty(blocks));
+        Ok(Self { tier, nodes, free, draining, cache, orphans: Vec::new(), evictions: 0 })
     }
 
     /// The tier that the blocks are in.
@@ -81,21 +100,49 @@ impl Pool {
         self.nodes.is_empty()
     }
 
-    /// Blocks that nothing references and nothing leases.
+    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted.
     #[must_use]
     pub fn free(&self) -> usize {
-        self.free.len()
+        self.free.len() + self.evictable()
+    }
+
+    /// Cached blocks that nothing references and nothing leases.
+    #[must_use]
+    pub fn evictable(&self) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.lru.len())
+    }
+
+    /// Blocks that can be found by their keys.
+    #[must_use]
+    pub fn published(&self) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.index.len())
+    }
+
+    /// Cached blocks that were given out again.
+    #[must_use]
+    pub fn evictions(&self) -> u64 {
+        self.evictions
     }
 
     /// Free blocks, and those that device work ordered after their readers may have.
     #[must_use]
     pub fn available(&self) -> usize {
-        self.free.len() + self.draining.len()
+        self.free() + self.draining.len()
     }
 
-    /// Free blocks, lowest id first; nothing is taken.
+    /// Free blocks that hold nothing findable, lowest id first; nothing is taken.
     pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.free.iter()
+    }
+
+    /// Whether a block can be found by its key.
+    pub(crate) fn is_published(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].tag != 0
+    }
+
+    /// Whether nothing references a block.
+    pub(crate) fn is_idle(&self, block: BlockId) -> bool {
+        self.nodes[block.index()].refs == 0
     }
 
     /// References to a block.
@@ -134,21 +181,105 @@ impl Pool {
         Err(Error::OutOfBlocks { tier: self.tier, wanted, free, total: self.len() })
     }
 
-    /// Takes `count` blocks with one reference each, lowest ids first, draining ones last; returns whether any was
-    /// draining. The caller has called [`Pool::require`].
+    /// Takes `count` blocks with one reference each: free ones, lowest ids first, then draining ones, then cached ones, least
+    /// recently used first. Returns whether any was draining. The caller has called [`Pool::require`].
     pub(crate) fn take(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
+        let first = out.len();
         let nodes = &mut self.nodes;
-        let mut give = |block: BlockId| {
+        self.free.take_lowest(count, |block| {
             nodes[block.index()].refs = 1;
             out.push(block);
-        };
-        let ready = count.min(self.free.len());
-        self.free.take_lowest(ready, &mut give);
+        });
+        let ready = out.len() - first;
         if ready == count {
             return false;
         }
-        self.draining.take_lowest(count - ready, &mut give);
-        true
+        self.draining.take_lowest(count - ready, |block| out.push(block));
+        let drained = out.len() > first + ready;
+        while out.len() < first + count {
+            match self.cache.as_mut().and_then(|cache| cache.lru.pop()) {
+                Some(block) => out.push(block),
+                None => break,
+            }
+        }
+        for &block in &out[first + ready..] {
+            self.drop_bytes(block);
+            self.nodes[block.index()].refs = 1;
+        }
+        drained
+    }
+
+    /// Makes a block that is being given out again unfindable.
+    fn drop_bytes(&mut self, block: BlockId) {
+        let node = &mut self.nodes[block.index()];
+        if let Some(twin) = decode(std::mem::take(&mut node.twin)) {
+            self.orphans.push(twin);
+        }
+        let tag = std::mem::take(&mut node.tag);
+        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
+            cache.index.remove(block, tag);
+            self.evictions += 1;
+        }
+    }
+
+    /// Twins of blocks that were evicted since the last call.
+    pub(crate) fn take_orphans(&mut self) -> Vec<Twin> {
+        std::mem::take(&mut self.orphans)
+    }
+
+    /// The block that holds the bytes of a key.
+    #[inline]
+    pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
+        self.cache.as_ref().and_then(|cache| cache.index.find(key))
+    }
+
+    /// Takes a reference to a block that is referenced or cached.
+    #[inline]
+    pub(crate) fn claim(&mut self, block: BlockId) {
+        let node = &mut self.nodes[block.index()];
+        if node.refs == 0 {
+            debug_assert!(node.tag != 0, "claiming a block that holds nothing");
+            let cached = self.cache.as_mut().is_some_and(|cache| cache.lru.remove(block));
+            if !cached {
+                self.draining.remove(block);
+            }
+        }
+        node.refs += 1;
+    }
+
+    /// Makes a block findable by its key; if another block has that key, returns that one and changes nothing.
+    pub(crate) fn publish(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
+        let cache = self.cache.as_mut()?;
+        let node = &mut self.nodes[block.index()];
+        match cache.index.find(&key) {
+            Some(other) => (other != block).then_some(other),
+            None => {
+                if node.tag != 0 {
+                    cache.index.remove(block, node.tag);
+                }
+                node.tag = key.tag();
+                cache.index.insert(block, key);
+                None
+            }
+        }
+    }
+
+    /// Makes a block whose bytes are gone unfindable.
+    pub(crate) fn unpublish(&mut self, block: BlockId) {
+        let tag = std::mem::take(&mut self.nodes[block.index()].tag);
+        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
+            cache.index.remove(block, tag);
+            if cache.lru.remove(block) {
+                self.free.insert(block);
+            }
+        }
+    }
+
+    /// Forgets all keys; blocks that are in use stay so.
+    pub(crate) fn unpublish_all(&mut self) {
+        for block in (0..).map(BlockId).take(self.nodes.len()) {
+            self.unpublish(block);
+        }
     }
 
     /// Adds references to a block that has some.
@@ -158,7 +289,8 @@ impl Pool {
         node.refs += count;
     }
 
-    /// Drops one reference; the last one frees the block, or leaves it to its leases, and returns the twin it had.
+    /// Drops one reference; the last one frees the block, or leaves it to the cache or its leases. A block whose bytes are
+    /// not kept returns its twin.
     pub(crate) fn release(&mut self, block: BlockId) -> Option<Twin> {
         let node = &mut self.nodes[block.index()];
         debug_assert!(node.refs > 0, "releasing a block that nothing references");
@@ -167,7 +299,7 @@ impl Pool {
             return None;
         }
         node.generation = node.generation.wrapping_add(1);
-        let twin = decode(std::mem::take(&mut node.twin));
+        let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.settle(block);
         twin
     }
@@ -227,10 +359,24 @@ impl Pool {
         let node = self.nodes[block.index()];
         if !node.is_leased() {
             self.draining.remove(block);
-            self.free.insert(block);
+            match &mut self.cache {
+                Some(cache) if node.tag != 0 => cache.lru.insert(block),
+                _ => {
+                    self.free.insert(block);
+                }
+            }
         } else if node.is_draining() {
             self.draining.insert(block);
         }
+    }
+
+    fn is_evictable(&self, block: BlockId) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.lru.contains(block))
+    }
+
+    fn finds(&self, block: BlockId) -> bool {
+        let index = self.cache.as_ref().map(|cache| &cache.index);
+        index.is_some_and(|index| index.find(index.key(block)) == Some(block))
     }
 
     /// What does not hold about one block, given the references and leases counted from outside.
@@ -241,12 +387,16 @@ impl Pool {
             format!("{} references, counted {refs}", node.refs)
         } else if found != leases {
             format!("leases [drain, read, write] {found:?}, counted {leases:?}")
-        } else if self.free.contains(block) != (refs == 0 && !node.is_leased()) {
+        } else if self.free.contains(block) != (refs == 0 && !node.is_leased() && node.tag == 0) {
             format!("free is {}", self.free.contains(block))
+        } else if self.is_evictable(block) != (refs == 0 && !node.is_leased() && node.tag != 0) {
+            format!("evictable is {}", self.is_evictable(block))
+        } else if self.finds(block) != (node.tag != 0) {
+            format!("found by its key is {}", self.finds(block))
         } else if self.draining.contains(block) != node.is_draining() {
             format!("draining is {}", self.draining.contains(block))
-        } else if refs == 0 && node.twin != 0 {
-            "a twin without references".to_owned()
+        } else if refs == 0 && node.tag == 0 && node.twin != 0 {
+            "a twin without bytes".to_owned()
         } else {
             return None;
         };
@@ -269,7 +419,7 @@ mod tests {
     use super::*;
 
     fn pool(blocks: usize) -> Pool {
-        Pool::new(Tier::Device, blocks).unwrap()
+        Pool::new(Tier::Device, blocks, false).unwrap()
     }
 
     fn take(pool: &mut Pool, count: usize) -> Vec<BlockId> {
@@ -338,6 +488,6 @@ mod tests {
 
     #[test]
     fn too_large_a_pool_is_refused_before_memory_is_taken() {
-        assert!(Pool::new(Tier::Host, MAX_BLOCKS + 1).is_err());
+        assert!(Pool::new(Tier::Host, MAX_BLOCKS + 1, false).is_err());
     }
 }

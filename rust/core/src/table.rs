@@ -2,6 +2,7 @@
 //! row's generation, so that a stale one is recognised.
 
 use crate::error::{Error, Result};
+use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 
 /// One sequence.
@@ -27,6 +28,20 @@ pub(crate) struct Row {
     /// A failed transfer took bytes of this row.
     pub(crate) lost: bool,
     pub(crate) table: Vec<BlockId>,
+    /// Keys of the row's full blocks, where the prefix cache knows its tokens.
+    pub(crate) keys: Option<Box<RowKeys>>,
+}
+
+/// What the prefix cache knows of a row. Every token is hashed once.
+#[derive(Debug, Clone)]
+pub(crate) struct RowKeys {
+    pub(crate) chain: Chain,
+    /// Keys of the full blocks, first to last.
+    pub(crate) keys: Vec<Key>,
+    /// Tokens of the block being filled.
+    pub(crate) pending: Vec<u32>,
+    /// Blocks whose keys have been published since the row came to its tier.
+    pub(crate) published: usize,
 }
 
 impl Row {
@@ -43,6 +58,7 @@ impl Row {
             moving: false,
             lost: false,
             table: Vec::new(),
+            keys: None,
         }
     }
 }
@@ -95,6 +111,7 @@ impl Rows {
         let row = &mut self.entries[sequence.row() as usize];
         row.generation = row.generation.wrapping_add(1);
         row.writable = 0;
+        row.keys = None;
         self.unused.push(sequence.row());
         std::mem::take(&mut row.table)
     }

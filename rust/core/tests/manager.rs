@@ -9,7 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Error, Kind, Manager, SequenceId, StepDecision, TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision, TicketId,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -19,6 +20,9 @@ const BLOCK: u32 = 4;
 #[derive(Debug, Clone, Copy)]
 enum Op {
     Allocate(u32),
+    Prompt(u32, u32),
+    Mark(usize, usize),
+    Reset,
     Fork(usize, u32),
     ForkPrefix(usize, u32),
     Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
@@ -36,6 +40,9 @@ fn op() -> impl Strategy<Value = Op> {
     let pick = 0usize..64;
     prop_oneof![
         3 => (0u32..14).prop_map(Op::Allocate),
+        5 => (0u32..20, 0u32..3).prop_map(|(n, family)| Op::Prompt(n, family)),
+        6 => (pick.clone(), 1usize..6).prop_map(|(s, n)| Op::Mark(s, n)),
+        1 => Just(Op::Reset),
         3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
@@ -63,14 +70,27 @@ struct Transfer {
     bytes: Option<Bytes>,
 }
 
+/// What a model writes for each token: it depends on all ids up to it.
+fn values(ids: &[u32]) -> Vec<u64> {
+    let step = |value: &mut u64, &id: &u32| {
+        *value = (*value ^ u64::from(id)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
+        Some(*value)
+    };
+    ids.iter().scan(1, step).collect()
+}
+
 struct World {
     manager: Manager,
     memory: [Vec<Bytes>; 3],
     /// What each sequence must read.
     truth: BTreeMap<SequenceId, Vec<u64>>,
+    /// Token ids of the sequences that the prefix cache follows.
+    ids: BTreeMap<SequenceId, Vec<u32>>,
     lost: Vec<SequenceId>,
     /// Sequences whose tokens this step computes, and which it reads whole.
     computed: Vec<SequenceId>,
+    /// Sequences with tokens that this step is to write.
+    dirty: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
     tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
@@ -79,14 +99,16 @@ struct World {
 
 impl World {
     fn new(blocks: [usize; 3]) -> Self {
-        let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0 }).unwrap();
+        let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true }).unwrap();
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
             manager,
             memory,
             truth: BTreeMap::new(),
+            ids: BTreeMap::new(),
             lost: vec![],
             computed: vec![],
+            dirty: vec![],
             pending: vec![],
             tickets: BTreeMap::new(),
             next: 0,
@@ -110,10 +132,24 @@ impl World {
             .collect()
     }
 
+    /// What `count` more tokens of a sequence write: what all ids before them say, where the ids are known.
+    fn content(&mut self, sequence: SequenceId, count: u32, known: bool) -> Vec<u64> {
+        if known {
+            let ids = self.ids.get_mut(&sequence).unwrap();
+            ids.extend((0..count).map(|_| count));
+            return values(ids).split_off(ids.len() - count as usize);
+        }
+        if count > 0 {
+            self.ids.remove(&sequence);
+        }
+        self.tokens(count)
+    }
+
     fn write(&mut self, sequence: SequenceId, first: u32) {
         let tokens = self.truth[&sequence][first as usize..].to_vec();
         let mut slots = vec![0; tokens.len()];
         self.manager.slot_mapping(sequence, first, &mut slots).unwrap();
+        self.dirty.push(sequence);
         self.pending.extend(slots.into_iter().zip(tokens));
     }
 
@@ -134,12 +170,47 @@ impl World {
         }
     }
 
+    /// A prompt of one of a few families: those of a family are prefixes of each other.
+    fn prompt(&mut self, tokens: u32, family: u32) {
+        let ids: Vec<u32> = (0..tokens).map(|i| family + i / 9).collect();
+        let prompt = Prompt { tokens: &ids, spec: KeySpec::default(), extras: &[] };
+        let cached = self.manager.cached_tokens(&prompt).unwrap();
+        let before = self.manager.pool(Tier::Device).available();
+        let mut out = Vec::new();
+        match self.manager.allocate_prompts(&[prompt], &mut out) {
+            Ok(()) => {
+                let (sequence, hit) = out[0];
+                assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
+                self.truth.insert(sequence, values(&ids));
+                self.ids.insert(sequence, ids);
+                self.write(sequence, hit);
+            }
+            Err(error) => assert!(matches!(error, Error::OutOfBlocks { free, .. } if free == before), "{error}"),
+        }
+    }
+
+    fn mark(&mut self, sequences: &[SequenceId]) {
+        let waiting: Vec<_> = sequences.iter().filter(|s| self.dirty.contains(s)).collect();
+        match self.manager.mark_computed(sequences) {
+            Ok(()) => assert!(waiting.is_empty()),
+            Err(error) => assert!(matches!(error, Error::Unwritten { sequence } if waiting.contains(&&sequence))),
+        }
+    }
+
     fn fork(&mut self, sequence: SequenceId, count: u32) {
         let mut out = Vec::new();
         match self.manager.fork(sequence, count, &mut out) {
-            Ok(()) => out.iter().for_each(|&child| {
-                self.truth.insert(child, self.truth[&sequence].clone());
-            }),
+            Ok(()) => {
+                for &child in &out {
+                    self.truth.insert(child, self.truth[&sequence].clone());
+                    if let Some(ids) = self.ids.get(&sequence).cloned() {
+                        self.ids.insert(child, ids);
+                    }
+                    if self.dirty.contains(&sequence) {
+                        self.dirty.push(child);
+                    }
+                }
+            }
             Err(error) => assert_eq!(error, Error::Lost { sequence }),
         }
     }
@@ -159,15 +230,24 @@ impl World {
         let mut slots = vec![0; sequences.len() * tokens as usize];
         let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
         let before = self.manager.pool(Tier::Device).available();
-        match self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots) {
+        // Token ids are given where the cache follows the whole batch; who gets others is followed no longer.
+        let known = sequences.iter().all(|s| self.ids.contains_key(s));
+        let ids = vec![tokens; slots.len()];
+        let result = if known {
+            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, &mut slots)
+        } else {
+            self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
+        };
+        match result {
             Ok(()) => {
+                self.dirty.extend(sequences);
                 let taken = before - self.manager.pool(Tier::Device).available();
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
                 if tokens > 0 {
                     self.computed.extend(sequences);
                 }
                 for (i, sequence) in sequences.iter().enumerate() {
-                    let content = self.tokens(tokens);
+                    let content = self.content(*sequence, tokens, known);
                     let at = i * tokens as usize;
                     let slots = &slots[at..at + tokens as usize];
                     self.pending.extend(slots.iter().zip(&content).map(|(&slot, &token)| (slot, token)));
@@ -185,6 +265,7 @@ impl World {
         self.manager.free(sequences).unwrap();
         for sequence in sequences {
             self.truth.remove(sequence);
+            self.ids.remove(sequence);
             assert_eq!(self.manager.free(&[*sequence]), Err(Error::UnknownSequence { sequence: *sequence }));
         }
         self.lost.retain(|s| !sequences.contains(s));
@@ -196,6 +277,7 @@ impl World {
     /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
     fn step(&mut self) {
         let decision = self.manager.take_decision();
+        self.dirty.clear();
         let mut transfers = Vec::new();
         for (kind, pairs) in &decision.transfers {
             for &[from, to] in &pairs.ids {
@@ -293,6 +375,15 @@ impl World {
     fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
+            Op::Prompt(n, family) => self.prompt(n, family),
+            Op::Mark(s, n) => {
+                let s = self.pick(s, n);
+                self.mark(&s);
+            }
+            Op::Reset => {
+                let idle = self.manager.pool(Tier::Device).free() == self.manager.pool(Tier::Device).len();
+                assert_eq!(self.manager.reset_prefix_cache(), idle);
+            }
             Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n)),
             Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
             Op::Append { first, count, tokens, lookahead } => {

@@ -74,7 +74,7 @@ impl PyBlockManager {
         watermark: f64,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
-        let config = Config { block_size, blocks, watermark };
+        let config = Config { block_size, blocks, watermark, prefix_caching: false };
         Ok(Self { inner: Mutex::new(Manager::new(config).map_err(to_py)?) })
     }
 

@@ -1,6 +1,6 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
-use super::{Manager, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, write_slots};
+use super::{Manager, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, write_slots};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, Tier};
@@ -16,8 +16,9 @@ pub enum Counts<'a> {
 }
 
 impl Counts<'_> {
+    /// Tokens for one sequence of the batch.
     #[inline]
-    fn get(self, index: usize) -> u32 {
+    pub(super) fn at(self, index: usize) -> u32 {
         match self {
             Self::All(n) => n,
             Self::Each(counts) => counts[index],
@@ -51,7 +52,7 @@ impl Manager {
         shared.clear();
         let mut result = Ok(());
         for (i, &sequence) in sequences.iter().enumerate() {
-            let count = counts.get(i);
+            let count = counts.at(i);
             match self.rows.next_in_batch(sequence) {
                 Ok(row) if fits(row.len, count, lookahead, row.writable) => {}
                 Ok(_) => match self.need(sequence, count, lookahead, &mut shared) {
@@ -93,7 +94,7 @@ impl Manager {
         let open = self.tickets.open();
         let mut rest = slots;
         for (i, &sequence) in sequences.iter().enumerate() {
-            let count = counts.get(i);
+            let count = counts.at(i);
             let (now, later) = rest.split_at_mut(count as usize);
             rest = later;
             let row = self.rows.at_mut(sequence);
@@ -172,7 +173,7 @@ impl Manager {
         let (open, size) = (self.tickets.open(), self.block_size);
         let row = self.rows.at_mut(sequence);
         if wanted > 0 {
-            self.step.reuses_drained |= self.pools[0].take(wanted, &mut row.table);
+            self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted, &mut row.table);
         }
         write_slots(row, len, size, slots);
         row.len = len + count;
@@ -193,7 +194,7 @@ impl Manager {
     /// Gives a row a block of its own in place of a shared one, by a copy of this step.
     fn copy_on_write(&mut self, sequence: SequenceId, index: usize, shared: BlockId) -> Result<()> {
         let mut fresh = Vec::with_capacity(1);
-        self.step.reuses_drained |= self.pools[0].take(1, &mut fresh);
+        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, 1, &mut fresh);
         let own = fresh[0];
         self.lease(Tier::Device, shared, LeaseKind::Read)?;
         self.lease(Tier::Device, own, LeaseKind::Write)?;

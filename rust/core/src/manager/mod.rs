@@ -8,6 +8,7 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod append;
+mod prefix;
 mod relocate;
 mod ticket;
 
@@ -20,6 +21,7 @@ use crate::table::{Row, Rows};
 use std::collections::HashSet;
 
 pub use append::Counts;
+pub use prefix::{BlockExtra, PrefixStats, Prompt};
 
 /// Largest block size, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1 << 20;
@@ -33,6 +35,8 @@ pub struct Config {
     pub blocks: [usize; 3],
     /// Fraction of the device blocks that admission keeps free, `0.0..1.0`.
     pub watermark: f64,
+    /// Whether full device blocks stay findable by their keys after their sequences have gone, until evicted.
+    pub prefix_caching: bool,
 }
 
 /// Whether something fits.
@@ -76,6 +80,7 @@ pub struct Manager {
     rows: Rows,
     tickets: Tickets,
     step: OpenStep,
+    stats: PrefixStats,
     scratch: Vec<BlockId>,
 }
 
@@ -85,7 +90,7 @@ impl Manager {
     /// # Errors
     /// A size or the watermark is out of range.
     pub fn new(config: Config) -> Result<Self> {
-        let Config { block_size, blocks, watermark } = config;
+        let Config { block_size, blocks, watermark, prefix_caching } = config;
         if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
         }
@@ -105,10 +110,21 @@ impl Manager {
         )]
         let watermark = (watermark * blocks[0] as f64) as usize;
         let [device, host, external] = blocks;
-        let pools =
-            [Pool::new(Tier::Device, device)?, Pool::new(Tier::Host, host)?, Pool::new(Tier::External, external)?];
-        let (rows, tickets) = (Rows::new(), Tickets::new());
-        Ok(Self { block_size, watermark, pools, rows, tickets, step: OpenStep::default(), scratch: Vec::new() })
+        let pools = [
+            Pool::new(Tier::Device, device, prefix_caching)?,
+            Pool::new(Tier::Host, host, false)?,
+            Pool::new(Tier::External, external, false)?,
+        ];
+        Ok(Self {
+            block_size,
+            watermark,
+            pools,
+            rows: Rows::new(),
+            tickets: Tickets::new(),
+            step: OpenStep::default(),
+            stats: PrefixStats::default(),
+            scratch: Vec::new(),
+        })
     }
 
     /// Token slots in a block.
@@ -153,7 +169,7 @@ impl Manager {
         for &n in tokens {
             let count = blocks_for(u64::from(n), self.block_size);
             let mut table = Vec::with_capacity(count + 1);
-            self.step.reuses_drained |= self.pools[0].take(count, &mut table);
+            self.step.reuses_drained |= take(&mut self.pools, Tier::Device, count, &mut table);
             let sequence = self.rows.open(Tier::Device, table);
             let row = self.rows.at_mut(sequence);
             row.len = n;
@@ -178,7 +194,9 @@ impl Manager {
         }
         for _ in 0..count {
             let child = self.rows.open(parent.tier, parent.table.clone());
-            inherit(self.rows.at_mut(child), &parent, parent.len, parent.written);
+            let row = self.rows.at_mut(child);
+            inherit(row, &parent, parent.len, parent.written);
+            row.keys.clone_from(&parent.keys);
             out.push(child);
         }
         Ok(())
@@ -204,7 +222,7 @@ impl Manager {
         for &block in &table {
             self.pools[0].share(block, 1);
         }
-        self.step.reuses_drained |= self.pools[0].take(wanted, &mut table);
+        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted, &mut table);
         let child = self.rows.open(Tier::Device, table);
         let open = self.tickets.open();
         inherit(self.rows.at_mut(child), &parent, tokens, open);
@@ -223,7 +241,8 @@ impl Manager {
         }
         for &sequence in sequences {
             let tier = self.rows.at(sequence).tier;
-            for block in self.rows.close(sequence) {
+            // The last block goes first, so that a cached chain is evicted from its end.
+            for block in self.rows.close(sequence).into_iter().rev() {
                 release(&mut self.pools, tier, block);
             }
         }
@@ -374,6 +393,15 @@ fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
         *slot = i64::from(row.table[index].0) * size + offset;
         offset += 1;
     }
+}
+
+/// Takes blocks; the twins of those that were cached forget them. Returns whether any was draining.
+fn take(pools: &mut [Pool; 3], tier: Tier, count: usize, out: &mut Vec<BlockId>) -> bool {
+    let drained = pools[tier.index()].take(count, out);
+    for (other, twin) in pools[tier.index()].take_orphans() {
+        pools[other.index()].set_twin(twin, None);
+    }
+    drained
 }
 
 /// Drops one reference; the twin of a block that goes free forgets it.

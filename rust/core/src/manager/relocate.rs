@@ -1,6 +1,6 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
-use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, require_tier, unlink};
+use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, require_tier, take, unlink};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, Tier};
@@ -195,8 +195,11 @@ impl Manager {
             if self.pools[route.from.index()].is_writing(block) {
                 return Err(Error::InFlight { sequence, ticket: row.ticket });
             }
-            if self.shareable(block, i < full, route).is_none() {
-                sources.push(block);
+            match self.shareable(block, i < full, route) {
+                None => sources.push(block),
+                // Claiming a cached block leaves one fewer to be taken.
+                Some(twin) if self.pools[route.to.index()].is_idle(twin) => sources.push(block),
+                Some(_) => {}
             }
         }
         Ok(())
@@ -213,8 +216,9 @@ impl Manager {
     fn relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<()> {
         let wanted = self.wanted(sequences, route)?;
         self.pools[route.to.index()].require(wanted, route.takes_draining)?;
+        let kept = self.claim_twins(sequences, route);
         let mut targets = Vec::with_capacity(wanted);
-        let drained = self.pools[route.to.index()].take(wanted, &mut targets);
+        let drained = take(&mut self.pools, route.to, wanted - kept.len(), &mut targets);
         self.step.reuses_drained |= drained;
         let mut targets = targets.into_iter();
         let mut partial = Vec::new();
@@ -222,11 +226,32 @@ impl Manager {
             self.relocate_row(sequence, route, &mut targets, &mut partial)?;
         }
         debug_assert!(targets.next().is_none(), "more blocks were taken than moved");
+        for block in kept {
+            release(&mut self.pools, route.to, block);
+        }
         for block in partial {
             unlink(&mut self.pools, route.to, block);
             self.step.fresh.remove(&(route.to, block));
         }
         Ok(())
+    }
+
+    /// Claims the cached blocks that the rows will share, so that making room does not evict them.
+    fn claim_twins(&mut self, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
+        let mut kept = Vec::new();
+        for &sequence in sequences {
+            let row = self.rows.at(sequence);
+            let full = (row.len / self.block_size) as usize;
+            for &block in &row.table[..full] {
+                if let Some(twin) = self.shareable(block, true, route) {
+                    if self.pools[route.to.index()].is_idle(twin) {
+                        self.pools[route.to.index()].claim(twin);
+                        kept.push(twin);
+                    }
+                }
+            }
+        }
+        kept
     }
 
     /// Moves one row. Blocks that others share are linked to their copies, so that those find them; a partly filled one
@@ -249,13 +274,14 @@ impl Manager {
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
             if let Some(twin) = self.shareable(source, i < full, route) {
-                self.pools[route.to.index()].share(twin, 1);
+                self.pools[route.to.index()].claim(twin);
                 *block = twin;
             } else if let Some(target) = targets.next() {
                 self.step.pairs(route.kind, route.from, route.to).push([source.0, target.0]);
                 self.lease(route.from, source, route.reads)?;
                 self.lease(route.to, target, LeaseKind::Write)?;
-                if self.pools[route.from.index()].refs(source) > 1 {
+                let pool = &self.pools[route.from.index()];
+                if pool.refs(source) > 1 || (i < full && pool.is_published(source)) {
                     link(&mut self.pools, (route.from, source), (route.to, target));
                     self.step.fresh.insert((route.to, target));
                     if i >= full {
@@ -272,6 +298,9 @@ impl Manager {
         row.ticket = open;
         row.moving = true;
         row.writable = 0;
+        if let Some(keys) = &mut row.keys {
+            keys.published = 0;
+        }
         Ok(())
     }
 }

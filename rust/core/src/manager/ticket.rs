@@ -53,6 +53,7 @@ impl Manager {
         }
         for &(tier, block) in &blocks {
             unlink(&mut self.pools, tier, block);
+            self.pools[tier.index()].unpublish(block);
         }
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
         let sequences: Vec<_> = self.rows.iter().filter(|(_, r)| hit(r.tier, &r.table)).map(|(id, _)| id).collect();

@@ -1,0 +1,218 @@
+//! Keys of full blocks: everything before a block, its tokens, and what else decides its bytes.
+//!
+//! One byte stream a sequence: a 64-byte header frame, then for each block its extra frames and its tokens as
+//! little-endian u32, padded to 64 bytes with 0xFF. The in-process [`Key`] of a block is SHA-256's chaining value after
+//! it, so a parent's key is hashed into its children for nothing; the [`ExportedKey`] is the finished SHA-256 of the same
+//! stream. The two are types of their own and never compared.
+
+use crate::error::{Error, Result};
+use sha2::digest::generic_array::GenericArray;
+use sha2::digest::typenum::U64;
+
+/// Version of the byte stream.
+const FORMAT: u32 = 1;
+/// Marks an extra frame and pads a block; no token has this id.
+pub const RESERVED_TOKEN: u32 = u32::MAX;
+
+const INITIAL: [u32; 8] =
+    [0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19];
+
+/// In-process key of a full block: SHA-256's chaining value. Never leaves the process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct Key([u32; 8]);
+
+impl Key {
+    /// A word of the key for hash tables, never 0.
+    #[inline]
+    pub(crate) fn tag(&self) -> u32 {
+        self.0[0].max(1)
+    }
+}
+
+/// Key that leaves the process: the SHA-256 digest of the stream up to a block's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ExportedKey(pub [u8; 32]);
+
+/// What a sequence's keys depend on beside its tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct KeySpec {
+    /// Keeps tenants apart; all zero for none. A digest, where the salt itself is longer.
+    pub salt: [u8; 32],
+    /// Adapter that the sequence runs with; 0 for none.
+    pub lora_id: u64,
+}
+
+/// Something besides tokens that decides a block's bytes, such as the hash of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Extra<'a> {
+    /// What it is: the caller's numbering.
+    pub kind: u32,
+    /// Its bytes.
+    pub bytes: &'a [u8],
+}
+
+/// The chain of one sequence's keys, one block after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chain {
+    state: [u32; 8],
+    /// 64-byte frames hashed so far.
+    frames: u64,
+}
+
+impl Chain {
+    /// The chain before a sequence's first block.
+    #[must_use]
+    pub fn new(spec: &KeySpec, block_size: u32, cache_group: u32) -> Self {
+        let mut header = [0; 64];
+        header[..8].copy_from_slice(b"BLKYKEYS");
+        header[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+        header[12..16].copy_from_slice(&block_size.to_le_bytes());
+        header[16..20].copy_from_slice(&cache_group.to_le_bytes());
+        header[24..32].copy_from_slice(&spec.lora_id.to_le_bytes());
+        header[32..].copy_from_slice(&spec.salt);
+        let mut chain = Self { state: INITIAL, frames: 0 };
+        chain.absorb(&header);
+        chain
+    }
+
+    /// Goes on over one full block and returns its key.
+    ///
+    /// # Errors
+    /// A token is [`RESERVED_TOKEN`], or an extra is longer than a u32 can say; the chain is unchanged.
+    pub fn block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
+        if let Some(at) = tokens.iter().position(|&token| token == RESERVED_TOKEN) {
+            let must = format!("below {RESERVED_TOKEN} at position {at} of its block");
+            return Err(Error::InvalidArgument { what: "token id", found: i128::from(RESERVED_TOKEN), must });
+        }
+        if let ([], 16) = (extras, tokens.len()) {
+            let mut frame = [0; 64];
+            for (bytes, token) in frame.chunks_exact_mut(4).zip(tokens) {
+                bytes.copy_from_slice(&token.to_le_bytes());
+            }
+            self.absorb(&frame);
+        } else {
+            let stream = frames(tokens, extras)?;
+            for frame in stream.chunks_exact(64) {
+                if let Ok(frame) = frame.try_into() {
+                    self.absorb(frame);
+                }
+            }
+        }
+        Ok(Key(self.state))
+    }
+
+    /// Key for other processes: the digest of everything so far.
+    #[must_use]
+    pub fn export(&self) -> ExportedKey {
+        let mut last = [0; 64];
+        last[0] = 0x80;
+        last[56..].copy_from_slice(&(self.frames * 512).to_be_bytes());
+        let mut end = *self;
+        end.absorb(&last);
+        let mut digest = [0; 32];
+        for (bytes, word) in digest.chunks_exact_mut(4).zip(end.state) {
+            bytes.copy_from_slice(&word.to_be_bytes());
+        }
+        ExportedKey(digest)
+    }
+
+    #[inline]
+    fn absorb(&mut self, frame: &[u8; 64]) {
+        sha2::compress256(&mut self.state, std::slice::from_ref(GenericArray::<u8, U64>::from_slice(frame)));
+        self.frames += 1;
+    }
+}
+
+/// The bytes of one block: extra frames, tokens, padding.
+fn frames(tokens: &[u32], extras: &[Extra<'_>]) -> Result<Vec<u8>> {
+    let mut stream = Vec::with_capacity(tokens.len() * 4 + 64);
+    for extra in extras {
+        let length = u32::try_from(extra.bytes.len()).map_err(|_| Error::InvalidArgument {
+            what: "length of an extra key",
+            found: extra.bytes.len() as i128,
+            must: format!("at most {}", u32::MAX),
+        })?;
+        for word in [RESERVED_TOKEN, extra.kind, length] {
+            stream.extend(word.to_le_bytes());
+        }
+        stream.extend(extra.bytes);
+        stream.resize(stream.len().next_multiple_of(4), 0xFF);
+    }
+    stream.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+    stream.resize(stream.len().next_multiple_of(64), 0xFF);
+    Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use sha2::{Digest, Sha256};
+
+    fn stream_of_header(spec: &KeySpec, block_size: u32, group: u32) -> Vec<u8> {
+        let mut bytes = b"BLKYKEYS".to_vec();
+        for word in [FORMAT, block_size, group, 0] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(spec.lora_id.to_le_bytes());
+        bytes.extend(spec.salt);
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn the_exported_key_is_the_plain_sha256_of_the_stream(
+            blocks in prop::collection::vec(prop::collection::vec(0u32..u32::MAX, 1..40), 0..6),
+            salt in any::<[u8; 32]>(), lora_id in any::<u64>(), image in prop::collection::vec(any::<u8>(), 0..70),
+        ) {
+            let spec = KeySpec { salt, lora_id };
+            let mut chain = Chain::new(&spec, 16, 3);
+            let mut stream = stream_of_header(&spec, 16, 3);
+            for (i, tokens) in blocks.iter().enumerate() {
+                let extra = [Extra { kind: 7, bytes: &image }];
+                let extras = if i % 2 == 1 { &extra[..] } else { &[] };
+                chain.block(tokens, extras).unwrap();
+                if i % 2 == 1 {
+                    for word in [u32::MAX, 7, image.len() as u32] { stream.extend(word.to_le_bytes()); }
+                    stream.extend(&image);
+                    while stream.len() % 4 != 0 { stream.push(0xFF); }
+                }
+                for token in tokens { stream.extend(token.to_le_bytes()); }
+                while stream.len() % 64 != 0 { stream.push(0xFF); }
+            }
+            prop_assert_eq!(chain.export().0.to_vec(), Sha256::digest(&stream).to_vec());
+        }
+    }
+
+    #[test]
+    fn keys_differ_with_salt_adapter_group_parent_and_extra() {
+        let tokens: Vec<u32> = (0..16).collect();
+        let key = |spec: KeySpec, group, extras: &[Extra<'_>], before: &[u32]| {
+            let mut chain = Chain::new(&spec, 16, group);
+            if !before.is_empty() {
+                chain.block(before, &[]).unwrap();
+            }
+            chain.block(&tokens, extras).unwrap()
+        };
+        let plain = KeySpec::default();
+        let keys = [
+            key(plain, 0, &[], &[]),
+            key(KeySpec { salt: [1; 32], ..plain }, 0, &[], &[]),
+            key(KeySpec { lora_id: 1, ..plain }, 0, &[], &[]),
+            key(plain, 1, &[], &[]),
+            key(plain, 0, &[], &tokens),
+            key(plain, 0, &[Extra { kind: 1, bytes: b"image" }], &[]),
+        ];
+        let distinct: std::collections::HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
+    }
+
+    #[test]
+    fn the_reserved_token_is_refused_and_the_chain_unchanged() {
+        let mut chain = Chain::new(&KeySpec::default(), 16, 0);
+        let before = chain;
+        assert!(chain.block(&[1, RESERVED_TOKEN], &[]).is_err());
+        assert_eq!(chain, before);
+    }
+}

@@ -1,0 +1,272 @@
+//! The prefix cache: prompts share the blocks of earlier ones that began alike.
+//!
+//! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
+
+use super::{Manager, blocks_for, invalid, refuse_loading, release, take};
+use crate::error::{Error, Result};
+use crate::hash::{Chain, Extra, Key, KeySpec};
+use crate::id::{BlockId, SequenceId, Tier};
+use crate::table::RowKeys;
+
+/// Something besides tokens that decides the bytes of one block of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockExtra<'a> {
+    /// Index of the block in the prompt.
+    pub block: usize,
+    /// What it is.
+    pub extra: Extra<'a>,
+}
+
+/// A prompt to be admitted with whatever of it is cached.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// Token ids.
+    pub tokens: &'a [u32],
+    /// What its keys depend on beside its tokens.
+    pub spec: KeySpec,
+    /// Extras, by rising block.
+    pub extras: &'a [BlockExtra<'a>],
+}
+
+/// Counters of the prefix cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixStats {
+    /// Prompts that were admitted with their tokens.
+    pub prompts: u64,
+    /// Their full blocks, and how many of those were found.
+    pub blocks: u64,
+    /// Full blocks that were found.
+    pub hit_blocks: u64,
+    /// Their tokens.
+    pub tokens: u64,
+    /// Tokens that need not be computed.
+    pub hit_tokens: u64,
+    /// Blocks that turned out to be computed twice and were merged.
+    pub merged: u64,
+}
+
+/// One prompt's keys and the blocks found for the first of them.
+struct Match {
+    keys: RowKeys,
+    found: Vec<BlockId>,
+}
+
+impl Manager {
+    /// Counters since the manager was made.
+    #[must_use]
+    pub fn prefix_stats(&self) -> PrefixStats {
+        self.stats
+    }
+
+    /// Tokens at the start of a prompt whose blocks are cached; nothing is taken.
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn cached_tokens(&self, prompt: &Prompt<'_>) -> Result<u32> {
+        let found = self.find_prefix(prompt)?.found.len();
+        Ok(u32::try_from(found).unwrap_or(u32::MAX).saturating_mul(self.block_size))
+    }
+
+    /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle
+    /// and how many of its first tokens need not be computed. The last token always is to be computed.
+    ///
+    /// # Errors
+    /// The device has too few blocks for the whole batch, or a token has the reserved id.
+    pub fn allocate_prompts(&mut self, prompts: &[Prompt<'_>], out: &mut Vec<(SequenceId, u32)>) -> Result<()> {
+        self.rows.require(prompts.len())?;
+        let matches = prompts.iter().map(|prompt| self.find_prefix(prompt)).collect::<Result<Vec<_>>>()?;
+        let mut idle: Vec<BlockId> = matches.iter().flat_map(|m| &m.found).copied().collect();
+        idle.retain(|&block| self.pools[0].is_idle(block));
+        idle.sort_unstable();
+        idle.dedup();
+        let held = |(prompt, found): (&Prompt<'_>, &Match)| {
+            blocks_for(prompt.tokens.len() as u64, self.block_size) - found.found.len()
+        };
+        let new: usize = prompts.iter().zip(&matches).map(held).sum();
+        self.pools[0].require(new + idle.len(), true)?;
+        for block in matches.iter().flat_map(|m| &m.found) {
+            self.pools[0].claim(*block);
+        }
+        for (prompt, found) in prompts.iter().zip(matches) {
+            out.push(self.open_prompt(prompt, found));
+        }
+        Ok(())
+    }
+
+    /// Appends tokens like [`Manager::append`], and lets the prefix cache know them: `tokens` are the ids, sequence by
+    /// sequence.
+    ///
+    /// # Errors
+    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as slots.
+    pub fn append_tokens(
+        &mut self,
+        sequences: &[SequenceId],
+        counts: super::Counts<'_>,
+        lookahead: u32,
+        tokens: &[u32],
+        slots: &mut [i64],
+    ) -> Result<()> {
+        if tokens.len() != slots.len() {
+            return Err(invalid("number of token ids", tokens.len() as i128, format!("{}, the slots", slots.len())));
+        }
+        refuse_reserved(tokens)?;
+        self.append(sequences, counts, lookahead, slots)?;
+        let mut rest = tokens;
+        for (i, &sequence) in sequences.iter().enumerate() {
+            let (now, later) = rest.split_at(counts.at(i) as usize);
+            rest = later;
+            self.extend_keys(sequence, now)?;
+        }
+        Ok(())
+    }
+
+    /// Publishes the full blocks of the sequences: the model has computed all their tokens. A block whose key another
+    /// block already has is given up for that one.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice, or the sequence has tokens that the present step is yet to write.
+    pub fn mark_computed(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        self.rows.begin_batch();
+        for &sequence in sequences {
+            let row = self.rows.next_in_batch(sequence)?;
+            if row.written == self.tickets.open() {
+                return Err(Error::Unwritten { sequence });
+            }
+        }
+        for &sequence in sequences {
+            self.publish_row(sequence);
+        }
+        Ok(())
+    }
+
+    /// Blocks at the start of all the sequences that they share and that are computed.
+    ///
+    /// # Errors
+    /// A handle is unknown.
+    pub fn common_computed_blocks(&self, sequences: &[SequenceId]) -> Result<Vec<BlockId>> {
+        let rows = sequences.iter().map(|&s| self.rows.get(s)).collect::<Result<Vec<_>>>()?;
+        let Some((first, rest)) = rows.split_first() else { return Ok(Vec::new()) };
+        let computed = first.keys.as_ref().map_or(0, |keys| keys.published);
+        let same = |(i, block): &(usize, &BlockId)| {
+            rest.iter().all(|row| row.tier == first.tier && row.table.get(*i) == Some(block))
+        };
+        Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
+    }
+
+    /// Forgets everything that is cached, unless a block is in use; returns whether it did.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        if self.pools[0].free() != self.pools[0].len() {
+            return false;
+        }
+        self.pools[0].unpublish_all();
+        for (tier, twin) in self.pools[0].take_orphans() {
+            self.pools[tier.index()].set_twin(twin, None);
+        }
+        true
+    }
+
+    fn find_prefix(&self, prompt: &Prompt<'_>) -> Result<Match> {
+        let size = self.block_size as usize;
+        let mut chain = Chain::new(&prompt.spec, self.block_size, 0);
+        let blocks = prompt.tokens.chunks_exact(size);
+        let pending = blocks.remainder();
+        refuse_reserved(pending)?;
+        let mut keys = Vec::with_capacity(blocks.len() + 1);
+        let mut extras = prompt.extras;
+        for (i, tokens) in blocks.enumerate() {
+            let own = extras.iter().take_while(|extra| extra.block == i).count();
+            let key = if own == 0 {
+                chain.block(tokens, &[])?
+            } else {
+                let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
+                chain.block(tokens, &of_block)?
+            };
+            extras = &extras[own..];
+            keys.push(key);
+        }
+        if let Some(extra) = extras.first() {
+            let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
+            return Err(invalid("block of an extra key", extra.block as i128, must));
+        }
+        let most = prompt.tokens.len().saturating_sub(1) / size;
+        let found: Vec<BlockId> = keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)).collect();
+        let published = found.len();
+        Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published }, found })
+    }
+
+    /// Opens the row of a prompt whose found blocks have been claimed.
+    fn open_prompt(&mut self, prompt: &Prompt<'_>, found: Match) -> (SequenceId, u32) {
+        let Match { keys, found: mut table } = found;
+        let hits = table.len();
+        let held = blocks_for(prompt.tokens.len() as u64, self.block_size);
+        table.reserve(held + 1 - hits);
+        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, held - hits, &mut table);
+        let sequence = self.rows.open(Tier::Device, table);
+        let open = self.tickets.open();
+        let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
+        let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
+        self.stats.prompts += 1;
+        self.stats.blocks += keys.keys.len() as u64;
+        self.stats.hit_blocks += hits as u64;
+        self.stats.tokens += u64::from(length);
+        self.stats.hit_tokens += u64::from(cached);
+        let row = self.rows.at_mut(sequence);
+        row.len = length;
+        row.written = open;
+        row.keys = Some(Box::new(keys));
+        (sequence, cached)
+    }
+
+    /// Hashes tokens that a row got; a row that also got tokens unknown to the cache is no longer followed.
+    fn extend_keys(&mut self, sequence: SequenceId, tokens: &[u32]) -> Result<()> {
+        let size = self.block_size as usize;
+        let row = self.rows.at_mut(sequence);
+        let Some(keys) = &mut row.keys else { return Ok(()) };
+        let known = keys.keys.len() * size + keys.pending.len() + tokens.len();
+        if known != row.len as usize {
+            row.keys = None;
+            return Ok(());
+        }
+        for &token in tokens {
+            keys.pending.push(token);
+            if keys.pending.len() == size {
+                keys.keys.push(keys.chain.block(&keys.pending, &[])?);
+                keys.pending.clear();
+            }
+        }
+        Ok(())
+    }
+
+    /// Publishes what has landed of one row on the device.
+    fn publish_row(&mut self, sequence: SequenceId) {
+        let row = self.rows.at_mut(sequence);
+        let loading = refuse_loading(sequence, row, &self.tickets).is_err();
+        if row.tier != Tier::Device || row.lost || loading {
+            return;
+        }
+        let Some(keys) = &mut row.keys else { return };
+        while let (Some(&key), Some(&block)) = (keys.keys.get(keys.published), row.table.get(keys.published)) {
+            if self.pools[0].is_writing(block) {
+                break;
+            }
+            if let Some(canonical) = self.pools[0].publish(block, key) {
+                self.pools[0].claim(canonical);
+                row.table[keys.published] = canonical;
+                release(&mut self.pools, Tier::Device, block);
+                self.stats.merged += 1;
+            }
+            keys.published += 1;
+        }
+    }
+}
+
+fn refuse_reserved(tokens: &[u32]) -> Result<()> {
+    match tokens.iter().position(|&token| token == crate::hash::RESERVED_TOKEN) {
+        None => Ok(()),
+        Some(at) => Err(Error::InvalidArgument {
+            what: "token id",
+            found: i128::from(crate::hash::RESERVED_TOKEN),
+            must: format!("below it, at {at}"),
+        }),
+    }
+}
