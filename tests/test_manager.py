@@ -8,14 +8,11 @@ from blockyard import (
     BlockManager,
     BlockyardError,
     InvalidArgumentError,
-    MappingError,
     OutOfBlocksError,
     Pairs,
     SequenceStateError,
     UnknownSequenceError,
-    UnknownTicketError,
 )
-from blockyard.testing import Config, SimulatedMemory
 
 BLOCK = 4
 
