@@ -6,7 +6,6 @@ import pytest
 from blockyard import (
     AllocStatus,
     BlockManager,
-    BlockyardError,
     InvalidArgumentError,
     OutOfBlocksError,
     Pairs,
