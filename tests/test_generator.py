@@ -180,14 +180,28 @@ def test_a_request_that_cannot_be_served_is_refused_and_none_is_left(model, tmp_
 def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
     class Failing(Watching):
         def execute(self, decision):
-            if len(decision):
+            lost = self.inner.execute(decision)
+            if decision.transfers() and decision.transfers()[0][0] != "copy":
                 raise OSError("a device went away")
-            return self.inner.execute(decision)
+            return lost
 
     with open_generator(model, tmp_path, wrap_executor=Failing) as generator:
         with pytest.raises(OSError, match="a device went away"):
             generator.generate(*work)
         assert generator.num_unfinished == 0
+        generator.manager.check()
+        assert [generator.manager.num_free(tier) for tier in ("device", "host")] == [40, 6]
+
+
+@pytest.mark.gpu
+def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
+    config = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
+    model = demo_model(config, device="cuda", dtype=torch.float64)
+    with open_generator(model, tmp_path, preemption_mode="swap", wrap_executor=Watching) as generator:
+        outputs = generator.generate(*work)
+        assert generator.executor.kinds == set(KINDS)
+    each = zip(*work, strict=True)
+    assert outputs == [[reference_generate(model, prompt, p, index) for index in range(p.n)] for prompt, p in each]
 
 
 def test_waiting_for_ever_is_an_error(model, tmp_path):

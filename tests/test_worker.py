@@ -1,6 +1,7 @@
 """Sizing and ownership of caches and external tier."""
 
 import pytest
+import torch
 
 from blockyard.errors import InvalidArgumentError, TierFullError
 from blockyard.integrations.demo_model import demo_config, demo_model
@@ -84,3 +85,14 @@ def test_caches_are_allocated_once(model):
         worker.initialize_cache(4, 0)
         with pytest.raises(InvalidArgumentError, match="4 device blocks"):
             worker.initialize_cache(4, 0)
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_keeps_room_for_the_largest_step():
+    model = demo_model(device="cuda")
+    with Worker(model) as worker:
+        device, host = worker.determine_num_available_blocks(memory_utilization=0.5, max_num_batched_tokens=4096)
+        _, total = torch.cuda.mem_get_info()
+        assert 0 < device * worker.model.layout.bytes_per_block < 0.5 * total
+        assert host > 0
+        assert worker.initialize_cache(device, 0).num_blocks("device") == device

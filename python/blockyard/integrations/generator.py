@@ -168,6 +168,8 @@ class Generator:
     def step(self) -> list[Finished]:
         """Run one step: decide, move blocks, compute, sample.
 
+        If executor or model raise, the error goes to the caller, and the requests are to be aborted.
+
         Returns:
             The requests that it finished.
 
@@ -175,7 +177,12 @@ class Generator:
             InvariantError: nothing can run although requests wait.
         """
         planned = self.scheduler.schedule()
-        lost = self.executor.execute(planned.decision)
+        try:
+            lost = self.executor.execute(planned.decision)
+        except BaseException:
+            # What landed is not known: nothing counts as landed, and the leases end.
+            self.scheduler.settle(planned, [pairs for _, pairs in planned.decision.transfers()])
+            raise
         step = self.scheduler.settle(planned, lost)
         sampled: list[list[int]] = []
         if step.batch:
