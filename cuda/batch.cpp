@@ -90,9 +90,11 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStre
     const std::lock_guard<std::mutex> lock(side.mutex);
     status = prepare(side);
     if (status == cudaSuccess) status = order(side.event, stream, side.stream);
-    if (status == cudaSuccess) status = submit(batch_copy, batch, side.stream);
-    if (status == cudaSuccess) status = order(side.event, side.stream, stream);
-    return status;
+    if (status != cudaSuccess) return status;
+    status = submit(batch_copy, batch, side.stream);
+    // A batch that fails half-way has queued the other half: what comes later waits for that, too.
+    const cudaError_t joined = order(side.event, side.stream, stream);
+    return status != cudaSuccess ? status : joined;
 }
 
 bool is_capturing(cudaStream_t stream) {

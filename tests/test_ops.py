@@ -76,9 +76,10 @@ def mappings(draw: st.DrawFn, src_blocks: int, dst_blocks: int) -> np.ndarray:
 def strategy(name: str) -> AbstractContextManager[object]:
     """Force one way of copying on the CPU, whatever the sizes."""
     settings = {
+        "long runs": {"_PARALLEL_BYTES": 0},
         "runs": {"_FEW_RUNS": 1 << 30},
-        "scattered": {"_FEW_RUNS": 0, "_LARGE_RUN_BYTES": 1 << 30},
-        "small scratch": {"_FEW_RUNS": 0, "_LARGE_RUN_BYTES": 1 << 30, "_SCRATCH_BYTES": 64},
+        "scattered": {"_FEW_RUNS": 0, "_CALL_BYTES": 1 << 30},
+        "small scratch": {"_FEW_RUNS": 0, "_CALL_BYTES": 1 << 30, "_SCRATCH_BYTES": 64},
     }
     return mock.patch.multiple(ops, **settings[name]) if name in settings else nullcontext()
 
@@ -103,7 +104,7 @@ COPIES: dict[str, Op] = {"op": ops.copy_blocks, "torch calls": ops._copy_torch}
 
 
 @pytest.mark.parametrize("through", SWAPS)
-@pytest.mark.parametrize("way", ["default", "runs", "scattered", "small scratch"])
+@pytest.mark.parametrize("way", ["default", "long runs", "runs", "scattered", "small scratch"])
 @given(st.data())
 def test_swap_changes_the_mapped_blocks_alone(way: str, through: str, data: st.DataObject):
     src_blocks, dst_blocks = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
@@ -118,7 +119,7 @@ def test_swap_changes_the_mapped_blocks_alone(way: str, through: str, data: st.D
 
 
 @pytest.mark.parametrize("through", COPIES)
-@pytest.mark.parametrize("way", ["default", "runs", "scattered", "small scratch"])
+@pytest.mark.parametrize("way", ["default", "long runs", "runs", "scattered", "small scratch"])
 @given(st.data())
 def test_copy_changes_the_mapped_blocks_alone(way: str, through: str, data: st.DataObject):
     blocks = data.draw(st.integers(2, 14))

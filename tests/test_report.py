@@ -12,6 +12,7 @@ import pytest
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.sim.report import (
+    Damage,
     Difference,
     FileTier,
     Peak,
@@ -39,6 +40,7 @@ REPORT = Report(
     tokens_per_second=240.0,
     reference_seconds=20.0,
     preemptions={"swap_host": 4, "swap_external": 3, "recompute": 2},
+    lost=0,
     transfers=[
         Transfer("swap_out", "device", "host", 40, 40 * 2**20),
         Transfer("spill", "device", "external", 30, 30 * 2**20),
@@ -46,7 +48,8 @@ REPORT = Report(
         Transfer("copy", "device", "device", 7, 7 * 2**20),
     ],
     peak={"device": Peak(96, 96), "host": Peak(20, 24), "external": Peak(30, 512)},
-    file_tier=FileTier(blocks_written=35, blocks_read=35, bytes_written=35 * 2**20, bytes_read=35 * 2**20),
+    file_tier=FileTier(written_blocks=35, written_bytes=35 * 2**20, read_blocks=35, read_bytes=35 * 2**20),
+    damage=None,
     sabotage=None,
     compared=48,
     identical_requests=48,
@@ -109,15 +112,27 @@ def test_many_differences_are_cut_short() -> None:
 
 
 def test_corruptions_are_told_beside_what_was_damaged() -> None:
-    tier = FileTier(checksum_failures=3, other_misses={"header": 1}, damaged_stored=9, damaged_read=4)
-    table = dict(rows(replace(REPORT, file_tier=tier)))
+    tier = FileTier(checksum_failures=4, damaged_blocks=4, misses={"header_checksum": 1, "payload_checksum": 3})
+    table = dict(rows(replace(REPORT, file_tier=tier, damage=Damage(20, 9, 4, 4), lost=2)))
     assert table["corruptions"] == "4 detected, 4 damaged blocks read of 9 stored"
-    assert table["file tier misses"] == "header 1"
+    assert table["file tier misses"] == "header_checksum 1, payload_checksum 3"
+    assert table["requests recomputed after a miss"] == "2"
+
+
+def test_damage_that_was_read_and_not_detected_exits_1() -> None:
+    assert replace(REPORT, damage=Damage(20, 9, 4, 4)).exit_code == 0
+    assert replace(REPORT, damage=Damage(20, 9, 4, 3)).exit_code == 1
+
+
+def test_damage_that_was_never_read_exits_2() -> None:
+    unread = replace(REPORT, damage=Damage(20, 9, 0, 0))
+    assert unread.exit_code == 2
+    assert "nothing was put to the test" in printed(unread)
 
 
 def test_sabotage_is_told() -> None:
     table = dict(rows(replace(REPORT, sabotage=Sabotage("copy", 0, ""))))
-    assert table["dropped on purpose"] == "nothing: no copy happened in this run"
+    assert table["dropped on purpose"] == "nothing: 0 blocks of kind copy were due in this run"
 
 
 def test_blocks_are_summed_by_kind_and_destination() -> None:

@@ -52,20 +52,22 @@ def demo_config(
         pad_token_id=PAD_TOKEN_ID,
         bos_token_id=BOS_TOKEN_ID,
         eos_token_id=EOS_TOKEN_ID,
-        dtype=torch.float32,
     )
 
 
-def demo_model(config: LlamaConfig | None = None, *, seed: int = 0, device: str = "cpu") -> LlamaForCausalLM:
+def demo_model(
+    config: LlamaConfig | None = None, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
     """Build the demo's model; torch's own random state is left as it was.
 
     Args:
         config: another shape than `demo_config()`.
         seed: decides the weights.
         device: where the model is put; weights are drawn on the CPU, so they are the same everywhere.
+        dtype: of weights, activations and KV; the weights are drawn as float32 for every dtype.
 
     Returns:
-        The model, fp32, in evaluation mode.
+        The model, in evaluation mode.
 
     Example:
         >>> model = demo_model()
@@ -76,5 +78,5 @@ def demo_model(config: LlamaConfig | None = None, *, seed: int = 0, device: str 
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config or demo_config())
     model.eval()
-    model.to(device)  # type: ignore[arg-type]
+    model.to(device, dtype)  # type: ignore[arg-type]
     return model

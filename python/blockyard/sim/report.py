@@ -1,7 +1,7 @@
 """What a demo run came to: the figures, the table shown at the end, the JSON file, and live progress.
 
 The JSON file holds one object, `Report` as it stands: its keys are the attributes documented below, nested objects
-those of `Transfer`, `Difference` and so on, plus `identical` (bool) and `exit_code`. Sizes are bytes, times seconds.
+those of `Transfer`, `Peak` and so on, plus `identical` (bool) and `exit_code`. Sizes are bytes, times seconds.
 
 rich draws where it is installed; without it the table is plain text and there is no live view.
 """
@@ -56,32 +56,44 @@ class Peak:
 
 @dataclass(frozen=True)
 class FileTier:
-    """What the file tier counted.
+    """What the external tier counted.
 
     Attributes:
-        blocks_written: blocks stored.
-        blocks_read: blocks asked for, damaged ones included.
-        bytes_written: bytes of the blocks stored.
-        bytes_read: bytes of the blocks that came back whole.
-        checksum_failures: blocks whose bytes were not those stored.
-        other_misses: blocks refused for another reason, by reason.
-        damaged_stored: blocks that the run damaged on purpose.
-        damaged_read: reads of such blocks.
+        written_blocks: blocks stored.
+        written_bytes: their bytes.
+        read_blocks: blocks that came back whole.
+        read_bytes: their bytes.
+        checksum_failures: blocks whose bytes, or whose header's, were not those stored.
+        damaged_blocks: blocks refused for any mismatch between what was stored and what was read.
+        misses: blocks refused, by reason.
+        errors: failed operations of the storage.
     """
 
-    blocks_written: int = 0
-    blocks_read: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
     checksum_failures: int = 0
-    other_misses: dict[str, int] = field(default_factory=dict)
-    damaged_stored: int = 0
-    damaged_read: int = 0
+    damaged_blocks: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    errors: int = 0
 
-    @property
-    def detected(self) -> int:
-        """Reads that the tier refused."""
-        return self.checksum_failures + sum(self.other_misses.values())
+
+@dataclass(frozen=True)
+class Damage:
+    """Blocks damaged on purpose.
+
+    Attributes:
+        asked: blocks that were to be damaged.
+        stored: blocks damaged; fewer than asked if the run stored too few.
+        read: damaged blocks that were read.
+        detected: damaged blocks that the file tier refused.
+    """
+
+    asked: int
+    stored: int
+    read: int
+    detected: int
 
 
 @dataclass(frozen=True)
@@ -137,9 +149,11 @@ class Report:
         tokens_per_second: output tokens over these seconds.
         reference_seconds: wall time of the unpaged run.
         preemptions: count by kind: `swap_host`, `swap_external`, `recompute`.
+        lost: requests that started again because bytes did not come back whole.
         transfers: blocks and bytes per kind and pair of tiers.
         peak: most blocks used, by tier.
-        file_tier: what the file tier counted.
+        file_tier: what the external tier counted.
+        damage: blocks damaged on purpose; None if none were to be.
         sabotage: what was dropped on purpose; None if nothing was to be.
         compared: requests compared with the unpaged run.
         identical_requests: requests all of whose tokens were equal.
@@ -160,9 +174,11 @@ class Report:
     tokens_per_second: float
     reference_seconds: float
     preemptions: dict[str, int]
+    lost: int
     transfers: list[Transfer]
     peak: dict[str, Peak]
     file_tier: FileTier
+    damage: Damage | None
     sabotage: Sabotage | None
     compared: int
     identical_requests: int
@@ -175,10 +191,13 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 if identical, 1 if not; 2 if the sabotage asked for found nothing to drop."""
-        if self.sabotage is not None and not self.sabotage.dropped:
-            return 2
-        return 0 if self.identical else 1
+        """0 if all is well; 1 if tokens differ or damage went unnoticed; 2 if a fault asked for could not happen."""
+        if not self.identical:
+            return 1
+        if self.damage is not None and self.damage.detected != self.damage.read:
+            return 1
+        nothing_dropped = self.sabotage is not None and not self.sabotage.dropped
+        return 2 if nothing_dropped or (self.damage is not None and not self.damage.read) else 0
 
     def blocks(self, kind: str, dst: str | None = None) -> int:
         """Sum the blocks of one kind of transfer.
@@ -311,15 +330,17 @@ def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
 
 
 def _fault_rows(report: Report) -> list[tuple[str, str]]:
-    tier = report.file_tier
     table = []
-    if tier.other_misses:
-        table.append(("file tier misses", _join(tier.other_misses)))
-    if tier.damaged_stored:
-        figures = f"{tier.detected} detected, {tier.damaged_read} damaged blocks read of {tier.damaged_stored} stored"
-        table.append(("corruptions", figures))
+    if report.file_tier.misses:
+        table.append(("file tier misses", _join(report.file_tier.misses)))
+    if report.lost:
+        table.append(("requests recomputed after a miss", str(report.lost)))
+    if report.damage is not None:
+        damage = report.damage
+        figures = f"{damage.detected} detected, {damage.read} damaged blocks read of {damage.stored} stored"
+        table.append(("corruptions", figures if damage.read else f"{figures}: nothing was put to the test"))
     if report.sabotage is not None:
-        nothing = f"nothing: no {report.sabotage.kind} happened in this run"
+        nothing = f"nothing: {report.sabotage.seen} blocks of kind {report.sabotage.kind} were due in this run"
         table.append(("dropped on purpose", report.sabotage.dropped or nothing))
     return table
 
@@ -331,7 +352,7 @@ def _print_rich(table: list[tuple[str, str]], stream: TextIO) -> None:
     grid = Table(show_header=False)
     for name, figure in table:
         grid.add_row(name, figure)
-    Console(file=stream).print(grid)
+    Console(file=stream, width=None if stream.isatty() else 120).print(grid)
 
 
 def _score(report: Report) -> str:

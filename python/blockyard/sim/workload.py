@@ -1,14 +1,15 @@
 """The requests that the demo serves: real text found on every machine, or lengths and arrivals from a trace.
 
-The text is the source code and the documentation of Python's standard library, one token per byte. The same seed on
-the same Python installation gives the same requests; nothing else has a say, not even the order of files on disk.
+The text is the source code and the documentation of Python's standard library, one token per byte unless a model
+brings its own tokens. The same seed on the same Python installation gives the same requests; nothing else has a say,
+not even the order of files on disk.
 """
 
 from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.sim.trace import TraceRequest
 
-VOCAB_SIZE = 256
 SMALLEST_FILE_BYTES = 4096
+
+Encode = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Turns text, one byte an entry, into a model's tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class WorkItem:
 
     Attributes:
         request_id: unique within the workload.
-        prompt: token ids, int64 `[tokens]`, each below `VOCAB_SIZE`.
+        prompt: token ids, int64 `[tokens]`.
         sampling: how many sequences and tokens, and how they are chosen; no token ends a sequence early.
         arrival: seconds after the start.
     """
@@ -41,16 +44,18 @@ class WorkItem:
 
 
 class StandardText:
-    """Text of Python's standard library as byte tokens.
+    """Text of Python's standard library as tokens.
 
     Args:
         folder: where to look for Python files; the running Python's standard library if None.
+        encode: a model's tokenizer; one token a byte if None.
 
     Raises:
         InvalidArgumentError: there is no Python file of at least `SMALLEST_FILE_BYTES` bytes in the folder.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, *, encode: Encode | None = None) -> None:
+        self._encode = encode
         self.folder = folder or Path(sysconfig.get_path("stdlib"))
         topics = self.folder / "pydoc_data" / "topics.py"
         large = [path for path in self.folder.glob("*.py") if path.stat().st_size >= SMALLEST_FILE_BYTES]
@@ -67,18 +72,27 @@ class StandardText:
             count: tokens wanted.
 
         Returns:
-            Byte tokens, int64 `[count]`; a file that ends early is followed by the next one.
+            Token ids, int64 `[count]`; a file that ends early is followed by the next one.
         """
         last = len(self.paths) - 1
         index = last if rng.random() < 0.25 else int(rng.integers(0, last + 1))
-        text = self._read(index)
-        starts = np.flatnonzero(text == ord("\n"))
+        starts = np.flatnonzero(self._read(index) == ord("\n"))
         start = int(rng.choice(starts)) + 1 if len(starts) else 0
-        parts = [text[start : start + count]]
+        if self._encode is None:
+            return self._cut(index, start, count)
+        size, tokens = 4 * count, np.zeros(0, dtype=np.int64)
+        while len(tokens) < count:
+            size *= 2
+            tokens = self._encode(self._cut(index, start, size))
+        return tokens[:count]
+
+    def _cut(self, index: int, start: int, size: int) -> NDArray[np.int64]:
+        """Take `size` bytes from `start` of a file on, and from the files after it."""
+        parts = [self._read(index)[start : start + size]]
         taken = len(parts[0])
-        while taken < count:
+        while taken < size:
             index = (index + 1) % len(self.paths)
-            parts.append(self._read(index)[: count - taken])
+            parts.append(self._read(index)[: size - taken])
             taken += len(parts[-1])
         return np.concatenate(parts)
 
@@ -92,8 +106,8 @@ def text_workload(
     requests: int,
     *,
     seed: int = 0,
-    prompt_tokens: tuple[int, int] = (48, 208),
-    output_tokens: tuple[int, int] = (24, 72),
+    prompt_tokens: tuple[int, int],
+    output_tokens: tuple[int, int],
     text: StandardText | None = None,
 ) -> list[WorkItem]:
     """Make requests with text prompts that all arrive at once.

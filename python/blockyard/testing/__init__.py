@@ -1,1 +1,47 @@
-""
+"""The test kit: property tests of your own scheduler or block manager, with what Blockyard's own are tested with.
+
+- `ReferenceManager`: a plain, slow model of `BlockManager`;
+- `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to carry decisions out on and read back from;
+- `blockyard.testing.machines`: hypothesis state machines that drive a manager or a scheduler (needs hypothesis);
+- `blockyard.testing.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
+- `blockyard.testing.tier_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
+
+A scheduler of your own, tested by pytest or unittest:
+
+    from blockyard.testing.machines import scheduler_machine
+
+    TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
+
+Nothing here needs torch.
+
+Example:
+    >>> import numpy as np
+    >>> from blockyard import BlockManager
+    >>> from blockyard.testing import Config, SimulatedMemory
+    >>> config = Config(block_size=4, device_blocks=8, host_blocks=8)
+    >>> manager, memory = BlockManager(**config.arguments()), SimulatedMemory(config)
+    >>> sequence = int(manager.allocate([6])[0])
+    >>> memory.write(manager.slot_mapping(sequence, 0, 6), [11, 12, 13, 14, 15, 16])
+    >>> manager.complete(manager.take_decision().ticket)
+    >>> manager.swap_out([sequence])
+    >>> decision = manager.take_decision()
+    >>> _ = memory.execute(decision)
+    >>> manager.complete(decision.ticket)
+    >>> memory.read(manager.block_table(sequence), 6, tier=manager.tier(sequence)).tolist()
+    [11, 12, 13, 14, 15, 16]
+"""
+
+from blockyard.testing.interfaces import Config, ManagerLike, SchedulerLike
+from blockyard.testing.model import ReferenceManager
+from blockyard.testing.simulation import EMPTY, LOST, LateMemory, SimulatedMemory
+
+__all__ = [
+    "EMPTY",
+    "LOST",
+    "Config",
+    "LateMemory",
+    "ManagerLike",
+    "ReferenceManager",
+    "SchedulerLike",
+    "SimulatedMemory",
+]

@@ -77,7 +77,8 @@ def load_library(library: Path, manifest: Path) -> OpLibrary:
         torch.ops.load_library(str(library))
     except OSError as error:
         wanted = f"built for {built_for}" if built_for else "built for unknown versions"
-        return report(f"{wanted}, found {found}: {error}")
+        # torch's own message only says that it did not work.
+        return report(f"{wanted}, found {found}: {error.__cause__ or error}")
     return report("")
 
 

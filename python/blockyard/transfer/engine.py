@@ -143,13 +143,12 @@ class CacheEngine:
         """
         checked = check_blocks(blocks, self.num_blocks(tier))
         rows = self._staging(len(checked))
-        self._drain()
-        if len(checked):
-            pairs = np.column_stack((checked, np.arange(len(checked))))
-            ops.swap_blocks(*self._between(tier, rows), _tensor(pairs))
-        if tier == "device":
-            self._fence(rows)
+        if tier == "host":
             self._drain()
+        if len(checked):
+            cache, pieces = self._between(tier, rows)
+            self._submit(cache, pieces, np.column_stack((checked, np.arange(len(checked)))), rows)
+        self._drain()
         filled: Rows = rows.numpy()
         return filled
 
@@ -175,11 +174,8 @@ class CacheEngine:
             self._drain()
         queued = tier == "device" and self.device.type == "cuda"
         source = self._staging(len(checked)).copy_(_tensor(rows)) if queued else _tensor(rows)
-        pairs = np.column_stack((np.arange(len(checked)), checked))
-        from_rows, to_cache = reversed(self._between(tier, source))
-        ops.swap_blocks(from_rows, to_cache, _tensor(pairs))
-        if queued:
-            self._fence(source)
+        cache, pieces = self._between(tier, source)
+        self._submit(pieces, cache, np.column_stack((np.arange(len(checked)), checked)), source)
 
     def close(self) -> None:
         """Wait for queued work and let go of all memory; twice does nothing."""
@@ -202,9 +198,15 @@ class CacheEngine:
     def _swap(self, src: EngineTier, dst: EngineTier, ids: Ids) -> None:
         plan = self._join(src, dst, ids)
         if len(plan):
-            ops.swap_blocks(self._views[src], self._views[dst], _tensor(plan.pairs))
-            self._fence(None)
+            self._submit(self._views[src], self._views[dst], plan.pairs, None)
             self._count(src, dst, plan)
+
+    def _submit(self, src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids, staging: Tensor | None) -> None:
+        try:
+            ops.swap_blocks(src, dst, _tensor(pairs))
+        finally:
+            # A call that fails half-way has queued the other half.
+            self._fence(staging)
 
     def _join(self, src: EngineTier, dst: EngineTier, ids: Ids) -> CopyPlan:
         self._check_tier(src)
@@ -227,7 +229,7 @@ class CacheEngine:
             raise InvalidArgumentError(f"tier {tier!r} is not one of device, host")
 
     def _between(self, tier: EngineTier, rows: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Pair a tier's views with those of rows; the host's rows are like any others and need no cutting."""
+        """Give a tier's views and those of rows that go with them; rows of the host need no cutting."""
         if tier == "host":
             return [self.host_cache], [rows]
         return self._views["device"], self.layout.row_views(rows)

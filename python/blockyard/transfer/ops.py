@@ -12,21 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard.errors import BlockyardError, LayoutError, MappingError
 from blockyard.plan import Ids, check_pairs, merge_runs
 from blockyard.transfer.cuda import op_library
 
-# Scattered blocks pass through a buffer that stays in the processor's cache.
-_SCRATCH_BYTES = 1 << 20
-# From this size on, one call per run costs less than passing its bytes through the buffer.
-_LARGE_RUN_BYTES = 96 << 10
-# And so it does when there are few: setting up the buffer is not free.
+# From this size on, torch's copy with all threads is faster; below it, waiting for the threads costs more.
+_PARALLEL_BYTES = 1 << 20
+# From this size on, one call per run costs less than passing its bytes through a buffer.
+_CALL_BYTES = 8 << 10
+# And so it does when there are few.
 _FEW_RUNS = 4
+# Scattered rows pass through a buffer that stays in the processor's cache.
+_SCRATCH_BYTES = 256 << 10
 # How much device memory the implementation without the op library takes at a time.
 _FALLBACK_BYTES = 32 << 20
+
+Bytes = NDArray[np.uint8]
 
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError}
 
@@ -159,40 +165,35 @@ def _move(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
     if not len(pairs):
         return
     runs = merge_runs(pairs)
-    widest = max(view.shape[1] for view in src)
-    if len(runs) <= _FEW_RUNS or widest * len(pairs) >= _LARGE_RUN_BYTES * len(runs):
-        _move_runs(src, dst, runs)
-        return
-    sources, targets = torch.from_numpy(pairs).t().contiguous()
     for source, target in zip(src, dst, strict=True):
-        _move_scattered(*_widen(source, target), sources, targets)
+        run_bytes = source.shape[1] * len(pairs) // len(runs)
+        if run_bytes >= _PARALLEL_BYTES:
+            _move_long_runs(source, target, runs)
+        elif run_bytes >= _CALL_BYTES or len(runs) <= _FEW_RUNS:
+            _move_runs(source.numpy(), target.numpy(), runs)
+        elif run_bytes:
+            _move_scattered(source.numpy(), target.numpy(), pairs)
 
 
-def _move_runs(src: Sequence[Tensor], dst: Sequence[Tensor], runs: Ids) -> None:
-    listed = runs.tolist()
-    for source, target in zip(src, dst, strict=True):
-        for first, to, length in listed:
-            target.narrow(0, to, length).copy_(source.narrow(0, first, length))
+def _move_long_runs(source: Tensor, target: Tensor, runs: Ids) -> None:
+    for first, to, length in runs.tolist():
+        target.narrow(0, to, length).copy_(source.narrow(0, first, length))
 
 
-def _move_scattered(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor) -> None:
-    step = max(1, _SCRATCH_BYTES // max(1, source.shape[1] * source.element_size()))
-    scratch = source.new_empty((min(step, len(sources)), source.shape[1]))
-    for chosen, to in zip(sources.split(step), targets.split(step), strict=True):
-        rows = scratch[: len(chosen)]
-        torch.index_select(source, 0, chosen, out=rows)
-        target.index_copy_(0, to, rows)
+def _move_runs(source: Bytes, target: Bytes, runs: Ids) -> None:
+    for first, to, length in runs.tolist():
+        target[to : to + length] = source[first : first + length]
 
 
-def _widen(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """See both views as the widest integers that their places and widths allow; torch copies those faster."""
-    misaligned = source.shape[1]
-    for view in (source, target):
-        misaligned |= view.stride(0) | int(view.storage_offset())
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if misaligned % dtype.itemsize == 0:
-            return source.view(dtype), target.view(dtype)
-    return source, target
+def _move_scattered(source: Bytes, target: Bytes, pairs: Ids) -> None:
+    # One item a row: numpy then takes and puts whole rows.
+    width = source.shape[1]
+    row = np.dtype((np.void, width))
+    sources, targets = source.view(row)[:, 0], target.view(row)[:, 0]
+    step = max(1, _SCRATCH_BYTES // width)
+    for start in range(0, len(pairs), step):
+        part = pairs[start : start + step]
+        targets[part[:, 1]] = sources[part[:, 0]]
 
 
 # ---- implementations on CUDA without the op library ----

@@ -5,6 +5,9 @@ use crate::error::{Error, Result};
 use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 
+/// Most sequences in the books.
+const MAX_SEQUENCES: usize = 1 << 24;
+
 /// One sequence.
 #[derive(Debug, Clone)]
 pub(crate) struct Row {
@@ -83,7 +86,7 @@ impl Rows {
 
     /// Fails unless `count` more rows can be had.
     pub(crate) fn require(&self, count: usize) -> Result<()> {
-        let free = u32::MAX as usize - self.entries.len() + self.unused.len();
+        let free = MAX_SEQUENCES.saturating_sub(self.len());
         if count <= free {
             return Ok(());
         }
@@ -173,7 +176,7 @@ impl Rows {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "`require` keeps the number of rows below u32::MAX")]
+#[expect(clippy::cast_possible_truncation, reason = "`require` bounds the number of rows")]
 fn row_index(index: usize) -> u32 {
     index as u32
 }

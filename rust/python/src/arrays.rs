@@ -1,10 +1,12 @@
 //! Arrays in: numpy where the caller has it, short Python sequences as they are.
 
-use crate::errors::{bad_mapping, invalid};
-use blockyard_core::{Counts, SequenceId};
-use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use crate::errors::{bad_mapping, invalid, unknown_ticket};
+use blockyard_core::{Counts, SequenceId, TicketId};
+use numpy::ndarray::Dimension;
+use numpy::{Element, PyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 
 /// An argument that is one number; what is no number, or out of range, gets an error that shows it.
 fn number<'py, T: FromPyObjectOwned<'py>>(value: Borrowed<'_, 'py, PyAny>, must: &str) -> PyResult<T> {
@@ -28,6 +30,25 @@ impl<'py> FromPyObject<'_, 'py> for Handle {
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         number(value, "a uint64 handle").map(|handle| Self(SequenceId(handle)))
+    }
+}
+
+/// A ticket; a number that no ticket can have is an unknown one.
+#[derive(Clone, Copy)]
+pub(crate) struct Ticket(pub(crate) TicketId);
+
+impl<'py> FromPyObject<'_, 'py> for Ticket {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match value.extract::<u64>() {
+            Ok(ticket) => Ok(Self(TicketId(ticket))),
+            Err(_) if value.is_instance_of::<PyInt>() => {
+                let number = value.repr().map_or_else(|_| String::new(), |repr| repr.to_string());
+                Err(unknown_ticket(format!("ticket {number} is not open")))
+            }
+            Err(_) => number(value, "the int of a decision's ticket").map(|ticket| Self(TicketId(ticket))),
+        }
     }
 }
 
@@ -131,12 +152,21 @@ pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
 pub(crate) fn slots<'py>(
     py: Python<'py>,
     len: usize,
-    out: Option<Bound<'py, PyArray1<i64>>>,
+    out: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    match out {
-        None => Ok(PyArray1::zeros(py, len, false)),
-        Some(out) if out.len() == len && out.is_c_contiguous() => Ok(out),
-        Some(out) => Err(invalid(format!("out has {} slots, must be {len} and contiguous", out.len()))),
+    let Some(out) = out else { return Ok(PyArray1::zeros(py, len, false)) };
+    let out: Bound<'py, PyArray1<i64>> = output(&out, "int64 [tokens]")?;
+    if out.len() == len { Ok(out) } else { Err(invalid(format!("out has {} slots, must have {len}", out.len()))) }
+}
+
+/// The caller's array, if it has the element type and dimensions wanted and can be written as one slice.
+pub(crate) fn output<'py, T: Element, D: Dimension>(
+    out: &Bound<'py, PyAny>,
+    must: &str,
+) -> PyResult<Bound<'py, PyArray<T, D>>> {
+    match out.cast::<PyArray<T, D>>() {
+        Ok(array) if array.is_c_contiguous() => Ok(array.clone()),
+        _ => Err(invalid(format!("out is {}, must be C-contiguous {must}", describe(out)))),
     }
 }
 

@@ -43,3 +43,8 @@ pub(crate) fn invalid(message: String) -> PyErr {
 pub(crate) fn bad_mapping(message: String) -> PyErr {
     classes::MappingError::new_err(message)
 }
+
+/// A ticket that was never handed out.
+pub(crate) fn unknown_ticket(message: String) -> PyErr {
+    classes::UnknownTicketError::new_err(message)
+}

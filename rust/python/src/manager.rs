@@ -2,17 +2,17 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{self, Handle, Sequences, Tokens, count};
+use crate::arrays::{self, Handle, Sequences, Ticket, Tokens, count};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
 use blockyard_core as core;
-use blockyard_core::{BlockId, Config, Manager, SequenceId, TicketId, Tier};
+use blockyard_core::{BlockId, Config, Manager, SequenceId, Tier};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Whether something fits: now, later, or never.
-#[pyclass(frozen, eq, eq_int, hash, name = "AllocStatus", module = "blockyard._core")]
+#[pyclass(frozen, eq, hash, name = "AllocStatus", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum PyAllocStatus {
     /// It fits now.
@@ -174,7 +174,7 @@ impl PyBlockManager {
         sequences: &Bound<'py, PyAny>,
         num_tokens: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = count)] lookahead: u32,
-        out: Option<Bound<'py, PyArray1<i64>>>,
+        out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = sequences.py();
         let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
@@ -209,18 +209,17 @@ impl PyBlockManager {
     fn block_tables<'py>(
         &self,
         sequences: &Bound<'py, PyAny>,
-        out: Option<Bound<'py, PyArray2<i32>>>,
+        out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let py = sequences.py();
         let sequences = Sequences::new(sequences)?;
         let sequences = sequences.get()?;
-        let out = match out {
+        let out: Bound<'py, PyArray2<i32>> = match out {
             None => {
                 let width = self.lock().max_blocks(sequences).map_err(to_py)?;
                 PyArray2::zeros(py, [sequences.len(), width], false)
             }
-            Some(out) if out.is_c_contiguous() => out,
-            Some(_) => return Err(invalid("out is not C-contiguous".to_owned())),
+            Some(out) => arrays::output(&out, "int32 [sequences, blocks]")?,
         };
         let width = out.shape()[1];
         let mut tables = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
@@ -237,7 +236,7 @@ impl PyBlockManager {
         sequence: Handle,
         #[pyo3(from_py_with = count)] first: u32,
         #[pyo3(from_py_with = count)] last: u32,
-        out: Option<Bound<'py, PyArray1<i64>>>,
+        out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let len = self.lock().num_tokens(sequence.0).map_err(to_py)?;
         if first > last || last > len {
@@ -304,14 +303,19 @@ impl PyBlockManager {
         PyStepDecision::from_core(py, &decision)
     }
 
-    fn complete(&self, ticket: u64) -> PyResult<()> {
-        self.lock().complete(TicketId(ticket)).map_err(to_py)
+    fn complete(&self, ticket: Ticket) -> PyResult<()> {
+        self.lock().complete(ticket.0).map_err(to_py)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
-    fn fail<'py>(&self, py: Python<'py>, ticket: u64, lost: Vec<Py<PyPairs>>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    fn fail<'py>(
+        &self,
+        py: Python<'py>,
+        ticket: Ticket,
+        lost: Vec<Py<PyPairs>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
-        let hit = self.lock().fail(TicketId(ticket), &lost).map_err(to_py)?;
+        let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;
         Ok(handles(py, &hit))
     }
 

@@ -23,6 +23,9 @@ use std::collections::HashSet;
 pub use append::Counts;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 
+/// Most block table entries that one fork may write.
+const MAX_FORKED: usize = 1 << 30;
+
 /// Largest block size, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1 << 20;
 
@@ -182,11 +185,16 @@ impl Manager {
     /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first.
     ///
     /// # Errors
-    /// The sequence is unknown or has lost bytes.
+    /// The sequence is unknown or has lost bytes; so many forks are more than the books can hold.
     pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
         self.rows.require(count as usize)?;
         let row = self.rows.get_mut(sequence)?;
         refuse_lost(sequence, row)?;
+        let entries = row.table.len().saturating_mul(count as usize);
+        if entries > MAX_FORKED {
+            let must = format!("at most {MAX_FORKED} block table entries, not {entries}");
+            return Err(invalid("number of forks", count, must));
+        }
         row.writable = 0;
         let parent = row.clone();
         for &block in &parent.table {

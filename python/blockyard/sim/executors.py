@@ -1,4 +1,4 @@
-"""Faults that the demo plants on purpose, each a wrapper around the step executor.
+"""Wrappers around the step executor: one counts, one drops a transfer, one damages what was stored.
 
 The library has no switch for any of this: an engine that runs undisturbed runs the same code.
 """
@@ -20,7 +20,7 @@ SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 
 # What is damaged in turn: bytes of the block more often than the header's claims about it.
 _DAMAGED_PARTS = ("payload", "payload", "generation", "payload_checksum")
-_SHARE_DAMAGED = 3
+_SHARE_DAMAGED = 2
 
 
 class CountingExecutor:
@@ -113,7 +113,7 @@ class SabotagedExecutor:
             src, dst = pairs.ids[row].tolist()
             if self.dropped or (pairs.dst, dst) in gone:
                 continue
-            self._write(pairs.dst, pairs.ids[row : row + 1, 1], old[row : row + 1])
+            self._write(pairs.dst, np.array([dst], dtype=np.int64), old[row : row + 1])
             self.dropped = f"{self.kind} of {pairs.src} block {src} to {pairs.dst} block {dst}"
 
     def _write(self, tier: str, blocks: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:

@@ -1,0 +1,271 @@
+"""Prompts in, tokens out: model, books, scheduler and executor put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from blockyard._core import BlockManager
+from blockyard.errors import InvalidArgumentError, InvariantError
+from blockyard.integrations.sampling import SamplingParams, sample
+from blockyard.integrations.worker import Worker
+from blockyard.layout import LayoutKind
+from blockyard.offload.executor import Executor, StepExecutor
+from blockyard.scheduler import Finished, PreemptionMode, Request, ScheduledSequence, Scheduler, Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Prompt = Sequence[int] | NDArray[np.int64]
+# A step that moves nothing and computes nothing, though requests wait, would repeat for ever.
+IDLE_STEPS_ALLOWED = 2
+
+
+class Generator:
+    """Serves requests with one model whose KV is paged over device, host and an external tier.
+
+    Numbers of blocks that are None are what there is room for. `manager`, `scheduler`, `engine` and `store` may be
+    read for their counters.
+
+    Args:
+        model: a Hugging Face model on the device where it is to run.
+        block_size: tokens in a block.
+        kind: how the device's caches are laid out.
+        num_device_blocks: blocks of the device.
+        num_host_blocks: blocks of the host; 0 swaps from the device to the external tier.
+        external_swapper: URL of the external tier, as `file:///dir?size=2GiB`; none if None.
+        external_swapper_space: size of that tier, bytes or text as `2GiB`, where the URL names none.
+        preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step.
+        wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
+        on_step: called after every step with what was scheduled and which requests finished.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served.
+        TierError: the external tier cannot be opened.
+        InvalidArgumentError: a number is out of range.
+
+    Example:
+        >>> from blockyard.integrations.demo_model import demo_model
+        >>> with Generator(demo_model(), num_device_blocks=8, num_host_blocks=8) as generator:
+        ...     outputs = generator.generate([[72, 105], [33]], SamplingParams(max_tokens=4, temperature=0.8, n=2))
+        >>> [[len(tokens) for tokens in sequences] for sequences in outputs]
+        [[4, 4], [4, 4]]
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        block_size: int = 16,
+        kind: LayoutKind = "kv_first",
+        num_device_blocks: int | None = None,
+        num_host_blocks: int | None = None,
+        external_swapper: str | None = None,
+        external_swapper_space: int | str | None = None,
+        preemption_mode: PreemptionMode = "auto",
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        wrap_executor: Callable[[StepExecutor], Executor] | None = None,
+        on_step: Callable[[Step, list[Finished]], None] | None = None,
+    ) -> None:
+        self.worker = Worker(
+            model,
+            block_size=block_size,
+            kind=kind,
+            external_swapper=external_swapper,
+            external_swapper_space=external_swapper_space,
+        )
+        try:
+            blocks = self._sizes(num_device_blocks, num_host_blocks, max_num_batched_tokens)
+            self.engine = self.worker.initialize_cache(blocks[0], blocks[1])
+            self.store = self.worker.initialize_external_cache(blocks[2])
+            self.manager = BlockManager(
+                block_size=block_size, device_blocks=blocks[0], host_blocks=blocks[1], external_blocks=blocks[2]
+            )
+            self.scheduler = Scheduler(
+                self.manager,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                preemption_mode=preemption_mode,
+            )
+            executor = StepExecutor(self.engine, self.store)
+            self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
+        except BaseException:
+            self.worker.close()
+            raise
+        self._on_step = on_step
+        self._params: dict[str, SamplingParams] = {}
+        self._idle = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were added and are not done."""
+        return self.scheduler.num_unfinished
+
+    def add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, arrival: float = 0.0
+    ) -> None:
+        """Take in a request.
+
+        Args:
+            request_id: name, not in use.
+            prompt: token ids, at least one.
+            params: how its tokens are chosen, and how many.
+            priority: lower goes first.
+            arrival: seconds; earlier goes first within a priority.
+
+        Raises:
+            InvalidArgumentError: the request is malformed, its id is in use, a token is not in the vocabulary, or the
+                model has too few positions.
+            OutOfBlocksError: even alone on the device it would not fit to its end.
+        """
+        tokens = np.asarray(prompt, dtype=np.int64)
+        model = self.worker.model
+        if tokens.ndim != 1 or len(tokens) == 0:
+            raise InvalidArgumentError(
+                f"the prompt of {request_id!r} has shape {list(tokens.shape)}, [tokens] is needed"
+            )
+        if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+            raise InvalidArgumentError(
+                f"the prompt of {request_id!r} has tokens from {tokens.min()} to {tokens.max()}, "
+                f"the vocabulary has {model.vocab_size}"
+            )
+        longest = len(tokens) + params.max_tokens
+        if model.max_model_len is not None and longest > model.max_model_len:
+            raise InvalidArgumentError(
+                f"request {request_id!r} has {len(tokens)} + {params.max_tokens} tokens, "
+                f"the model has {model.max_model_len} positions"
+            )
+        request = Request(
+            request_id,
+            tokens.tolist(),
+            params.max_tokens,
+            n=params.n,
+            priority=priority,
+            arrival=arrival,
+            stop_token_ids=params.stops,
+        )
+        self.scheduler.add(request)
+        self._params[request_id] = params
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its id can be used again at once.
+
+        Raises:
+            InvalidArgumentError: there is no such request.
+        """
+        self.scheduler.abort(request_id)
+        del self._params[request_id]
+
+    def step(self) -> list[Finished]:
+        """Run one step: decide, move blocks, compute, sample.
+
+        If executor or model raise, the error goes to the caller, and the requests are to be aborted.
+
+        Returns:
+            The requests that it finished.
+
+        Raises:
+            InvariantError: nothing can run although requests wait.
+        """
+        planned = self.scheduler.schedule()
+        try:
+            lost = self.executor.execute(planned.decision)
+        except BaseException:
+            # What landed is not known: nothing counts as landed, and the leases end.
+            self.scheduler.settle(planned, [pairs for _, pairs in planned.decision.transfers()])
+            raise
+        step = self.scheduler.settle(planned, lost)
+        sampled: list[list[int]] = []
+        if step.batch:
+            logits = self.worker.model.forward(step.batch, step.block_tables, step.slot_mapping)
+            sampled = self._sample(step.batch, logits)
+        finished = self.scheduler.update(step, sampled)
+        for done in finished:
+            del self._params[done.request.request_id]
+        self._note_idle(planned)
+        if self._on_step is not None:
+            self._on_step(step, finished)
+        return finished
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[list[int]]]:
+        """Serve prompts to their ends, all present from the start.
+
+        Args:
+            prompts: token ids of each request.
+            params: one for all, or one for each.
+
+        Returns:
+            For each prompt its `n` sequences of generated tokens, a token that ended one included.
+
+        Raises:
+            InvalidArgumentError: a request is malformed, the numbers differ, or other requests are under way; none of
+                these was added.
+            OutOfBlocksError: a request would not fit on the device even alone.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidArgumentError(f"{len(prompts)} prompts have {len(each)} sampling params")
+        if self.num_unfinished:
+            raise InvalidArgumentError(f"{self.num_unfinished} requests are under way")
+        names = [f"generate-{index}" for index in range(len(prompts))]
+        outputs: dict[str, list[list[int]]] = {}
+        try:
+            for name, prompt, chosen in zip(names, prompts, each, strict=True):
+                self.add(name, prompt, chosen)
+            while len(outputs) < len(names):
+                for done in self.step():
+                    outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
+        except BaseException:
+            for name in tuple(self._params):
+                self.abort(name)
+            raise
+        return [outputs[name] for name in names]
+
+    def close(self) -> None:
+        """Give back caches and tier; twice does nothing."""
+        self.worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sizes(self, device: int | None, host: int | None, tokens: int) -> tuple[int, int, int]:
+        if device is None or host is None:
+            room = self.worker.determine_num_available_blocks(max_num_batched_tokens=tokens)
+            device = room[0] if device is None else device
+            host = room[1] if host is None else host
+        return device, host, self.worker.determine_num_external_available_blocks()
+
+    def _sample(self, batch: Sequence[ScheduledSequence], logits: torch.Tensor) -> list[list[int]]:
+        """Draw the tokens of each entry, for all its sequences from the same logits."""
+        rows = logits.cpu().numpy()
+        sampled = []
+        for row, item in zip(rows, batch, strict=True):
+            params, position = self._params[item.request_id], item.start + len(item.tokens)
+            sampled.append([sample(row, params, index, position) for index in item.sample_indices])
+        return sampled
+
+    def _note_idle(self, planned: Step) -> None:
+        """Stop where the scheduler has nothing to do for requests that wait."""
+        idle = not planned.batch and not len(planned.decision) and self.num_unfinished
+        self._idle = self._idle + 1 if idle else 0
+        if self._idle > IDLE_STEPS_ALLOWED:
+            raise InvariantError(
+                f"{self.num_unfinished} requests wait, {self.manager.num_free('device')} of "
+                f"{self.manager.num_blocks('device')} device blocks are free, and nothing is scheduled"
+            )

@@ -1,0 +1,365 @@
+"""The main job: serve a workload that does not fit its KV cache, and compare every token with an unpaged run.
+
+Pools are sized so that blocks go everywhere: to the host, to a file, back, and away to be computed again. What is bad
+about the options is found before torch is loaded, as far as that can be.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockyard import __version__
+from blockyard.errors import InvalidArgumentError, TierURLError
+from blockyard.scheduler import PreemptionMode
+from blockyard.sim.report import (
+    Damage,
+    Difference,
+    FileTier,
+    Peak,
+    Report,
+    Sabotage,
+    Transfer,
+    live_progress,
+    print_report,
+    write_json,
+)
+from blockyard.sim.trace import read_trace, scale_lengths
+from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
+from blockyard.tiers.base import TierStats, parse_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from blockyard.sim.serve import Faults, Outputs, Served
+
+SPACE_OF_OWN_MODEL = "64MiB"
+SPACE_OF_OTHER_MODELS = "1GiB"
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the demo is to do; the command line's options, by the same names.
+
+    Attributes:
+        model: folder of a local checkpoint; a small random Llama if None.
+        device: `cpu`, `cuda`, or `auto`.
+        requests: requests of library text; a trace brings its own.
+        seed: decides texts, lengths, samplers and damage.
+        prompt_tokens: shortest and longest prompt of library text.
+        output_tokens: fewest and most tokens generated for one sequence of such a request.
+        trace: file that gives lengths and arrivals; none if None.
+        trace_requests: rows to read of it.
+        scale: factor on its lengths.
+        block_size: tokens in a block.
+        num_device_blocks: blocks of the device; too few for the workload if None.
+        num_host_blocks: blocks of the host; few if None, 0 for no host tier.
+        external_swapper: URL of the external tier; a temporary folder if None.
+        external_swapper_space: its size as text, such as `2GiB`.
+        preemption_mode: `auto`, `swap` or `recompute`.
+        max_num_seqs: most sequences in one step.
+        corrupt: blocks to damage in the file.
+        sabotage: kind of transfer to drop one of; none if None.
+        json: file to write the report to; none if None.
+    """
+
+    model: Path | None = None
+    device: str = "auto"
+    requests: int = 48
+    seed: int = 0
+    prompt_tokens: tuple[int, int] = (24, 160)
+    output_tokens: tuple[int, int] = (48, 144)
+    trace: Path | None = None
+    trace_requests: int = 48
+    scale: float = 1 / 16
+    block_size: int = 16
+    num_device_blocks: int | None = None
+    num_host_blocks: int | None = None
+    external_swapper: str | None = None
+    external_swapper_space: str | None = None
+    preemption_mode: PreemptionMode = "auto"
+    max_num_seqs: int = 64
+    corrupt: int = 0
+    sabotage: str | None = None
+    json: Path | None = None
+
+
+def run_demo(options: DemoOptions, *, live: bool = False) -> int:
+    """Run the demo and print its report.
+
+    Args:
+        options: what to do.
+        live: show progress on standard error.
+
+    Returns:
+        The exit code: 0, or 1 if tokens differ, or 2 if a fault that was asked for could not happen.
+
+    Raises:
+        BlockyardError: the options cannot be met; the message says which and why.
+    """
+    report = make_report(options, live=live)
+    print_report(report)
+    if options.json is not None:
+        write_json(report, options.json)
+    if report.exit_code == 2:
+        kind = "damaged block was read" if report.damage else f"{options.sabotage} could be dropped"
+        print(f"blockyard: no {kind} in this run; give it smaller pools or more requests", file=sys.stderr)
+    return report.exit_code
+
+
+def make_report(options: DemoOptions, *, live: bool = False) -> Report:
+    """Do both runs and compare them.
+
+    Args:
+        options: what to do.
+        live: show progress on standard error.
+
+    Returns:
+        The report.
+
+    Raises:
+        BlockyardError: the options cannot be met; the message says which and why.
+    """
+    _check(options)
+    trace = None
+    if options.trace is not None:
+        trace = scale_lengths(read_trace(options.trace, first=options.trace_requests), options.scale)
+    # torch is loaded here, once the options are known to make sense.
+    from blockyard.sim.serve import (  # noqa: PLC0415
+        Faults,
+        choose_device,
+        fitting_threads,
+        load_encode,
+        load_model,
+        reference,
+    )
+
+    device = choose_device(options.device)
+    text = StandardText(encode=load_encode(options.model))
+    if trace is None:
+        items = text_workload(
+            options.requests,
+            seed=options.seed,
+            prompt_tokens=options.prompt_tokens,
+            output_tokens=options.output_tokens,
+            text=text,
+        )
+    else:
+        items = trace_workload(trace, seed=options.seed, text=text)
+    model = load_model(options.model, device)
+    faults = Faults(corrupt=options.corrupt, sabotage=options.sabotage, seed=options.seed)
+    with fitting_threads(model):
+        served = _serve(options, model, items, faults, live=live)
+        with live_progress("unpaged run", live=live) as view:
+            wanted, seconds = reference(model, items, view)
+    return _report(_Run(options, type(model).__name__, device, items, served, faults), wanted, seconds)
+
+
+def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, int]:
+    """Choose pools that are too small for the workload, where the options leave them open.
+
+    The device always holds the largest request to its end. Beyond that it has a sixth of what all requests together
+    would fill, and the host less than half of what one large request fills, so that the second victim goes to the file.
+
+    Args:
+        options: block size, and the pool sizes that were asked for.
+        items: the workload.
+
+    Returns:
+        Blocks of the device and of the host.
+    """
+    filled = [_blocks_at_the_end(item, options.block_size) for item in items]
+    largest = max(filled)
+    device, host = options.num_device_blocks, options.num_host_blocks
+    if device is None:
+        device = max(largest + 2 + largest // 50, -(-sum(filled) // 6))
+    return device, max(2, largest * 2 // 5) if host is None else host
+
+
+def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tuple[int, list[Difference]]:
+    """Compare two runs token by token.
+
+    Args:
+        items: the requests.
+        outputs: tokens of the paged run.
+        wanted: tokens of the unpaged run.
+
+    Returns:
+        How many requests are equal in every token, and where each sequence of the others first differs.
+    """
+    identical, differences = 0, []
+    for item in items:
+        got, right = outputs[item.request_id], wanted[item.request_id]
+        identical += got == right
+        for index, (ours, theirs) in enumerate(zip(got, right, strict=True)):
+            if ours != theirs:
+                length = max(len(ours), len(theirs))
+                pairs = zip(_padded(ours, length), _padded(theirs, length), strict=True)
+                where, (a, b) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+                differences.append(Difference(item.request_id, index, where, a, b))
+    return identical, differences
+
+
+def _check(options: DemoOptions) -> None:
+    """Refuse what can be seen to fail without loading a model."""
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"cannot write {options.json}: {options.json.absolute().parent} is not a folder")
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")
+    if options.external_swapper is not None and ":" not in options.external_swapper:
+        raise TierURLError(f"{options.external_swapper!r} has no scheme; write for example file:///dir?size=2GiB")
+    if options.external_swapper_space is not None:
+        try:
+            parse_size(options.external_swapper_space)
+        except ValueError as error:
+            raise InvalidArgumentError(f"external_swapper_space: {error}") from None
+
+
+@contextmanager
+def _external(options: DemoOptions) -> Iterator[tuple[str, str | None]]:
+    """Give URL and size of the external tier; a folder made for it goes at the end."""
+    url, space = options.external_swapper, options.external_swapper_space
+    default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
+    if url is not None:
+        sized = space is not None or "size=" in url or not url.startswith("file:")
+        yield url, space if sized else default
+        return
+    folder = tempfile.mkdtemp(prefix="blockyard-demo-")
+    try:
+        yield f"file://{folder}", space or default
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(
+    options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
+) -> Served:
+    from blockyard.integrations.generator import Generator  # noqa: PLC0415 - loads torch
+    from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
+
+    device_blocks, host_blocks = pool_sizes(options, items)
+    with (
+        _external(options) as (url, space),
+        Generator(
+            model,
+            block_size=options.block_size,
+            num_device_blocks=device_blocks,
+            num_host_blocks=host_blocks,
+            external_swapper=url,
+            external_swapper_space=space,
+            preemption_mode=options.preemption_mode,
+            max_num_seqs=options.max_num_seqs,
+            wrap_executor=faults.wrap,
+        ) as generator,
+        live_progress("paged run", live=live) as view,
+    ):
+        return serve(generator, items, faults, view)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the report is made of."""
+
+    options: DemoOptions
+    model: str
+    device: str
+    items: Sequence[WorkItem]
+    served: Served
+    faults: Faults
+
+
+def _report(run: _Run, wanted: Outputs, reference_seconds: float) -> Report:
+    options, items, served = run.options, run.items, run.served
+    identical, differences = compare(items, served.outputs, wanted)
+    stats = served.stats
+    tokens = sum(len(sequence) for sequences in served.outputs.values() for sequence in sequences)
+    peaks = {"device": stats.peak_device_blocks, "host": stats.peak_host_blocks, "external": stats.peak_external_blocks}
+    return Report(
+        version=__version__,
+        model=run.model,
+        device=run.device,
+        workload=_describe(options, len(items)),
+        settings=_settings(options, served),
+        requests=len(items),
+        sequences=sum(item.sampling.n for item in items),
+        prompt_tokens=sum(len(item.prompt) for item in items),
+        output_tokens=tokens,
+        steps=stats.steps,
+        seconds=served.seconds,
+        tokens_per_second=tokens / served.seconds,
+        reference_seconds=reference_seconds,
+        preemptions={
+            "swap_host": stats.preempted_swap,
+            "swap_external": stats.preempted_spill,
+            "recompute": stats.preempted_recompute,
+        },
+        lost=stats.lost,
+        transfers=[
+            Transfer(kind, src, dst, count, count * served.bytes_per_block)
+            for (kind, src, dst), count in sorted(served.blocks.items())
+        ],
+        peak={name: Peak(used, served.totals[name]) for name, used in peaks.items()},
+        file_tier=_file_tier(served.tier),
+        damage=_damage(run.faults, served.tier.damaged_blocks),
+        sabotage=_sabotage(run.faults),
+        compared=len(items),
+        identical_requests=identical,
+        differences=differences,
+    )
+
+
+def _file_tier(stats: TierStats) -> FileTier:
+    return FileTier(
+        written_blocks=stats.written_blocks,
+        written_bytes=stats.written_bytes,
+        read_blocks=stats.read_blocks,
+        read_bytes=stats.read_bytes,
+        checksum_failures=stats.checksum_failures,
+        damaged_blocks=stats.damaged_blocks,
+        misses=dict(stats.misses),
+        errors=stats.errors,
+    )
+
+
+def _damage(faults: Faults, detected: int) -> Damage | None:
+    if faults.corrupting is None:
+        return None
+    return Damage(faults.corrupt, faults.corrupting.stored, faults.corrupting.read, detected)
+
+
+def _sabotage(faults: Faults) -> Sabotage | None:
+    if faults.sabotaged is None:
+        return None
+    return Sabotage(faults.sabotaged.kind, faults.sabotaged.seen, faults.sabotaged.dropped)
+
+
+def _settings(options: DemoOptions, served: Served) -> dict[str, int | float | str | None]:
+    given = {
+        name: value if isinstance(value, int | float | None) else str(value) for name, value in asdict(options).items()
+    }
+    return given | {f"num_{tier}_blocks": count for tier, count in served.totals.items()}
+
+
+def _describe(options: DemoOptions, requests: int) -> str:
+    if options.trace is None:
+        return f"text of Python's standard library, seed {options.seed}"
+    return f"first {requests} requests of {options.trace.name}, lengths times {options.scale:g}, seed {options.seed}"
+
+
+def _blocks_at_the_end(item: WorkItem, block_size: int) -> int:
+    """Blocks that a request fills when it ends: the prompt's whole blocks once, the rest for each sequence."""
+    n = item.sampling.n
+    shared = (len(item.prompt) - 1) // block_size if n > 1 else 0
+    longest = -(-(len(item.prompt) + item.sampling.max_tokens) // block_size)
+    return shared + n * (longest - shared)
+
+
+def _padded(tokens: list[int], length: int) -> list[int]:
+    """Lengthen with -1, which is no token."""
+    return tokens + [-1] * (length - len(tokens))

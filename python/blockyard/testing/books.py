@@ -1,0 +1,153 @@
+"""What the reference model remembers: tables, leases, blocks that hold the same bytes. All else is counted anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from blockyard.errors import OutOfBlocksError
+from blockyard.testing.interfaces import Config, TierName
+
+__all__ = ["Block", "Books", "Lease", "Row", "Step"]
+
+
+class Block(NamedTuple):
+    """A block of a tier."""
+
+    tier: TierName
+    id: int
+
+
+class Lease(NamedTuple):
+    """`use` is "drain" (read on the device, ahead of the step's writes), "read" or "write"."""
+
+    block: Block
+    use: str
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence: its block table, and what is under way."""
+
+    tier: TierName
+    table: list[int]
+    length: int
+    written: int = 0  # step in which tokens were last given slots
+    ticket: int = 0  # last that moves or copies blocks of it
+    moving: bool = False  # ... that moves it between tiers
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step transfers, until its ticket ends."""
+
+    transfers: dict[tuple[str, TierName, TierName], list[tuple[int, int]]] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    fresh: set[Block] = field(default_factory=set)  # shared blocks that this step writes, for others to share
+    reuses_drained: bool = False
+
+
+class Books:
+    """Tables and leases of three tiers; nothing is kept that could be counted from them.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.block_size = config.block_size
+        self.blocks = config.blocks()
+        self.sequences: dict[int, Row] = {}
+        self.ticket = 1  # of the open step
+        self.step = Step()
+        self.running: dict[int, Step] = {}
+        self.twins: dict[Block, Block] = {}
+        # Transfers that have not ended and that a block's bytes came through: if one fails, the bytes are lost.
+        self.unlanded: dict[Block, set[tuple[int, Block]]] = {}
+
+    def count(self, tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def refs(self, block: Block) -> int:
+        """How many tables name a block."""
+        return sum(row.table.count(block.id) for row in self.sequences.values() if row.tier == block.tier)
+
+    def uses(self, tier: TierName) -> dict[int, list[str]]:
+        """For each block of a tier, what unfinished transfers and this step's do with it."""
+        uses: dict[int, list[str]] = {block: [] for block in range(self.blocks[tier])}
+        for step in (*self.running.values(), self.step):
+            for lease in step.leases:
+                if lease.block.tier == tier:
+                    uses[lease.block.id].append(lease.use)
+        return uses
+
+    def _unreferenced(self, tier: TierName) -> list[int]:
+        used = {block for row in self.sequences.values() if row.tier == tier for block in row.table}
+        return [block for block in range(self.blocks[tier]) if block not in used]
+
+    def free_blocks(self, tier: TierName) -> list[int]:
+        """Blocks that no table names and no transfer uses."""
+        uses = self.uses(tier)
+        return [block for block in self._unreferenced(tier) if not uses[block]]
+
+    def draining_blocks(self, tier: TierName) -> list[int]:
+        """Blocks that are only being read on the device: work ordered after the readers may have them."""
+        uses = self.uses(tier)
+        return [block for block in self._unreferenced(tier) if set(uses[block]) == {"drain"}]
+
+    def available(self, tier: TierName) -> int:
+        """Blocks that device work of the open step may have."""
+        return len(self.free_blocks(tier)) + len(self.draining_blocks(tier))
+
+    def require(self, tier: TierName, wanted: int, *, draining_too: bool = True) -> None:
+        """Raise `OutOfBlocksError` unless so many blocks can be had."""
+        free = self.available(tier) if draining_too else len(self.free_blocks(tier))
+        if wanted > free:
+            total = self.blocks[tier]
+            message = f"asked for {wanted} {tier} blocks, {free} of {total} are free"
+            raise OutOfBlocksError(message, tier, wanted, free, total)
+
+    def take(self, tier: TierName, count: int) -> list[int]:
+        """Lowest ids first, those that are being read last."""
+        free = self.free_blocks(tier)[:count]
+        if len(free) < count:
+            self.step.reuses_drained = True
+            free += self.draining_blocks(tier)[: count - len(free)]
+        for block in free:
+            self.unlanded.pop(Block(tier, block), None)
+        return free
+
+    def drop(self, row: Row, index: int) -> None:
+        """Take a block out of a table."""
+        block = Block(row.tier, row.table.pop(index))
+        if self.refs(block) == 0:
+            self.unlink(block)
+
+    def transfer(self, kind: str, source: Block, target: Block, use: str) -> None:
+        """Decide a transfer, for this step."""
+        pairs = self.step.transfers.setdefault((kind, source.tier, target.tier), [])
+        pairs.append((source.id, target.id))
+        self.step.leases += [Lease(source, use), Lease(target, "write")]
+        self.unlanded[target] = self.unlanded.get(source, set()) | {(self.ticket, target)}
+
+    def unlink(self, block: Block) -> None:
+        """Forget which block holds the same bytes."""
+        twin = self.twins.pop(block, None)
+        if twin is not None:
+            del self.twins[twin]
+
+    def link(self, a: Block, b: Block) -> None:
+        """Note that two blocks hold the same bytes, and no third."""
+        self.unlink(a)
+        self.unlink(b)
+        self.twins[a], self.twins[b] = b, a
+
+    def twin(self, block: Block, to: TierName, *, full: bool) -> Block | None:
+        """The block of the other tier that holds the same bytes, or will when this step has run."""
+        twin = self.twins.get(block)
+        if twin is None or twin.tier != to:
+            return None
+        landed = full and "write" not in self.uses(to)[twin.id]
+        return twin if landed or twin in self.step.fresh else None

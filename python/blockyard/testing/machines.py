@@ -1,0 +1,23 @@
+"""Hypothesis state machines that drive a manager or a scheduler, yours or Blockyard's, and read back every token.
+
+    from blockyard.testing.machines import manager_machine, scheduler_machine
+
+    TestMyManager = manager_machine(lambda config: MyManager(**config.arguments())).TestCase
+    TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
+
+How long they run is hypothesis' business: `TestMyManager.settings = settings(max_examples=500)`.
+"""
+
+from hypothesis.stateful import run_state_machine_as_test
+
+from blockyard.testing.manager_machine import ManagerMachine, manager_machine
+from blockyard.testing.scheduler_machine import SchedulerMachine, reference_tokens, scheduler_machine
+
+__all__ = [
+    "ManagerMachine",
+    "SchedulerMachine",
+    "manager_machine",
+    "reference_tokens",
+    "run_state_machine_as_test",
+    "scheduler_machine",
+]

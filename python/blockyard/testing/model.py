@@ -1,0 +1,442 @@
+"""`ReferenceManager`: what `BlockManager` must do, written as plainly as it can be.
+
+It keeps tables and leases, and nothing that could be counted from them: reference counts and free blocks are counted
+anew at every call. So it is slow, and there is little in it that could be wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import AllocStatus, Pairs, StepDecision
+from blockyard.errors import (
+    InvalidArgumentError,
+    InvariantError,
+    MappingError,
+    SequenceStateError,
+    UnknownSequenceError,
+    UnknownTicketError,
+)
+from blockyard.testing.books import Block, Books, Row, Step
+from blockyard.testing.interfaces import Config, Counts, Handles, TierName
+
+__all__ = ["ReferenceManager"]
+
+TIERS: Final[tuple[TierName, ...]] = ("device", "host", "external")
+KINDS: Final = ("spill", "swap_out", "swap_in", "fetch", "copy")
+
+
+class _BusyError(SequenceStateError):
+    """What is refused now can be done in a later step."""
+
+
+class ReferenceManager:
+    """A model of `blockyard.BlockManager`: same calls, same errors, same block ids; its handles are its own.
+
+    Args:
+        block_size: token slots in a block.
+        device_blocks: blocks of the device.
+        host_blocks: blocks of the host.
+        external_blocks: slots of the external tier.
+        watermark: fraction of the device blocks that admission keeps free.
+
+    Raises:
+        InvalidArgumentError: a size or the watermark is out of range.
+
+    Example:
+        >>> from blockyard.testing import ReferenceManager
+        >>> manager = ReferenceManager(block_size=4, device_blocks=3)
+        >>> first, second = manager.allocate([5, 4])
+        >>> manager.block_table(first).tolist(), manager.block_table(second).tolist(), manager.num_free("device")
+        ([0, 1], [2], 0)
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        device_blocks: int,
+        host_blocks: int = 0,
+        external_blocks: int = 0,
+        watermark: float = 0.01,
+    ) -> None:
+        if block_size < 1 or device_blocks < 1 or min(host_blocks, external_blocks) < 0 or not 0 <= watermark < 1:
+            raise InvalidArgumentError(
+                f"block_size {block_size}, blocks {device_blocks}, {host_blocks}, {external_blocks}, "
+                f"watermark {watermark}: a size is out of range"
+            )
+        self.block_size = block_size
+        self.watermark_blocks = int(watermark * device_blocks)
+        self._books = Books(Config(block_size, device_blocks, host_blocks, external_blocks))
+        self._handles = 0
+
+    # ---- questions ----
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the books."""
+        return len(self._books.sequences)
+
+    def num_blocks(self, tier: TierName = "device") -> int:
+        """Blocks of a tier."""
+        return self._books.blocks[tier]
+
+    def num_free(self, tier: TierName = "device") -> int:
+        """Blocks of a tier that nothing references and no transfer holds."""
+        return len(self._books.free_blocks(tier))
+
+    def num_tokens(self, sequence: int) -> int:
+        """Tokens in a sequence."""
+        return self._get(sequence).length
+
+    def tier(self, sequence: int) -> TierName:
+        """Tier that a sequence's blocks are in."""
+        return self._get(sequence).tier
+
+    def block_table(self, sequence: int) -> NDArray[np.int32]:
+        """Blocks of a sequence in its present tier, int32 `[blocks]`."""
+        return np.array(self._get(sequence).table, dtype=np.int32)
+
+    def block_tables(self, sequences: Handles) -> NDArray[np.int32]:
+        """Tables of sequences on the device, int32 `[n, max_blocks]`, padded with 0."""
+        lengths = [len(self._get(handle).table) for handle in _ints(sequences)]
+        tables = [self._readable(handle).table for handle in _ints(sequences)]
+        out = np.zeros((len(tables), max(lengths, default=0)), dtype=np.int32)
+        for row, table in zip(out, tables, strict=True):
+            row[: len(table)] = table
+        return out
+
+    def slot_mapping(self, sequence: int, first: int, last: int) -> NDArray[np.int64]:
+        """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
+        length = self._get(sequence).length
+        if not 0 <= first <= last <= length:
+            raise InvalidArgumentError(f"tokens {first} to {last} of a sequence of {length}")
+        return np.array(self._slots(self._readable(sequence), first, last), dtype=np.int64)
+
+    def check(self) -> None:
+        """Check that tables name blocks that exist, and enough of them."""
+        for handle, row in self._books.sequences.items():
+            if len(row.table) * self.block_size < row.length or len(set(row.table)) < len(row.table):
+                raise InvariantError(f"sequence {handle}: {row.length} tokens in blocks {row.table}")
+            if not all(0 <= block < self._books.blocks[row.tier] for block in row.table):
+                raise InvariantError(f"sequence {handle}: {row.tier} blocks {row.table}")
+
+    # ---- admission, growth, end ----
+
+    def can_allocate(self, num_tokens: int, *, lookahead: int = 0) -> AllocStatus:
+        """Whether a new sequence may be admitted, the watermark kept."""
+        return self._admit(self._books.count(num_tokens + lookahead), self._books.available("device"))
+
+    def allocate(self, num_tokens: Counts) -> NDArray[np.uint64]:
+        """Open one sequence for each entry."""
+        lengths = _ints(num_tokens)
+        self._books.require("device", sum(map(self._books.count, lengths)))
+        handles = []
+        for length in lengths:
+            table = self._books.take("device", self._books.count(length))
+            handles.append(self._open(Row("device", table, length, self._books.ticket)))
+        return np.array(handles, dtype=np.uint64)
+
+    def fork(self, sequence: int, count: int = 1) -> NDArray[np.uint64]:
+        """Open sequences that share all blocks of one."""
+        parent = self._intact(sequence)
+        children = [
+            Row(parent.tier, list(parent.table), parent.length, parent.written, parent.ticket, parent.moving)
+            for _ in range(count)
+        ]
+        return np.array([self._open(child) for child in children], dtype=np.uint64)
+
+    def fork_prefix(self, sequence: int, shared_tokens: int, num_tokens: int) -> int:
+        """Open a sequence that shares the first full blocks of one."""
+        parent = self._readable(sequence)
+        if shared_tokens % self.block_size or shared_tokens > min(parent.length, num_tokens):
+            raise InvalidArgumentError(f"shared_tokens is {shared_tokens}, of {parent.length} and {num_tokens}")
+        kept = shared_tokens // self.block_size
+        wanted = self._books.count(num_tokens) - kept
+        self._books.require("device", wanted)
+        table = parent.table[:kept] + self._books.take("device", wanted)
+        return self._open(Row("device", table, num_tokens, self._books.ticket, parent.ticket, parent.moving))
+
+    def blocks_to_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> int:
+        """Device blocks that `append` would take."""
+        handles = _ints(sequences)
+        writers: Counter[int] = Counter()
+        new = 0
+        for (handle, row), count in zip(self._batch(handles), _counts(handles, num_tokens), strict=True):
+            self._readable(handle)
+            if row.length + count + lookahead > 0xFFFF_FFFF:
+                raise InvalidArgumentError(f"length with lookahead is {row.length + count + lookahead}")
+            written = [row.table[i] for i in self._written(row, count)]
+            shared = [block for block in written if self._books.refs(Block("device", block)) > 1]
+            if shared and row.written == self._books.ticket:
+                raise SequenceStateError(f"sequence {handle} has tokens that this step is yet to write")
+            writers.update(shared)
+            new += max(0, self._books.count(row.length + count + lookahead) - len(row.table))
+        # The last owner of a block writes it in place.
+        return new + sum(min(n, self._books.refs(Block("device", block)) - 1) for block, n in writers.items())
+
+    def can_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> bool:
+        """Whether `append` has the blocks it would take."""
+        return self.blocks_to_append(sequences, num_tokens, lookahead=lookahead) <= self._books.available("device")
+
+    def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
+        """Append tokens to a batch of sequences; returns their slots."""
+        self._books.require("device", self.blocks_to_append(sequences, num_tokens, lookahead=lookahead))
+        handles = _ints(sequences)
+        slots: list[int] = []
+        for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
+            row = self._books.sequences[handle]
+            for i in self._written(row, count):
+                block = Block("device", row.table[i])
+                if self._books.refs(block) > 1:
+                    self._copy_on_write(row, i)
+                elif "drain" in self._books.uses("device")[block.id]:
+                    self._books.step.reuses_drained = True
+            end = row.length + count
+            row.table += self._books.take("device", max(0, self._books.count(end + lookahead) - len(row.table)))
+            slots += self._slots(row, row.length, end)
+            row.length = end
+            row.written = self._books.ticket
+            # A step that computes a row waits for its loads, and later steps come after it.
+            row.moving = row.moving and count == 0
+        return np.array(slots, dtype=np.int64)
+
+    def free(self, sequences: Handles) -> None:
+        """Forget sequences."""
+        for handle, row in list(self._batch(_ints(sequences))):
+            while row.table:
+                self._books.drop(row, 0)
+            del self._books.sequences[handle]
+
+    # ---- moves between tiers ----
+
+    def can_swap_out(self, sequences: Handles) -> bool:
+        """Whether the host has room and nothing moves the sequences."""
+        return self._can_move(_ints(sequences), "device", "host")
+
+    def swap_out(self, sequences: Handles) -> None:
+        """Move sequences from the device to the host."""
+        self._move(_ints(sequences), "device", "host")
+
+    def can_swap_in(self, sequences: Handles, *, lookahead: int = 0) -> AllocStatus:
+        """Whether the sequences fit on the device with one more token each, the watermark kept."""
+        return self._can_return(_ints(sequences), "host", lookahead)
+
+    def swap_in(self, sequences: Handles) -> None:
+        """Move sequences from the host to the device."""
+        self._move(_ints(sequences), "host", "device")
+
+    def can_spill(self, sequences: Handles) -> bool:
+        """Whether the external tier has room and nothing moves the sequences."""
+        handles = _ints(sequences)
+        origin = self.tier(handles[0]) if handles else "device"
+        return origin != "external" and self._can_move(handles, origin, "external")
+
+    def spill(self, sequences: Handles) -> None:
+        """Move sequences, all on the device or all on the host, to the external tier."""
+        handles = _ints(sequences)
+        origin = self.tier(handles[0]) if handles else "device"
+        if origin == "external":
+            raise SequenceStateError(f"sequence {handles[0]} is in the external tier")
+        self._move(handles, origin, "external")
+
+    def can_fetch(self, sequences: Handles, *, lookahead: int = 0) -> AllocStatus:
+        """Whether the sequences fit on the device with one more token each, the watermark kept."""
+        return self._can_return(_ints(sequences), "external", lookahead)
+
+    def fetch(self, sequences: Handles, *, to: Literal["device", "host"] = "device") -> None:
+        """Move sequences from the external tier to the device or the host."""
+        handles = _ints(sequences)
+        if to not in ("device", "host") and handles:
+            raise SequenceStateError(f"sequence {handles[0]} is in the {self.tier(handles[0])} tier, and stays there")
+        self._move(handles, "external", to)
+
+    # ---- steps and tickets ----
+
+    def take_decision(self) -> StepDecision:
+        """End the step."""
+        step, ticket = self._books.step, self._books.ticket
+        self._books.step, self._books.ticket = Step(), ticket + 1
+        self._books.running[ticket] = step
+        drains = [t for t, s in self._books.running.items() if any(lease.use == "drain" for lease in s.leases)]
+        order = sorted(step.transfers, key=lambda k: (KINDS.index(k[0]), TIERS.index(k[1]), TIERS.index(k[2])))
+        transfers = [(k[0], Pairs(k[1], k[2], np.array(step.transfers[k], dtype=np.int64))) for k in order]
+        return StepDecision(ticket, transfers, after=drains if step.reuses_drained else [])
+
+    def complete(self, ticket: int) -> None:
+        """End a ticket whose bytes have all landed."""
+        if ticket not in self._books.running:
+            raise UnknownTicketError(f"ticket {ticket} is not open")
+        del self._books.running[ticket]
+        for block, transfers in self._books.unlanded.items():
+            self._books.unlanded[block] = {(other, target) for other, target in transfers if other != ticket}
+
+    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
+        """End a ticket of which some pairs did not land; returns the sequences that lost bytes."""
+        if ticket not in self._books.running:
+            raise UnknownTicketError(f"ticket {ticket} is not open")
+        step = self._books.running[ticket]
+        gone = {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
+        if not gone <= {lease.block for lease in step.leases if lease.use == "write"}:
+            raise MappingError(f"ticket {ticket} does not write all of {sorted(gone)}")
+        # A copy made from what did not land has copied nothing of use.
+        failed = {(ticket, block) for block in gone}
+        gone |= {block for block, transfers in self._books.unlanded.items() if transfers & failed}
+        for block in gone:
+            self._books.unlink(block)
+        hit = [h for h, row in self._books.sequences.items() if any(Block(row.tier, b) in gone for b in row.table)]
+        for handle in hit:
+            self._books.sequences[handle].lost = True
+        self.complete(ticket)
+        return np.array(hit, dtype=np.uint64)
+
+    # ---- sequences ----
+
+    def _open(self, row: Row) -> int:
+        self._handles += 1
+        self._books.sequences[self._handles] = row
+        return self._handles
+
+    def _get(self, handle: int) -> Row:
+        if int(handle) not in self._books.sequences:
+            raise UnknownSequenceError(f"sequence {handle} is not in the books")
+        return self._books.sequences[int(handle)]
+
+    def _batch(self, handles: list[int]) -> Iterator[tuple[int, Row]]:
+        for i, handle in enumerate(handles):
+            row = self._get(handle)
+            if handle in handles[:i]:
+                raise InvalidArgumentError(f"sequence {handle} is named twice in one call")
+            yield handle, row
+
+    def _intact(self, handle: int) -> Row:
+        row = self._get(handle)
+        if row.lost:
+            raise SequenceStateError(f"sequence {handle} lost bytes and can only be freed")
+        return row
+
+    def _readable(self, handle: int) -> Row:
+        """A sequence whose blocks are on the device, or will be when this step's loads have run."""
+        row = self._intact(handle)
+        if row.tier != "device":
+            raise SequenceStateError(f"sequence {handle} is in the {row.tier} tier")
+        if row.moving and row.ticket in self._books.running:
+            raise SequenceStateError(f"sequence {handle} is still moving (ticket {row.ticket})")
+        return row
+
+    def _slots(self, row: Row, first: int, last: int) -> list[int]:
+        size = self.block_size
+        return [row.table[i // size] * size + i % size for i in range(first, last)]
+
+    def _written(self, row: Row, count: int) -> range:
+        """Table entries, of those there are, that the next `count` tokens are written to."""
+        first = row.length // self.block_size
+        return range(first, min(self._books.count(row.length + count), len(row.table)) if count else first)
+
+    def _copy_on_write(self, row: Row, index: int) -> None:
+        shared, own = Block("device", row.table[index]), Block("device", self._books.take("device", 1)[0])
+        self._books.transfer("copy", shared, own, "read")
+        row.table[index] = own.id
+        row.moving = row.moving and row.ticket == self._books.ticket
+        row.ticket = self._books.ticket
+
+    # ---- moves ----
+
+    def _admit(self, wanted: int, free: int) -> AllocStatus:
+        wanted += self.watermark_blocks
+        if wanted > self._books.blocks["device"]:
+            return AllocStatus.NEVER
+        return AllocStatus.OK if wanted <= free else AllocStatus.LATER
+
+    def _sources(self, handles: list[int], origin: TierName, to: TierName) -> int:
+        """Check a batch, and count the distinct blocks that it needs moved."""
+        sources: set[int] = set()
+        for handle, row in self._batch(handles):
+            self._intact(handle)
+            if row.tier != origin:
+                raise SequenceStateError(f"sequence {handle} is in the {row.tier} tier, the call needs it in {origin}")
+            if row.written == self._books.ticket:
+                raise _BusyError(f"sequence {handle} has tokens that this step is yet to write")
+            uses = self._books.uses(origin)
+            held = row.table[: self._books.count(row.length)]
+            in_flight = row.ticket in (self._books.ticket, *self._books.running)
+            if in_flight or any("write" in uses[block] for block in held):
+                raise _BusyError(f"sequence {handle} is still moving")
+            for i, block in enumerate(held):
+                if self._books.twin(Block(origin, block), to, full=i < row.length // self.block_size) is None:
+                    sources.add(block)
+        return len(sources)
+
+    def _can_move(self, handles: list[int], origin: TierName, to: TierName) -> bool:
+        try:
+            wanted = self._sources(handles, origin, to)
+        except SequenceStateError:
+            return False
+        return wanted <= len(self._books.free_blocks(to))
+
+    def _can_return(self, handles: list[int], origin: TierName, lookahead: int) -> AllocStatus:
+        try:
+            wanted = self._sources(handles, origin, "device")
+        except _BusyError:
+            return AllocStatus.LATER
+        except SequenceStateError:
+            return AllocStatus.NEVER
+        partial: Counter[int] = Counter()
+        for handle in handles:
+            row = self._books.sequences[handle]
+            held = self._books.count(row.length)
+            wanted += self._books.count(row.length + 1 + lookahead) - held
+            if row.length % self.block_size:
+                partial[row.table[held - 1]] += 1
+        # Partly filled blocks are moved for this batch alone; the last owner writes in place.
+        wanted += sum(owners - 1 for owners in partial.values())
+        free = self._books.available("device") if origin == "host" else len(self._books.free_blocks("device"))
+        return self._admit(wanted, free)
+
+    def _move(self, handles: list[int], origin: TierName, to: TierName) -> None:
+        wanted = self._sources(handles, origin, to)
+        kind = {"host": "swap_in", "external": "fetch", "device": "swap_out"}[origin] if to != "external" else "spill"
+        self._books.require(to, wanted, draining_too=kind == "swap_in")
+        targets = self._books.take(to, wanted)
+        partial: list[Block] = []
+        for handle in handles:
+            row = self._books.sequences[handle]
+            while len(row.table) > self._books.count(row.length):
+                self._books.drop(row, -1)
+            moved = []
+            for i in range(len(row.table)):
+                source, full = Block(origin, row.table[0]), i < row.length // self.block_size
+                target = self._books.twin(source, to, full=full)
+                if target is None:
+                    target = Block(to, targets.pop(0))
+                    self._books.transfer(kind, source, target, "drain" if origin == "device" else "read")
+                    if self._books.refs(source) > 1:
+                        self._books.link(source, target)
+                        self._books.step.fresh.add(target)
+                        if not full:
+                            partial.append(target)
+                moved.append(target.id)
+                self._books.drop(row, 0)
+            row.tier, row.table, row.ticket, row.moving = to, moved, self._books.ticket, True
+        # A partly filled block is shared among this batch only: its owners may write on.
+        for block in partial:
+            self._books.unlink(block)
+            self._books.step.fresh.discard(block)
+
+
+def _ints(values: Handles | Counts) -> list[int]:
+    return [int(value) for value in np.atleast_1d(np.asarray(values))]
+
+
+def _counts(handles: list[int], num_tokens: Counts | None) -> list[int]:
+    if num_tokens is None or isinstance(num_tokens, int | np.integer):
+        return [1 if num_tokens is None else int(num_tokens)] * len(handles)
+    counts = _ints(num_tokens)
+    if len(counts) != len(handles):
+        raise InvalidArgumentError(f"number of token counts is {len(counts)}, must be {len(handles)}, the sequences")
+    return counts

@@ -1,0 +1,185 @@
+"""Memory that holds tokens instead of keys and values: what a decision moves wrongly is read back wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import Pairs, StepDecision
+from blockyard.errors import MappingError
+from blockyard.testing.interfaces import Config, TierName
+
+__all__ = ["EMPTY", "LOST", "LateMemory", "SimulatedMemory"]
+
+EMPTY: Final = -1
+"""What a slot holds before it is written."""
+LOST: Final = -2
+"""What a slot holds after a transfer that failed."""
+
+
+class SimulatedMemory:
+    """Three tiers of blocks of tokens, and a copy engine between them that runs each decision at once.
+
+    Subclass it and override `transfer` to plant a fault.
+
+    Args:
+        config: sizes of the tiers.
+
+    Attributes:
+        tiers: int64 `[blocks, block_size]` for each tier.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.block_size = config.block_size
+        self.tiers: dict[TierName, NDArray[np.int64]] = {
+            tier: np.full((blocks, config.block_size), EMPTY, dtype=np.int64)
+            for tier, blocks in config.blocks().items()
+        }
+
+    def execute(self, decision: StepDecision) -> list[Pairs]:
+        """Carry out a decision, in its order; returns the pairs that did not land: none.
+
+        Raises:
+            MappingError: an id is out of range, or a destination repeated.
+        """
+        for kind, pairs in decision.transfers():
+            self.transfer(kind, pairs)
+        return []
+
+    def transfer(self, kind: str, pairs: Pairs) -> None:  # noqa: ARG002 (for subclasses)
+        """Copy blocks; `kind` is for those that override this.
+
+        Raises:
+            MappingError: an id is out of range, or a destination repeated.
+        """
+        self.refuse(pairs)
+        self.tiers[pairs.dst][pairs.ids[:, 1]] = self.tiers[pairs.src][pairs.ids[:, 0]]
+
+    def refuse(self, pairs: Pairs) -> None:
+        """Refuse a mapping that no copy engine would take.
+
+        Raises:
+            MappingError: an id is out of range, or a destination repeated.
+        """
+        for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
+            if ids.size and not 0 <= ids.min() <= ids.max() < len(self.tiers[tier]):
+                raise MappingError(f"block ids {ids.min()} to {ids.max()}, the {tier} tier has {len(self.tiers[tier])}")
+        if len(set(pairs.ids[:, 1].tolist())) < len(pairs):
+            raise MappingError(f"a destination is repeated among {pairs.ids[:, 1].tolist()}")
+
+    def lose(self, pairs: Pairs) -> None:
+        """Overwrite the destinations, as a transfer does that fails half-way."""
+        self.refuse(pairs)
+        self.tiers[pairs.dst][pairs.ids[:, 1]] = LOST
+
+    def write(self, slots: NDArray[np.int64] | Sequence[int], tokens: NDArray[np.int64] | Sequence[int]) -> None:
+        """Write tokens to slots of the device, as a model does with the keys and values of new tokens.
+
+        Args:
+            slots: `block * block_size + offset` of each token, int64 `[tokens]`.
+            tokens: what to write, int64 `[tokens]`.
+
+        Raises:
+            MappingError: a slot is out of range, or there is not one for each token.
+        """
+        where = np.asarray(slots, dtype=np.int64)
+        device = self.tiers["device"]
+        if len(where) != len(tokens) or (where.size and not 0 <= where.min() <= where.max() < device.size):
+            raise MappingError(f"slots {where.tolist()} for {len(tokens)} tokens, the device has {device.size}")
+        device.reshape(-1)[where] = tokens
+
+    def read(self, block_table: NDArray[np.int32] | Sequence[int], n: int, tier: TierName = "device") -> list[int]:
+        """Return the first `n` tokens that a block table leads to.
+
+        Args:
+            block_table: block ids, `[blocks]`; those beyond `n` tokens are not looked at.
+            n: tokens.
+            tier: where the blocks are.
+
+        Raises:
+            MappingError: the table is too short, or names a block that there is not.
+        """
+        blocks = np.asarray(block_table, dtype=np.int64)[: -(-n // self.block_size)]
+        memory = self.tiers[tier]
+        if len(blocks) * self.block_size < n or not all(0 <= block < len(memory) for block in blocks):
+            raise MappingError(f"{n} tokens in blocks {blocks.tolist()}, the {tier} tier has {len(memory)}")
+        return [int(token) for token in memory[blocks].reshape(-1)[:n]]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    kind: str
+    pairs: Pairs  # of one block
+    row: NDArray[np.int64] | None = None
+    landed: bool = False
+
+
+class LateMemory(SimulatedMemory):
+    """Memory whose transfers are as late as the decision allows: what has no order lands when its ticket ends.
+
+    So a block that is given out too early is overwritten before it is read, and a block used too early is still empty.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._running: dict[int, list[_Transfer]] = {}
+
+    def submit(self, decision: StepDecision, needed: Collection[int] = (), lost: Sequence[Pairs] = ()) -> None:
+        """Begin a decision. Copies run now, so do loads into `needed`, and reads that this step's writes wait for.
+
+        Args:
+            decision: of the step.
+            needed: device blocks that the step reads or writes.
+            lost: pairs that are not to land.
+
+        Raises:
+            MappingError: an id is out of range, or a destination repeated.
+        """
+        gone = {(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
+        copies = [pairs for kind, pairs in decision.transfers() if kind == "copy"]
+        now = {int(block) for pairs in copies for block in pairs.ids[:, 0]} | set(needed)
+        transfers = []
+        for kind, pairs in decision.transfers():
+            self.refuse(pairs)
+            if kind != "copy":
+                transfers += [_Transfer(kind, Pairs(pairs.src, pairs.dst, ids[None])) for ids in pairs.ids]
+        self._running[decision.ticket] = transfers
+        for ticket in decision.after:
+            self._drain(ticket)
+        for transfer in transfers:
+            target = int(transfer.pairs.ids[0, 1])
+            if (transfer.pairs.dst, target) in gone:
+                transfer.row = np.full(self.block_size, LOST, dtype=np.int64)
+            if transfer.pairs.dst == "device" and target in now:
+                self._land(transfer)
+        for pairs in copies:
+            self.transfer("copy", pairs)
+
+    def finish(self, ticket: int) -> None:
+        """Run what is left of a decision; the manager is to be told next."""
+        transfers = self._running.pop(ticket)
+        for transfer in transfers:
+            self._read(transfer)
+        for transfer in transfers:
+            self._land(transfer)
+
+    def _drain(self, ticket: int) -> None:
+        for transfer in self._running[ticket]:
+            if transfer.pairs.src == "device":
+                self._read(transfer)
+
+    def _read(self, transfer: _Transfer) -> None:
+        if transfer.row is None:
+            pairs = transfer.pairs
+            transfer.row = self.tiers[pairs.src][int(pairs.ids[0, 0])].copy()
+
+    def _land(self, transfer: _Transfer) -> None:
+        self._read(transfer)
+        if not transfer.landed and transfer.row is not None:
+            pairs = transfer.pairs
+            self.tiers[pairs.dst][int(pairs.ids[0, 1])] = transfer.row
+            transfer.landed = True

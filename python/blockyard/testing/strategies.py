@@ -1,0 +1,89 @@
+"""Hypothesis strategies: sizes of managers that are soon short of blocks, prompts, requests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from blockyard.request import Request
+from blockyard.testing.interfaces import Config
+
+__all__ = ["VOCABULARY", "configs", "prompts", "requests"]
+
+VOCABULARY = 97
+"""Token ids are below this."""
+
+
+@st.composite
+def configs(
+    draw: st.DrawFn,
+    *,
+    block_sizes: st.SearchStrategy[int] | None = None,
+    device_blocks: st.SearchStrategy[int] | None = None,
+    host_blocks: st.SearchStrategy[int] | None = None,
+    external_blocks: st.SearchStrategy[int] | None = None,
+    watermarks: st.SearchStrategy[float] | None = None,
+) -> Config:
+    """Sizes of a manager: small, so that every tier runs full.
+
+    Args:
+        draw: given by hypothesis.
+        block_sizes: 1 to 5 if not given.
+        device_blocks: 3 to 24 if not given.
+        host_blocks: 0 to 16 if not given.
+        external_blocks: 0 to 16 if not given.
+        watermarks: none to a fifth if not given.
+
+    Returns:
+        A configuration.
+    """
+    return Config(
+        block_size=draw(block_sizes or st.integers(1, 5)),
+        device_blocks=draw(device_blocks or st.integers(3, 24)),
+        host_blocks=draw(host_blocks or st.integers(0, 16)),
+        external_blocks=draw(external_blocks or st.integers(0, 16)),
+        watermark=draw(watermarks or st.sampled_from([0.0, 0.01, 0.1, 0.2])),
+    )
+
+
+def prompts(*, max_size: int = 24) -> st.SearchStrategy[list[int]]:
+    """Prompts of 1 to `max_size` tokens.
+
+    Args:
+        max_size: tokens of the longest.
+
+    Returns:
+        A strategy of lists of token ids.
+    """
+    return st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=max_size)
+
+
+def requests(
+    request_ids: st.SearchStrategy[str] | None = None,
+    *,
+    max_prompt: int = 24,
+    max_tokens: int = 16,
+    max_n: int = 3,
+    priorities: int = 2,
+) -> st.SearchStrategy[Request]:
+    """Requests, some with several sequences, some of which stop early.
+
+    Args:
+        request_ids: a few names if not given, so that some are used again.
+        max_prompt: tokens of the longest prompt.
+        max_tokens: tokens of the longest output.
+        max_n: most sequences of a request.
+        priorities: how many there are.
+
+    Returns:
+        A strategy of requests.
+    """
+    return st.builds(
+        Request,
+        request_id=st.sampled_from("abcdefgh") if request_ids is None else request_ids,
+        prompt=prompts(max_size=max_prompt),
+        max_tokens=st.integers(1, max_tokens),
+        n=st.integers(1, max_n),
+        priority=st.integers(0, priorities - 1),
+        arrival=st.sampled_from([0.0, 1.0]),
+        stop_token_ids=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=3),
+    )

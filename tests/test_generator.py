@@ -1,0 +1,221 @@
+"""The whole path in small: requests in, tokens out, equal to the unpaged model's whatever is moved on the way."""
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, TierURLError
+from blockyard.integrations.demo_model import demo_config, demo_model
+from blockyard.integrations.generator import Generator
+from blockyard.integrations.sampling import SamplingParams
+from blockyard.integrations.transformers import reference_generate
+
+KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small are quicker on one thread, by far where other processes want the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return demo_model(demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2))
+
+
+@pytest.fixture(scope="module")
+def work():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, rng.integers(5, 26)) for _ in range(8)]
+    params = [
+        SamplingParams(max_tokens=int(rng.integers(10, 24)), temperature=0.8 * (i % 4 > 0), seed=i, n=1 + i % 3)
+        for i in range(8)
+    ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def wanted(model, work):
+    each = zip(*work, strict=True)
+    return [[reference_generate(model, prompt, params, index) for index in range(params.n)] for prompt, params in each]
+
+
+def open_generator(model, tmp_path, **options):
+    small = {"block_size": 4, "num_device_blocks": 40, "num_host_blocks": 6}
+    tier = {"external_swapper": f"file://{tmp_path}/swap", "external_swapper_space": "1MiB"}
+    return Generator(model, **small | tier | options)
+
+
+class Watching:
+    """Notes which kinds of transfer were carried out."""
+
+    def __init__(self, inner):
+        self.inner, self.kinds = inner, set()
+
+    def execute(self, decision):
+        self.kinds |= {kind for kind, _ in decision.transfers()}
+        return self.inner.execute(decision)
+
+
+@pytest.mark.parametrize("layout", ["kv_first", "blocks_first"])
+def test_tokens_are_the_unpaged_ones_though_all_kinds_of_transfer_happen(model, work, wanted, tmp_path, layout):
+    with open_generator(model, tmp_path, wrap_executor=Watching, kind=layout, preemption_mode="swap") as generator:
+        assert generator.generate(*work) == wanted
+        assert generator.executor.kinds == set(KINDS)
+        generator.manager.check()
+        assert generator.manager.num_free("device") == 40
+        assert generator.manager.num_free("external") == generator.store.num_slots
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
+@pytest.mark.parametrize("host", [0, 40])
+def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_path, mode, host):
+    with open_generator(model, tmp_path, num_host_blocks=host, preemption_mode=mode) as generator:
+        assert generator.generate(*work) == wanted
+        stats = generator.scheduler.stats
+        assert (stats.preempted_recompute > 0) == (mode != "swap")
+        assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
+        assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
+
+
+def test_without_host_and_tier_everything_is_computed_again(model, work, wanted):
+    with Generator(model, block_size=4, num_device_blocks=40, num_host_blocks=0, preemption_mode="swap") as generator:
+        assert generator.store is None
+        assert generator.generate(*work) == wanted
+        assert generator.scheduler.stats.preempted_recompute > 0
+
+
+class Losing:
+    """Carries out everything, and says of one block in three from the external tier that it did not land."""
+
+    def __init__(self, inner):
+        self.inner, self.lost = inner, 0
+
+    def execute(self, decision):
+        lost = self.inner.execute(decision)
+        for kind, pairs in decision.transfers():
+            if kind == "fetch":
+                self.inner.engine.write_blocks("device", pairs.ids[::3, 1].copy(), self.noise(len(pairs.ids[::3])))
+                lost.append(type(pairs)(pairs.src, pairs.dst, pairs.ids[::3].copy()))
+                self.lost += len(lost[-1])
+        return lost
+
+    def noise(self, rows):
+        size = self.inner.engine.layout.bytes_per_block
+        return np.random.default_rng(0).integers(0, 256, (rows, size)).astype(np.uint8)
+
+
+def test_lost_blocks_cost_a_recompute_and_no_token(model, work, wanted, tmp_path):
+    options = {"num_host_blocks": 0, "preemption_mode": "swap", "wrap_executor": Losing}
+    with open_generator(model, tmp_path, **options) as generator:
+        assert generator.generate(*work) == wanted
+        assert generator.executor.lost > 0
+        assert generator.scheduler.stats.lost > 0
+        generator.manager.check()
+
+
+class Scrambling:
+    """Writes other bytes over every block that came back from host or tier, and says nothing."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def execute(self, decision):
+        lost = self.inner.execute(decision)
+        for kind, pairs in decision.transfers():
+            if kind in ("swap_in", "fetch"):
+                rows = self.inner.engine.read_blocks("device", pairs.ids[:, 1].copy())
+                self.inner.engine.write_blocks("device", pairs.ids[:, 1].copy(), np.roll(rows, 64, axis=1))
+        return lost
+
+
+def test_wrong_bytes_change_tokens(model, work, wanted, tmp_path):
+    with open_generator(model, tmp_path, preemption_mode="swap", wrap_executor=Scrambling) as generator:
+        assert generator.generate(*work) != wanted
+
+
+def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
+    prompts, params = work
+    stop = wanted[4][0][3]
+    ended = SamplingParams(max_tokens=20, temperature=params[4].temperature, seed=4, n=1, eos_token_id=stop)
+    seen = []
+    with open_generator(model, tmp_path, on_step=lambda step, done: seen.extend(done)) as generator:
+        generator.add("first", prompts[1], params[1])
+        generator.add("dropped", prompts[2], params[2])
+        for _ in range(3):
+            generator.step()
+        generator.abort("dropped")
+        generator.add("dropped", prompts[4], ended)
+        while generator.num_unfinished:
+            generator.step()
+        assert generator.manager.num_free("device") == 40
+    outputs = {done.request.request_id: [list(tokens) for tokens in done.outputs] for done in seen}
+    assert outputs["first"] == wanted[1]
+    assert outputs["dropped"] == [wanted[4][0][: wanted[4][0].index(stop) + 1]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "shown"),
+    [
+        ([[1], []], SamplingParams(), InvalidArgumentError, r"'generate-1' has shape \[0\]"),
+        ([[1], [259]], SamplingParams(), InvalidArgumentError, "tokens from 259 to 259, the vocabulary has 259"),
+        ([[1], [1]], [SamplingParams()], InvalidArgumentError, "2 prompts have 1 sampling params"),
+        ([[1]], SamplingParams(max_tokens=40_000), InvalidArgumentError, "1 .* 40000 tokens, the model has 32768"),
+        ([[1], [1] * 200], SamplingParams(), OutOfBlocksError, "needs up to 54 device blocks"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_and_none_is_left(model, tmp_path, prompts, params, error, shown):
+    with open_generator(model, tmp_path) as generator:
+        with pytest.raises(error, match=shown):
+            generator.generate(prompts, params)
+        assert generator.num_unfinished == 0
+        generator.manager.check()
+        assert len(generator.generate([[1]], SamplingParams(max_tokens=2))[0][0]) == 2
+
+
+def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
+    class Failing(Watching):
+        def execute(self, decision):
+            lost = self.inner.execute(decision)
+            if decision.transfers() and decision.transfers()[0][0] != "copy":
+                raise OSError("a device went away")
+            return lost
+
+    with open_generator(model, tmp_path, wrap_executor=Failing) as generator:
+        with pytest.raises(OSError, match="a device went away"):
+            generator.generate(*work)
+        assert generator.num_unfinished == 0
+        generator.manager.check()
+        assert [generator.manager.num_free(tier) for tier in ("device", "host")] == [40, 6]
+
+
+@pytest.mark.gpu
+def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
+    config = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
+    model = demo_model(config, device="cuda", dtype=torch.float64)
+    with open_generator(model, tmp_path, preemption_mode="swap", wrap_executor=Watching) as generator:
+        outputs = generator.generate(*work)
+        assert generator.executor.kinds == set(KINDS)
+    each = zip(*work, strict=True)
+    assert outputs == [[reference_generate(model, prompt, p, index) for index in range(p.n)] for prompt, p in each]
+
+
+def test_waiting_for_ever_is_an_error(model, tmp_path):
+    with open_generator(model, tmp_path) as generator:
+        held = generator.manager.allocate([39 * 4])
+        with pytest.raises(InvariantError, match="1 requests wait, 1 of 40 device blocks are free"):
+            generator.generate([[1, 2, 3, 4, 5]], SamplingParams())
+        generator.manager.free(held)
+        assert generator.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3))
+
+
+def test_what_was_opened_is_closed_when_the_start_fails(model, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="preemption_mode is 'never'"):
+        open_generator(model, tmp_path, preemption_mode="never")
+    assert not list((tmp_path / "swap").iterdir())
+    with pytest.raises(TierURLError, match="size=1MiB"):
+        open_generator(model, tmp_path, external_swapper=f"file://{tmp_path}/swap?size=2MiB")

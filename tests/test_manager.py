@@ -1,0 +1,354 @@
+"""The manager's rules, one by one; `tests/property` drives it at random beside the reference model."""
+
+import numpy as np
+import pytest
+
+from blockyard import (
+    AllocStatus,
+    BlockManager,
+    InvalidArgumentError,
+    OutOfBlocksError,
+    Pairs,
+    SequenceStateError,
+    UnknownSequenceError,
+)
+
+BLOCK = 4
+
+
+def manager(device: int = 16, host: int = 16, external: int = 16, watermark: float = 0.0) -> BlockManager:
+    return BlockManager(
+        block_size=BLOCK, device_blocks=device, host_blocks=host, external_blocks=external, watermark=watermark
+    )
+
+
+def settle(books: BlockManager) -> dict[str, list[list[int]]]:
+    """End the step at once; returns its pairs by kind."""
+    decision = books.take_decision()
+    books.complete(decision.ticket)
+    return {kind: pairs.ids.tolist() for kind, pairs in decision.transfers()}
+
+
+def open_one(books: BlockManager, tokens: int) -> int:
+    """A sequence whose tokens have been written."""
+    handle = int(books.allocate([tokens])[0])
+    settle(books)
+    return handle
+
+
+def snapshot(books: BlockManager, *handles: int) -> tuple[object, ...]:
+    free = tuple(books.num_free(tier) for tier in ("device", "host", "external"))
+    rows = tuple((books.num_tokens(h), books.tier(h), books.block_table(h).tolist()) for h in handles)
+    return free, rows, books.num_sequences
+
+
+# ---- admission ----
+
+
+def test_admission_keeps_the_watermark_free():
+    books = manager(device=10, watermark=0.2)
+    assert books.watermark_blocks == 2
+    assert books.can_allocate(8 * BLOCK) == AllocStatus.OK
+    assert books.can_allocate(8 * BLOCK + 1) == AllocStatus.NEVER
+    assert books.can_allocate(7 * BLOCK, lookahead=BLOCK + 1) == AllocStatus.NEVER
+    books.allocate([BLOCK])
+    assert books.can_allocate(7 * BLOCK) == AllocStatus.OK
+    assert books.can_allocate(7 * BLOCK + 1) == AllocStatus.LATER
+
+
+def test_allocation_itself_may_use_the_watermark():
+    books = manager(device=10, watermark=0.2)
+    assert len(books.allocate([10 * BLOCK])) == 1
+    assert books.num_free("device") == 0
+
+
+def test_a_batch_that_does_not_fit_is_refused_whole_with_the_numbers():
+    books = manager(device=8)
+    first = open_one(books, BLOCK)
+    before = snapshot(books, first)
+    with pytest.raises(OutOfBlocksError, match="asked for 9 device blocks, 7 of 8 are free") as caught:
+        books.allocate([4 * BLOCK, 5 * BLOCK])
+    error = caught.value
+    assert (error.tier, error.wanted, error.free, error.total) == ("device", 9, 7, 8)
+    assert snapshot(books, first) == before
+    books.check()
+
+
+def test_blocks_are_given_out_lowest_first():
+    books = manager(device=8)
+    a, b, c = (int(handle) for handle in books.allocate([2 * BLOCK, BLOCK, BLOCK]))
+    books.free([b])
+    books.free([a])
+    assert books.block_table(int(books.allocate([3 * BLOCK])[0])).tolist() == [0, 1, 2]
+    assert books.block_table(c).tolist() == [3]
+
+
+def test_an_empty_sequence_has_no_blocks_and_can_grow():
+    books = manager()
+    handle = open_one(books, 0)
+    assert books.block_table(handle).tolist() == []
+    assert books.append([handle], 2).tolist() == [0, 1]
+
+
+def test_a_sequence_of_a_hundred_thousand_tokens_is_as_good_as_any():
+    books = BlockManager(block_size=16, device_blocks=7000, host_blocks=7000)
+    handle = int(books.allocate([100_000])[0])
+    settle(books)
+    assert books.append([handle], 1000).tolist() == list(range(100_000, 101_000))
+    settle(books)
+    books.swap_out([handle])
+    assert len(settle(books)["swap_out"]) == -(-101_000 // 16)
+    books.check()
+
+
+# ---- growth, forks, copy-on-write ----
+
+
+def test_append_gives_slots_sequence_by_sequence():
+    books = manager()
+    a, b = (int(handle) for handle in books.allocate([3, 4]))
+    settle(books)
+    slots = books.append([a, b], [2, 1])
+    assert slots.tolist() == [3, 2 * BLOCK, 3 * BLOCK]
+    assert slots.dtype == np.int64
+    assert books.block_tables([b, a]).tolist() == [[1, 3], [0, 2]]
+
+
+def test_append_is_all_or_nothing():
+    books = manager(device=3)
+    a, b = (int(handle) for handle in books.allocate([BLOCK, BLOCK]))
+    settle(books)
+    before = snapshot(books, a, b)
+    assert not books.can_append([a, b])
+    with pytest.raises(OutOfBlocksError) as caught:
+        books.append([a, b])
+    assert (caught.value.wanted, caught.value.free, caught.value.total) == (2, 1, 3)
+    assert snapshot(books, a, b) == before
+    books.check()
+
+
+def test_lookahead_takes_blocks_and_no_tokens():
+    books = manager()
+    handle = open_one(books, 3)
+    assert books.blocks_to_append([handle], lookahead=2) == 1
+    assert books.append([handle], lookahead=2).tolist() == [3]
+    assert (books.num_tokens(handle), books.block_table(handle).tolist()) == (4, [0, 1])
+    assert books.blocks_to_append([handle], 4) == 0
+    assert books.append([handle]).tolist() == [4]
+
+
+def test_lookahead_blocks_stay_behind_when_a_sequence_leaves():
+    books = manager()
+    handle = open_one(books, 3)
+    books.append([handle], lookahead=9)
+    settle(books)
+    assert len(books.block_table(handle)) == 4
+    books.swap_out([handle])
+    assert settle(books) == {"swap_out": [[0, 0]]}
+    assert books.num_free("device") == 16
+    books.check()
+
+
+def test_a_fork_shares_every_block_until_it_writes():
+    books = manager()
+    parent = open_one(books, 6)
+    child = int(books.fork(parent)[0])
+    assert books.block_table(child).tolist() == books.block_table(parent).tolist() == [0, 1]
+    assert books.num_free("device") == 14
+    assert books.blocks_to_append([child]) == 1
+    assert books.append([child]).tolist() == [2 * BLOCK + 2]
+    assert settle(books) == {"copy": [[1, 2]]}
+    assert books.block_table(parent).tolist() == [0, 1]
+
+
+def test_the_last_owner_writes_in_place():
+    books = manager()
+    parent = open_one(books, 6)
+    children = [int(handle) for handle in books.fork(parent, 2)]
+    assert books.blocks_to_append([parent, *children]) == 2
+    slots = books.append([parent, *children])
+    assert settle(books) == {"copy": [[1, 2], [1, 3]]}
+    assert slots.tolist() == [2 * BLOCK + 2, 3 * BLOCK + 2, BLOCK + 2]
+    books.check()
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing():
+    books = manager()
+    parent = open_one(books, 2 * BLOCK)
+    books.append([parent, int(books.fork(parent)[0])])
+    assert settle(books) == {}
+
+
+def test_a_fork_of_a_thousand_blocks_and_of_a_fork_needs_no_recursion():
+    books = BlockManager(block_size=1, device_blocks=1000)
+    handle = open_one(books, 1000)
+    for _ in range(2000):
+        child = int(books.fork(handle)[0])
+        books.free([handle])
+        handle = child
+    assert books.num_sequences == 1
+    books.free([handle])
+    assert books.num_free("device") == 1000
+    books.check()
+
+
+def test_a_block_that_this_step_writes_is_not_copied_in_it():
+    books = manager()
+    parent = int(books.allocate([6])[0])
+    child = int(books.fork(parent)[0])
+    with pytest.raises(SequenceStateError, match="this step is yet to write"):
+        books.append([child])
+    settle(books)
+    books.append([child])
+    books.check()
+
+
+def test_a_prefix_is_shared_in_whole_blocks():
+    books = manager()
+    parent = open_one(books, 11)
+    child = books.fork_prefix(parent, 8, 13)
+    assert books.block_table(child).tolist() == [0, 1, 3, 4]
+    for shared, tokens in ((3, 13), (12, 13), (8, 7)):
+        with pytest.raises(InvalidArgumentError, match="shared_tokens"):
+            books.fork_prefix(parent, shared, tokens)
+    with pytest.raises(OutOfBlocksError):
+        books.fork_prefix(parent, 4, 16 * BLOCK)
+    books.check()
+
+
+# ---- handles ----
+
+
+def test_free_twice_raises_and_changes_nothing():
+    books = manager()
+    a, b = open_one(books, 3), open_one(books, 3)
+    books.free([a])
+    before = snapshot(books, b)
+    for handles in ([a], [b, a]):
+        with pytest.raises(UnknownSequenceError):
+            books.free(handles)
+    assert snapshot(books, b) == before
+    books.check()
+
+
+def test_a_stale_handle_stays_stale_when_its_row_is_used_again():
+    books = manager()
+    old = open_one(books, 3)
+    books.free([old])
+    new = open_one(books, 3)
+    assert old != new
+    with pytest.raises(UnknownSequenceError):
+        books.num_tokens(old)
+
+
+def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
+    books = manager()
+    handle = open_one(books, 3)
+    before = snapshot(books, handle)
+    for call in (books.append, books.can_append, books.blocks_to_append, books.free, books.swap_out, books.spill):
+        with pytest.raises(InvalidArgumentError, match="named twice"):
+            call([handle, handle])
+    assert snapshot(books, handle) == before
+
+
+def test_abort_and_resubmit_in_one_step_leaves_the_books_exact():
+    books = manager(device=2)
+    old = open_one(books, 2 * BLOCK)
+    books.free([old])
+    new = int(books.allocate([2 * BLOCK])[0])
+    with pytest.raises(UnknownSequenceError):
+        books.free([old])
+    settle(books)
+    books.free([new])
+    assert books.num_free("device") == 2
+    books.check()
+
+
+# ---- bad arguments ----
+
+BAD_CONFIGS = [
+    {"block_size": 0},
+    {"block_size": -1},
+    {"block_size": 1 << 40},
+    {"device_blocks": 0},
+    {"device_blocks": -3},
+    {"host_blocks": -1},
+    {"device_blocks": 1 << 40},
+    {"external_blocks": 1 << 70},
+    {"watermark": 1.0},
+    {"watermark": -0.5},
+    {"watermark": float("nan")},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_CONFIGS, ids=str)
+def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
+    with pytest.raises(InvalidArgumentError):
+        BlockManager(**{"block_size": 4, "device_blocks": 8, **bad})
+
+
+@pytest.mark.parametrize("bad", [[-1], [1.5], ["x"], None, np.array([0.0]), np.array([[0]]), [1 << 70]], ids=str)
+def test_handles_of_a_wrong_kind_are_refused(bad: object):
+    books = manager()
+    open_one(books, 3)
+    for call in (books.append, books.free, books.swap_out, books.can_swap_in, books.fetch, books.block_tables):
+        with pytest.raises((InvalidArgumentError, UnknownSequenceError)):
+            call(bad)
+    books.check()
+
+
+@pytest.mark.parametrize("bad", [[-1], -1, [1, 2], 1 << 40, [1.5], np.array([[1]], dtype=np.uint32)], ids=str)
+def test_token_counts_of_a_wrong_kind_are_refused(bad: object):
+    books = manager()
+    handle = open_one(books, 3)
+    before = snapshot(books, handle)
+    with pytest.raises(InvalidArgumentError):
+        books.append([handle], bad)
+    assert snapshot(books, handle) == before
+    books.check()
+
+
+def test_an_unknown_tier_is_refused_by_name():
+    books = manager()
+    handle = open_one(books, 3)
+    with pytest.raises(InvalidArgumentError, match="gpu"):
+        books.num_free("gpu")
+    with pytest.raises(InvalidArgumentError, match="disk"):
+        books.fetch([handle], to="disk")
+    with pytest.raises(InvalidArgumentError, match="disk"):
+        Pairs("device", "disk", np.zeros((0, 2), dtype=np.int64))
+
+
+def test_slots_of_tokens_that_there_are_not_are_refused():
+    books = manager()
+    handle = open_one(books, 3)
+    for first, last in ((2, 1), (0, 4), (-1, 2)):
+        with pytest.raises(InvalidArgumentError):
+            books.slot_mapping(handle, first, last)
+    assert books.slot_mapping(handle, 1, 3).tolist() == [1, 2]
+
+
+def test_an_output_array_of_the_wrong_size_is_refused():
+    books = manager()
+    handle = open_one(books, 9)
+    before = snapshot(books, handle)
+    for call in (
+        lambda: books.append([handle], out=np.zeros(2, dtype=np.int64)),
+        lambda: books.append([handle], out=np.zeros(1, dtype=np.int32)),
+        lambda: books.block_tables([handle], np.zeros((1, 2), dtype=np.int32)),
+        lambda: books.block_tables([handle], np.zeros((2, 3), dtype=np.int32)),
+        lambda: books.slot_mapping(handle, 0, 3, np.zeros(4, dtype=np.int64)),
+    ):
+        with pytest.raises((InvalidArgumentError, TypeError)):
+            call()
+    assert snapshot(books, handle) == before
+
+
+def test_an_output_array_is_filled_and_returned():
+    books = manager()
+    handle = open_one(books, 9)
+    slots, tables = np.full(2, -1), np.full((1, 5), -1, dtype=np.int32)
+    assert books.append([handle], 2, out=slots) is slots
+    assert slots.tolist() == [2 * BLOCK + 1, 2 * BLOCK + 2]
+    assert books.block_tables([handle], tables) is tables
+    assert tables.tolist() == [[0, 1, 2, 0, 0]]

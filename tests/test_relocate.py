@@ -1,0 +1,388 @@
+"""Moves between tiers: sharing kept, leases held, losses reported; every move is carried out and read back."""
+
+import numpy as np
+import pytest
+
+from blockyard import (
+    AllocStatus,
+    BlockManager,
+    InvalidArgumentError,
+    MappingError,
+    OutOfBlocksError,
+    Pairs,
+    SequenceStateError,
+    UnknownTicketError,
+)
+from blockyard.testing import Config, SimulatedMemory
+
+BLOCK = 4
+
+
+class Engine:
+    """A manager over simulated memory, one step after another."""
+
+    def __init__(self, device: int = 16, host: int = 16, external: int = 16, watermark: float = 0.0) -> None:
+        config = Config(BLOCK, device, host, external, watermark)
+        self.books = BlockManager(**config.arguments())
+        self.memory = SimulatedMemory(config)
+        self.tokens: dict[int, list[int]] = {}
+        self.drawn = 0
+
+    def draw(self, count: int) -> list[int]:
+        self.drawn += count
+        return list(range(self.drawn - count, self.drawn))
+
+    def open(self, count: int) -> int:
+        handle = int(self.books.allocate([count])[0])
+        self.tokens[handle] = self.draw(count)
+        self.memory.write(self.books.slot_mapping(handle, 0, count), self.tokens[handle])
+        self.step()
+        return handle
+
+    def fork(self, parent: int, count: int) -> list[int]:
+        children = [int(handle) for handle in self.books.fork(parent, count)]
+        self.tokens.update({child: list(self.tokens[parent]) for child in children})
+        return children
+
+    def step(self) -> dict[str, list[list[int]]]:
+        """Take the decision, carry it out, end its ticket; returns its pairs by kind."""
+        decision = self.books.take_decision()
+        self.memory.execute(decision)
+        self.books.complete(decision.ticket)
+        self.books.check()
+        return {kind: pairs.ids.tolist() for kind, pairs in decision.transfers()}
+
+    def append(self, *handles: int) -> dict[str, list[list[int]]]:
+        """Append a token to each, as a step."""
+        slots = self.books.append(list(handles))
+        tokens = self.draw(len(handles))
+        pairs = self.step()
+        self.memory.write(slots, tokens)
+        for handle, token in zip(handles, tokens, strict=True):
+            self.tokens[handle].append(token)
+        return pairs
+
+    def verify(self) -> None:
+        for handle, tokens in self.tokens.items():
+            table, tier = self.books.block_table(handle), self.books.tier(handle)
+            assert self.memory.read(table, len(tokens), tier) == tokens, f"{handle} in {tier} blocks {table}"
+
+
+def refs_free(engine: Engine) -> tuple[int, ...]:
+    return tuple(engine.books.num_free(tier) for tier in ("device", "host", "external"))
+
+
+# ---- sharing ----
+
+
+def test_three_sequences_over_one_block_swap_out_one_block():
+    engine = Engine()
+    parent = engine.open(3)
+    group = [parent, *engine.fork(parent, 2)]
+    engine.books.swap_out(group)
+    assert engine.step() == {"swap_out": [[0, 0]]}
+    assert refs_free(engine) == (16, 15, 16)
+    engine.books.swap_in(group)
+    assert engine.step() == {"swap_in": [[0, 0]]}
+    engine.append(*group)
+    engine.verify()
+
+
+def test_a_block_shared_with_a_sequence_that_stays_is_copied_once_and_shared_again():
+    engine = Engine()
+    stays = engine.open(2 * BLOCK)
+    a, b = engine.fork(stays, 2)
+    engine.books.swap_out([a])
+    assert engine.step() == {"swap_out": [[0, 0], [1, 1]]}
+    engine.books.swap_out([b])
+    assert engine.step() == {}, "its bytes are on the host already"
+    assert engine.books.can_swap_in([a, b]) == AllocStatus.OK
+    engine.books.swap_in([a, b])
+    assert engine.step() == {}, "its bytes are still on the device"
+    assert engine.books.block_table(a).tolist() == engine.books.block_table(stays).tolist()
+    assert refs_free(engine) == (14, 16, 16)
+    engine.append(a, b, stays)
+    engine.verify()
+
+
+def test_a_twin_is_forgotten_when_its_block_is_given_to_another():
+    engine = Engine(device=3)
+    stays = engine.open(BLOCK)
+    (leaves,) = engine.fork(stays, 1)
+    engine.books.swap_out([leaves])
+    engine.step()
+    engine.books.free([stays])
+    del engine.tokens[stays]
+    other = engine.open(3 * BLOCK)
+    engine.books.swap_out([other])
+    engine.step()
+    engine.books.swap_in([leaves])
+    assert engine.step() == {"swap_in": [[0, 0]]}
+    engine.verify()
+
+
+def test_a_partly_filled_block_is_not_shared_with_a_sequence_that_writes_on():
+    engine = Engine()
+    stays = engine.open(BLOCK + 2)
+    (leaves,) = engine.fork(stays, 1)
+    engine.books.swap_out([leaves])
+    assert engine.step() == {"swap_out": [[0, 0], [1, 1]]}
+    assert engine.append(stays) == {}
+    engine.books.swap_in([leaves])
+    assert engine.step() == {"swap_in": [[1, 2]]}, "the full block is shared again, the other has gone on"
+    engine.append(leaves, stays)
+    engine.verify()
+
+
+@pytest.mark.parametrize("by_host", [False, True], ids=["from the device", "by way of the host"])
+@pytest.mark.parametrize("to_host", [False, True], ids=["to the device", "to the host"])
+def test_spilled_sequences_come_back_with_their_tokens(by_host: bool, to_host: bool):
+    engine = Engine()
+    parent = engine.open(2 * BLOCK + 1)
+    group = [parent, *engine.fork(parent, 1)]
+    if by_host:
+        engine.books.swap_out(group)
+        engine.step()
+    engine.books.spill(group)
+    assert len(engine.step()["spill"]) == 3
+    assert [engine.books.tier(handle) for handle in group] == ["external", "external"]
+    engine.verify()
+    engine.books.fetch(group, to="host" if to_host else "device")
+    assert len(engine.step()["fetch"]) == 3
+    if to_host:
+        engine.books.swap_in(group)
+        engine.step()
+    engine.append(*group)
+    engine.verify()
+    assert refs_free(engine)[1:] == (16, 16)
+
+
+# ---- what is refused ----
+
+
+def test_a_full_tier_refuses_the_whole_batch_with_the_numbers():
+    engine = Engine(host=3, external=2)
+    a, b = engine.open(2 * BLOCK), engine.open(2 * BLOCK)
+    before = refs_free(engine)
+    assert not engine.books.can_swap_out([a, b])
+    with pytest.raises(OutOfBlocksError, match="asked for 4 host blocks, 3 of 3 are free") as caught:
+        engine.books.swap_out([a, b])
+    assert (caught.value.tier, caught.value.wanted, caught.value.free, caught.value.total) == ("host", 4, 3, 3)
+    with pytest.raises(OutOfBlocksError, match="asked for 4 external blocks, 2 of 2 are free"):
+        engine.books.spill([a, b])
+    assert refs_free(engine) == before
+    engine.books.check()
+
+
+def test_swapping_in_keeps_the_watermark_and_counts_the_next_token():
+    engine = Engine(device=5, watermark=0.2)
+    a = engine.open(2 * BLOCK)
+    engine.books.swap_out([a])
+    engine.step()
+    assert engine.books.can_swap_in([a]) == AllocStatus.OK
+    assert engine.books.can_swap_in([a], lookahead=BLOCK) == AllocStatus.OK
+    assert engine.books.can_swap_in([a], lookahead=2 * BLOCK) == AllocStatus.NEVER
+    engine.open(2 * BLOCK)
+    assert engine.books.can_swap_in([a]) == AllocStatus.LATER
+
+
+def test_a_returning_group_needs_one_copy_less_than_it_has_owners():
+    engine = Engine(device=4)
+    parent = engine.open(BLOCK + 2)
+    group = [parent, *engine.fork(parent, 2)]
+    engine.books.swap_out(group)
+    engine.step()
+    assert engine.books.can_swap_in(group) == AllocStatus.OK
+    engine.books.swap_in(group)
+    assert engine.append(*group) == {"swap_in": [[0, 0], [1, 1]], "copy": [[1, 2], [1, 3]]}
+    engine.verify()
+
+
+def test_a_sequence_in_the_wrong_tier_is_refused_by_name():
+    engine = Engine()
+    a = engine.open(3)
+    for call in (engine.books.swap_in, engine.books.fetch):
+        with pytest.raises(SequenceStateError, match="is in the device tier"):
+            call([a])
+    engine.books.swap_out([a])
+    engine.step()
+    for call in (engine.books.append, engine.books.swap_out, engine.books.block_tables):
+        with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
+            call([a])
+    with pytest.raises(SequenceStateError):
+        engine.books.fork_prefix(a, 0, 3)
+    assert (engine.books.can_swap_out([a]), engine.books.can_swap_in([a])) == (False, AllocStatus.OK)
+    engine.books.check()
+
+
+def test_a_step_moves_nothing_that_it_has_yet_to_write():
+    engine = Engine()
+    fresh = int(engine.books.allocate([3])[0])
+    assert not engine.books.can_swap_out([fresh])
+    with pytest.raises(SequenceStateError, match="yet to write"):
+        engine.books.swap_out([fresh])
+    engine.step()
+    engine.books.swap_out([fresh])
+    engine.books.check()
+
+
+def test_a_moving_sequence_is_not_moved_again_before_its_ticket_ends():
+    engine = Engine()
+    a = engine.open(3)
+    engine.books.swap_out([a])
+    decision = engine.books.take_decision()
+    assert engine.books.can_swap_in([a]) == AllocStatus.LATER
+    with pytest.raises(SequenceStateError, match=f"still moving .ticket {decision.ticket}"):
+        engine.books.swap_in([a])
+    engine.books.complete(decision.ticket)
+    assert engine.books.can_swap_in([a]) == AllocStatus.OK
+
+
+# ---- leases ----
+
+
+def test_blocks_freed_under_a_transfer_stay_leased_until_it_ends():
+    engine = Engine(device=4, host=4)
+    a = engine.open(2 * BLOCK)
+    engine.books.swap_out([a])
+    decision = engine.books.take_decision()
+    engine.books.free([a])
+    assert refs_free(engine) == (2, 2, 16)
+    engine.books.check()
+    engine.books.complete(decision.ticket)
+    assert refs_free(engine) == (4, 4, 16)
+
+
+def test_a_block_being_read_is_given_to_device_work_that_is_ordered_after_the_reader():
+    engine = Engine(device=2, host=4)
+    a = engine.open(2 * BLOCK)
+    engine.books.swap_out([a])
+    out = engine.books.take_decision()
+    assert (engine.books.num_free("device"), engine.books.can_allocate(2 * BLOCK)) == (0, AllocStatus.OK)
+    engine.books.allocate([BLOCK])
+    assert engine.books.take_decision().after == (out.ticket,)
+    engine.books.complete(out.ticket)
+    engine.books.allocate([BLOCK])
+    assert engine.books.take_decision().after == ()
+    engine.books.check()
+
+
+def test_a_block_being_read_is_given_to_a_swap_in_of_the_same_step_but_never_to_a_fetch():
+    engine = Engine(device=2, host=4, external=4)
+    a = engine.open(2 * BLOCK)
+    engine.books.spill([a])
+    engine.step()
+    b = engine.open(2 * BLOCK)
+    engine.books.swap_out([b])
+    assert engine.books.can_fetch([a]) != AllocStatus.OK
+    with pytest.raises(OutOfBlocksError):
+        engine.books.fetch([a])
+    engine.step()
+    engine.books.fetch([a])
+    engine.step()
+    engine.books.spill([a])
+    engine.books.swap_in([b])
+    decision = engine.books.take_decision()
+    assert decision.after == (decision.ticket,)
+    assert [kind for kind, _ in decision.transfers()] == ["spill", "swap_in"]
+    engine.memory.execute(decision)
+    engine.books.complete(decision.ticket)
+    engine.verify()
+
+
+def test_writing_in_place_waits_for_a_reader_of_the_block():
+    engine = Engine()
+    stays = engine.open(2)
+    (leaves,) = engine.fork(stays, 1)
+    engine.books.swap_out([leaves])
+    out = engine.books.take_decision()
+    engine.books.append([stays])
+    assert engine.books.take_decision().after == (out.ticket,)
+
+
+# ---- losses ----
+
+
+def loaded(engine: Engine, *handles: int) -> tuple[int, Pairs]:
+    """Spill and fetch sequences; returns the open ticket of the fetch and its pairs."""
+    engine.books.spill(list(handles))
+    engine.step()
+    engine.books.fetch(list(handles))
+    decision = engine.books.take_decision()
+    return decision.ticket, decision.fetch[0]
+
+
+def test_fail_names_exactly_the_sequences_that_were_hit():
+    engine = Engine()
+    a, b, c = engine.open(BLOCK), engine.open(BLOCK), engine.open(BLOCK)
+    (d,) = engine.fork(c, 1)
+    ticket, pairs = loaded(engine, a, b, c, d)
+    hit = engine.books.fail(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
+    assert sorted(hit.tolist()) == sorted([a, c, d])
+    for handle in (a, c, d):
+        for call in (engine.books.append, engine.books.swap_out, engine.books.block_tables, engine.books.spill):
+            with pytest.raises(SequenceStateError, match="can only be freed"):
+                call([handle])
+        with pytest.raises(SequenceStateError):
+            engine.books.fork(handle)
+    engine.books.append([b])
+    engine.books.free([a, c, d])
+    engine.books.check()
+
+
+def test_a_copy_made_from_what_did_not_land_is_lost_too():
+    engine = Engine()
+    a = engine.open(BLOCK + 2)
+    (b,) = engine.fork(a, 1)
+    engine.books.spill([a, b])
+    engine.step()
+    engine.books.fetch([a, b])
+    engine.books.append([a])
+    decision = engine.books.take_decision()
+    assert len(decision.copy) == 1
+    lost = Pairs("external", "device", decision.fetch[0].ids[1:])
+    assert sorted(engine.books.fail(decision.ticket, [lost]).tolist()) == sorted([a, b])
+
+
+def test_a_lost_copy_is_not_shared_again():
+    engine = Engine()
+    stays = engine.open(BLOCK)
+    a, b = engine.fork(stays, 2)
+    engine.books.spill([a])
+    decision = engine.books.take_decision()
+    assert engine.books.fail(decision.ticket, [decision.spill[0]]).tolist() == [a]
+    engine.books.spill([b])
+    assert len(engine.step()["spill"]) == 1
+    del engine.tokens[a]
+    engine.verify()
+
+
+def test_a_loss_that_is_not_in_the_ticket_is_refused():
+    engine = Engine()
+    a = engine.open(BLOCK)
+    ticket, pairs = loaded(engine, a)
+    strange = Pairs("external", "device", pairs.ids + np.array([0, 1]))
+    with pytest.raises(MappingError, match=f"ticket {ticket} writes no block 1 in the device tier"):
+        engine.books.fail(ticket, [pairs, strange])
+    engine.books.check()
+    engine.books.complete(ticket)
+    engine.books.append([a])
+
+
+def test_a_ticket_ends_once():
+    engine = Engine()
+    ticket = engine.books.take_decision().ticket
+    with pytest.raises(UnknownTicketError):
+        engine.books.complete(ticket + 1)
+    engine.books.complete(ticket)
+    for call in (lambda: engine.books.complete(ticket), lambda: engine.books.fail(ticket, [])):
+        with pytest.raises(UnknownTicketError, match=f"ticket {ticket} is not open"):
+            call()
+
+
+def test_pairs_of_a_wrong_shape_are_refused():
+    for ids in (np.zeros((2, 3), np.int64), np.zeros(2, np.int64), np.zeros((2, 2), np.int32), np.array([[0, -1]])):
+        with pytest.raises(MappingError):
+            Pairs("host", "device", ids)
+    with pytest.raises(InvalidArgumentError):
+        Pairs("host", "gpu", np.zeros((1, 2), np.int64))
