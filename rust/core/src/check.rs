@@ -59,8 +59,8 @@ impl Manager {
             if held * size < len {
                 return Err(format!("sequence {sequence}: {len} tokens in {held} blocks of {size}"));
             }
-            if row.writable == 0 {
-                continue;
+            if row.writable <= row.len {
+                continue; // nothing fits there
             }
             let index = u64::from(row.writable) / size - 1;
             let block = usize::try_from(index).ok().and_then(|i| row.table.get(i));

@@ -266,7 +266,11 @@ impl Pool {
 
     /// Makes a block whose bytes are gone unfindable.
     pub(crate) fn unpublish(&mut self, block: BlockId) {
-        let tag = std::mem::take(&mut self.nodes[block.index()].tag);
+        let node = &mut self.nodes[block.index()];
+        let tag = std::mem::take(&mut node.tag);
+        if node.refs == 0 {
+            self.orphans.extend(decode(std::mem::take(&mut node.twin)));
+        }
         if let (Some(cache), true) = (&mut self.cache, tag != 0) {
             cache.index.remove(block, tag);
             if cache.lru.remove(block) {
