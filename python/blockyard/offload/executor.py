@@ -66,14 +66,16 @@ class StepExecutor:
         return lost
 
     def _spill(self, pairs: Pairs) -> NDArray[np.bool_]:
-        rows = self.engine.read_blocks(_cached(pairs.src), pairs.ids[:, 0])
+        blocks, slots = _columns(pairs)
+        rows = self.engine.read_blocks(_cached(pairs.src), blocks)
         store = self._tier()
-        return store.wait(store.submit_write(pairs.ids[:, 1], rows)).ok
+        return store.wait(store.submit_write(slots, rows)).ok
 
     def _fetch(self, pairs: Pairs) -> NDArray[np.bool_]:
+        slots, blocks = _columns(pairs)
         store = self._tier()
-        read = store.wait(store.submit_read(pairs.ids[:, 0]))
-        self.engine.write_blocks(_cached(pairs.dst), pairs.ids[read.ok, 1], read.rows[read.ok])
+        read = store.wait(store.submit_read(slots))
+        self.engine.write_blocks(_cached(pairs.dst), blocks[read.ok], read.rows[read.ok])
         return read.ok
 
     def _chunks(self, pairs: Pairs, transfer: Callable[[Pairs], NDArray[np.bool_]]) -> list[Pairs]:
@@ -95,6 +97,11 @@ class StepExecutor:
         if self.store is None:
             raise MappingError("the decision names the external tier, and there is none")
         return self.store
+
+
+def _columns(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids read and the ids written, contiguous."""
+    return np.ascontiguousarray(pairs.ids[:, 0]), np.ascontiguousarray(pairs.ids[:, 1])
 
 
 def _cached(tier: str) -> Literal["device", "host"]:

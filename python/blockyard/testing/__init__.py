@@ -27,7 +27,7 @@ Example:
     >>> decision = manager.take_decision()
     >>> _ = memory.execute(decision)
     >>> manager.complete(decision.ticket)
-    >>> memory.read(manager.block_table(sequence), 6, tier=manager.tier(sequence)).tolist()
+    >>> memory.read(manager.block_table(sequence), 6, tier=manager.tier(sequence))
     [11, 12, 13, 14, 15, 16]
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -198,6 +199,34 @@ class ManagerMachine(RuleBasedStateMachine):
         """Fetch to the host, or to where nothing is fetched."""
         real, model = _handles(self.chosen(picks))
         self.do(lambda m: m.fetch(real, to=to), lambda m: m.fetch(model, to=to))
+
+    @precondition(lambda self: self.sequences)
+    @rule(
+        pick=_pick,
+        forks=st.integers(0, 2),
+        ways=st.sampled_from([("swap_out", "swap_in"), ("spill", "fetch")]),
+        lost=_pick,
+    )
+    def preempt_and_resume(self, pick: int, forks: int, ways: tuple[str, str], lost: int) -> None:
+        """What chance alone seldom does: a group leaves, comes back, and runs on in that step, perhaps with a loss."""
+        parent = self.one(pick)
+        if parent is None:
+            return
+        self.step(everyone=False, lost=[])
+        self.settle(keep=0)
+        before = len(self.sequences)
+        self.fork(pick, forks)
+        group = [parent, *self.sequences[before:]]
+        real, model = _handles(group)
+        for way in ways:
+            if not self.do(partial(_move, way=way, handles=real), partial(_move, way=way, handles=model)):
+                return
+            if way == ways[0]:
+                self.step(everyone=False, lost=[])
+                self.settle(keep=0)
+        places = [i for i, sequence in enumerate(self.sequences) if sequence in group]
+        self.append(places[:2], 1, 0, each=False)
+        self.step(everyone=False, lost=[lost] if lost % 2 else [])
 
     # ---- rules: steps and tickets ----
 

@@ -76,12 +76,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[str, Request] = {}
         self.idle = 0
 
-    @initialize(config=configs())
-    def start(self, config: Config) -> None:
-        """Make manager, scheduler and memory."""
+    @initialize(
+        config=configs(device_blocks=st.integers(4, 16), host_blocks=st.integers(0, 8)),
+        first=st.lists(requests(), min_size=2, max_size=8, unique_by=lambda request: request.request_id),
+    )
+    def start(self, config: Config, first: list[Request]) -> None:
+        """Make manager, scheduler and memory, and submit a few requests."""
         self.manager = type(self).make_manager(config)
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = type(self).make_memory(config)
+        for request in first:
+            self.add(request)
 
     @rule(request=requests())
     def add(self, request: Request) -> None:
@@ -109,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.refuse_abort("nobody")
 
     @rule(
-        lost=st.lists(st.integers(0, 63), max_size=2) | st.just([]),
+        lost=st.builds(list) | st.builds(list) | st.lists(st.integers(0, 63), min_size=1, max_size=2),
         when=st.sampled_from(["never", "never", "scheduled", "settled"]),
         pick=st.integers(0, 7),
         again=st.none() | requests(),
@@ -132,6 +137,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.idle = 0 if busy else self.idle + 1
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
+
+    @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1))
+    def run(self, count: int, lost: list[int]) -> None:
+        """Run some steps, undisturbed but for losses."""
+        for _ in range(count):
+            self.step(lost=lost, when="never", pick=0, again=None)
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then."""

@@ -24,7 +24,7 @@ LOST: Final = -2
 class SimulatedMemory:
     """Three tiers of blocks of tokens, and a copy engine between them that runs each decision at once.
 
-    Subclass it and override `transfer` to plant a fault.
+    Override `store`, `write` or `read` to plant a fault.
 
     Args:
         config: sizes of the tiers.
@@ -50,14 +50,24 @@ class SimulatedMemory:
             self.transfer(kind, pairs)
         return []
 
-    def transfer(self, kind: str, pairs: Pairs) -> None:  # noqa: ARG002 (for subclasses)
-        """Copy blocks; `kind` is for those that override this.
+    def transfer(self, kind: str, pairs: Pairs) -> None:
+        """Copy blocks.
 
         Raises:
             MappingError: an id is out of range, or a destination repeated.
         """
         self.refuse(pairs)
-        self.tiers[pairs.dst][pairs.ids[:, 1]] = self.tiers[pairs.src][pairs.ids[:, 0]]
+        self.store(kind, pairs, self.tiers[pairs.src][pairs.ids[:, 0]])
+
+    def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:  # noqa: ARG002 (for subclasses)
+        """Write what a transfer has read to its destinations; every transfer of every kind ends here.
+
+        Args:
+            kind: of the transfer.
+            pairs: of blocks.
+            rows: the tokens read, int64 `[len(pairs), block_size]`.
+        """
+        self.tiers[pairs.dst][pairs.ids[:, 1]] = rows
 
     def refuse(self, pairs: Pairs) -> None:
         """Refuse a mapping that no copy engine would take.
@@ -180,6 +190,5 @@ class LateMemory(SimulatedMemory):
     def _land(self, transfer: _Transfer) -> None:
         self._read(transfer)
         if not transfer.landed and transfer.row is not None:
-            pairs = transfer.pairs
-            self.tiers[pairs.dst][int(pairs.ids[0, 1])] = transfer.row
+            self.store(transfer.kind, transfer.pairs, transfer.row[None])
             transfer.landed = True

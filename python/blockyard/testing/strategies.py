@@ -13,20 +13,23 @@ VOCABULARY = 97
 """Token ids are below this."""
 
 
-@st.composite
+_BLOCK_SIZES = st.integers(1, 5)
+_DEVICE_BLOCKS = st.integers(3, 24)
+_OTHER_BLOCKS = st.integers(0, 16)
+_WATERMARKS = st.sampled_from([0.0, 0.01, 0.1, 0.2])
+
+
 def configs(
-    draw: st.DrawFn,
     *,
-    block_sizes: st.SearchStrategy[int] | None = None,
-    device_blocks: st.SearchStrategy[int] | None = None,
-    host_blocks: st.SearchStrategy[int] | None = None,
-    external_blocks: st.SearchStrategy[int] | None = None,
-    watermarks: st.SearchStrategy[float] | None = None,
-) -> Config:
+    block_sizes: st.SearchStrategy[int] = _BLOCK_SIZES,
+    device_blocks: st.SearchStrategy[int] = _DEVICE_BLOCKS,
+    host_blocks: st.SearchStrategy[int] = _OTHER_BLOCKS,
+    external_blocks: st.SearchStrategy[int] = _OTHER_BLOCKS,
+    watermarks: st.SearchStrategy[float] = _WATERMARKS,
+) -> st.SearchStrategy[Config]:
     """Sizes of a manager: small, so that every tier runs full.
 
     Args:
-        draw: given by hypothesis.
         block_sizes: 1 to 5 if not given.
         device_blocks: 3 to 24 if not given.
         host_blocks: 0 to 16 if not given.
@@ -34,15 +37,9 @@ def configs(
         watermarks: none to a fifth if not given.
 
     Returns:
-        A configuration.
+        A strategy of configurations.
     """
-    return Config(
-        block_size=draw(block_sizes or st.integers(1, 5)),
-        device_blocks=draw(device_blocks or st.integers(3, 24)),
-        host_blocks=draw(host_blocks or st.integers(0, 16)),
-        external_blocks=draw(external_blocks or st.integers(0, 16)),
-        watermark=draw(watermarks or st.sampled_from([0.0, 0.01, 0.1, 0.2])),
-    )
+    return st.builds(Config, block_sizes, device_blocks, host_blocks, external_blocks, watermarks)
 
 
 def prompts(*, max_size: int = 24) -> st.SearchStrategy[list[int]]:

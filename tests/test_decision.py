@@ -1,0 +1,81 @@
+"""`StepDecision` and `Pairs` as the scheduler and the executor see them."""
+
+import numpy as np
+import pytest
+
+from blockyard import InvalidArgumentError, MappingError, Pairs, StepDecision, merge_runs
+
+ORDER = ["spill", "swap_out", "swap_in", "fetch", "copy", "move", "exchange"]
+TIERS = {
+    "spill": ("host", "external"),
+    "swap_out": ("device", "host"),
+    "swap_in": ("host", "device"),
+    "fetch": ("external", "host"),
+}
+
+
+def pairs(kind: str, *ids: tuple[int, int]) -> Pairs:
+    src, dst = TIERS.get(kind, ("device", "device"))
+    return Pairs(src, dst, np.array(ids or [(0, 1)], dtype=np.int64))
+
+
+def test_transfers_come_out_in_the_order_in_which_they_are_safe_to_run():
+    decision = StepDecision(3, [(kind, pairs(kind)) for kind in reversed(ORDER)], after=[1, 3])
+    assert [kind for kind, _ in decision.transfers()] == ORDER
+    assert (decision.ticket, decision.after, len(decision)) == (3, (1, 3), len(ORDER))
+
+
+@pytest.mark.parametrize("kind", ORDER)
+def test_each_kind_is_a_tuple_that_is_empty_if_there_is_nothing_to_do(kind: str):
+    assert getattr(StepDecision(1, []), kind) == ()
+    (found,) = getattr(StepDecision(1, [(kind, pairs(kind, (2, 5), (7, 1)))]), kind)
+    assert found.ids.tolist() == [[2, 5], [7, 1]]
+    assert (found.src, found.dst) == TIERS.get(kind, ("device", "device"))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("kind", ["swap_in", "swap_out", "copy"])
+def test_the_names_that_engines_know_are_arrays_of_pairs(kind: str):
+    name = f"blocks_to_{kind}"
+    assert getattr(StepDecision(1, []), name).shape == (0, 2)
+    found = getattr(StepDecision(1, [(kind, pairs(kind, (2, 5)))]), name)
+    assert (found.tolist(), found.dtype) == ([[2, 5]], np.int64)
+
+
+def test_an_empty_decision_has_no_pairs_and_nothing_to_wait_for():
+    decision = StepDecision(1, [])
+    assert (len(decision), decision.transfers(), decision.after) == (0, [], ())
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(InvalidArgumentError, match="'teleport'"):
+        StepDecision(1, [("teleport", pairs("copy"))])
+
+
+def test_pairs_keep_a_copy_of_their_array():
+    ids = np.array([[0, 1]], dtype=np.int64)
+    kept = Pairs("device", "host", ids)
+    ids[:] = 9
+    assert kept.ids.tolist() == [[0, 1]]
+    assert kept.ids.flags.c_contiguous
+
+
+def test_pairs_of_any_stride_are_taken():
+    ids = np.arange(12, dtype=np.int64).reshape(6, 2)[::2, ::-1]
+    assert Pairs("device", "host", ids).ids.tolist() == [[1, 0], [5, 4], [9, 8]]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [np.zeros((1, 2), np.int32), np.zeros((1, 3), np.int64), np.zeros(2, np.int64), np.array([[0, -1]]), [[0, 1]]],
+)
+def test_pairs_of_a_wrong_shape_or_dtype_are_refused(ids: object):
+    with pytest.raises(MappingError):
+        Pairs("device", "host", ids)
+
+
+def test_runs_are_merged_where_both_sides_go_on():
+    ids = np.array([(0, 5), (1, 6), (2, 7), (3, 9), (4, 10), (9, 11)], dtype=np.int64)
+    assert merge_runs(ids).tolist() == [[0, 5, 3], [3, 9, 2], [9, 11, 1]]
+    assert merge_runs(ids[:0]).shape == (0, 3)
+    assert merge_runs(ids[::-1].copy()).tolist() == [[b, a, 1] for b, a in ids[::-1].tolist()]

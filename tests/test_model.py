@@ -1,0 +1,98 @@
+"""The reference model: it refuses and answers as the manager does; `tests/property` compares the two at random."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from blockyard import AllocStatus, BlockManager, InvalidArgumentError, InvariantError, OutOfBlocksError
+from blockyard.errors import MappingError, SequenceStateError, UnknownSequenceError, UnknownTicketError
+from blockyard.testing import Config, ManagerLike, ReferenceManager
+
+CONFIG = Config(block_size=4, device_blocks=8, host_blocks=4, external_blocks=4)
+
+
+def model() -> ReferenceManager:
+    return ReferenceManager(**CONFIG.arguments())
+
+
+def calls(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_the_model_has_every_call_of_the_manager():
+    # These two are attributes of the model, set when it is made.
+    assert calls(BlockManager) == calls(ReferenceManager) | {"block_size", "watermark_blocks"}
+
+
+def test_the_interface_names_every_call_of_the_manager():
+    assert calls(BlockManager) == calls(ManagerLike)
+
+
+@pytest.mark.parametrize("name", sorted(calls(ReferenceManager)))
+def test_every_call_of_the_model_is_documented(name: str):
+    assert inspect.getdoc(getattr(ReferenceManager, name))
+
+
+@pytest.mark.parametrize("bad", [{"block_size": 0}, {"device_blocks": 0}, {"host_blocks": -1}, {"watermark": 1.0}])
+def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
+    with pytest.raises(InvalidArgumentError):
+        ReferenceManager(**{**CONFIG.arguments(), **bad})
+
+
+def test_the_model_gives_out_the_lowest_blocks_and_counts_what_is_left():
+    books = model()
+    a, b = books.allocate([5, 4])
+    assert (books.block_table(a).tolist(), books.block_table(b).tolist()) == ([0, 1], [2])
+    books.free([a])
+    assert books.num_free("device") == 7
+    with pytest.raises(OutOfBlocksError, match="asked for 8 device blocks, 7 of 8 are free"):
+        books.allocate([32])
+    assert books.can_allocate(32) == AllocStatus.LATER
+
+
+def test_the_model_refuses_what_the_manager_refuses():
+    books = model()
+    (a,) = books.allocate([5])
+    ticket = books.take_decision().ticket
+    with pytest.raises(UnknownSequenceError):
+        books.free([99])
+    with pytest.raises(InvalidArgumentError, match="named twice"):
+        books.append([a, a])
+    with pytest.raises(SequenceStateError):
+        books.swap_in([a])
+    with pytest.raises(UnknownTicketError):
+        books.complete(ticket + 1)
+    books.swap_out([a])
+    decision = books.take_decision()
+    with pytest.raises(MappingError):
+        books.fail(ticket, list(decision.swap_out))
+
+
+def test_the_model_notices_a_broken_table():
+    books = model()
+    (a,) = books.allocate([5])
+    books._get(a).table[1] = 0
+    with pytest.raises(InvariantError):
+        books.check()
+    books._get(a).table[1] = 8
+    with pytest.raises(InvariantError):
+        books.check()
+
+
+def test_a_copy_of_a_lost_block_is_lost_even_after_the_copy_has_ended():
+    books = model()
+    (a,) = books.allocate([6])
+    books.complete(books.take_decision().ticket)
+    books.spill([a])
+    books.complete(books.take_decision().ticket)
+    books.fetch([a])
+    books.append([a], 1)
+    load = books.take_decision()
+    (b,) = books.fork(a)
+    books.append([b], 1)
+    copy = books.take_decision()
+    assert len(copy.copy) == 1
+    books.complete(copy.ticket)
+    lost = load.fetch[0]
+    assert sorted(books.fail(load.ticket, [lost]).tolist()) == sorted(np.array([a, b]).tolist())

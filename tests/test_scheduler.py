@@ -1,0 +1,338 @@
+"""The reference scheduler's policy, one rule at a time, over simulated memory."""
+
+import pytest
+
+from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, Pairs
+from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.testing import Config, SimulatedMemory
+from blockyard.testing.scheduler_machine import draw_token, reference_tokens
+
+BLOCK = 4
+
+
+class Engine:
+    """A scheduler, its memory, and a model that draws each token from all tokens before it."""
+
+    def __init__(
+        self, device: int, host: int = 0, external: int = 0, *, watermark: float = 0.0, **options: object
+    ) -> None:
+        config = Config(BLOCK, device, host, external, watermark)
+        self.manager = BlockManager(**config.arguments())
+        self.scheduler = Scheduler(self.manager, **options)  # type: ignore[arg-type]
+        self.memory = SimulatedMemory(config)
+        self.done: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self.kinds: list[list[str]] = []
+
+    def add(self, name: str, prompt: int, max_tokens: int, **fields: object) -> Request:
+        request = Request(name, [(ord(name[0]) + i) % 97 for i in range(prompt)], max_tokens, **fields)  # type: ignore[arg-type]
+        self.scheduler.add(request)
+        return request
+
+    def finish(self, step: Step, lost: list[Pairs] | None = None) -> None:
+        self.memory.execute(step.decision)
+        for pairs in lost or []:
+            self.memory.lose(pairs)
+        step = self.scheduler.settle(step, lost or [])
+        self.memory.write(step.slot_mapping, [token for item in step.batch for token in item.tokens])
+        sampled = []
+        for item, table in zip(step.batch, step.block_tables, strict=True):
+            kv = self.memory.read(table, item.start + len(item.tokens))
+            sampled.append([draw_token(kv, index) for index in item.sample_indices])
+        for finished in self.scheduler.update(step, sampled):
+            self.done[finished.request.request_id] = finished.outputs
+        self.manager.check()
+
+    def step(self) -> list[str]:
+        """Run a step; returns who ran, as `name` for a prompt and `name:index` for one token."""
+        step = self.scheduler.schedule()
+        self.kinds.append([kind for kind, _ in step.decision.transfers()])
+        ran = [f"{i.request_id}:{i.index}" if len(i.tokens) == 1 and i.start else i.request_id for i in step.batch]
+        self.finish(step)
+        return ran
+
+    def run(self, *requests: Request) -> None:
+        """Run to the end and compare every token."""
+        for _ in range(500):
+            if not self.scheduler.num_unfinished:
+                break
+            self.step()
+        assert self.done == {request.request_id: reference_tokens(request) for request in requests}
+        for tier in ("device", "host", "external"):
+            assert self.manager.num_free(tier) == self.manager.num_blocks(tier)
+        assert self.manager.num_sequences == 0
+
+
+# ---- who runs ----
+
+
+def test_requests_run_first_come_first_served_within_a_priority():
+    engine = Engine(32)
+    requests = [
+        engine.add("late", 4, 2, arrival=2.0),
+        engine.add("early", 4, 2, arrival=1.0),
+        engine.add("urgent", 4, 2, priority=-1, arrival=3.0),
+        engine.add("same", 4, 2, arrival=1.0),
+    ]
+    assert engine.step() == ["urgent", "early", "same", "late"]
+    engine.run(*requests)
+
+
+def test_a_prompt_that_does_not_fit_holds_up_those_behind_it():
+    engine = Engine(6)
+    requests = [engine.add("a", 12, 4), engine.add("b", 16, 4), engine.add("c", 2, 4)]
+    assert engine.step() == ["a"]
+    assert engine.step() == ["a:0"]
+    engine.run(*requests)
+
+
+def test_admission_keeps_the_watermark():
+    engine = Engine(10, watermark=0.2)
+    requests = [engine.add("a", 20, 2), engine.add("b", 13, 2)]
+    assert engine.step() == ["a"]
+    engine.run(*requests)
+
+
+def test_a_step_takes_no_more_tokens_than_its_budget_but_a_longer_prompt_runs_alone():
+    engine = Engine(64, max_num_batched_tokens=10)
+    requests = [engine.add("a", 30, 2), engine.add("b", 6, 2), engine.add("c", 4, 2), engine.add("d", 1, 2)]
+    assert engine.step() == ["a"]
+    assert engine.step() == ["a:0", "b"]
+    engine.run(*requests)
+
+
+def test_a_step_never_has_more_sequences_than_there_are_seats():
+    engine = Engine(64, max_num_seqs=4)
+    requests = [engine.add(name, 5, 4, n=3) for name in "abc"] + [engine.add("d", 3, 9)]
+    for _ in range(30):
+        assert len(engine.step()) <= 4
+    engine.run(*requests)
+
+
+def test_parallel_samples_share_their_prompt_and_copy_on_write():
+    engine = Engine(16)
+    request = engine.add("a", 6, 4, n=3)
+    assert engine.step() == ["a"]
+    assert engine.manager.num_free("device") == 14
+    assert engine.step() == ["a:0", "a:1", "a:2"]
+    assert engine.kinds[-1] == ["copy"]
+    assert engine.manager.num_free("device") == 12
+    engine.run(request)
+
+
+def test_a_stop_token_ends_a_sequence_and_frees_its_blocks():
+    engine = Engine(16)
+    stop = reference_tokens(Request("a", [(ord("a") + i) % 97 for i in range(5)], 9))[0][2]
+    request = engine.add("a", 5, 9, stop_token_ids=frozenset({stop}))
+    engine.run(request)
+    assert engine.done["a"][0][-1] == stop
+
+
+# ---- who leaves ----
+
+
+def test_victims_leave_from_the_tail():
+    engine = Engine(6, 8, preemption_mode="swap")
+    requests = [engine.add(name, 8, 8, arrival=float(i)) for i, name in enumerate("abc")]
+    assert engine.step() == ["a", "b", "c"]
+    assert engine.step() == ["a:0", "b:0"]
+    assert engine.scheduler.num_swapped == 1
+    engine.run(*requests)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "expected"),
+    [
+        ("swap", 1, "swap"),
+        ("recompute", 1, "recompute"),
+        ("auto", 1, "recompute"),
+        ("auto", 2, "swap"),
+        ("recompute", 2, "recompute"),
+    ],
+)
+def test_the_preemption_mode_decides_how_a_victim_leaves(mode: str, n: int, expected: str):
+    engine = Engine(6, 16, preemption_mode=mode)
+    requests = [engine.add("a", 8, 8), engine.add("b", 6, 6, n=n)]
+    engine.run(*requests)
+    stats = engine.scheduler.stats
+    counts = {"swap": stats.preempted_swap, "recompute": stats.preempted_recompute}
+    assert counts[expected] > 0
+    assert sum(counts.values()) == counts[expected]
+    assert stats.preempted_spill == 0
+
+
+def test_a_full_host_spills_to_the_external_tier_and_a_full_external_tier_recomputes():
+    engine = Engine(14, 2, 2, preemption_mode="swap")
+    requests = [engine.add(name, 8, 8) for name in "abcdefg"]
+    engine.step()
+    engine.step()
+    stats = engine.scheduler.stats
+    assert engine.kinds[-1] == ["spill", "swap_out"]
+    assert (stats.preempted_swap, stats.preempted_spill, stats.preempted_recompute) == (1, 1, 1)
+    engine.run(*requests)
+    assert stats.resumed_swap == stats.preempted_swap
+    assert stats.resumed_fetch == stats.preempted_spill
+
+
+def test_without_a_host_victims_go_to_the_external_tier():
+    engine = Engine(6, 0, 16, preemption_mode="swap")
+    requests = [engine.add(name, 8, 8) for name in "abc"]
+    engine.run(*requests)
+    assert engine.scheduler.stats.preempted_spill > 0
+    assert engine.scheduler.stats.preempted_recompute == 0
+
+
+def test_swapped_requests_come_back_before_new_prompts_start():
+    engine = Engine(6, 16, preemption_mode="swap")
+    requests = [engine.add("a", 8, 8, priority=0), engine.add("b", 8, 8, priority=0), engine.add("c", 8, 8, priority=0)]
+    engine.step()
+    engine.step()
+    requests.append(engine.add("d", 2, 2, priority=-1))
+    while "c" not in engine.done:
+        swapped = engine.scheduler.num_swapped
+        ran = engine.step()
+        assert not (swapped and engine.scheduler.num_swapped and "d" in ran)
+    engine.run(*requests)
+
+
+def test_nothing_is_swapped_in_in_a_step_that_preempts():
+    engine = Engine(11, 40, 40, preemption_mode="swap")
+    requests = [engine.add(name, 3 + i, 14, n=1 + i % 2) for i, name in enumerate("abcdef")]
+    engine.run(*requests)
+    assert any("swap_out" in kinds for kinds in engine.kinds)
+    for kinds in engine.kinds:
+        assert not ({"swap_out", "spill"} & set(kinds) and {"swap_in", "fetch"} & set(kinds))
+
+
+def test_a_recomputed_group_shares_only_its_common_full_blocks():
+    engine = Engine(16, preemption_mode="recompute")
+    request = engine.add("a", 6, 8, n=2)
+    for _ in range(4):
+        engine.step()
+    step = engine.scheduler.schedule()
+    lost = engine.scheduler._groups["a"]
+    engine.finish(step)
+    engine.scheduler._running.remove(lost)
+    engine.scheduler._restart(lost)
+    assert engine.manager.num_free("device") == 16
+    step = engine.scheduler.schedule()
+    first, second = step.batch
+    assert (first.start, second.start) == (0, BLOCK)
+    assert len(second.tokens) == len(first.tokens) - BLOCK
+    assert first.sample_indices == (0,)
+    assert second.sample_indices == (1,)
+    tables = step.block_tables.tolist()
+    assert tables[0][0] == tables[1][0]
+    assert not set(tables[0][1:]) & set(tables[1][1:])
+    engine.finish(step)
+    engine.run(request)
+
+
+def test_a_swapped_group_whose_return_needs_every_block_comes_back():
+    engine = Engine(3, 8)
+    requests = [engine.add("b", 1, 3), engine.add("a", 6, 2, n=2, priority=1)]
+    engine.run(*requests)
+    assert engine.scheduler.stats.preempted_swap == 1
+
+
+# ---- aborts ----
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_an_aborted_request_leaves_no_block_behind(steps: int):
+    engine = Engine(4, 8, preemption_mode="swap")
+    requests = [engine.add("a", 6, 6, n=1), engine.add("b", 6, 6)]
+    for _ in range(steps):
+        engine.step()
+    engine.scheduler.abort("b")
+    engine.run(requests[0])
+    with pytest.raises(InvalidArgumentError, match="'b' is not in the scheduler"):
+        engine.scheduler.abort("b")
+
+
+@pytest.mark.parametrize("when", ["before the transfers", "after the transfers"])
+def test_a_request_aborted_and_resubmitted_in_one_step_is_a_new_request(when: str):
+    engine = Engine(8)
+    engine.add("a", 6, 6, n=2)
+    other = engine.add("b", 5, 6)
+    engine.step()
+    step = engine.scheduler.schedule()
+    if when == "after the transfers":
+        engine.memory.execute(step.decision)
+    engine.scheduler.abort("a")
+    again = Request("a", [7, 8, 9], 3)
+    engine.scheduler.add(again)
+    engine.finish(step)
+    engine.run(again, other)
+
+
+def test_an_id_in_use_is_refused():
+    engine = Engine(8)
+    request = engine.add("a", 6, 6)
+    with pytest.raises(InvalidArgumentError, match="'a' is already in the scheduler"):
+        engine.add("a", 1, 1)
+    engine.run(request)
+
+
+# ---- what is refused ----
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    engine = Engine(4, 8, watermark=0.25)
+    for prompt, max_tokens, n, wanted in ((13, 1, 1, 4), (5, 9, 1, 4), (5, 4, 2, 5)):
+        with pytest.raises(OutOfBlocksError, match=f"needs up to {wanted} device blocks and 1 kept free") as caught:
+            engine.add("a", prompt, max_tokens, n=n)
+        error = caught.value
+        assert (error.tier, error.wanted, error.free, error.total) == ("device", wanted, 3, 4)
+    engine.run(engine.add("a", 5, 3, n=2))
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "n"), [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 5)])
+def test_a_malformed_request_is_refused(prompt: int, max_tokens: int, n: int):
+    engine = Engine(64, max_num_seqs=4)
+    with pytest.raises(InvalidArgumentError, match="request 'a'"):
+        engine.add("a", prompt, max_tokens, n=n)
+    assert engine.scheduler.num_unfinished == 0
+
+
+def test_bad_limits_are_refused():
+    manager = BlockManager(block_size=4, device_blocks=4)
+    for options in ({"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"preemption_mode": "drop"}):
+        with pytest.raises(InvalidArgumentError):
+            Scheduler(manager, **options)
+
+
+def test_tokens_that_do_not_match_the_batch_are_refused_and_change_nothing():
+    engine = Engine(8)
+    request = engine.add("a", 4, 2, n=2)
+    step = engine.scheduler.schedule()
+    engine.memory.execute(step.decision)
+    for wrong in ([], [[1]], [[1, 2, 3]]):
+        with pytest.raises(InvalidArgumentError, match="do not match"):
+            engine.scheduler.update(step, wrong)
+    engine.finish(step)
+    engine.run(request)
+
+
+# ---- losses and counters ----
+
+
+def test_a_request_that_lost_pairs_starts_again_from_its_tokens():
+    engine = Engine(6, 0, 16, preemption_mode="swap")
+    requests = [engine.add(name, 8, 8) for name in "abc"]
+    while engine.scheduler.stats.lost < 2:
+        step = engine.scheduler.schedule()
+        lost = [Pairs(p.src, p.dst, p.ids[:1]) for p in (*step.decision.fetch, *step.decision.spill)]
+        engine.finish(step, lost if engine.scheduler.stats.steps < 40 else [])
+    engine.run(*requests)
+
+
+def test_counters_say_what_happened():
+    engine = Engine(8, 4, preemption_mode="swap")
+    requests = [engine.add("a", 8, 12), engine.add("b", 8, 12)]
+    engine.run(*requests)
+    stats = engine.scheduler.stats
+    assert stats.steps == len(engine.kinds)
+    assert stats.tokens == sum(len(request.prompt) + request.max_tokens - 1 for request in requests)
+    assert (stats.preempted_swap, stats.resumed_swap, stats.lost) == (1, 1, 0)
+    assert (stats.peak_device_blocks, stats.peak_external_blocks) == (8, 0)
+    assert 2 <= stats.peak_host_blocks <= 4
