@@ -8,6 +8,7 @@
 use crate::error::{Error, Result};
 use sha2::digest::generic_array::GenericArray;
 use sha2::digest::typenum::U64;
+use sha2::{Digest, Sha256};
 
 /// Version of the byte stream.
 const FORMAT: u32 = 1;
@@ -41,6 +42,15 @@ pub struct KeySpec {
     pub salt: [u8; 32],
     /// Adapter that the sequence runs with; 0 for none.
     pub lora_id: u64,
+}
+
+impl KeySpec {
+    /// Keys for a tenant's salt, of any length, and an adapter; an empty salt is none.
+    #[must_use]
+    pub fn new(salt: &[u8], lora_id: u64) -> Self {
+        let salt = if salt.is_empty() { [0; 32] } else { Sha256::digest(salt).into() };
+        Self { salt, lora_id }
+    }
 }
 
 /// Something besides tokens that decides a block's bytes, such as the hash of an image.
@@ -148,7 +158,6 @@ fn frames(tokens: &[u32], extras: &[Extra<'_>]) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use sha2::{Digest, Sha256};
 
     fn stream_of_header(spec: &KeySpec, block_size: u32, group: u32) -> Vec<u8> {
         let mut bytes = b"BLKYKEYS".to_vec();
@@ -174,7 +183,7 @@ mod tests {
                 let extras = if i % 2 == 1 { &extra[..] } else { &[] };
                 chain.block(tokens, extras).unwrap();
                 if i % 2 == 1 {
-                    for word in [u32::MAX, 7, image.len() as u32] { stream.extend(word.to_le_bytes()); }
+                    for word in [u32::MAX, 7, u32::try_from(image.len()).unwrap()] { stream.extend(word.to_le_bytes()); }
                     stream.extend(&image);
                     while stream.len() % 4 != 0 { stream.push(0xFF); }
                 }

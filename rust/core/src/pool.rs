@@ -251,17 +251,15 @@ impl Pool {
     pub(crate) fn publish(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
         let cache = self.cache.as_mut()?;
         let node = &mut self.nodes[block.index()];
-        match cache.index.find(&key) {
-            Some(other) => (other != block).then_some(other),
-            None => {
-                if node.tag != 0 {
-                    cache.index.remove(block, node.tag);
-                }
-                node.tag = key.tag();
-                cache.index.insert(block, key);
-                None
-            }
+        if let Some(other) = cache.index.find(&key) {
+            return (other != block).then_some(other);
         }
+        if node.tag != 0 {
+            cache.index.remove(block, node.tag);
+        }
+        node.tag = key.tag();
+        cache.index.insert(block, key);
+        None
     }
 
     /// Makes a block whose bytes are gone unfindable.

@@ -81,8 +81,8 @@ impl PrefixIndex {
                 break;
             }
             // A slot may fill the hole unless its home lies behind the hole on the way to it.
-            let home = self.home(tag_of(slot));
-            let stays = if hole <= at { hole < home && home <= at } else { hole < home || home <= at };
+            let wants = self.home(tag_of(slot));
+            let stays = if hole <= at { hole < wants && wants <= at } else { hole < wants || wants <= at };
             if !stays {
                 self.slots[hole] = slot;
                 hole = at;
@@ -94,7 +94,6 @@ impl PrefixIndex {
     }
 
     #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "there are fewer than 2^32 slots")]
     fn home(&self, tag: u32) -> usize {
         ((u64::from(tag) * self.slots.len() as u64) >> 32) as usize
     }

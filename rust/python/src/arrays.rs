@@ -88,6 +88,34 @@ impl<'py> Sequences<'py> {
     }
 }
 
+/// Token ids of one prompt.
+pub(crate) enum TokenIds<'py> {
+    Array(PyReadonlyArray1<'py, u32>),
+    List(Vec<u32>),
+}
+
+impl<'py> TokenIds<'py> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        if let Ok(array) = value.extract::<PyReadonlyArray1<'py, u32>>() {
+            return Ok(if array.is_c_contiguous() {
+                Self::Array(array)
+            } else {
+                Self::List(array.as_array().to_vec())
+            });
+        }
+        value.extract().map(Self::List).map_err(|_| {
+            invalid(format!("token ids are {}, must be uint32: a numpy array or a list of ints", describe(value)))
+        })
+    }
+
+    pub(crate) fn get(&self) -> PyResult<&[u32]> {
+        Ok(match self {
+            Self::Array(array) => array.as_slice()?,
+            Self::List(list) => list,
+        })
+    }
+}
+
 /// Token counts: one for all, or one a sequence.
 pub(crate) enum Tokens<'py> {
     All(u32),

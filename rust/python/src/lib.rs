@@ -4,6 +4,7 @@ mod arrays;
 mod decision;
 mod errors;
 mod manager;
+mod prefix;
 mod store;
 
 use pyo3::prelude::*;
@@ -17,6 +18,8 @@ mod _core {
     use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]
     use crate::store::{PyCompletion, PySlabStore, PyTierStats};
 

@@ -2,7 +2,7 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{self, Handle, Sequences, Ticket, Tokens, count};
+use crate::arrays::{self, Handle, Sequences, Ticket, TokenIds, Tokens, count};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
 use blockyard_core as core;
@@ -43,7 +43,7 @@ pub(crate) struct PyBlockManager {
 }
 
 impl PyBlockManager {
-    fn lock(&self) -> MutexGuard<'_, Manager> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Manager> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -58,23 +58,25 @@ impl PyBlockManager {
     }
 }
 
-fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, PyArray1<u64>> {
+pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, PyArray1<u64>> {
     PyArray1::from_iter(py, ids.iter().map(|id| id.0))
 }
 
 #[pymethods]
 impl PyBlockManager {
     #[new]
-    #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01))]
+    #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
+        prefix_caching = false))]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
         #[pyo3(from_py_with = count)] device_blocks: u32,
         #[pyo3(from_py_with = count)] host_blocks: u32,
         #[pyo3(from_py_with = count)] external_blocks: u32,
         watermark: f64,
+        prefix_caching: bool,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
-        let config = Config { block_size, blocks, watermark, prefix_caching: false };
+        let config = Config { block_size, blocks, watermark, prefix_caching };
         Ok(Self { inner: Mutex::new(Manager::new(config).map_err(to_py)?) })
     }
 
@@ -168,11 +170,12 @@ impl PyBlockManager {
         })
     }
 
-    #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0, out = None))]
+    #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, out = None))]
     fn append<'py>(
         &self,
         sequences: &Bound<'py, PyAny>,
         num_tokens: Option<&Bound<'py, PyAny>>,
+        token_ids: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = count)] lookahead: u32,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
@@ -185,7 +188,13 @@ impl PyBlockManager {
         let out = arrays::slots(py, len, out)?;
         let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let written = slots.as_slice_mut()?;
-        self.lock().append(sequences, counts, lookahead, written).map_err(to_py)?;
+        match token_ids.map(TokenIds::new).transpose()? {
+            None => self.lock().append(sequences, counts, lookahead, written).map_err(to_py)?,
+            Some(ids) => {
+                let ids = ids.get()?;
+                self.lock().append_tokens(sequences, counts, lookahead, ids, written).map_err(to_py)?;
+            }
+        }
         drop(slots);
         Ok(out)
     }

@@ -1,0 +1,140 @@
+//! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
+
+use crate::arrays::{Sequences, TokenIds, count};
+use crate::errors::{invalid, to_py};
+use crate::manager::{PyBlockManager, handles};
+use blockyard_core::hash::Chain;
+use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// Handles of new sequences, and how many of each one's first tokens need not be computed.
+type Allocated<'py> = (Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<u32>>);
+
+/// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
+type PyExtra = (usize, usize, u32, Vec<u8>);
+
+/// Counters of the prefix cache.
+#[pyclass(frozen, get_all, eq, name = "PrefixStats", module = "blockyard._core")]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PyPrefixStats {
+    prompts: u64,
+    blocks: u64,
+    hit_blocks: u64,
+    tokens: u64,
+    hit_tokens: u64,
+    merged: u64,
+    evicted: u64,
+    cached_blocks: usize,
+}
+
+#[pymethods]
+impl PyPrefixStats {
+    /// Full blocks found, of all that were looked up; 0 before the first.
+    #[getter]
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]
+    fn hit_rate(&self) -> f64 {
+        if self.blocks == 0 { 0.0 } else { self.hit_blocks as f64 / self.blocks as f64 }
+    }
+}
+
+#[pymethods]
+impl PyBlockManager {
+    #[pyo3(signature = (prompts, *, salt = None, lora_id = 0, extras = Vec::new()))]
+    fn allocate_prompts<'py>(
+        &self,
+        py: Python<'py>,
+        prompts: Vec<Bound<'py, PyAny>>,
+        salt: Option<&[u8]>,
+        lora_id: u64,
+        extras: Vec<PyExtra>,
+    ) -> PyResult<Allocated<'py>> {
+        let tokens = prompts.iter().map(TokenIds::new).collect::<PyResult<Vec<_>>>()?;
+        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
+            return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
+        }
+        let of_prompt = |i: usize| extras.iter().filter(move |extra| extra.0 == i);
+        let extras: Vec<Vec<BlockExtra<'_>>> = if extras.is_empty() {
+            Vec::new()
+        } else {
+            (0..tokens.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
+        };
+        let mut prompts = Vec::with_capacity(tokens.len());
+        for (i, tokens) in tokens.iter().enumerate() {
+            let extras = extras.get(i).map_or(&[][..], Vec::as_slice);
+            prompts.push(Prompt { tokens: tokens.get()?, spec, extras });
+        }
+        let mut out = Vec::with_capacity(prompts.len());
+        self.lock().allocate_prompts(&prompts, &mut out).map_err(to_py)?;
+        let cached = PyArray1::from_iter(py, out.iter().map(|(_, cached)| *cached));
+        let ids: Vec<_> = out.iter().map(|(sequence, _)| *sequence).collect();
+        Ok((handles(py, &ids), cached))
+    }
+
+    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
+    fn cached_tokens(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<u32> {
+        let tokens = TokenIds::new(prompt)?;
+        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
+        self.lock().cached_tokens(&prompt).map_err(to_py)
+    }
+
+    fn mark_computed(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+        let sequences = Sequences::new(sequences)?;
+        let sequences = sequences.get()?;
+        self.lock().mark_computed(sequences).map_err(to_py)
+    }
+
+    fn common_computed_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let py = sequences.py();
+        let sequences = Sequences::new(sequences)?;
+        let sequences = sequences.get()?;
+        let blocks = self.lock().common_computed_blocks(sequences).map_err(to_py)?;
+        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
+        let ids = blocks.iter().map(|block| block.0 as i32);
+        Ok(PyArray1::from_iter(py, ids))
+    }
+
+    fn reset_prefix_cache(&self) -> bool {
+        self.lock().reset_prefix_cache()
+    }
+
+    #[getter]
+    fn prefix_stats(&self) -> PyPrefixStats {
+        let manager = self.lock();
+        let PrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged } = manager.prefix_stats();
+        let pool = manager.pool(blockyard_core::Tier::Device);
+        let (evicted, cached_blocks) = (pool.evictions(), pool.published());
+        PyPrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, evicted, cached_blocks }
+    }
+}
+
+fn block_extra((_, block, kind, bytes): &PyExtra) -> BlockExtra<'_> {
+    BlockExtra { block: *block, extra: Extra { kind: *kind, bytes } }
+}
+
+/// Keys of a prompt's full blocks for other processes: SHA-256 digests of the key stream.
+#[pyfunction]
+#[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0))]
+pub(crate) fn export_keys<'py>(
+    tokens: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = count)] block_size: u32,
+    salt: Option<&[u8]>,
+    lora_id: u64,
+    #[pyo3(from_py_with = count)] cache_group: u32,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let py = tokens.py();
+    if block_size == 0 {
+        return Err(invalid("block_size is 0, must be at least 1".to_owned()));
+    }
+    let tokens = TokenIds::new(tokens)?;
+    let mut chain = Chain::new(&KeySpec::new(salt.unwrap_or_default(), lora_id), block_size, cache_group);
+    let blocks = tokens.get()?.chunks_exact(block_size as usize);
+    let export = |block| {
+        chain.block(block, &[]).map_err(to_py)?;
+        Ok(PyBytes::new(py, &chain.export().0))
+    };
+    blocks.map(export).collect()
+}
