@@ -264,6 +264,16 @@ def test_abort_and_resubmit_in_one_step_leaves_the_books_exact():
     books.check()
 
 
+def test_an_empty_sequence_is_refused_where_any_other_is():
+    books = manager()
+    handle = open_one(books, 0)
+    books.swap_out([handle])
+    settle(books)
+    for call in (books.append, books.blocks_to_append, books.can_append):
+        with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
+            call([handle], 0)
+
+
 # ---- bad arguments ----
 
 BAD_CONFIGS = [

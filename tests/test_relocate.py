@@ -344,6 +344,23 @@ def test_a_copy_made_from_what_did_not_land_is_lost_too():
     assert sorted(engine.books.fail(decision.ticket, [lost]).tolist()) == sorted([a, b])
 
 
+def test_a_copy_of_what_did_not_land_is_lost_even_after_the_copy_has_ended():
+    engine = Engine()
+    a = engine.open(BLOCK + 2)
+    engine.books.spill([a])
+    engine.step()
+    engine.books.fetch([a])
+    engine.books.append([a])
+    load = engine.books.take_decision()
+    (b,) = engine.fork(a, 1)
+    engine.books.append([b])
+    copy = engine.books.take_decision()
+    assert len(copy.copy) == 1
+    engine.books.complete(copy.ticket)
+    lost = Pairs("external", "device", load.fetch[0].ids[1:])
+    assert sorted(engine.books.fail(load.ticket, [lost]).tolist()) == sorted([a, b])
+
+
 def test_a_lost_copy_is_not_shared_again():
     engine = Engine()
     stays = engine.open(BLOCK)

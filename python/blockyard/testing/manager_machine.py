@@ -206,9 +206,20 @@ class ManagerMachine(RuleBasedStateMachine):
         forks=st.integers(0, 2),
         ways=st.sampled_from([("swap_out", "swap_in"), ("spill", "fetch")]),
         lost=_pick,
+        copies=st.booleans(),
     )
-    def preempt_and_resume(self, pick: int, forks: int, ways: tuple[str, str], lost: int) -> None:
-        """What chance alone seldom does: a group leaves, comes back, and runs on in that step, perhaps with a loss."""
+    def preempt_and_resume(
+        self,
+        pick: int,
+        forks: int,
+        ways: tuple[str, str],
+        lost: int,
+        copies: bool,  # noqa: FBT001 (drawn)
+    ) -> None:
+        """What chance alone seldom does: a group leaves, comes back, and runs on in that step, perhaps with a loss.
+
+        Then, perhaps, a fork copies what may be lost, and its ticket ends first.
+        """
         parent = self.one(pick)
         if parent is None:
             return
@@ -227,6 +238,11 @@ class ManagerMachine(RuleBasedStateMachine):
         places = [i for i, sequence in enumerate(self.sequences) if sequence in group]
         self.append(places[:2], 1, 0, each=False)
         self.step(everyone=False, lost=[lost] if lost % 2 else [])
+        if copies:
+            self.fork(pick, 1)
+            self.append([len(self.sequences) - 1], 1, 0, each=False)
+            self.step(everyone=False, lost=[])
+            self.settle(keep=0)
 
     # ---- rules: steps and tickets ----
 

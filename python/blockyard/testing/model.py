@@ -364,7 +364,8 @@ class ReferenceManager:
                 raise _BusyError(f"sequence {handle} has tokens that this step is yet to write")
             uses = self._books.uses(origin)
             held = row.table[: self._books.count(row.length)]
-            in_flight = row.ticket in (self._books.ticket, *self._books.running)
+            # Nothing that its blocks were made from may turn out to be lost.
+            in_flight = any(ticket <= row.ticket for ticket in (self._books.ticket, *self._books.running))
             if in_flight or any("write" in uses[block] for block in held):
                 raise _BusyError(f"sequence {handle} is still moving")
             for i, block in enumerate(held):

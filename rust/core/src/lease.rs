@@ -33,6 +33,8 @@ pub(crate) struct Tickets {
     open: TicketId,
     collected: Vec<Lease>,
     submitted: BTreeMap<TicketId, Ticket>,
+    /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
+    ended_copies: BTreeMap<TicketId, Vec<[u32; 2]>>,
 }
 
 /// What one ticket holds, and which device blocks its copies read and wrote.
@@ -44,7 +46,7 @@ struct Ticket {
 
 impl Tickets {
     pub(crate) fn new() -> Self {
-        Self { open: TicketId(1), collected: Vec::new(), submitted: BTreeMap::new() }
+        Self { open: TicketId(1), collected: Vec::new(), submitted: BTreeMap::new(), ended_copies: BTreeMap::new() }
     }
 
     /// The ticket that the present step's transfers will carry.
@@ -71,6 +73,11 @@ impl Tickets {
         ticket == self.open || self.submitted.contains_key(&ticket)
     }
 
+    /// Whether no ticket up to this one may still be running, so that nothing it built on can turn out to be lost.
+    pub(crate) fn is_settled(&self, ticket: TicketId) -> bool {
+        ticket < self.open && self.submitted.range(..=ticket).next().is_none()
+    }
+
     /// Whether no submitted ticket is unfinished.
     pub(crate) fn idle(&self) -> bool {
         self.submitted.is_empty()
@@ -83,12 +90,21 @@ impl Tickets {
 
     /// Closes a submitted ticket and gives its leases back.
     pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Lease>> {
-        self.submitted.remove(&ticket).map(|ticket| ticket.leases)
+        let Ticket { leases, copies } = self.submitted.remove(&ticket)?;
+        let first = self.submitted.keys().next().copied().unwrap_or(self.open);
+        if first < ticket && !copies.is_empty() {
+            self.ended_copies.insert(ticket, copies);
+        }
+        self.ended_copies = self.ended_copies.split_off(&first);
+        Some(leases)
     }
 
-    /// Copies of a submitted ticket and of the unfinished ones after it, in their order.
-    pub(crate) fn copies_since(&self, ticket: TicketId) -> impl Iterator<Item = &[u32; 2]> {
-        self.submitted.range(ticket..).flat_map(|(_, ticket)| &ticket.copies)
+    /// Copies of a submitted ticket and of those after it, in their order.
+    pub(crate) fn copies_since(&self, ticket: TicketId) -> Vec<[u32; 2]> {
+        let mut copies: Vec<_> = self.ended_copies.range(ticket..).map(|(&at, copies)| (at, copies)).collect();
+        copies.extend(self.submitted.range(ticket..).map(|(&at, ticket)| (at, &ticket.copies)));
+        copies.sort_by_key(|(at, _)| *at);
+        copies.into_iter().flat_map(|(_, copies)| copies.iter().copied()).collect()
     }
 
     /// Submitted tickets that read device blocks which may already have been given out again.
@@ -116,9 +132,20 @@ mod tests {
         assert_eq!(tickets.submit(vec![[3, 4]]), open);
         assert!(tickets.in_flight(open) && !tickets.idle());
         assert_eq!(tickets.draining(), vec![open]);
-        assert!(tickets.copies_since(open).eq(&[[3, 4]]));
+        assert_eq!(tickets.copies_since(open), [[3, 4]]);
         assert_eq!(tickets.close(open).unwrap().len(), 1);
         assert!(!tickets.in_flight(open));
         assert_eq!(tickets.close(open), None);
+    }
+
+    #[test]
+    fn copies_of_an_ended_ticket_are_known_while_an_earlier_one_runs() {
+        let mut tickets = Tickets::new();
+        let (load, copy) = (tickets.submit(Vec::new()), tickets.submit(vec![[1, 2]]));
+        tickets.close(copy).unwrap();
+        assert_eq!(tickets.copies_since(load), [[1, 2]]);
+        assert!(!tickets.is_settled(copy));
+        tickets.close(load).unwrap();
+        assert!(tickets.is_settled(copy) && tickets.ended_copies.is_empty());
     }
 }

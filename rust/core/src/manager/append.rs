@@ -212,5 +212,5 @@ impl Manager {
 /// Whether tokens and lookahead fit into the block that a row is writing.
 #[inline]
 fn fits(len: u32, count: u32, lookahead: u32, writable: u32) -> bool {
-    u64::from(len) + u64::from(count) + u64::from(lookahead) <= u64::from(writable)
+    writable != 0 && u64::from(len) + u64::from(count) + u64::from(lookahead) <= u64::from(writable)
 }

@@ -186,7 +186,7 @@ impl Manager {
         if row.written == self.tickets.open() {
             return Err(Error::Unwritten { sequence });
         }
-        if self.tickets.in_flight(row.ticket) {
+        if !self.tickets.is_settled(row.ticket) {
             return Err(Error::InFlight { sequence, ticket: row.ticket });
         }
         let full = (row.len / self.block_size) as usize;

@@ -32,7 +32,7 @@ impl Manager {
 
     /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
     ///
-    /// Copies that read what did not land are followed, those of later unfinished tickets and of the present step too.
+    /// Copies that read what did not land are followed, those of later tickets and of the present step too.
     ///
     /// # Errors
     /// The ticket is unknown, or writes no such block.
@@ -46,7 +46,7 @@ impl Manager {
             return Err(Error::NotInTicket { ticket, tier, block });
         }
         let open = self.step.transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
-        for &[from, to] in self.tickets.copies_since(ticket).chain(open) {
+        for [from, to] in self.tickets.copies_since(ticket).into_iter().chain(open.copied()) {
             if blocks.contains(&(Tier::Device, BlockId(from))) {
                 blocks.insert((Tier::Device, BlockId(to)));
             }
