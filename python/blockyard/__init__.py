@@ -6,7 +6,16 @@
 Importing it loads neither torch nor CUDA.
 """
 
-from blockyard._core import AllocStatus, BlockManager, Pairs, StepDecision, __version__, merge_runs
+from blockyard._core import (
+    AllocStatus,
+    BlockManager,
+    Pairs,
+    PrefixStats,
+    StepDecision,
+    __version__,
+    export_keys,
+    merge_runs,
+)
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -36,6 +45,7 @@ __all__ = [
     "OpLibraryError",
     "OutOfBlocksError",
     "Pairs",
+    "PrefixStats",
     "SequenceStateError",
     "StepDecision",
     "TierError",
@@ -46,5 +56,6 @@ __all__ = [
     "UnknownTicketError",
     "UnsupportedModelError",
     "__version__",
+    "export_keys",
     "merge_runs",
 ]

@@ -18,10 +18,12 @@ __all__ = [
     "BlockManager",
     "Completion",
     "Pairs",
+    "PrefixStats",
     "SlabStore",
     "StepDecision",
     "TierStats",
     "__version__",
+    "export_keys",
     "merge_runs",
 ]
 
@@ -123,6 +125,7 @@ class BlockManager:
         host_blocks: blocks in host memory.
         external_blocks: slots of the external tier.
         watermark: fraction of the device blocks that admission keeps free.
+        prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
     Raises:
         InvalidArgumentError: a size or the watermark is out of range.
     """
@@ -135,6 +138,7 @@ class BlockManager:
         host_blocks: int = 0,
         external_blocks: int = 0,
         watermark: float = 0.01,
+        prefix_caching: bool = False,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -158,6 +162,51 @@ class BlockManager:
         Raises:
             OutOfBlocksError: the device has too few blocks for the whole batch.
         """
+    def allocate_prompts(
+        self,
+        prompts: Sequence[NDArray[np.uint32] | Sequence[int]],
+        *,
+        salt: bytes | None = None,
+        lora_id: int = 0,
+        extras: Sequence[tuple[int, int, int, bytes]] = ...,
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        """Open one sequence for each prompt, sharing the longest prefix of it that is cached.
+
+        Args:
+            prompts: token ids of each prompt, uint32 `[tokens]`; 4294967295 is no token.
+            salt: keeps tenants apart: what has one salt never shares with what has another.
+            lora_id: adapter that the prompts run with; 0 for none.
+            extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
+                rising block.
+
+        Returns:
+            Handles, uint64 `[n]`, and how many of each prompt's first tokens need not be computed, uint32 `[n]`; the
+            last token always is to be computed.
+
+        Raises:
+            OutOfBlocksError: the device has too few blocks for the whole batch.
+            InvalidArgumentError: a token id is out of range, or an extra is of no full block.
+        """
+    def cached_tokens(
+        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> int:
+        """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
+    def mark_computed(self, sequences: _Handles) -> None:
+        """Publish the full blocks of sequences whose tokens the model has computed.
+
+        A block whose key another block already has is given up for that one: block tables may change.
+
+        Raises:
+            UnknownSequenceError: a handle is not in the books.
+            SequenceStateError: a sequence has tokens that the present step is yet to write.
+        """
+    def common_computed_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
+        """Computed blocks at the start of all the sequences that they share, int32 `[blocks]`."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything that is cached, unless a device block is in use; returns whether it did."""
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """Counters of the prefix cache."""
     def fork(self, sequence: int, count: int = 1) -> NDArray[np.uint64]:
         """Open `count` sequences that share all blocks of one; a write to a shared block copies it first.
 
@@ -182,6 +231,7 @@ class BlockManager:
         sequences: _Handles,
         num_tokens: _Counts | None = None,
         *,
+        token_ids: NDArray[np.uint32] | Sequence[int] | None = None,
         lookahead: int = 0,
         out: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
@@ -190,6 +240,8 @@ class BlockManager:
         Args:
             sequences: handles, uint64 `[n]`, none twice.
             num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
+            token_ids: ids of those tokens, uint32 `[tokens]`, for the prefix cache; a sequence that gets tokens
+                without ids is no longer published.
             lookahead: slots beyond those tokens for which each sequence gets blocks too.
             out: int64 array for the slots, one for each token.
         Returns:
@@ -359,6 +411,47 @@ class SlabStore:
     def close(self, timeout: float = 5.0) -> bool: ...
     def __enter__(self) -> SlabStore: ...
     def __exit__(self, *_details: object) -> None: ...
+
+@final
+class PrefixStats:
+    """Counters of the prefix cache since the manager was made; `cached_blocks` is findable now."""
+
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def hit_blocks(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    @property
+    def merged(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def cached_blocks(self) -> int: ...
+    @property
+    def hit_rate(self) -> float:
+        """Full blocks found, of all that were looked up; 0 before the first."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+def export_keys(
+    tokens: NDArray[np.uint32] | Sequence[int],
+    *,
+    block_size: int,
+    salt: bytes | None = None,
+    lora_id: int = 0,
+    cache_group: int = 0,
+) -> list[bytes]:
+    """Keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
+
+    The stream hashed is a 64-byte header (`BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
+    u32, the adapter as u64, 32 bytes of salt: its SHA-256, or zeros for none), then each block's tokens as
+    little-endian u32, padded to 64 bytes with 0xFF; a block's key is the digest of the stream up to its end.
+    """
 
 def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge pairs whose source and destination both continue the pair before, order kept.

@@ -42,6 +42,7 @@ impl PyPrefixStats {
 #[pymethods]
 impl PyBlockManager {
     #[pyo3(signature = (prompts, *, salt = None, lora_id = 0, extras = Vec::new()))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn allocate_prompts<'py>(
         &self,
         py: Python<'py>,

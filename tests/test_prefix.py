@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+
+from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, SequenceStateError, export_keys
+
+SIZE = 4
+
+
+def manager(device: int = 32, host: int = 0) -> BlockManager:
+    return BlockManager(
+        block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=True
+    )
+
+
+def step(books: BlockManager) -> None:
+    books.complete(books.take_decision().ticket)
+    books.check()
+
+
+def run(books: BlockManager, prompt: list[int], **key: object) -> tuple[int, int]:
+    """Admit a prompt and compute it: its handle, and how many tokens were cached."""
+    handles, cached = books.allocate_prompts([prompt], **key)  # type: ignore[arg-type]
+    step(books)
+    books.mark_computed(handles)
+    books.check()
+    return int(handles[0]), int(cached[0])
+
+
+def test_a_prompt_shares_the_computed_blocks_of_an_earlier_one() -> None:
+    books = manager()
+    first, cached = run(books, list(range(10)))
+    assert cached == 0
+    second, cached = run(books, [*range(8), 99, 98, 97])
+    assert cached == 8
+    assert list(books.block_table(first))[:2] == list(books.block_table(second))[:2]
+    assert list(books.common_computed_blocks([first, second])) == list(books.block_table(first))[:2]
+
+
+def test_blocks_stay_findable_after_their_sequence_has_gone_until_they_are_evicted() -> None:
+    books = manager(device=4)
+    first, _ = run(books, list(range(16)))
+    books.free(first)
+    assert books.num_free() == 4
+    assert books.cached_tokens(list(range(16))) == 12
+    other, _ = run(books, list(range(100, 108)))
+    assert books.cached_tokens(list(range(16))) == 8, "the chain is evicted from its end"
+    books.free(other)
+    books.check()
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    books = manager()
+    run(books, list(range(8)))
+    assert run(books, list(range(8)))[1] == 4
+
+
+def test_nothing_is_found_before_it_is_computed() -> None:
+    books = manager()
+    handles, _ = books.allocate_prompts([list(range(8))])
+    with pytest.raises(SequenceStateError, match="yet to write"):
+        books.mark_computed(handles)
+    step(books)
+    assert books.cached_tokens(list(range(9))) == 0
+    books.mark_computed(handles)
+    assert books.cached_tokens(list(range(9))) == 8
+
+
+def test_blocks_computed_twice_are_merged() -> None:
+    books = manager()
+    handles, cached = books.allocate_prompts([list(range(9)), list(range(9))])
+    assert list(cached) == [0, 0]
+    step(books)
+    books.mark_computed(handles)
+    books.check()
+    first, second = (list(books.block_table(int(h))) for h in handles)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    assert books.prefix_stats.merged == 2
+
+
+def test_salt_and_adapter_keep_tenants_apart() -> None:
+    books = manager()
+    run(books, list(range(9)), salt=b"a")
+    assert run(books, list(range(9)), salt=b"b")[1] == 0
+    assert run(books, list(range(9)), lora_id=7, salt=b"a")[1] == 0
+    assert run(books, list(range(9)), salt=b"a")[1] == 8
+
+
+def test_an_extra_decides_its_block_and_all_after_it() -> None:
+    books = manager()
+    run(books, list(range(13)), extras=[(0, 1, 3, b"cat")])
+    assert run(books, list(range(13)), extras=[(0, 1, 3, b"dog")])[1] == 4
+    assert run(books, list(range(13)), extras=[(0, 1, 3, b"cat")])[1] == 12
+
+
+def test_generated_tokens_are_published_too() -> None:
+    books = manager()
+    handle, _ = run(books, [1, 2, 3])
+    for token in (4, 5, 6):
+        books.append(handle, token_ids=[token])
+        step(books)
+    books.mark_computed(handle)
+    assert books.cached_tokens([1, 2, 3, 4, 5]) == 4
+
+
+def test_tokens_without_ids_end_the_publishing_of_a_sequence() -> None:
+    books = manager()
+    handle, _ = run(books, [1, 2, 3])
+    books.append(handle)
+    step(books)
+    books.append(handle, token_ids=[5])
+    step(books)
+    books.mark_computed(handle)
+    books.check()
+    assert books.prefix_stats.cached_blocks == 0
+
+
+def test_what_comes_back_from_the_host_finds_its_cached_device_blocks() -> None:
+    books = manager(device=8, host=8)
+    handle, _ = run(books, list(range(10)))
+    books.swap_out(handle)
+    step(books)
+    books.swap_in(handle)
+    decision = books.take_decision()
+    assert len(decision.blocks_to_swap_in) == 1, "two of three blocks are still on the device"
+    books.complete(decision.ticket)
+    books.check()
+
+
+def test_a_batch_that_does_not_fit_changes_nothing() -> None:
+    books = manager(device=4)
+    first, _ = run(books, list(range(12)))
+    books.free(first)
+    before = books.prefix_stats
+    with pytest.raises(OutOfBlocksError, match="asked for 6 device blocks, 4 of 4 are free"):
+        books.allocate_prompts([list(range(12)), list(range(50, 62))])
+    assert books.prefix_stats == before
+    assert books.cached_tokens(list(range(13))) == 12
+    books.check()
+
+
+def test_a_cached_block_that_is_hit_is_not_evicted_for_the_same_prompt() -> None:
+    books = manager(device=4)
+    first, _ = run(books, list(range(8)))
+    books.free(first)
+    handle, cached = run(books, [*range(8), *range(50, 58)])
+    assert cached == 8
+    assert len(set(books.block_table(handle))) == 4
+
+
+def test_the_cache_is_reset_only_when_nothing_is_in_use() -> None:
+    books = manager()
+    handle, _ = run(books, list(range(8)))
+    assert not books.reset_prefix_cache()
+    books.free(handle)
+    assert books.reset_prefix_cache()
+    assert books.cached_tokens(list(range(9))) == 0
+    books.check()
+
+
+def test_the_reserved_token_is_refused_with_its_position() -> None:
+    books = manager()
+    for prompt in ([1, 2, 2**32 - 1], [2**32 - 1, 2, 3, 4, 5]):
+        with pytest.raises(InvalidArgumentError, match="token id is 4294967295"):
+            books.allocate_prompts([prompt])
+    with pytest.raises(InvalidArgumentError, match="must be uint32"):
+        books.allocate_prompts([[1, -1]])
+    with pytest.raises(InvalidArgumentError, match="block of an extra key is 2"):
+        books.allocate_prompts([list(range(8))], extras=[(0, 2, 0, b"x")])
+    with pytest.raises(InvalidArgumentError, match="prompt 5"):
+        books.allocate_prompts([list(range(8))], extras=[(5, 0, 0, b"x")])
+    assert books.num_sequences == 0
+    books.check()
+
+
+def test_exported_keys_are_plain_sha256_of_the_documented_stream() -> None:
+    for size in (3, 16, 20):
+        tokens = np.arange(5 * size + 1, dtype=np.uint32) * 7
+        stream = b"BLKYKEYS" + struct.pack("<IIIIQ", 1, size, 2, 0, 9) + hashlib.sha256(b"tenant").digest()
+        wanted = []
+        for block in tokens[: 5 * size].reshape(5, size):
+            data = block.astype("<u4").tobytes()
+            stream += data + b"\xff" * (-len(data) % 64)
+            wanted.append(hashlib.sha256(stream).digest())
+        assert export_keys(tokens, block_size=size, salt=b"tenant", lora_id=9, cache_group=2) == wanted
+    with pytest.raises(InvalidArgumentError):
+        export_keys([1], block_size=0)
+
+
+def test_the_hit_rate_counts_full_blocks() -> None:
+    books = manager()
+    assert books.prefix_stats.hit_rate == 0.0
+    run(books, list(range(9)))
+    run(books, list(range(9)))
+    stats = books.prefix_stats
+    assert (stats.prompts, stats.blocks, stats.hit_blocks, stats.hit_tokens) == (2, 4, 2, 8)
+    assert stats.hit_rate == 0.5
