@@ -12,9 +12,7 @@ SIZE = 4
 
 
 def manager(device: int = 32, host: int = 0) -> BlockManager:
-    return BlockManager(
-        block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=True
-    )
+    return BlockManager(block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=True)
 
 
 def step(books: BlockManager) -> None:
