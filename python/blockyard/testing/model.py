@@ -38,6 +38,8 @@ class _BusyError(SequenceStateError):
 class ReferenceManager:
     """A model of `blockyard.BlockManager`: same calls, same errors, same block ids; its handles are its own.
 
+    It has no prefix cache.
+
     Args:
         block_size: token slots in a block.
         device_blocks: blocks of the device.
