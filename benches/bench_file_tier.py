@@ -2,7 +2,8 @@
 
     python benches/bench_file_tier.py [--url "file:///dir?threads=8"] [--blocks 512]
 
-With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once between numpy and the store's buffers, checksummed and checked.
+With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
+between numpy and the store's buffers, checksummed and checked.
 """
 
 import argparse

@@ -75,3 +75,85 @@ impl Manager {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manager::{Config, Counts};
+
+    /// Two sequences that share a block, one of them with room to write, and an unfinished swap.
+    fn books() -> Manager {
+        let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
+        let mut manager = Manager::new(config).unwrap();
+        let mut sequences = Vec::new();
+        manager.allocate(&[6, 3], &mut sequences).unwrap();
+        let first = manager.take_decision();
+        manager.complete(first.ticket).unwrap();
+        manager.fork(sequences[0], 1, &mut sequences).unwrap();
+        manager.append(&sequences[..1], Counts::All(1), 0, &mut [0]).unwrap();
+        manager.swap_out(&sequences[1..2]).unwrap();
+        let _ = manager.take_decision();
+        manager.check().unwrap();
+        manager
+    }
+
+    fn complaint(spoil: impl FnOnce(&mut Manager)) -> String {
+        let mut manager = books();
+        spoil(&mut manager);
+        manager.check().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_reference_that_no_table_has_is_noticed() {
+        let what = complaint(|manager| manager.pools[0].share(BlockId(0), 1));
+        assert!(what.ends_with("device block 0: 3 references, counted 2"), "{what}");
+    }
+
+    #[test]
+    fn a_reference_that_the_pool_has_lost_is_noticed() {
+        let what = complaint(|manager| assert_eq!(manager.pools[0].release(BlockId(0)), None));
+        assert!(what.ends_with("device block 0: 1 references, counted 2"), "{what}");
+    }
+
+    #[test]
+    fn a_lease_without_a_ticket_is_noticed() {
+        let what = complaint(|manager| manager.pools[1].lease(BlockId(5), LeaseKind::Read).unwrap());
+        assert!(what.contains("host block 5: leases [drain, read, write] [0, 1, 0], counted [0, 0, 0]"), "{what}");
+    }
+
+    #[test]
+    fn a_lease_that_ended_before_its_ticket_is_noticed() {
+        let what = complaint(|manager| manager.pools[1].end_lease(BlockId(0), LeaseKind::Write));
+        assert!(what.contains("host block 0: leases"), "{what}");
+    }
+
+    #[test]
+    fn a_block_lost_from_the_free_ones_is_noticed() {
+        let mut taken = Vec::new();
+        let what = complaint(|manager| {
+            manager.pools[1].take(1, &mut taken);
+        });
+        assert!(what.contains("1 references, counted 0"), "{what}");
+    }
+
+    #[test]
+    fn a_one_sided_twin_is_noticed() {
+        let what = complaint(|manager| {
+            manager.pools[0].set_twin(BlockId(0), Some((Tier::Host, BlockId(0))));
+        });
+        assert!(what.contains("has another twin"), "{what}");
+    }
+
+    #[test]
+    fn a_row_that_would_write_a_shared_block_is_noticed() {
+        let what = complaint(|manager| {
+            let writer = manager.rows().iter().find(|(_, row)| row.writable > row.len).map(|(id, _)| id).unwrap();
+            let own = manager.rows().at(writer).table[1];
+            let mut forks = Vec::new();
+            manager.fork(writer, 1, &mut forks).unwrap();
+            let row = manager.rows_mut().at_mut(writer);
+            (row.writable, row.slot_base) = (8, (i64::from(own.0) - 1) * 4);
+        });
+        assert!(what.ends_with("is not its own to write"), "{what}");
+    }
+}

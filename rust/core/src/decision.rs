@@ -84,3 +84,26 @@ impl StepDecision {
         self.transfers.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kind_gives_one_entry_for_each_pair_of_tiers() {
+        let pairs = |src, ids: &[[u32; 2]]| Pairs { src, dst: Tier::External, ids: ids.to_vec() };
+        let transfers =
+            vec![(Kind::Spill, pairs(Tier::Device, &[[1, 2]])), (Kind::Spill, pairs(Tier::Host, &[[3, 4], [5, 6]]))];
+        let decision = StepDecision { ticket: TicketId(1), after: Vec::new(), transfers };
+        assert!(decision.of(Kind::Spill).map(|pairs| pairs.src).eq([Tier::Device, Tier::Host]));
+        assert_eq!(decision.of(Kind::Copy).count(), 0);
+        assert_eq!(decision.len(), 3);
+        assert!(!decision.is_empty());
+    }
+
+    #[test]
+    fn device_reads_come_before_loads_and_loads_before_copies() {
+        assert!(Kind::ALL.is_sorted());
+        assert!(Kind::SwapOut < Kind::SwapIn && Kind::Spill < Kind::Fetch && Kind::Fetch < Kind::Copy);
+    }
+}

@@ -79,7 +79,7 @@ impl OpenStep {
 pub struct Manager {
     block_size: u32,
     watermark: usize,
-    pools: [Pool; 3],
+    pub(crate) pools: [Pool; 3],
     rows: Rows,
     tickets: Tickets,
     step: OpenStep,
@@ -440,6 +440,11 @@ fn unlink(pools: &mut [Pool; 3], tier: Tier, block: BlockId) {
 impl Manager {
     pub(crate) fn rows(&self) -> &Rows {
         &self.rows
+    }
+
+    #[cfg(test)]
+    pub(crate) fn rows_mut(&mut self) -> &mut Rows {
+        &mut self.rows
     }
 
     pub(crate) fn tickets(&self) -> &Tickets {
