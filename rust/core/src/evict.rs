@@ -1,129 +1,197 @@
-//! Which cached block goes first: least recently used, by a ring of stamped entries.
+//! Which cached block goes first. Policies are chosen by name ([`Eviction`]), or brought along ([`Evictor`]).
 //!
-//! A block that becomes evictable is put at the ring's end with a new stamp; one that is used again only loses its
-//! stamp, and its old entry is skipped later. So every operation touches one word of the block, eviction reads the ring in
-//! order, and its cost does not depend on how many blocks could be evicted.
+//! Chains of blocks are released from their ends, so that with every policy a block goes before the one that it needs.
+
+mod leveled;
+mod policy;
+
+mod s3fifo;
 
 use crate::id::BlockId;
-use std::collections::VecDeque;
+use policy::{Adaptive, Lru, Priority};
+use s3fifo::S3Fifo;
+use std::fmt;
 
-/// Cached blocks, least recently used first.
-#[derive(Debug, Clone)]
-pub(crate) struct Lru {
-    /// (block, stamp); an entry counts while the block still has that stamp.
-    ring: VecDeque<(u32, u32)>,
-    /// 0 for a block that is not evictable.
-    stamps: Vec<u32>,
-    next_stamp: u32,
-    len: usize,
+/// Highest priority that a block can have.
+pub const MAX_PRIORITY: u8 = 15;
+
+/// Why a block can no longer be evicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Removal {
+    /// A sequence uses it again.
+    Hit,
+    /// It no longer holds findable bytes.
+    Gone,
 }
 
-impl Lru {
-    pub(crate) fn new(blocks: usize) -> Self {
-        Self { ring: VecDeque::new(), stamps: vec![0; blocks], next_stamp: 1, len: 0 }
-    }
-
+/// A policy: keeps the blocks that can be evicted, and says which goes first.
+///
+/// A block is published, becomes evictable when its last user goes, is hit any number of times, and is popped or gone.
+/// What has been inserted and not been removed must be popped at some time, or the pool runs dry.
+pub trait Evictor: fmt::Debug + Send + Sync {
     /// Blocks that can be evicted.
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    fn len(&self) -> usize;
+
+    /// Whether no block can be evicted.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// Whether a block can be evicted.
-    pub(crate) fn contains(&self, block: BlockId) -> bool {
-        self.stamps[block.index()] != 0
+    fn contains(&self, block: BlockId) -> bool;
+
+    /// Makes a block evictable that was not.
+    fn insert(&mut self, block: BlockId);
+
+    /// A block, evictable or not, is used again or gone; returns whether it was evictable.
+    fn remove(&mut self, block: BlockId, removal: Removal) -> bool;
+
+    /// Takes out the block that goes first.
+    fn pop(&mut self) -> Option<BlockId>;
+
+    /// Appends the `count` blocks that go first to `out`, or as many as there are.
+    fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        out.extend(std::iter::from_fn(|| self.pop()).take(count));
     }
 
-    /// Makes a block evictable, after all others.
-    #[inline]
-    pub(crate) fn insert(&mut self, block: BlockId) {
-        debug_assert!(!self.contains(block));
-        if self.next_stamp == u32::MAX || self.ring.len() > self.len + self.len / 2 + 64 {
-            self.compact();
+    /// A block can be found from now on: how many blocks its prompt has before it, and 32 bits of its key.
+    fn publish(&mut self, _block: BlockId, _depth: u32, _tag: u32) {}
+
+    /// A sequence's blocks are released from now on, the last one first.
+    fn begin_chain(&mut self) {}
+
+    /// A block of the chain that is being released stays in use.
+    fn hold(&mut self, _block: BlockId) {}
+
+    /// A user of the block wants it kept; 0 to [`MAX_PRIORITY`].
+    fn prioritise(&mut self, _block: BlockId, _priority: u8) {}
+
+    /// A copy.
+    fn boxed_clone(&self) -> Box<dyn Evictor>;
+}
+
+/// Eviction policies by name.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Eviction {
+    /// Least recently used first.
+    #[default]
+    Lru,
+    /// A queue for blocks never hit, and one with second chances for the others.
+    S3Fifo,
+    /// By hits, and by which depths of prompts are hit.
+    Adaptive,
+    /// By priorities that decay: each level is worth one turnover of the pool.
+    Priority,
+    /// A policy of the caller's, made for so many blocks.
+    Custom(fn(usize) -> Box<dyn Evictor>),
+}
+
+impl Eviction {
+    /// All that have names.
+    pub const NAMED: [Self; 4] = [Self::Lru, Self::S3Fifo, Self::Adaptive, Self::Priority];
+
+    /// The policy's name in messages and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::S3Fifo => "s3fifo",
+            Self::Adaptive => "adaptive",
+            Self::Priority => "priority",
+            Self::Custom(_) => "custom",
         }
-        self.stamps[block.index()] = self.next_stamp;
-        self.ring.push_back((block.0, self.next_stamp));
-        self.next_stamp += 1;
-        self.len += 1;
     }
 
-    /// Takes a block out: it is in use again, or gone.
-    #[inline]
-    pub(crate) fn remove(&mut self, block: BlockId) -> bool {
-        let was = std::mem::take(&mut self.stamps[block.index()]) != 0;
-        self.len -= usize::from(was);
-        was
-    }
-
-    /// Takes the least recently used block out.
-    #[inline]
-    pub(crate) fn pop(&mut self) -> Option<BlockId> {
-        while let Some((block, stamp)) = self.ring.pop_front() {
-            if self.stamps[block as usize] == stamp {
-                self.stamps[block as usize] = 0;
-                self.len -= 1;
-                return Some(BlockId(block));
-            }
-        }
-        None
-    }
-
-    /// Drops the entries that no longer count, and numbers the others anew.
-    fn compact(&mut self) {
-        let stamps = &mut self.stamps;
-        let mut next = 1;
-        self.ring.retain_mut(|(block, stamp)| {
-            let counts = stamps[*block as usize] == *stamp;
-            if counts {
-                stamps[*block as usize] = next;
-                *stamp = next;
-                next += 1;
-            }
-            counts
-        });
-        self.next_stamp = next;
+    /// The policy of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMED.into_iter().find(|policy| policy.name() == name)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
+/// The policy of one pool. The named ones are called without indirection.
+#[derive(Debug)]
+pub(crate) enum Policy {
+    Lru(Lru),
+    S3Fifo(S3Fifo),
+    Adaptive(Adaptive),
+    Priority(Priority),
+    Custom(Box<dyn Evictor>),
+}
 
-    proptest! {
-        #[test]
-        fn gives_blocks_in_the_order_of_their_last_insertion(ops in prop::collection::vec((0u8..5, 0u32..40), 0..600)) {
-            let mut lru = Lru::new(40);
-            let mut model: Vec<u32> = Vec::new();
-            for (op, n) in ops {
-                match op {
-                    0 | 1 if !model.contains(&n) => {
-                        lru.insert(BlockId(n));
-                        model.push(n);
-                    }
-                    2 => {
-                        prop_assert_eq!(lru.remove(BlockId(n)), model.contains(&n));
-                        model.retain(|&m| m != n);
-                    }
-                    3 => {
-                        let first = (!model.is_empty()).then(|| BlockId(model.remove(0)));
-                        prop_assert_eq!(lru.pop(), first);
-                    }
-                    4 => lru.compact(),
-                    _ => {}
-                }
-                prop_assert_eq!(lru.len(), model.len());
-                prop_assert!((0..40).all(|m| lru.contains(BlockId(m)) == model.contains(&m)));
-            }
+/// Calls a method of whichever policy it is.
+macro_rules! dispatch {
+    ($policy:expr, $inner:ident => $call:expr) => {
+        match $policy {
+            Policy::Lru($inner) => $call,
+            Policy::S3Fifo($inner) => $call,
+            Policy::Adaptive($inner) => $call,
+            Policy::Priority($inner) => $call,
+            Policy::Custom($inner) => $call,
+        }
+    };
+}
+
+impl Policy {
+    pub(crate) fn new(eviction: Eviction, blocks: usize) -> Self {
+        match eviction {
+            Eviction::Lru => Self::Lru(Lru::new(blocks)),
+            Eviction::S3Fifo => Self::S3Fifo(S3Fifo::new(blocks)),
+            Eviction::Adaptive => Self::Adaptive(Adaptive::new(blocks)),
+            Eviction::Priority => Self::Priority(Priority::new(blocks)),
+            Eviction::Custom(make) => Self::Custom(make(blocks)),
         }
     }
 
-    #[test]
-    fn the_ring_stays_small_however_often_blocks_come_and_go() {
-        let mut lru = Lru::new(8);
-        for i in 0..100_000 {
-            lru.insert(BlockId(i % 8));
-            assert!(lru.remove(BlockId(i % 8)));
+    pub(crate) fn len(&self) -> usize {
+        dispatch!(self, policy => policy.len())
+    }
+
+    pub(crate) fn contains(&self, block: BlockId) -> bool {
+        dispatch!(self, policy => policy.contains(block))
+    }
+
+    #[inline]
+    pub(crate) fn insert(&mut self, block: BlockId) {
+        dispatch!(self, policy => policy.insert(block));
+    }
+
+    #[inline]
+    pub(crate) fn remove(&mut self, block: BlockId, removal: Removal) -> bool {
+        dispatch!(self, policy => policy.remove(block, removal))
+    }
+
+    pub(crate) fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        dispatch!(self, policy => policy.pop_into(count, out));
+    }
+
+    #[inline]
+    pub(crate) fn publish(&mut self, block: BlockId, depth: u32, tag: u32) {
+        dispatch!(self, policy => policy.publish(block, depth, tag));
+    }
+
+    pub(crate) fn begin_chain(&mut self) {
+        dispatch!(self, policy => policy.begin_chain());
+    }
+
+    #[inline]
+    pub(crate) fn hold(&mut self, block: BlockId) {
+        dispatch!(self, policy => policy.hold(block));
+    }
+
+    pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
+        dispatch!(self, policy => policy.prioritise(block, priority));
+    }
+}
+
+impl Clone for Policy {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Lru(policy) => Self::Lru(policy.clone()),
+            Self::S3Fifo(policy) => Self::S3Fifo(policy.clone()),
+            Self::Adaptive(policy) => Self::Adaptive(policy.clone()),
+            Self::Priority(policy) => Self::Priority(policy.clone()),
+            Self::Custom(policy) => Self::Custom(policy.boxed_clone()),
         }
-        assert!(lru.ring.len() <= 128);
     }
 }

@@ -4,7 +4,7 @@
 mod check;
 pub mod decision;
 pub mod error;
-mod evict;
+pub mod evict;
 pub mod hash;
 pub mod id;
 pub mod lease;
@@ -13,11 +13,15 @@ pub mod plan;
 pub mod pool;
 mod prefix;
 pub mod reuse;
+mod ring;
 mod table;
 
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
+pub use evict::{Eviction, Evictor, MAX_PRIORITY, Removal};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
 pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt};
 pub use plan::{Run, merge_runs};
+pub use pool::Policies;
+pub use reuse::ReuseOrder;

@@ -4,13 +4,15 @@
 //! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`] and [`Pool::release`] are the
 //! only ways in and out.
 
+mod cached;
+
 use crate::error::{Error, Result};
-use crate::evict::Lru;
-use crate::hash::Key;
+use crate::evict::Eviction;
 use crate::id::{BlockId, Tier};
 use crate::lease::LeaseKind;
-use crate::prefix::PrefixIndex;
-use crate::reuse::BlockSet;
+use crate::prefix::grown;
+use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
+use cached::Cache;
 
 /// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -46,19 +48,23 @@ impl Node {
     }
 }
 
-/// What is published of a pool, and in which order it goes.
-#[derive(Debug, Clone)]
-struct Cache {
-    index: PrefixIndex,
-    lru: Lru,
+/// Which blocks a pool gives out first.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Policies {
+    /// Among those that are free.
+    pub reuse: ReuseOrder,
+    /// Among those that are cached, which go when none is free.
+    pub eviction: Eviction,
 }
 
 /// The blocks of one tier.
 #[derive(Debug, Clone)]
 pub struct Pool {
     tier: Tier,
+    blocks: usize,
+    /// By block id, as far as blocks have ever been taken: a pool costs what is used of it.
     nodes: Vec<Node>,
-    free: BlockSet,
+    free: FreeBlocks,
     draining: BlockSet,
     cache: Option<Cache>,
     /// Twins of blocks whose bytes went with an eviction; the owner of all pools lets them forget.
@@ -72,14 +78,22 @@ impl Pool {
     /// # Errors
     /// More than [`MAX_BLOCKS`] blocks.
     pub fn new(tier: Tier, blocks: usize, caching: bool) -> Result<Self> {
+        Self::with_policies(tier, blocks, caching, Policies::default())
+    }
+
+    /// As [`Pool::new`], with orders of the caller's choice.
+    ///
+    /// # Errors
+    /// More than [`MAX_BLOCKS`] blocks.
+    pub fn with_policies(tier: Tier, blocks: usize, caching: bool, policies: Policies) -> Result<Self> {
         if blocks > MAX_BLOCKS {
             let must = format!("at most {MAX_BLOCKS}");
             return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
         }
-        let nodes = vec![Node::default(); blocks];
-        let cache = caching.then(|| Cache { index: PrefixIndex::new(blocks), lru: Lru::new(blocks) });
-        let (free, draining) = (BlockSet::full(blocks), BlockSet::empty(blocks));
-        Ok(Self { tier, nodes, free, draining, cache, orphans: Vec::new(), evictions: 0 })
+        let nodes = Vec::with_capacity(blocks);
+        let cache = caching.then(|| Cache::new(blocks, policies.eviction));
+        let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
+        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans: Vec::new(), evictions: 0 })
     }
 
     /// The tier that the blocks are in.
@@ -91,13 +105,13 @@ impl Pool {
     /// Blocks in the pool.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.nodes.len()
+        self.blocks
     }
 
     /// Whether the pool has no blocks at all.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.nodes.is_empty()
+        self.blocks == 0
     }
 
     /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted.
@@ -106,55 +120,32 @@ impl Pool {
         self.free.len() + self.evictable()
     }
 
-    /// Cached blocks that nothing references and nothing leases.
-    #[must_use]
-    pub fn evictable(&self) -> usize {
-        self.cache.as_ref().map_or(0, |cache| cache.lru.len())
-    }
-
-    /// Blocks that can be found by their keys.
-    #[must_use]
-    pub fn published(&self) -> usize {
-        self.cache.as_ref().map_or(0, |cache| cache.index.len())
-    }
-
-    /// Cached blocks that were given out again.
-    #[must_use]
-    pub fn evictions(&self) -> u64 {
-        self.evictions
-    }
-
     /// Free blocks, and those that device work ordered after their readers may have.
     #[must_use]
     pub fn available(&self) -> usize {
         self.free() + self.draining.len()
     }
 
-    /// Free blocks that hold nothing findable, lowest id first; nothing is taken.
+    /// Free blocks that hold nothing findable, in the order in which they are given out; nothing is taken.
     pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.free.iter()
     }
 
-    /// Whether a block can be found by its key.
-    pub(crate) fn is_published(&self, block: BlockId) -> bool {
-        self.nodes[block.index()].tag != 0
-    }
-
     /// Whether nothing references a block.
     pub(crate) fn is_idle(&self, block: BlockId) -> bool {
-        self.nodes[block.index()].refs == 0
+        self.node(block).refs == 0
     }
 
     /// References to a block.
     #[must_use]
     pub fn refs(&self, block: BlockId) -> u32 {
-        self.nodes[block.index()].refs
+        self.node(block).refs
     }
 
     /// How often a block has been freed.
     #[must_use]
     pub fn generation(&self, block: BlockId) -> u32 {
-        self.nodes[block.index()].generation
+        self.node(block).generation
     }
 
     /// Whether the block's one owner may write it in place.
@@ -186,7 +177,10 @@ impl Pool {
     pub(crate) fn take(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
         let first = out.len();
         let nodes = &mut self.nodes;
-        self.free.take_lowest(count, |block| {
+        self.free.take(count, |block| {
+            if block.index() >= nodes.len() {
+                nodes.resize(grown(block, nodes.capacity()), Node::default());
+            }
             nodes[block.index()].refs = 1;
             out.push(block);
         });
@@ -196,92 +190,24 @@ impl Pool {
         }
         self.draining.take_lowest(count - ready, |block| out.push(block));
         let drained = out.len() > first + ready;
-        while out.len() < first + count {
-            match self.cache.as_mut().and_then(|cache| cache.lru.pop()) {
-                Some(block) => out.push(block),
-                None => break,
-            }
-        }
         for &block in &out[first + ready..] {
+            self.forget(block);
             self.drop_bytes(block);
             self.nodes[block.index()].refs = 1;
         }
+        self.evict(first + count - out.len(), out);
         drained
     }
 
-    /// Makes a block that is being given out again unfindable.
-    fn drop_bytes(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        if let Some(twin) = decode(std::mem::take(&mut node.twin)) {
-            self.orphans.push(twin);
-        }
-        let tag = std::mem::take(&mut node.tag);
-        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(block, tag);
-            self.evictions += 1;
-        }
+    /// What is known of a block; nothing, if it was never taken.
+    #[inline]
+    fn node(&self, block: BlockId) -> Node {
+        self.nodes.get(block.index()).copied().unwrap_or_default()
     }
 
     /// Twins of blocks that were evicted since the last call.
     pub(crate) fn take_orphans(&mut self) -> Vec<Twin> {
         std::mem::take(&mut self.orphans)
-    }
-
-    /// The block that holds the bytes of a key.
-    #[inline]
-    pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
-        self.cache.as_ref().and_then(|cache| cache.index.find(key))
-    }
-
-    /// Takes a reference to a block that is referenced or cached.
-    #[inline]
-    pub(crate) fn claim(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        if node.refs == 0 {
-            debug_assert!(node.tag != 0, "claiming a block that holds nothing");
-            let cached = self.cache.as_mut().is_some_and(|cache| cache.lru.remove(block));
-            if !cached {
-                self.draining.remove(block);
-            }
-        }
-        node.refs += 1;
-    }
-
-    /// Makes a block findable by its key; if another block has that key, returns that one and changes nothing.
-    pub(crate) fn publish(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
-        let cache = self.cache.as_mut()?;
-        let node = &mut self.nodes[block.index()];
-        if let Some(other) = cache.index.find(&key) {
-            return (other != block).then_some(other);
-        }
-        if node.tag != 0 {
-            cache.index.remove(block, node.tag);
-        }
-        node.tag = key.tag();
-        cache.index.insert(block, key);
-        None
-    }
-
-    /// Makes a block whose bytes are gone unfindable.
-    pub(crate) fn unpublish(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        let tag = std::mem::take(&mut node.tag);
-        if node.refs == 0 {
-            self.orphans.extend(decode(std::mem::take(&mut node.twin)));
-        }
-        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(block, tag);
-            if cache.lru.remove(block) {
-                self.free.insert(block);
-            }
-        }
-    }
-
-    /// Forgets all keys; blocks that are in use stay so.
-    pub(crate) fn unpublish_all(&mut self) {
-        for block in (0..).map(BlockId).take(self.nodes.len()) {
-            self.unpublish(block);
-        }
     }
 
     /// Adds references to a block that has some.
@@ -298,10 +224,14 @@ impl Pool {
         debug_assert!(node.refs > 0, "releasing a block that nothing references");
         node.refs -= 1;
         if node.refs > 0 {
+            if node.tag != 0 {
+                self.hold(block);
+            }
             return None;
         }
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
+        self.free.used(block);
         self.settle(block);
         twin
     }
@@ -337,6 +267,7 @@ impl Pool {
             LeaseKind::Write => node.drains &= !WRITING,
         }
         if node.refs == 0 {
+            self.begin_chain();
             self.settle(block);
         }
     }
@@ -348,7 +279,7 @@ impl Pool {
 
     /// The copy of the block's bytes in another tier.
     pub(crate) fn twin(&self, block: BlockId) -> Option<Twin> {
-        decode(self.nodes[block.index()].twin)
+        decode(self.node(block).twin)
     }
 
     /// Sets or clears the twin; returns the one before.
@@ -362,28 +293,17 @@ impl Pool {
         if !node.is_leased() {
             self.draining.remove(block);
             match &mut self.cache {
-                Some(cache) if node.tag != 0 => cache.lru.insert(block),
-                _ => {
-                    self.free.insert(block);
-                }
+                Some(cache) if node.tag != 0 => cache.policy.insert(block),
+                _ => self.free.insert(block),
             }
         } else if node.is_draining() {
             self.draining.insert(block);
         }
     }
 
-    fn is_evictable(&self, block: BlockId) -> bool {
-        self.cache.as_ref().is_some_and(|cache| cache.lru.contains(block))
-    }
-
-    fn finds(&self, block: BlockId) -> bool {
-        let index = self.cache.as_ref().map(|cache| &cache.index);
-        index.is_some_and(|index| index.find(index.key(block)) == Some(block))
-    }
-
     /// What does not hold about one block, given the references and leases counted from outside.
     pub(crate) fn check(&self, block: BlockId, refs: u32, leases: [u16; 3]) -> Option<String> {
-        let node = self.nodes[block.index()];
+        let node = self.node(block);
         let found = [node.drains & !WRITING, node.reads, u16::from(node.drains & WRITING != 0)];
         let what = if node.refs != refs {
             format!("{} references, counted {refs}", node.refs)

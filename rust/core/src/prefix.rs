@@ -13,6 +13,7 @@ const SLOTS_PER_BLOCK: usize = 3;
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixIndex {
     slots: Vec<u64>,
+    /// By block id, as far as blocks have been published.
     keys: Vec<Key>,
     len: usize,
 }
@@ -20,7 +21,7 @@ pub(crate) struct PrefixIndex {
 impl PrefixIndex {
     pub(crate) fn new(blocks: usize) -> Self {
         let slots = vec![0; blocks * SLOTS_PER_BLOCK + 8];
-        Self { slots, keys: vec![Key::default(); blocks], len: 0 }
+        Self { slots, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
     /// Keys in the table.
@@ -29,8 +30,14 @@ impl PrefixIndex {
     }
 
     /// Key that was set for a block.
-    pub(crate) fn key(&self, block: BlockId) -> &Key {
-        &self.keys[block.index()]
+    pub(crate) fn key(&self, block: BlockId) -> Option<&Key> {
+        self.keys.get(block.index())
+    }
+
+    /// The slot where the search for a tag begins: read ahead of a removal, so that cache misses overlap.
+    #[inline]
+    pub(crate) fn look_ahead(&self, tag: u32) -> u64 {
+        self.slots[self.home(tag)]
     }
 
     /// The block with that key.
@@ -53,6 +60,9 @@ impl PrefixIndex {
     /// Adds a block under a key that no other block has.
     #[inline]
     pub(crate) fn insert(&mut self, block: BlockId, key: Key) {
+        if block.index() >= self.keys.len() {
+            self.keys.resize(grown(block, self.keys.capacity()), Key::default());
+        }
         self.keys[block.index()] = key;
         let tag = key.tag();
         let mut at = self.home(tag);
@@ -102,6 +112,11 @@ impl PrefixIndex {
     fn next(&self, at: usize) -> usize {
         if at + 1 == self.slots.len() { 0 } else { at + 1 }
     }
+}
+
+/// Length of an array by block id that is to include a block: some pages more, within what was reserved.
+pub(crate) fn grown(block: BlockId, capacity: usize) -> usize {
+    (block.index() + 1).next_multiple_of(1024).min(capacity.max(block.index() + 1))
 }
 
 fn tag_of(slot: u64) -> u32 {

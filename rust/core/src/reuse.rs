@@ -1,7 +1,176 @@
-//! Which free block is taken next. [`BlockSet`] is a set of block ids kept as a hierarchical bitmap: insert, remove and
-//! find-lowest cost O(log64 n), so the lowest id goes first and the pool stays dense.
+//! Which free block is taken next: the free-block generators, chosen by [`ReuseOrder`].
+//!
+//! [`BlockSet`] is a set of block ids kept as a hierarchical bitmap: insert, remove and find-lowest cost O(log64 n), so the
+//! lowest id goes first and the pool stays dense. The other orders are a queue of the blocks that came back.
 
 use crate::id::BlockId;
+use crate::ring::Rings;
+use std::collections::VecDeque;
+
+/// Orders in which free blocks are taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ReuseOrder {
+    /// The lowest id first.
+    #[default]
+    Lowest,
+    /// Ids never used first, rising; then the block that came free first.
+    Fifo,
+    /// Ids never used first, rising; then the block whose last use ended first, transfers not counted as use.
+    Lru,
+}
+
+impl ReuseOrder {
+    /// All orders.
+    pub const ALL: [Self; 3] = [Self::Lowest, Self::Fifo, Self::Lru];
+
+    /// The order's name in messages and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lowest => "lowest",
+            Self::Fifo => "fifo",
+            Self::Lru => "lru",
+        }
+    }
+
+    /// The order of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|order| order.name() == name)
+    }
+}
+
+/// The free blocks of a pool, in their order.
+#[derive(Debug, Clone)]
+pub(crate) enum FreeBlocks {
+    Lowest(BlockSet),
+    Queue(FreeQueue),
+}
+
+impl FreeBlocks {
+    /// All ids `0..blocks`.
+    pub(crate) fn full(order: ReuseOrder, blocks: usize) -> Self {
+        match order {
+            ReuseOrder::Lowest => Self::Lowest(BlockSet::full(blocks)),
+            ReuseOrder::Fifo => Self::Queue(FreeQueue::full(blocks, false)),
+            ReuseOrder::Lru => Self::Queue(FreeQueue::full(blocks, true)),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Lowest(set) => set.len(),
+            Self::Queue(queue) => queue.len(),
+        }
+    }
+
+    pub(crate) fn contains(&self, block: BlockId) -> bool {
+        match self {
+            Self::Lowest(set) => set.contains(block),
+            Self::Queue(queue) => queue.contains(block),
+        }
+    }
+
+    /// The last use of a block has ended; it may be free only later.
+    #[inline]
+    pub(crate) fn used(&mut self, block: BlockId) {
+        if let Self::Queue(queue) = self {
+            queue.used(block);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn insert(&mut self, block: BlockId) {
+        match self {
+            Self::Lowest(set) => {
+                set.insert(block);
+            }
+            Self::Queue(queue) => queue.insert(block),
+        }
+    }
+
+    /// Takes the `count` blocks that go first, or as many as there are, and hands each to `take`.
+    #[inline]
+    pub(crate) fn take(&mut self, count: usize, mut take: impl FnMut(BlockId)) {
+        match self {
+            Self::Lowest(set) => set.take_lowest(count, take),
+            Self::Queue(queue) => std::iter::from_fn(|| queue.pop()).take(count).for_each(&mut take),
+        }
+    }
+
+    /// Free blocks in their order; nothing is taken.
+    pub(crate) fn iter(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
+        match self {
+            Self::Lowest(set) => Box::new(set.iter()),
+            Self::Queue(queue) => Box::new(queue.iter()),
+        }
+    }
+}
+
+/// Free blocks in the order in which they came free, or in which their last use ended.
+#[derive(Debug, Clone)]
+pub(crate) struct FreeQueue {
+    /// The lowest id that was never taken; all from it on are free.
+    fresh: u32,
+    blocks: u32,
+    /// Blocks whose turn came before they were free: they go first.
+    overdue: VecDeque<BlockId>,
+    rings: Rings,
+    /// Free blocks, but for those never taken.
+    free: BlockSet,
+    by_use: bool,
+}
+
+impl FreeQueue {
+    fn full(blocks: usize, by_use: bool) -> Self {
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+        let (free, rings) = (BlockSet::empty(blocks as usize), Rings::new(blocks as usize, 1));
+        Self { fresh: 0, blocks, overdue: VecDeque::new(), rings, free, by_use }
+    }
+
+    fn len(&self) -> usize {
+        (self.blocks - self.fresh) as usize + self.free.len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        (self.fresh..self.blocks).contains(&block.0) || self.free.contains(block)
+    }
+
+    fn used(&mut self, block: BlockId) {
+        if self.by_use {
+            self.rings.remove(block);
+            self.rings.push(0, block);
+        }
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        self.free.insert(block);
+        if !self.by_use {
+            self.rings.push(0, block);
+        } else if !self.rings.contains(block) {
+            self.overdue.push_back(block);
+        }
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        if self.fresh < self.blocks {
+            self.fresh += 1;
+            return Some(BlockId(self.fresh - 1));
+        }
+        loop {
+            let block = self.overdue.pop_front().or_else(|| self.rings.pop(0))?;
+            if self.free.remove(block) {
+                return Some(block);
+            }
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let back = self.overdue.iter().copied().chain(self.rings.iter(0));
+        (self.fresh..self.blocks).map(BlockId).chain(back.filter(|&block| self.free.contains(block)))
+    }
+}
 
 /// A set of block ids that gives its lowest member first.
 ///

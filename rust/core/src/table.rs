@@ -45,6 +45,8 @@ pub(crate) struct RowKeys {
     pub(crate) pending: Vec<u32>,
     /// Blocks whose keys have been published since the row came to its tier.
     pub(crate) published: usize,
+    /// How much the sequence wants its cached blocks to be kept.
+    pub(crate) priority: u8,
 }
 
 impl Row {

@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision, TicketId,
-    Tier,
+    AllocStatus, BlockId, Config, Counts, Error, Eviction, KeySpec, Kind, Manager, Policies, Prompt, ReuseOrder,
+    SequenceId, StepDecision, TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -23,6 +23,7 @@ enum Op {
     Prompt(u32, u32),
     Mark(usize, usize),
     Reset,
+    Priority(usize, usize, u8),
     Fork(usize, u32),
     ForkPrefix(usize, u32),
     Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
@@ -43,6 +44,7 @@ fn op() -> impl Strategy<Value = Op> {
         5 => (0u32..20, 0u32..3).prop_map(|(n, family)| Op::Prompt(n, family)),
         6 => (pick.clone(), 1usize..6).prop_map(|(s, n)| Op::Mark(s, n)),
         1 => Just(Op::Reset),
+        1 => (pick.clone(), 1usize..4, 0u8..16).prop_map(|(s, n, p)| Op::Priority(s, n, p)),
         3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
@@ -98,8 +100,9 @@ struct World {
 }
 
 impl World {
-    fn new(blocks: [usize; 3]) -> Self {
-        let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true }).unwrap();
+    fn new(blocks: [usize; 3], policies: Policies) -> Self {
+        let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true };
+        let manager = Manager::with_policies(config, policies).unwrap();
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
             manager,
@@ -384,6 +387,7 @@ impl World {
                 let idle = self.manager.pool(Tier::Device).free() == self.manager.pool(Tier::Device).len();
                 assert_eq!(self.manager.reset_prefix_cache(), idle);
             }
+            Op::Priority(s, n, priority) => self.manager.set_priority(&self.pick(s, n), priority).unwrap(),
             Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n)),
             Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
             Op::Append { first, count, tokens, lookahead } => {
@@ -469,8 +473,9 @@ proptest! {
     #[test]
     fn every_token_is_read_back_whatever_was_moved(
         device in 3usize..24, host in 0usize..16, external in 0usize..16, ops in prop::collection::vec(op(), 1..120),
+        reuse in prop::sample::select(&ReuseOrder::ALL[..]), eviction in prop::sample::select(&Eviction::NAMED[..]),
     ) {
-        let mut world = World::new([device, host, external]);
+        let mut world = World::new([device, host, external], Policies { reuse, eviction });
         for op in ops {
             world.apply(op);
         }

@@ -3,6 +3,7 @@
 mod arrays;
 mod decision;
 mod errors;
+mod evict;
 mod manager;
 mod prefix;
 mod store;

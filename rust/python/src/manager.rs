@@ -66,7 +66,7 @@ pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, Py
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        prefix_caching = false))]
+        prefix_caching = false, reuse_order = "lowest", eviction = "lru"))]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
         #[pyo3(from_py_with = count)] device_blocks: u32,
@@ -74,10 +74,13 @@ impl PyBlockManager {
         #[pyo3(from_py_with = count)] external_blocks: u32,
         watermark: f64,
         prefix_caching: bool,
+        reuse_order: &str,
+        eviction: &str,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
-        Ok(Self { inner: Mutex::new(Manager::new(config).map_err(to_py)?) })
+        let policies = crate::evict::policies(reuse_order, eviction)?;
+        Ok(Self { inner: Mutex::new(Manager::with_policies(config, policies).map_err(to_py)?) })
     }
 
     #[getter]

@@ -10,13 +10,14 @@
 mod append;
 mod prefix;
 mod relocate;
+mod retention;
 mod ticket;
 
 use crate::decision::{Kind, Pairs};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind, Tickets};
-use crate::pool::{Pool, Twin};
+use crate::pool::{Policies, Pool, Twin};
 use crate::table::{Row, Rows};
 use std::collections::HashSet;
 
@@ -93,6 +94,14 @@ impl Manager {
     /// # Errors
     /// A size or the watermark is out of range.
     pub fn new(config: Config) -> Result<Self> {
+        Self::with_policies(config, Policies::default())
+    }
+
+    /// A manager without sequences, with orders of reuse and eviction of the caller's choice.
+    ///
+    /// # Errors
+    /// A size or the watermark is out of range.
+    pub fn with_policies(config: Config, policies: Policies) -> Result<Self> {
         let Config { block_size, blocks, watermark, prefix_caching } = config;
         if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
@@ -114,9 +123,9 @@ impl Manager {
         let watermark = (watermark * blocks[0] as f64) as usize;
         let [device, host, external] = blocks;
         let pools = [
-            Pool::new(Tier::Device, device, prefix_caching)?,
-            Pool::new(Tier::Host, host, false)?,
-            Pool::new(Tier::External, external, false)?,
+            Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
+            Pool::with_policies(Tier::Host, host, false, policies)?,
+            Pool::with_policies(Tier::External, external, false, policies)?,
         ];
         Ok(Self {
             block_size,
@@ -249,6 +258,7 @@ impl Manager {
         }
         for &sequence in sequences {
             let tier = self.rows.at(sequence).tier;
+            self.begin_release(sequence);
             // The last block goes first, so that a cached chain is evicted from its end.
             for block in self.rows.close(sequence).into_iter().rev() {
                 release(&mut self.pools, tier, block);

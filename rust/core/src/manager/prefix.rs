@@ -191,7 +191,7 @@ impl Manager {
         let most = prompt.tokens.len().saturating_sub(1) / size;
         let found: Vec<BlockId> = keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)).collect();
         let published = found.len();
-        Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published }, found })
+        Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published, priority: 0 }, found })
     }
 
     /// Opens the row of a prompt whose found blocks have been claimed.
@@ -249,7 +249,9 @@ impl Manager {
             if self.pools[0].is_writing(block) {
                 break;
             }
-            if let Some(canonical) = self.pools[0].publish(block, key) {
+            if let Some(canonical) =
+                self.pools[0].publish(block, key, u32::try_from(keys.published).unwrap_or(u32::MAX))
+            {
                 self.pools[0].claim(canonical);
                 row.table[keys.published] = canonical;
                 release(&mut self.pools, Tier::Device, block);

@@ -24,7 +24,8 @@ impl Manager {
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
         let leases = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
-        for Lease { tier, kind, block } in leases {
+        // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
+        for Lease { tier, kind, block } in leases.into_iter().rev() {
             self.pools[tier.index()].end_lease(block, kind);
         }
         Ok(())

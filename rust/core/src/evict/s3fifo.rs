@@ -1,0 +1,127 @@
+//! S3-FIFO: blocks that were never hit pass through a small queue, the others stay in a main one.
+
+use super::{Evictor, Removal};
+use crate::id::BlockId;
+use crate::ring::Rings;
+
+const SMALL: usize = 0;
+const MAIN: usize = 1;
+/// Hits that are told apart.
+const MAX_HITS: u8 = 3;
+
+/// A small queue for blocks without hits, a main queue with second chances, and a table of what the small queue let go.
+///
+/// Along a chain no block goes before one that needs it: a block counts at least as many hits as those behind it.
+/// Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023; the table of ghosts has one place
+/// a key and forgets by being overwritten.
+#[derive(Debug, Clone)]
+pub(crate) struct S3Fifo {
+    rings: Rings,
+    hits: Vec<u8>,
+    tags: Vec<u32>,
+    ghosts: Vec<u32>,
+    /// Blocks in the small queue, and how many it keeps while the main queue has any.
+    small: usize,
+    small_target: usize,
+    /// Most hits in the chain that is being released.
+    floor: u8,
+}
+
+impl S3Fifo {
+    pub(crate) fn new(blocks: usize) -> Self {
+        Self {
+            rings: Rings::new(blocks, 2),
+            hits: vec![0; blocks],
+            tags: vec![0; blocks],
+            ghosts: vec![0; blocks],
+            small: 0,
+            small_target: blocks / 10,
+            floor: 0,
+        }
+    }
+
+    fn ghost(&mut self, tag: u32) -> Option<&mut u32> {
+        let at = (u64::from(tag) * self.ghosts.len() as u64) >> 32;
+        self.ghosts.get_mut(usize::try_from(at).ok()?)
+    }
+
+    fn pop_small(&mut self) -> Option<BlockId> {
+        let block = self.rings.pop(SMALL)?;
+        self.small -= 1;
+        let tag = self.tags[block.index()];
+        if let Some(ghost) = self.ghost(tag) {
+            *ghost = tag;
+        }
+        Some(block)
+    }
+
+    fn pop_main(&mut self) -> Option<BlockId> {
+        loop {
+            let block = self.rings.pop(MAIN)?;
+            let hits = &mut self.hits[block.index()];
+            if *hits <= 1 {
+                *hits = 0;
+                return Some(block);
+            }
+            *hits -= 1;
+            self.rings.push(MAIN, block);
+        }
+    }
+}
+
+impl Evictor for S3Fifo {
+    fn len(&self) -> usize {
+        self.rings.len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        self.rings.contains(block)
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        let hits = &mut self.hits[block.index()];
+        *hits = (*hits).max(self.floor);
+        self.floor = *hits;
+        if *hits == 0 {
+            self.small += 1;
+            self.rings.push(SMALL, block);
+        } else {
+            self.rings.push(MAIN, block);
+        }
+    }
+
+    fn remove(&mut self, block: BlockId, removal: Removal) -> bool {
+        let was = self.rings.remove(block);
+        let hits = &mut self.hits[block.index()];
+        self.small -= usize::from(was && *hits == 0);
+        match removal {
+            Removal::Gone => *hits = 0,
+            Removal::Hit => *hits = (*hits + u8::from(was)).min(MAX_HITS),
+        }
+        was
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        let main = self.rings.len() - self.small;
+        if self.small > self.small_target || main == 0 { self.pop_small() } else { self.pop_main() }
+    }
+
+    fn publish(&mut self, block: BlockId, _: u32, tag: u32) {
+        self.tags[block.index()] = tag;
+        let back = self.ghost(tag).is_some_and(|ghost| std::mem::take(ghost) == tag);
+        self.hits[block.index()] = u8::from(back);
+    }
+
+    fn begin_chain(&mut self) {
+        self.floor = 0;
+    }
+
+    fn hold(&mut self, block: BlockId) {
+        let hits = &mut self.hits[block.index()];
+        *hits = (*hits).max(self.floor);
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Evictor> {
+        Box::new(self.clone())
+    }
+}

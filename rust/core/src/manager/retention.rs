@@ -1,0 +1,117 @@
+//! How long sequences want their blocks to be kept once they have gone: priorities for the eviction policy.
+
+use super::{Manager, invalid};
+use crate::error::Result;
+use crate::evict::MAX_PRIORITY;
+use crate::id::{SequenceId, Tier};
+
+impl Manager {
+    /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to [`MAX_PRIORITY`].
+    ///
+    /// A shared block goes by the highest priority among its users. Policies other than `priority` take no notice.
+    ///
+    /// # Errors
+    /// The priority is too high, or a handle is unknown.
+    pub fn set_priority(&mut self, sequences: &[SequenceId], priority: u8) -> Result<()> {
+        if priority > MAX_PRIORITY {
+            return Err(invalid("priority", priority, format!("0 to {MAX_PRIORITY}")));
+        }
+        for &sequence in sequences {
+            self.rows.get(sequence)?;
+        }
+        for &sequence in sequences {
+            if let Some(keys) = &mut self.rows.at_mut(sequence).keys {
+                keys.priority = priority;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the policy that a sequence's blocks are released from now on.
+    pub(super) fn begin_release(&mut self, sequence: SequenceId) {
+        let row = self.rows.at(sequence);
+        let pool = &mut self.pools[Tier::Device.index()];
+        pool.begin_chain();
+        let priority = row.keys.as_ref().map_or(0, |keys| keys.priority);
+        if priority > 0 && row.tier == Tier::Device {
+            for &block in &row.table {
+                pool.prioritise(block, priority);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Config, Error, Eviction, KeySpec, Manager, Policies, Prompt, SequenceId, Tier};
+
+    fn manager(eviction: Eviction) -> Manager {
+        let config = Config { block_size: 2, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
+        Manager::with_policies(config, Policies { eviction, ..Policies::default() }).unwrap()
+    }
+
+    /// Admits and computes a prompt; returns its handle and how much of it was cached.
+    fn run(manager: &mut Manager, tokens: &[u32], priority: u8) -> (SequenceId, u32) {
+        let mut out = Vec::new();
+        let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[] };
+        manager.allocate_prompts(&[prompt], &mut out).unwrap();
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        manager.mark_computed(&[out[0].0]).unwrap();
+        manager.set_priority(&[out[0].0], priority).unwrap();
+        manager.check().unwrap();
+        out[0]
+    }
+
+    #[test]
+    fn a_priority_keeps_blocks_for_some_turnovers_and_never_for_ever() {
+        let mut manager = manager(Eviction::Priority);
+        let (kept, _) = run(&mut manager, &[1, 1, 2, 2, 3, 3], 3);
+        manager.free(&[kept]).unwrap();
+        let mut lasted = 0;
+        for i in 100..200 {
+            let cached = manager.cached_tokens(&Prompt {
+                tokens: &[1, 1, 2, 2, 3, 3, 9],
+                spec: KeySpec::default(),
+                extras: &[],
+            });
+            if cached.unwrap() == 0 {
+                break;
+            }
+            let (other, _) = run(&mut manager, &[i, i, i, i], 0);
+            manager.free(&[other]).unwrap();
+            lasted += 1;
+        }
+        // Three turnovers of 8 blocks at 2 blocks a prompt, and the 5 blocks that were free.
+        assert!((12..20).contains(&lasted), "{lasted} prompts");
+        let (all, _) = run(&mut manager, &[7; 16], 15);
+        manager.free(&[all]).unwrap();
+        let (again, cached) = run(&mut manager, &[8; 16], 0);
+        assert_eq!(cached, 0, "a pool of retained blocks still gives them out");
+        manager.free(&[again]).unwrap();
+        assert_eq!(manager.pool(Tier::Device).free(), 8);
+    }
+
+    #[test]
+    fn a_shared_block_goes_by_the_highest_priority_among_its_users() {
+        let mut manager = manager(Eviction::Priority);
+        let (high, _) = run(&mut manager, &[1, 1, 2, 2], 5);
+        let (low, cached) = run(&mut manager, &[1, 1, 3, 3], 0);
+        assert_eq!(cached, 2);
+        manager.free(&[high]).unwrap();
+        manager.free(&[low]).unwrap();
+        let (other, _) = run(&mut manager, &[9; 12], 0);
+        manager.free(&[other]).unwrap();
+        assert_eq!(run(&mut manager, &[1, 1, 2, 2, 4], 0).1, 4);
+        assert_eq!(run(&mut manager, &[1, 1, 3, 3, 4], 0).1, 2);
+    }
+
+    #[test]
+    fn a_priority_out_of_range_is_refused() {
+        let mut manager = manager(Eviction::Lru);
+        let (sequence, _) = run(&mut manager, &[1], 15);
+        assert!(matches!(manager.set_priority(&[sequence], 16), Err(Error::InvalidArgument { what: "priority", .. })));
+        manager.free(&[sequence]).unwrap();
+        assert_eq!(manager.set_priority(&[sequence], 1), Err(Error::UnknownSequence { sequence }));
+    }
+}

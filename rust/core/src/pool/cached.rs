@@ -1,0 +1,175 @@
+//! What a pool remembers of blocks that can be found by their keys, and how it gives them out again.
+
+use super::{Pool, decode};
+use crate::evict::{Eviction, Policy, Removal};
+use crate::hash::Key;
+use crate::id::BlockId;
+use crate::prefix::PrefixIndex;
+use std::hint::black_box;
+
+/// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
+const LOOK_AHEAD: usize = 16;
+
+/// What is published of a pool, and in which order it goes.
+#[derive(Debug, Clone)]
+pub(super) struct Cache {
+    pub(super) index: PrefixIndex,
+    pub(super) policy: Policy,
+}
+
+impl Cache {
+    pub(super) fn new(blocks: usize, eviction: Eviction) -> Self {
+        Self { index: PrefixIndex::new(blocks), policy: Policy::new(eviction, blocks) }
+    }
+}
+
+impl Pool {
+    /// Cached blocks that nothing references and nothing leases.
+    #[must_use]
+    pub fn evictable(&self) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.policy.len())
+    }
+
+    /// Blocks that can be found by their keys.
+    #[must_use]
+    pub fn published(&self) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.index.len())
+    }
+
+    /// Cached blocks that were given out again.
+    #[must_use]
+    pub fn evictions(&self) -> u64 {
+        self.evictions
+    }
+
+    /// Whether a block can be found by its key.
+    pub(crate) fn is_published(&self, block: BlockId) -> bool {
+        self.node(block).tag != 0
+    }
+
+    /// Takes cached blocks with one reference each, those first that the policy says; as many as there are.
+    pub(super) fn evict(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        let end = out.len() + count;
+        while out.len() < end {
+            let first = out.len();
+            let Some(cache) = &mut self.cache else { return };
+            cache.policy.pop_into(LOOK_AHEAD.min(end - first), out);
+            if out.len() == first {
+                return;
+            }
+            let slots = out[first..].iter().map(|&block| cache.index.look_ahead(self.nodes[block.index()].tag));
+            black_box(slots.fold(0, |all, slot| all ^ slot));
+            for &block in &out[first..] {
+                self.drop_bytes(block);
+                self.nodes[block.index()].refs = 1;
+            }
+        }
+    }
+
+    /// Makes a block that is being given out again unfindable.
+    pub(super) fn drop_bytes(&mut self, block: BlockId) {
+        let node = &mut self.nodes[block.index()];
+        if let Some(twin) = decode(std::mem::take(&mut node.twin)) {
+            self.orphans.push(twin);
+        }
+        let tag = std::mem::take(&mut node.tag);
+        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
+            cache.index.remove(block, tag);
+            self.evictions += 1;
+        }
+    }
+
+    /// Tells the policy that the bytes of a block are gone; returns whether the block could be evicted.
+    pub(super) fn forget(&mut self, block: BlockId) -> bool {
+        self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Removal::Gone))
+    }
+
+    /// Tells the policy that a sequence's blocks are released from now on, the last one first.
+    pub(crate) fn begin_chain(&mut self) {
+        if let Some(cache) = &mut self.cache {
+            cache.policy.begin_chain();
+        }
+    }
+
+    /// Tells the policy that a block of the chain being released stays in use.
+    #[inline]
+    pub(super) fn hold(&mut self, block: BlockId) {
+        if let Some(cache) = &mut self.cache {
+            cache.policy.hold(block);
+        }
+    }
+
+    /// Tells the policy that a user of a block wants it kept.
+    pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
+        if let Some(cache) = &mut self.cache {
+            cache.policy.prioritise(block, priority);
+        }
+    }
+
+    /// The block that holds the bytes of a key.
+    #[inline]
+    pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
+        self.cache.as_ref().and_then(|cache| cache.index.find(key))
+    }
+
+    /// Takes a reference to a block that is referenced or cached.
+    #[inline]
+    pub(crate) fn claim(&mut self, block: BlockId) {
+        let node = &mut self.nodes[block.index()];
+        if node.refs == 0 {
+            debug_assert!(node.tag != 0, "claiming a block that holds nothing");
+            let cached = self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Removal::Hit));
+            if !cached {
+                self.draining.remove(block);
+            }
+        }
+        node.refs += 1;
+    }
+
+    /// Makes a block findable by its key, `depth` blocks into its prompt; if another block has that key, returns that one and changes nothing.
+    pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Option<BlockId> {
+        let cache = self.cache.as_mut()?;
+        let node = &mut self.nodes[block.index()];
+        if let Some(other) = cache.index.find(&key) {
+            return (other != block).then_some(other);
+        }
+        if node.tag != 0 {
+            cache.index.remove(block, node.tag);
+        }
+        node.tag = key.tag();
+        cache.index.insert(block, key);
+        cache.policy.publish(block, depth, node.tag);
+        None
+    }
+
+    /// Makes a block whose bytes are gone unfindable.
+    pub(crate) fn unpublish(&mut self, block: BlockId) {
+        let node = &mut self.nodes[block.index()];
+        let tag = std::mem::take(&mut node.tag);
+        if node.refs == 0 {
+            self.orphans.extend(decode(std::mem::take(&mut node.twin)));
+        }
+        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
+            cache.index.remove(block, tag);
+            if cache.policy.remove(block, Removal::Gone) {
+                self.free.insert(block);
+            }
+        }
+    }
+
+    /// Forgets all keys; blocks that are in use stay so.
+    pub(crate) fn unpublish_all(&mut self) {
+        for block in (0..).map(BlockId).take(self.nodes.len()) {
+            self.unpublish(block);
+        }
+    }
+
+    pub(super) fn is_evictable(&self, block: BlockId) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.policy.contains(block))
+    }
+
+    pub(super) fn finds(&self, block: BlockId) -> bool {
+        let index = self.cache.as_ref().map(|cache| &cache.index);
+        index.is_some_and(|index| index.key(block).and_then(|key| index.find(key)) == Some(block))
+    }
+}

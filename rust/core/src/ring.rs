@@ -1,0 +1,251 @@
+//! Blocks in rings of stamped entries: what eviction policies and reuse orders are built from.
+//!
+//! A block that is put into a ring goes to its end with a new stamp; one that is taken out only loses its stamp, and its
+//! old entry is skipped later. So every operation touches one word of the block, rings are read in order, and no cost
+//! depends on how many blocks they hold. Entries that no longer count are swept out a few at
+//! a time, so that no call is slow.
+
+use crate::id::BlockId;
+use std::collections::VecDeque;
+
+/// Entries in a chunk: memory is taken and given back in pieces of 8 KiB.
+const CHUNK: usize = 1024;
+/// Entries looked at by one insertion while a sweep is due.
+const SWEPT: usize = 4;
+
+/// A block, and the stamp that it had when it was put here.
+type Entry = (BlockId, u32);
+
+/// First in, first out, in chunks: it grows without moving what it holds.
+#[derive(Debug, Clone, Default)]
+struct Queue {
+    /// Read from `at` on.
+    front: Vec<Entry>,
+    at: usize,
+    full: VecDeque<Vec<Entry>>,
+    back: Vec<Entry>,
+    /// An empty chunk, to be filled next.
+    spare: Vec<Entry>,
+}
+
+impl Queue {
+    #[inline]
+    fn push(&mut self, entry: Entry) {
+        if self.back.len() == self.back.capacity() {
+            self.next_chunk();
+        }
+        self.back.push(entry);
+    }
+
+    #[cold]
+    fn next_chunk(&mut self) {
+        let mut fresh = std::mem::take(&mut self.spare);
+        fresh.reserve_exact(CHUNK);
+        let full = std::mem::replace(&mut self.back, fresh);
+        if !full.is_empty() {
+            self.full.push_back(full);
+        }
+    }
+
+    #[inline]
+    fn first(&mut self) -> Option<Entry> {
+        if self.at == self.front.len() && !self.turn() {
+            return None;
+        }
+        self.front.get(self.at).copied()
+    }
+
+    #[inline]
+    fn pop(&mut self) -> Option<Entry> {
+        let entry = self.first()?;
+        self.at += 1;
+        Some(entry)
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Entry> {
+        self.front[self.at..].iter().chain(self.full.iter().flatten()).chain(&self.back)
+    }
+
+    /// Goes on to the next chunk, once the front one has been read; returns whether there is one.
+    #[cold]
+    fn turn(&mut self) -> bool {
+        let next = match self.full.pop_front() {
+            Some(chunk) => chunk,
+            None if self.back.is_empty() => return false,
+            None => std::mem::take(&mut self.back),
+        };
+        let mut read = std::mem::replace(&mut self.front, next);
+        self.at = 0;
+        read.clear();
+        self.spare = read;
+        true
+    }
+}
+
+/// One ring: what a sweep has gone over, then the rest.
+#[derive(Debug, Clone, Default)]
+struct Ring {
+    swept: Queue,
+    rest: Queue,
+}
+
+/// Blocks in several rings, each in the order in which its blocks came.
+#[derive(Debug, Clone)]
+pub(crate) struct Rings {
+    rings: Vec<Ring>,
+    /// 0 for a block that is in no ring.
+    stamps: Vec<u32>,
+    /// Stamp given last.
+    clock: u32,
+    len: usize,
+    /// Entries in all rings, those included that no longer count.
+    entries: usize,
+    /// Ring that is being swept.
+    sweeping: usize,
+}
+
+impl Rings {
+    pub(crate) fn new(blocks: usize, rings: usize) -> Self {
+        let rings = vec![Ring::default(); rings];
+        Self { rings, stamps: vec![0; blocks], clock: 0, len: 0, entries: 0, sweeping: 0 }
+    }
+
+    /// Blocks in all rings.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Blocks of a ring, first to last.
+    pub(crate) fn iter(&self, ring: usize) -> impl Iterator<Item = BlockId> + '_ {
+        let entries = self.rings.get(ring).into_iter().flat_map(|ring| ring.swept.iter().chain(ring.rest.iter()));
+        entries.filter(|(block, stamp)| self.stamps[block.index()] == *stamp).map(|(block, _)| *block)
+    }
+
+    /// Whether a block is in a ring.
+    pub(crate) fn contains(&self, block: BlockId) -> bool {
+        self.stamps[block.index()] != 0
+    }
+
+    /// Puts a block that is in no ring at the end of one.
+    #[inline]
+    pub(crate) fn push(&mut self, ring: usize, block: BlockId) {
+        debug_assert!(!self.contains(block), "a block in two rings");
+        // A stamp comes again after 2^32 insertions; sweeps have dropped its old entries long before.
+        self.clock = self.clock.wrapping_add(1).max(1);
+        self.stamps[block.index()] = self.clock;
+        self.rings[ring].rest.push((block, self.clock));
+        self.len += 1;
+        self.entries += 1;
+        if self.entries > self.len + self.len / 4 + 64 {
+            self.sweep();
+        }
+    }
+
+    /// Takes a block out; returns whether it was in a ring.
+    #[inline]
+    pub(crate) fn remove(&mut self, block: BlockId) -> bool {
+        let was = std::mem::take(&mut self.stamps[block.index()]) != 0;
+        self.len -= usize::from(was);
+        was
+    }
+
+    /// Takes the first block of a ring out.
+    #[inline]
+    pub(crate) fn pop(&mut self, ring: usize) -> Option<BlockId> {
+        let ring = &mut self.rings[ring];
+        while let Some((block, stamp)) = ring.swept.pop().or_else(|| ring.rest.pop()) {
+            self.entries -= 1;
+            if self.stamps[block.index()] == stamp {
+                self.stamps[block.index()] = 0;
+                self.len -= 1;
+                return Some(block);
+            }
+        }
+        None
+    }
+
+    /// Insertions since the first block of a ring was put there.
+    #[inline]
+    pub(crate) fn age(&mut self, ring: usize) -> Option<u32> {
+        let ring = &mut self.rings[ring];
+        loop {
+            let queue = if ring.swept.first().is_some() { &mut ring.swept } else { &mut ring.rest };
+            let (block, stamp) = queue.first()?;
+            if self.stamps[block.index()] == stamp {
+                return Some(self.clock.wrapping_sub(stamp));
+            }
+            queue.pop();
+            self.entries -= 1;
+        }
+    }
+
+    /// Drops some of the entries that no longer count.
+    fn sweep(&mut self) {
+        let Ring { swept, rest } = &mut self.rings[self.sweeping];
+        for _ in 0..SWEPT {
+            let Some(entry) = rest.pop() else {
+                std::mem::swap(swept, rest);
+                self.sweeping = (self.sweeping + 1) % self.rings.len();
+                return;
+            };
+            if self.stamps[entry.0.index()] == entry.1 {
+                swept.push(entry);
+            } else {
+                self.entries -= 1;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn each_ring_gives_its_blocks_in_the_order_in_which_they_came(
+            ops in prop::collection::vec((0u8..5, 0u32..40, 0usize..3), 0..2000),
+        ) {
+            let mut rings = Rings::new(40, 3);
+            let mut model: [Vec<u32>; 3] = [vec![], vec![], vec![]];
+            for (op, n, ring) in ops {
+                let held = model.iter().any(|ring| ring.contains(&n));
+                match op {
+                    0 | 1 if !held => {
+                        rings.push(ring, BlockId(n));
+                        model[ring].push(n);
+                    }
+                    2 => {
+                        prop_assert_eq!(rings.remove(BlockId(n)), held);
+                        model.iter_mut().for_each(|ring| ring.retain(|&m| m != n));
+                    }
+                    3 => {
+                        let first = (!model[ring].is_empty()).then(|| BlockId(model[ring].remove(0)));
+                        prop_assert_eq!(rings.pop(ring), first);
+                    }
+                    4 => prop_assert_eq!(rings.age(ring).is_some(), !model[ring].is_empty()),
+                    _ => {}
+                }
+                prop_assert_eq!(rings.len(), model.iter().map(Vec::len).sum::<usize>());
+                for (i, model) in model.iter().enumerate() {
+                    prop_assert!(rings.iter(i).eq(model.iter().copied().map(BlockId)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rings_stay_small_however_often_blocks_come_and_go() {
+        let mut rings = Rings::new(5000, 2);
+        let mut most = 0;
+        for i in 0..200_000 {
+            let block = BlockId(i * 7 % 5000);
+            rings.remove(block);
+            rings.push((i % 3 == 0).into(), block);
+            most = most.max(rings.entries);
+            assert_eq!(rings.entries, rings.rings.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum());
+        }
+        assert!(most < 5000 * 7 / 4, "{most} entries");
+    }
+}
