@@ -126,8 +126,15 @@ class BlockManager:
         external_blocks: slots of the external tier.
         watermark: fraction of the device blocks that admission keeps free.
         prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
+        reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`: ids
+            never used, then the one that came free first. `"lru"`: ids never used, then the one whose last use ended
+            first.
+        eviction: which cached block goes first, once none is free. `"lru"`: the least recently used. `"s3fifo"`: those
+            never hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and, before the
+            first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
+            prompt's blocks go from its end.
     Raises:
-        InvalidArgumentError: a size or the watermark is out of range.
+        InvalidArgumentError: a size or the watermark is out of range, or a policy has another name.
     """
 
     def __new__(
@@ -139,6 +146,8 @@ class BlockManager:
         external_blocks: int = 0,
         watermark: float = 0.01,
         prefix_caching: bool = False,
+        reuse_order: Literal["lowest", "fifo", "lru"] = "lowest",
+        eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -150,6 +159,28 @@ class BlockManager:
         """Blocks of a tier."""
     def num_free(self, tier: _Tier = "device") -> int:
         """Blocks of a tier that nothing references and no transfer holds."""
+    def free_block_ids(self, tier: _Tier = "device", limit: int | None = None) -> NDArray[np.int32]:
+        """Free blocks that hold nothing cached, in the order in which they are given out; nothing is taken.
+
+        Args:
+            tier: whose blocks.
+            limit: how many at most; all if not given.
+        Returns:
+            Block ids, int32 `[n]`.
+        """
+    def set_priority(self, sequences: _Handles, priority: int) -> None:
+        """Set how much sequences want their cached blocks to be kept once they have gone; for `eviction="priority"`.
+
+        Each level keeps a block as long as it takes to evict the whole pool once more; then it goes like any other. A
+        shared block goes by the highest priority among its users.
+
+        Args:
+            sequences: handles, uint64 `[n]`.
+            priority: 0, the default, to 15.
+        Raises:
+            InvalidArgumentError: the priority is out of range.
+            UnknownSequenceError: a handle is not in the books.
+        """
     def can_allocate(self, num_tokens: int, *, lookahead: int = 0) -> AllocStatus:
         """Whether a new sequence may be admitted, the watermark kept."""
     def allocate(self, num_tokens: _Counts) -> NDArray[np.uint64]:

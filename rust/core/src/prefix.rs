@@ -57,20 +57,28 @@ impl PrefixIndex {
         }
     }
 
-    /// Adds a block under a key that no other block has.
+    /// Adds a block under a key, unless some block has that key: then returns that one and changes nothing.
     #[inline]
-    pub(crate) fn insert(&mut self, block: BlockId, key: Key) {
+    pub(crate) fn insert(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
+        let tag = key.tag();
+        let mut at = self.home(tag);
+        loop {
+            let slot = self.slots[at];
+            if slot == 0 {
+                break;
+            }
+            if tag_of(slot) == tag && self.keys[block_of(slot).index()] == key {
+                return Some(block_of(slot));
+            }
+            at = self.next(at);
+        }
         if block.index() >= self.keys.len() {
             self.keys.resize(grown(block, self.keys.capacity()), Key::default());
         }
         self.keys[block.index()] = key;
-        let tag = key.tag();
-        let mut at = self.home(tag);
-        while self.slots[at] != 0 {
-            at = self.next(at);
-        }
         self.slots[at] = u64::from(tag) << 32 | u64::from(block.0 + 1);
         self.len += 1;
+        None
     }
 
     /// Removes a block; `tag` is that of its key. Returns whether it was there.
@@ -147,7 +155,8 @@ mod tests {
             for (add, n) in ops {
                 let block = BlockId(n);
                 if add && !model.contains_key(&n) {
-                    index.insert(block, key(n));
+                    prop_assert_eq!(index.insert(block, key(n)), None);
+                    prop_assert_eq!(index.insert(BlockId(23 - n), key(n)), Some(block));
                     model.insert(n, block);
                 } else if !add {
                     prop_assert_eq!(index.remove(block, key(n).tag()), model.remove(&n).is_some());

@@ -379,4 +379,45 @@ mod tests {
             prop_assert!(set.iter().eq(model.iter().copied()));
         }
     }
+
+    proptest! {
+        #[test]
+        fn queues_give_blocks_in_the_order_of_their_return_or_of_their_last_use(
+            by_use in any::<bool>(), ops in prop::collection::vec((0u8..5, 0usize..12), 0..300),
+        ) {
+            let mut queue = FreeQueue::full(12, by_use);
+            let mut free: Vec<u32> = (0..12).collect();
+            let (mut taken, mut leased): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
+            for (op, n) in ops {
+                match op {
+                    0 | 1 => {
+                        let first = queue.pop();
+                        prop_assert_eq!(first, (!free.is_empty()).then(|| BlockId(free.remove(0))));
+                        taken.extend(first.map(|block| block.0));
+                    }
+                    2 if n < taken.len() => {
+                        let block = taken.remove(n);
+                        queue.used(BlockId(block));
+                        queue.insert(BlockId(block));
+                        free.push(block);
+                    }
+                    // What is leased comes back later; the queue by last use may have passed it by then.
+                    3 if n < taken.len() && !by_use => {
+                        let block = taken.remove(n);
+                        queue.used(BlockId(block));
+                        leased.push(block);
+                    }
+                    4 if !leased.is_empty() => {
+                        let block = leased.remove(0);
+                        queue.insert(BlockId(block));
+                        free.push(block);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(queue.len(), free.len());
+                prop_assert!(queue.iter().eq(free.iter().copied().map(BlockId)));
+                prop_assert!((0..12).all(|m| queue.contains(BlockId(m)) == free.contains(&m)));
+            }
+        }
+    }
 }

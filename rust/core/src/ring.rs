@@ -92,7 +92,7 @@ struct Ring {
 /// Blocks in several rings, each in the order in which its blocks came.
 #[derive(Debug, Clone)]
 pub(crate) struct Rings {
-    rings: Vec<Ring>,
+    each: Vec<Ring>,
     /// 0 for a block that is in no ring.
     stamps: Vec<u32>,
     /// Stamp given last.
@@ -107,7 +107,7 @@ pub(crate) struct Rings {
 impl Rings {
     pub(crate) fn new(blocks: usize, rings: usize) -> Self {
         let rings = vec![Ring::default(); rings];
-        Self { rings, stamps: vec![0; blocks], clock: 0, len: 0, entries: 0, sweeping: 0 }
+        Self { each: rings, stamps: vec![0; blocks], clock: 0, len: 0, entries: 0, sweeping: 0 }
     }
 
     /// Blocks in all rings.
@@ -117,7 +117,7 @@ impl Rings {
 
     /// Blocks of a ring, first to last.
     pub(crate) fn iter(&self, ring: usize) -> impl Iterator<Item = BlockId> + '_ {
-        let entries = self.rings.get(ring).into_iter().flat_map(|ring| ring.swept.iter().chain(ring.rest.iter()));
+        let entries = self.each.get(ring).into_iter().flat_map(|ring| ring.swept.iter().chain(ring.rest.iter()));
         entries.filter(|(block, stamp)| self.stamps[block.index()] == *stamp).map(|(block, _)| *block)
     }
 
@@ -133,7 +133,7 @@ impl Rings {
         // A stamp comes again after 2^32 insertions; sweeps have dropped its old entries long before.
         self.clock = self.clock.wrapping_add(1).max(1);
         self.stamps[block.index()] = self.clock;
-        self.rings[ring].rest.push((block, self.clock));
+        self.each[ring].rest.push((block, self.clock));
         self.len += 1;
         self.entries += 1;
         if self.entries > self.len + self.len / 4 + 64 {
@@ -152,7 +152,7 @@ impl Rings {
     /// Takes the first block of a ring out.
     #[inline]
     pub(crate) fn pop(&mut self, ring: usize) -> Option<BlockId> {
-        let ring = &mut self.rings[ring];
+        let ring = &mut self.each[ring];
         while let Some((block, stamp)) = ring.swept.pop().or_else(|| ring.rest.pop()) {
             self.entries -= 1;
             if self.stamps[block.index()] == stamp {
@@ -167,7 +167,7 @@ impl Rings {
     /// Insertions since the first block of a ring was put there.
     #[inline]
     pub(crate) fn age(&mut self, ring: usize) -> Option<u32> {
-        let ring = &mut self.rings[ring];
+        let ring = &mut self.each[ring];
         loop {
             let queue = if ring.swept.first().is_some() { &mut ring.swept } else { &mut ring.rest };
             let (block, stamp) = queue.first()?;
@@ -181,11 +181,11 @@ impl Rings {
 
     /// Drops some of the entries that no longer count.
     fn sweep(&mut self) {
-        let Ring { swept, rest } = &mut self.rings[self.sweeping];
+        let Ring { swept, rest } = &mut self.each[self.sweeping];
         for _ in 0..SWEPT {
             let Some(entry) = rest.pop() else {
                 std::mem::swap(swept, rest);
-                self.sweeping = (self.sweeping + 1) % self.rings.len();
+                self.sweeping = (self.sweeping + 1) % self.each.len();
                 return;
             };
             if self.stamps[entry.0.index()] == entry.1 {
@@ -218,7 +218,9 @@ mod tests {
                     }
                     2 => {
                         prop_assert_eq!(rings.remove(BlockId(n)), held);
-                        model.iter_mut().for_each(|ring| ring.retain(|&m| m != n));
+                        for ring in &mut model {
+                            ring.retain(|&m| m != n);
+                        }
                     }
                     3 => {
                         let first = (!model[ring].is_empty()).then(|| BlockId(model[ring].remove(0)));
@@ -244,7 +246,7 @@ mod tests {
             rings.remove(block);
             rings.push((i % 3 == 0).into(), block);
             most = most.max(rings.entries);
-            assert_eq!(rings.entries, rings.rings.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum());
+            assert_eq!(rings.entries, rings.each.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum());
         }
         assert!(most < 5000 * 7 / 4, "{most} entries");
     }

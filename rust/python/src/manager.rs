@@ -67,6 +67,7 @@ impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
         prefix_caching = false, reuse_order = "lowest", eviction = "lru"))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
         #[pyo3(from_py_with = count)] device_blocks: u32,

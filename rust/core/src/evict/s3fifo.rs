@@ -54,19 +54,6 @@ impl S3Fifo {
         }
         Some(block)
     }
-
-    fn pop_main(&mut self) -> Option<BlockId> {
-        loop {
-            let block = self.rings.pop(MAIN)?;
-            let hits = &mut self.hits[block.index()];
-            if *hits <= 1 {
-                *hits = 0;
-                return Some(block);
-            }
-            *hits -= 1;
-            self.rings.push(MAIN, block);
-        }
-    }
 }
 
 impl Evictor for S3Fifo {
@@ -102,8 +89,20 @@ impl Evictor for S3Fifo {
     }
 
     fn pop(&mut self) -> Option<BlockId> {
-        let main = self.rings.len() - self.small;
-        if self.small > self.small_target || main == 0 { self.pop_small() } else { self.pop_main() }
+        loop {
+            // What is in the main queue may be needed by older blocks of the small one, never by younger ones.
+            if self.small > self.small_target || self.rings.age(MAIN) <= self.rings.age(SMALL) {
+                return self.pop_small();
+            }
+            let block = self.rings.pop(MAIN)?;
+            let hits = &mut self.hits[block.index()];
+            if *hits <= 1 {
+                *hits = 0;
+                return Some(block);
+            }
+            *hits -= 1;
+            self.rings.push(MAIN, block);
+        }
     }
 
     fn publish(&mut self, block: BlockId, _: u32, tag: u32) {

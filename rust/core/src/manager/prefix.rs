@@ -4,7 +4,7 @@
 
 use super::{Manager, blocks_for, invalid, refuse_loading, release, take};
 use crate::error::{Error, Result};
-use crate::hash::{Chain, Extra, Key, KeySpec};
+use crate::hash::{Chain, Extra, Key, KeySpec, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::table::RowKeys;
 
@@ -75,15 +75,12 @@ impl Manager {
     pub fn allocate_prompts(&mut self, prompts: &[Prompt<'_>], out: &mut Vec<(SequenceId, u32)>) -> Result<()> {
         self.rows.require(prompts.len())?;
         let matches = prompts.iter().map(|prompt| self.find_prefix(prompt)).collect::<Result<Vec<_>>>()?;
-        let mut idle: Vec<BlockId> = matches.iter().flat_map(|m| &m.found).copied().collect();
-        idle.retain(|&block| self.pools[0].is_idle(block));
-        idle.sort_unstable();
-        idle.dedup();
+        let idle = self.idle_blocks(&matches);
         let held = |(prompt, found): (&Prompt<'_>, &Match)| {
             blocks_for(prompt.tokens.len() as u64, self.block_size) - found.found.len()
         };
         let new: usize = prompts.iter().zip(&matches).map(held).sum();
-        self.pools[0].require(new + idle.len(), true)?;
+        self.pools[0].require(new + idle, true)?;
         for block in matches.iter().flat_map(|m| &m.found) {
             self.pools[0].claim(*block);
         }
@@ -165,21 +162,33 @@ impl Manager {
         true
     }
 
+    /// Found blocks that nothing uses yet.
+    fn idle_blocks(&self, matches: &[Match]) -> usize {
+        let idle = |block: &&BlockId| self.pools[0].is_idle(**block);
+        if let [one] = matches {
+            return one.found.iter().filter(idle).count();
+        }
+        let mut blocks: Vec<BlockId> = matches.iter().flat_map(|m| &m.found).filter(idle).copied().collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        blocks.len()
+    }
+
     fn find_prefix(&self, prompt: &Prompt<'_>) -> Result<Match> {
         let size = self.block_size as usize;
         let mut chain = Chain::new(&prompt.spec, self.block_size, 0);
         let blocks = prompt.tokens.chunks_exact(size);
         let pending = blocks.remainder();
-        refuse_reserved(pending)?;
+        refuse_reserved(prompt.tokens)?;
         let mut keys = Vec::with_capacity(blocks.len() + 1);
         let mut extras = prompt.extras;
         for (i, tokens) in blocks.enumerate() {
             let own = extras.iter().take_while(|extra| extra.block == i).count();
             let key = if own == 0 {
-                chain.block(tokens, &[])?
+                chain.checked_block(tokens, &[])?
             } else {
                 let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
-                chain.block(tokens, &of_block)?
+                chain.checked_block(tokens, &of_block)?
             };
             extras = &extras[own..];
             keys.push(key);
@@ -189,7 +198,9 @@ impl Manager {
             return Err(invalid("block of an extra key", extra.block as i128, must));
         }
         let most = prompt.tokens.len().saturating_sub(1) / size;
-        let found: Vec<BlockId> = keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)).collect();
+        // Room for the whole table, which it becomes.
+        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
+        found.extend(keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)));
         let published = found.len();
         Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published, priority: 0 }, found })
     }
@@ -230,7 +241,7 @@ impl Manager {
         for &token in tokens {
             keys.pending.push(token);
             if keys.pending.len() == size {
-                keys.keys.push(keys.chain.block(&keys.pending, &[])?);
+                keys.keys.push(keys.chain.checked_block(&keys.pending, &[])?);
                 keys.pending.clear();
             }
         }
@@ -259,16 +270,5 @@ impl Manager {
             }
             keys.published += 1;
         }
-    }
-}
-
-fn refuse_reserved(tokens: &[u32]) -> Result<()> {
-    match tokens.iter().position(|&token| token == crate::hash::RESERVED_TOKEN) {
-        None => Ok(()),
-        Some(at) => Err(Error::InvalidArgument {
-            what: "token id",
-            found: i128::from(crate::hash::RESERVED_TOKEN),
-            must: format!("below it, at {at}"),
-        }),
     }
 }

@@ -130,14 +130,16 @@ impl Pool {
     pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Option<BlockId> {
         let cache = self.cache.as_mut()?;
         let node = &mut self.nodes[block.index()];
-        if let Some(other) = cache.index.find(&key) {
-            return (other != block).then_some(other);
-        }
         if node.tag != 0 {
+            if let Some(other) = cache.index.find(&key) {
+                return (other != block).then_some(other);
+            }
             cache.index.remove(block, node.tag);
+            cache.index.insert(block, key);
+        } else if let Some(other) = cache.index.insert(block, key) {
+            return Some(other);
         }
         node.tag = key.tag();
-        cache.index.insert(block, key);
         cache.policy.publish(block, depth, node.tag);
         None
     }
@@ -171,5 +173,47 @@ impl Pool {
     pub(super) fn finds(&self, block: BlockId) -> bool {
         let index = self.cache.as_ref().map(|cache| &cache.index);
         index.is_some_and(|index| index.key(block).and_then(|key| index.find(key)) == Some(block))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::{Chain, KeySpec};
+    use crate::id::Tier;
+
+    fn key(n: u32) -> Key {
+        Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()
+    }
+
+    #[test]
+    fn evicted_blocks_are_no_longer_found_and_come_in_the_order_of_their_release() {
+        let mut pool = Pool::new(Tier::Device, 100, true).unwrap();
+        let mut blocks = Vec::new();
+        pool.take(100, &mut blocks);
+        for &block in &blocks {
+            assert_eq!(pool.publish(block, key(block.0), 0), None);
+        }
+        blocks.reverse();
+        for &block in &blocks {
+            pool.release(block);
+        }
+        assert_eq!((pool.free(), pool.evictable(), pool.published()), (100, 100, 100));
+        let mut taken = Vec::new();
+        pool.take(70, &mut taken);
+        assert_eq!(taken, blocks[..70]);
+        assert!(taken.iter().all(|block| pool.find(&key(block.0)).is_none() && pool.refs(*block) == 1));
+        assert_eq!((pool.evictions(), pool.published()), (70, 30));
+    }
+
+    #[test]
+    fn a_key_that_another_block_has_is_not_published_again() {
+        let mut pool = Pool::new(Tier::Device, 2, true).unwrap();
+        pool.take(2, &mut Vec::new());
+        assert_eq!(pool.publish(BlockId(0), key(1), 0), None);
+        assert_eq!(pool.publish(BlockId(0), key(1), 0), None);
+        assert_eq!(pool.publish(BlockId(1), key(1), 0), Some(BlockId(0)));
+        assert_eq!(pool.publish(BlockId(0), key(2), 0), None);
+        assert_eq!((pool.find(&key(1)), pool.find(&key(2))), (None, Some(BlockId(0))));
     }
 }

@@ -1,0 +1,131 @@
+//! Eviction policies: random prompts under each of them, and one of a caller's own.
+#![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
+
+use blockyard_core::{
+    BlockId, Config, Eviction, Evictor, KeySpec, Manager, Policies, Prompt, Removal, SequenceId, Tier,
+};
+use proptest::prelude::*;
+use std::collections::HashSet;
+
+const BLOCK: usize = 2;
+
+fn manager(blocks: usize, eviction: Eviction) -> Manager {
+    let config = Config { block_size: 2, blocks: [blocks, 0, 0], watermark: 0.0, prefix_caching: true };
+    Manager::with_policies(config, Policies { eviction, ..Policies::default() }).unwrap()
+}
+
+fn prompt(tokens: &[u32]) -> Prompt<'_> {
+    Prompt { tokens, spec: KeySpec::default(), extras: &[] }
+}
+
+/// Admits and computes a prompt, if it fits.
+fn open(manager: &mut Manager, tokens: &[u32]) -> Option<SequenceId> {
+    let mut out = Vec::new();
+    manager.allocate_prompts(&[prompt(tokens)], &mut out).ok()?;
+    let decision = manager.take_decision();
+    manager.complete(decision.ticket).unwrap();
+    manager.mark_computed(&[out[0].0]).unwrap();
+    Some(out[0].0)
+}
+
+/// Cached blocks that some prompt of those given would find.
+fn reachable(manager: &Manager, prompts: &[Vec<u32>]) -> usize {
+    let mut found = HashSet::new();
+    for tokens in prompts {
+        let full = tokens.len() / BLOCK * BLOCK;
+        let asked = [&tokens[..full], &[u32::MAX - 1]].concat();
+        let cached = manager.cached_tokens(&prompt(&asked)).unwrap() as usize;
+        found.extend((1..=cached / BLOCK).map(|blocks| tokens[..blocks * BLOCK].to_vec()));
+    }
+    found.len()
+}
+
+fn policies() -> impl Strategy<Value = Eviction> {
+    prop::sample::select(&Eviction::NAMED[..])
+}
+
+/// Prompts of few tokens that part at all depths.
+fn prompts() -> impl Strategy<Value = Vec<(Vec<u32>, u8, usize)>> {
+    let tokens = prop::collection::vec(0u32..2, 1..16);
+    prop::collection::vec((tokens, 0u8..16, 0usize..4), 1..60)
+}
+
+proptest! {
+    #[test]
+    fn no_block_goes_before_one_that_needs_it(eviction in policies(), blocks in 8usize..40, prompts in prompts()) {
+        let mut manager = manager(blocks, eviction);
+        let mut live = Vec::new();
+        let mut seen = Vec::new();
+        for (tokens, priority, left) in prompts {
+            while live.len() > left {
+                manager.free(&[live.remove(0)]).unwrap();
+                manager.check().unwrap();
+            }
+            if let Some(sequence) = open(&mut manager, &tokens) {
+                manager.set_priority(&[sequence], priority).unwrap();
+                live.push(sequence);
+                seen.push(tokens);
+            }
+            manager.check().unwrap();
+            prop_assert_eq!(reachable(&manager, &seen), manager.pool(Tier::Device).published());
+        }
+        manager.free(&live).unwrap();
+        let mut all = Vec::new();
+        manager.allocate(&[u32::try_from(blocks * BLOCK).unwrap()], &mut all).unwrap();
+        prop_assert_eq!(manager.pool(Tier::Device).published(), 0);
+        manager.check().unwrap();
+    }
+}
+
+/// Most recently used first.
+#[derive(Debug, Clone, Default)]
+struct Mru(Vec<BlockId>);
+
+impl Evictor for Mru {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        self.0.contains(&block)
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        self.0.push(block);
+    }
+
+    fn remove(&mut self, block: BlockId, _: Removal) -> bool {
+        let before = self.0.len();
+        self.0.retain(|&other| other != block);
+        self.0.len() < before
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        self.0.pop()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Evictor> {
+        Box::new(self.clone())
+    }
+}
+
+#[test]
+fn a_policy_of_the_callers_own_decides() {
+    let mut manager = manager(4, Eviction::Custom(|_| Box::new(Mru::default())));
+    for tokens in [[1, 1], [2, 2], [3, 3], [4, 4], [5, 5]] {
+        let sequence = open(&mut manager, &tokens).unwrap();
+        manager.free(&[sequence]).unwrap();
+        manager.check().unwrap();
+    }
+    let cached = |token| manager.cached_tokens(&prompt(&[token, token, 0])).unwrap();
+    assert_eq!([1, 2, 3, 4, 5].map(cached), [2, 2, 2, 0, 2]);
+    assert_eq!(manager.clone().pool(Tier::Device).evictable(), 4);
+}
+
+#[test]
+fn policies_are_found_by_their_names() {
+    for policy in Eviction::NAMED {
+        assert_eq!(Eviction::from_name(policy.name()).unwrap().name(), policy.name());
+    }
+    assert!(Eviction::from_name("custom").is_none());
+}

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blockyard import BlockManager, InvalidArgumentError, UnknownSequenceError
+
+SIZE = 4
+POLICIES = ("lru", "s3fifo", "adaptive", "priority")
+
+
+def manager(device: int = 8, **policies: str) -> BlockManager:
+    return BlockManager(block_size=SIZE, device_blocks=device, watermark=0.0, prefix_caching=True, **policies)  # type: ignore[arg-type]
+
+
+def prompt(first: int, blocks: int) -> list[int]:
+    return [first + i // SIZE for i in range(blocks * SIZE)]
+
+
+def run(books: BlockManager, tokens: list[int], priority: int = 0) -> int:
+    """Admit a prompt, compute and free it; how many of its tokens were cached."""
+    handles, cached = books.allocate_prompts([tokens])
+    books.complete(books.take_decision().ticket)
+    books.mark_computed(handles)
+    books.set_priority(handles, priority)
+    books.free(handles)
+    books.check()
+    return int(cached[0])
+
+
+def step(books: BlockManager) -> None:
+    books.complete(books.take_decision().ticket)
+    books.check()
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_chain_is_evicted_from_its_end(eviction: str) -> None:
+    books = manager(eviction=eviction)
+    run(books, prompt(0, 8))
+    for lost in range(1, 8):
+        books.free(books.allocate(np.array([SIZE * lost], dtype=np.uint32)))
+        step(books)
+        assert books.cached_tokens([*prompt(0, 8), 99]) == (8 - lost) * SIZE
+        assert len(books.free_block_ids()) == lost
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_every_cached_block_can_be_had(eviction: str) -> None:
+    books = manager(device=16, eviction=eviction)
+    for i in range(6):
+        for _ in range(i):
+            run(books, prompt(100 * i, 2), priority=15)
+    assert books.num_free() == 16
+    books.free(books.allocate([16 * SIZE]))
+    step(books)
+    assert books.prefix_stats.cached_blocks == 0
+
+
+def test_the_least_recently_used_chain_goes_first() -> None:
+    books = manager(eviction="lru")
+    for first in (0, 100, 200, 300, 0):
+        run(books, prompt(first, 2))
+    run(books, prompt(400, 2))
+    assert [books.cached_tokens([*prompt(first, 2), 9]) for first in (0, 100, 200)] == [8, 0, 8]
+
+
+@pytest.mark.parametrize("eviction", ["s3fifo", "adaptive"])
+def test_what_was_hit_outlives_a_flood_of_what_is_not(eviction: str) -> None:
+    books = manager(device=32, eviction=eviction)
+    for _ in range(4):
+        run(books, prompt(0, 4))
+    for i in range(1, 20):
+        run(books, prompt(100 * i, 4))
+    assert books.cached_tokens([*prompt(0, 4), 9]) == 16
+
+
+def test_adaptive_learns_at_which_depth_prompts_part() -> None:
+    def hits(eviction: str) -> float:
+        books = manager(device=64, eviction=eviction)
+        rng = np.random.default_rng(1)
+        for i, family in enumerate(rng.integers(0, 10, 600).tolist()):
+            run(books, [*prompt(1000 * family, 4), *prompt(10**6 + 100 * i, 4)])
+        return books.prefix_stats.hit_rate
+
+    assert hits("adaptive") > hits("lru") + 0.05
+
+
+def test_a_priority_delays_eviction_and_decays() -> None:
+    books = manager(eviction="priority")
+    run(books, prompt(0, 3), priority=3)
+    turnovers = 0.0
+    while books.cached_tokens([*prompt(0, 3), 9]) == 12:
+        run(books, prompt(100 + round(turnovers * 100), 2))
+        turnovers += 2 / 8
+        assert turnovers < 6, "a retained block goes like any other in the end"
+    assert turnovers >= 3
+
+
+def test_a_priority_out_of_range_is_refused() -> None:
+    books = manager(eviction="priority")
+    handles, _ = books.allocate_prompts([[1, 2]])
+    for priority in (16, 256):
+        with pytest.raises(InvalidArgumentError, match=f"priority is {priority}, must be 0 to 15"):
+            books.set_priority(handles, priority)
+    with pytest.raises(UnknownSequenceError):
+        books.set_priority([7], 1)
+
+
+def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
+    with pytest.raises(InvalidArgumentError, match='eviction is "fifo", must be one of lru, s3fifo, adaptive, priority'):
+        manager(eviction="fifo")
+    with pytest.raises(InvalidArgumentError, match='reuse_order is "", must be one of lowest, fifo, lru'):
+        manager(reuse_order="")

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blockyard import BlockManager
+
+
+def manager(order: str, host: int = 0) -> BlockManager:
+    return BlockManager(block_size=4, device_blocks=6, host_blocks=host, watermark=0.0, reuse_order=order)  # type: ignore[arg-type]
+
+
+def one_block_each(books: BlockManager, count: int) -> list[int]:
+    return [int(handle) for handle in books.allocate(np.full(count, 4, dtype=np.uint32))]
+
+
+def ids(books: BlockManager, limit: int | None = None) -> list[int]:
+    return books.free_block_ids("device", limit).tolist()
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"), [("lowest", [0, 2, 3, 4, 5]), ("fifo", [4, 5, 3, 0, 2]), ("lru", [4, 5, 3, 0, 2])]
+)
+def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str, wanted: list[int]) -> None:
+    books = manager(order)
+    handles = one_block_each(books, 4)
+    for i in (3, 0, 2):
+        books.free(handles[i])
+    assert ids(books) == wanted
+    assert ids(books, 2) == wanted[:2]
+    assert ids(books, 0) == []
+    assert [int(books.block_table(handle)[0]) for handle in one_block_each(books, 5)] == wanted
+    assert ids(books) == []
+    books.check()
+
+
+@pytest.mark.parametrize("order", ["lowest", "fifo", "lru"])
+def test_listing_takes_nothing(order: str) -> None:
+    books = manager(order)
+    assert ids(books) == ids(books) == [0, 1, 2, 3, 4, 5]
+    assert books.free_block_ids().dtype == np.int32
+    assert books.num_free() == 6
+    assert len(books.free_block_ids("host")) == 0
+
+
+def test_a_transfer_delays_a_block_in_fifo_order_and_not_in_lru_order() -> None:
+    last = {}
+    for order in ("fifo", "lru"):
+        books = manager(order, host=6)
+        handles = one_block_each(books, 6)
+        books.complete(books.take_decision().ticket)
+        books.swap_out(handles[:1])
+        ticket = books.take_decision().ticket
+        books.free(handles[1:3])
+        books.complete(ticket)
+        books.check()
+        last[order] = ids(books)
+    assert last == {"fifo": [1, 2, 0], "lru": [0, 1, 2]}
