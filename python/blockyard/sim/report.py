@@ -318,7 +318,7 @@ def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
     from rich import progress as bars  # noqa: PLC0415 - optional
     from rich.console import Console  # noqa: PLC0415 - optional
 
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=16), bars.MofNCompleteColumn())
     with bars.Progress(*columns, bars.TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=None, note="")
 
