@@ -4,7 +4,7 @@
 //! overflows the oldest go, and the gap in the numbers shows it. Nothing here runs unless events are asked for.
 
 use crate::error::{Error, Result};
-use crate::hash::{Chain, ExportedKey, Key};
+use crate::hash::{Chain, ExportedKey};
 use crate::id::{BlockId, Tier};
 use crate::pool::Pool;
 use crate::snapshot::MAX_COUNT;
@@ -39,6 +39,8 @@ impl Reason {
         }
     }
 }
+
+const NO_KEY: ExportedKey = ExportedKey([0; 32]);
 
 /// One change of what can be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -125,11 +127,10 @@ impl<T> Ring<T> {
     }
 }
 
-/// A block that was removed; its exported key is computed when the removal is gathered.
+/// A block that was removed; its exported key is known until it is published again, before which it is gathered.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Removal {
     pub(crate) block: BlockId,
-    pub(crate) key: Key,
     pub(crate) reason: Reason,
     pub(crate) remaining: u8,
 }
@@ -147,14 +148,14 @@ pub(crate) struct Publication {
     pub(crate) lora_id: u64,
 }
 
-/// The events that wait, and what exporting a published block's key takes.
+/// The events that wait, and what naming a removed block takes.
 #[derive(Debug, Clone)]
 pub(crate) struct Events {
     ring: Ring<Event>,
     /// Number of the first event not yet taken or dropped before a taking.
     taken: u64,
-    /// 64-byte frames under the key of each published block.
-    frames: [Vec<u32>; 3],
+    /// Exported key of each published block, so that its removal costs no hashing.
+    keys: [Vec<ExportedKey>; 3],
     /// The last key exported: mostly the parent of the next.
     last: Option<(Chain, ExportedKey)>,
 }
@@ -166,8 +167,8 @@ pub(crate) struct EventsImage {
     next: u64,
     taken: u64,
     waiting: Vec<Event>,
-    /// Tier, block and frames of the published blocks.
-    frames: Vec<(Tier, BlockId, u32)>,
+    /// Exported keys of the published blocks.
+    keys: Vec<(Tier, BlockId, ExportedKey)>,
 }
 
 impl Events {
@@ -177,27 +178,27 @@ impl Events {
             let must = format!("1 to {MAX_EVENTS}");
             return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
         }
-        let mut frames = [const { Vec::new() }; 3];
-        for (frames, pool) in frames.iter_mut().zip(pools) {
+        let mut keys = [const { Vec::new() }; 3];
+        for (keys, pool) in keys.iter_mut().zip(pools) {
             if pool.is_caching() {
                 pool.note_removals(capacity);
-                frames.resize(pool.len(), 0);
+                keys.resize(pool.len(), NO_KEY);
             }
         }
-        Ok(Self { ring: Ring::new(capacity), taken: 0, frames, last: None })
+        Ok(Self { ring: Ring::new(capacity), taken: 0, keys, last: None })
     }
 
     pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: Publication) {
         self.gather(pools);
         let Publication { block, key, parent, tokens, lora_id } = publication;
-        if let Some(frames) = self.frames[tier.index()].get_mut(block.index()) {
-            *frames = key.frames();
-        }
         let last = self.last;
         let known = |parent: &Chain| last.and_then(|(chain, key)| (chain == *parent).then_some(key));
         let parent = parent.map(|parent| known(&parent).unwrap_or_else(|| parent.export()));
         let exported = key.export();
         self.last = Some((key, exported));
+        if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
+            *known = exported;
+        }
         self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id });
     }
 
@@ -215,9 +216,8 @@ impl Events {
                 let (dropped, removals) = removals.drain();
                 self.ring.next += dropped;
                 for removal in removals {
-                    let Removal { block, key, reason, remaining } = removal;
-                    let frames = self.frames[tier.index()].get(block.index()).copied().unwrap_or(0);
-                    let key = Chain::resume(key, frames).export();
+                    let Removal { block, reason, remaining } = removal;
+                    let key = self.keys[tier.index()].get(block.index()).copied().unwrap_or(NO_KEY);
                     self.ring.push(Event::Removed { key, tier, block, reason, remaining });
                 }
             }
@@ -243,13 +243,13 @@ impl Events {
             ));
         }
         for pool in pools.iter().filter(|pool| pool.is_caching()) {
-            let frames = &self.frames[pool.tier().index()];
-            let blocks = (0..).map(BlockId).take(pool.len());
-            if frames.len() != pool.len() || !pool.notes_removals() {
-                return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), frames.len()));
+            let keys = &self.keys[pool.tier().index()];
+            if keys.len() != pool.len() || !pool.notes_removals() {
+                return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), keys.len()));
             }
-            if let Some(block) = blocks.filter(|b| pool.is_published(*b)).find(|b| frames[b.index()] < 2) {
-                return Some(format!("{} block {block}: a key over {} frames", pool.tier(), frames[block.index()]));
+            let mut blocks = (0..).map(BlockId).zip(keys);
+            if let Some((block, _)) = blocks.find(|(block, key)| pool.is_published(*block) && **key == NO_KEY) {
+                return Some(format!("{} block {block} was published without an event", pool.tier()));
             }
         }
         None
@@ -258,26 +258,26 @@ impl Events {
     /// What a snapshot keeps.
     pub(crate) fn image(&mut self, pools: &mut [Pool; 3]) -> EventsImage {
         self.gather(pools);
-        let mut frames = Vec::new();
+        let mut keys = Vec::new();
         for pool in pools {
-            let of_pool = &self.frames[pool.tier().index()];
-            let blocks = (0..).map(BlockId).zip(of_pool).filter(|(block, _)| pool.is_published(*block));
-            frames.extend(blocks.map(|(block, frames)| (pool.tier(), block, *frames)));
+            let blocks = (0..).map(BlockId).zip(&self.keys[pool.tier().index()]);
+            let published = blocks.filter(|(block, _)| pool.is_published(*block));
+            keys.extend(published.map(|(block, key)| (pool.tier(), block, *key)));
         }
         let waiting = self.ring.items.iter().copied().collect();
-        EventsImage { capacity: self.ring.capacity, next: self.ring.next, taken: self.taken, waiting, frames }
+        EventsImage { capacity: self.ring.capacity, next: self.ring.next, taken: self.taken, waiting, keys }
     }
 
     /// The events of a snapshot, over its pools.
     pub(crate) fn restore(image: EventsImage, pools: &mut [Pool; 3]) -> std::result::Result<Self, String> {
-        let EventsImage { capacity, next, taken, waiting, frames } = image;
+        let EventsImage { capacity, next, taken, waiting, keys } = image;
         let mut events = Self::new(capacity, pools).map_err(|error| error.to_string())?;
         if waiting.len() > capacity || next > MAX_COUNT || taken > next.saturating_sub(waiting.len() as u64) {
             return Err(format!("{} of {next} events wait, {taken} were taken", waiting.len()));
         }
-        for (tier, block, count) in frames {
-            let known = events.frames[tier.index()].get_mut(block.index());
-            *known.ok_or_else(|| format!("events of {tier} block {block}, which is not there"))? = count;
+        for (tier, block, key) in keys {
+            let known = events.keys[tier.index()].get_mut(block.index());
+            *known.ok_or_else(|| format!("events of {tier} block {block}, which is not there"))? = key;
         }
         events.ring.items = waiting.into();
         (events.ring.next, events.taken) = (next, taken);
@@ -305,7 +305,7 @@ mod tests {
         let mut pools = Tier::ALL.map(pool);
         let mut events = Events::new(2, &mut pools).unwrap();
         for n in 0..3 {
-            let removal = Removal { block: BlockId(n), key: Key::default(), reason: Reason::Lost, remaining: 0 };
+            let removal = Removal { block: BlockId(n), reason: Reason::Lost, remaining: 0 };
             pools[0].removals().unwrap().push(removal);
         }
         events.cleared(&mut pools, Tier::Device);

@@ -195,6 +195,26 @@ fn books_are_written_only_at_rest_and_the_error_says_what_is_open() {
 }
 
 #[test]
+fn an_open_step_that_reused_drained_blocks_still_waits_for_their_readers() {
+    let (mut books, mut sequences) = (books(false), Vec::new());
+    books.allocate(&[12, 12], &mut sequences).unwrap();
+    let first = books.take_decision();
+    books.complete(first.ticket).unwrap();
+    books.swap_out(&sequences[..1]).unwrap();
+    let swap = books.take_decision();
+    books.allocate(&[15], &mut sequences).unwrap();
+    books.complete(swap.ticket).unwrap();
+    let mut restored = Manager::restore(&books.snapshot().unwrap()).unwrap();
+    for books in [&mut books, &mut restored] {
+        books.swap_out(&sequences[1..2]).unwrap_err();
+        books.free(&sequences[..1]).unwrap();
+        books.swap_out(&sequences[1..2]).unwrap();
+        let decision = books.take_decision();
+        assert_eq!(decision.after, [decision.ticket]);
+    }
+}
+
+#[test]
 fn another_magic_version_or_length_is_named() {
     let bytes = books(true).snapshot().unwrap();
     let refusal = |at: usize, value: u8| {

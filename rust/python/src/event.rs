@@ -70,7 +70,10 @@ fn column<T: numpy::Element>(py: Python<'_>, events: &[Event], of: impl Fn(&Even
 }
 
 fn keys(py: Python<'_>, events: &[Event], of: impl Fn(&Event) -> ExportedKey) -> PyResult<Py<PyArray2<u8>>> {
-    let bytes: Vec<u8> = events.iter().flat_map(|event| of(event).0).collect();
+    let mut bytes = Vec::with_capacity(events.len() * 32);
+    for event in events {
+        bytes.extend_from_slice(&of(event).0);
+    }
     Ok(PyArray1::from_vec(py, bytes).reshape([events.len(), 32])?.unbind())
 }
 

@@ -83,11 +83,10 @@ impl Pool {
         self.removals.is_some()
     }
 
-    /// Notes that a block is no longer findable; the index still has its key.
+    /// Notes that a block is no longer findable.
     pub(super) fn note_removal(&mut self, block: BlockId, reason: Reason, twin: Option<Twin>) {
-        if let (Some(removals), Some(cache)) = (&mut self.removals, &self.cache) {
-            let (key, remaining) = (*cache.index.key(block), u8::from(twin.is_some()));
-            removals.push(Removal { block, key, reason, remaining });
+        if let Some(removals) = &mut self.removals {
+            removals.push(Removal { block, reason, remaining: u8::from(twin.is_some()) });
         }
     }
 }
@@ -115,7 +114,7 @@ mod tests {
         assert_eq!((pool.find(&key(1)), pool.find(&key(2)), pool.published()), (None, Some(blocks[0]), 1));
         pool.unpublish(blocks[0]);
         pool.unpublish(blocks[1]);
-        let noted: Vec<_> = pool.removals().unwrap().drain().1.map(|r| (r.block, r.key, r.reason)).collect();
-        assert_eq!(noted, [(blocks[0], key(1), Reason::Replaced), (blocks[0], key(2), Reason::Lost)]);
+        let noted: Vec<_> = pool.removals().unwrap().drain().1.map(|r| (r.block, r.reason)).collect();
+        assert_eq!(noted, [(blocks[0], Reason::Replaced), (blocks[0], Reason::Lost)]);
     }
 }
