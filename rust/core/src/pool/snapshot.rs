@@ -1,6 +1,6 @@
 //! What of a pool outlives the process: references come from the tables, and a pool at rest has no leases.
 
-use super::{Pool, Published, Twin};
+use super::{Cache, Pool, Published, Twin};
 use crate::evict::Lru;
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
@@ -37,10 +37,10 @@ impl Pool {
         // Named one by one: a new field has to be thought of here. What is left out is made anew by `restore`.
         let Self { tier: _, nodes, free: _, draining: _, cache, orphans: _, evictions, peak, removals: _ } = self;
         let generations = nodes.iter().map(|node| node.generation).collect();
-        let cache = cache.as_ref().map(|cache| {
+        let cache = cache.as_ref().map(|Cache { index, lru }| {
             let published = (0..).map(BlockId).zip(nodes).filter(|(_, node)| node.tag != 0);
-            let keys = published.map(|(block, _)| (block, cache.index.key(block).to_bytes())).collect();
-            CacheImage { keys, order: cache.lru.iter().collect() }
+            let keys = published.map(|(block, _)| (block, index.key(block).to_bytes())).collect();
+            CacheImage { keys, order: lru.iter().collect() }
         });
         PoolImage { generations, evictions: *evictions, peak: *peak, cache }
     }

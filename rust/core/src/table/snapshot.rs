@@ -82,8 +82,20 @@ impl Rows {
 impl Row {
     fn image(&self) -> RowImage {
         // What is left out is found again by the next append, or belongs to one batch call.
-        let Self { generation: _, len, writable: _, stamp: _, slot_base: _, ticket, written, .. } = self;
-        let Self { tier, moving, lost, table, keys, .. } = self;
+        let Self {
+            generation: _,
+            len,
+            writable: _,
+            stamp: _,
+            slot_base: _,
+            ticket,
+            written,
+            tier,
+            moving,
+            lost,
+            table,
+            keys,
+        } = self;
         RowImage {
             len: *len,
             ticket: *ticket,
