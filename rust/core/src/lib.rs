@@ -4,6 +4,7 @@
 mod check;
 pub mod decision;
 pub mod error;
+pub mod event;
 mod evict;
 pub mod hash;
 pub mod id;
@@ -13,11 +14,13 @@ pub mod plan;
 pub mod pool;
 mod prefix;
 pub mod reuse;
+pub mod snapshot;
 mod table;
 
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
+pub use event::{Event, EventBatch, Reason};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
-pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt};
+pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt, Stats, TierUse};
 pub use plan::{Run, merge_runs};
