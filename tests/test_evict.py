@@ -107,7 +107,26 @@ def test_a_priority_out_of_range_is_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
-    with pytest.raises(InvalidArgumentError, match='eviction is "fifo", must be one of lru, s3fifo, adaptive, priority'):
+    with pytest.raises(
+        InvalidArgumentError, match='eviction is "fifo", must be one of lru, s3fifo, adaptive, priority'
+    ):
         manager(eviction="fifo")
     with pytest.raises(InvalidArgumentError, match='reuse_order is "", must be one of lowest, fifo, lru'):
         manager(reuse_order="")
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("order", ["lowest", "fifo", "lru"])
+def test_a_snapshot_keeps_both_orders(eviction: str, order: str) -> None:
+    books = manager(device=16, eviction=eviction, reuse_order=order)
+    for first in (0, 100, 0, 200):
+        run(books, prompt(first, 4), priority=first // 100)
+    books.free(books.allocate([12 * SIZE]))
+    step(books)
+    again = BlockManager.restore(books.snapshot())
+    assert again.free_block_ids().tolist() == books.free_block_ids().tolist()
+    assert again.snapshot() == books.snapshot()
+    for one in (books, again):
+        one.allocate([14 * SIZE])
+    lost = [[one.cached_tokens([*prompt(first, 4), 9]) for first in (0, 100, 200)] for one in (books, again)]
+    assert lost[0] == lost[1]

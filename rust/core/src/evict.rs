@@ -17,7 +17,7 @@ pub const MAX_PRIORITY: u8 = 15;
 
 /// Why a block can no longer be evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Removal {
+pub enum Departure {
     /// A sequence uses it again.
     Hit,
     /// It no longer holds findable bytes.
@@ -44,7 +44,7 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     fn insert(&mut self, block: BlockId);
 
     /// A block, evictable or not, is used again or gone; returns whether it was evictable.
-    fn remove(&mut self, block: BlockId, removal: Removal) -> bool;
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool;
 
     /// Takes out the block that goes first.
     fn pop(&mut self) -> Option<BlockId>;
@@ -152,14 +152,34 @@ impl Policy {
         dispatch!(self, policy => policy.contains(block))
     }
 
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Lru(_) => Eviction::Lru.name(),
+            Self::S3Fifo(_) => Eviction::S3Fifo.name(),
+            Self::Adaptive(_) => Eviction::Adaptive.name(),
+            Self::Priority(_) => Eviction::Priority.name(),
+            Self::Custom(_) => "custom",
+        }
+    }
+
+    /// Blocks that can be evicted, first to go first.
+    pub(crate) fn order(&self) -> Vec<BlockId> {
+        let mut order = Vec::with_capacity(self.len());
+        match self {
+            Self::Lru(policy) => order.extend(policy.iter()),
+            _ => self.clone().pop_into(self.len(), &mut order),
+        }
+        order
+    }
+
     #[inline]
     pub(crate) fn insert(&mut self, block: BlockId) {
         dispatch!(self, policy => policy.insert(block));
     }
 
     #[inline]
-    pub(crate) fn remove(&mut self, block: BlockId, removal: Removal) -> bool {
-        dispatch!(self, policy => policy.remove(block, removal))
+    pub(crate) fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
+        dispatch!(self, policy => policy.remove(block, departure))
     }
 
     pub(crate) fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {

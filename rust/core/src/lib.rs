@@ -4,6 +4,7 @@
 mod check;
 pub mod decision;
 pub mod error;
+pub mod event;
 pub mod evict;
 pub mod hash;
 pub mod id;
@@ -14,14 +15,16 @@ pub mod pool;
 mod prefix;
 pub mod reuse;
 mod ring;
+pub mod snapshot;
 mod table;
 
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
-pub use evict::{Eviction, Evictor, MAX_PRIORITY, Removal};
+pub use event::{Event, EventBatch, Reason};
+pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
-pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt};
+pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt, Stats, TierUse};
 pub use plan::{Run, merge_runs};
 pub use pool::Policies;
 pub use reuse::ReuseOrder;

@@ -4,15 +4,20 @@
 //! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`] and [`Pool::release`] are the
 //! only ways in and out.
 
-mod cached;
-
 use crate::error::{Error, Result};
+use crate::event::Removals;
 use crate::evict::Eviction;
 use crate::id::{BlockId, Tier};
 use crate::lease::LeaseKind;
 use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
+
+mod cached;
+mod publish;
+mod snapshot;
+pub(crate) use publish::Published;
+pub(crate) use snapshot::PoolImage;
 
 /// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -70,6 +75,10 @@ pub struct Pool {
     /// Twins of blocks whose bytes went with an eviction; the owner of all pools lets them forget.
     orphans: Vec<Twin>,
     evictions: u64,
+    /// Most blocks that were not free at once.
+    peak: usize,
+    /// Where events are on: what was removed and not yet gathered.
+    removals: Option<Box<Removals>>,
 }
 
 impl Pool {
@@ -93,7 +102,8 @@ impl Pool {
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans: Vec::new(), evictions: 0 })
+        let orphans = Vec::new();
+        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, removals: None })
     }
 
     /// The tier that the blocks are in.
@@ -186,16 +196,18 @@ impl Pool {
         });
         let ready = out.len() - first;
         if ready == count {
+            self.note_peak();
             return false;
         }
         self.draining.take_lowest(count - ready, |block| out.push(block));
         let drained = out.len() > first + ready;
         for &block in &out[first + ready..] {
-            self.forget(block);
+            self.retire(block);
             self.drop_bytes(block);
             self.nodes[block.index()].refs = 1;
         }
         self.evict(first + count - out.len(), out);
+        self.note_peak();
         drained
     }
 
@@ -208,6 +220,10 @@ impl Pool {
     /// Twins of blocks that were evicted since the last call.
     pub(crate) fn take_orphans(&mut self) -> Vec<Twin> {
         std::mem::take(&mut self.orphans)
+    }
+
+    fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.len() - self.free());
     }
 
     /// Adds references to a block that has some.

@@ -5,6 +5,8 @@
 
 use crate::id::BlockId;
 use crate::ring::Rings;
+use crate::snapshot::Contents;
+use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
 /// Orders in which free blocks are taken.
@@ -105,6 +107,61 @@ impl FreeBlocks {
             Self::Lowest(set) => Box::new(set.iter()),
             Self::Queue(queue) => Box::new(queue.iter()),
         }
+    }
+}
+
+/// What a snapshot keeps of free blocks: those that the books' counts do not tell.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct FreeImage {
+    order: String,
+    /// The lowest id that was never taken, and the others in their order; none of it where the lowest goes first.
+    fresh: u32,
+    queue: Vec<BlockId>,
+}
+
+impl FreeImage {
+    pub(crate) fn order(&self) -> Contents<ReuseOrder> {
+        ReuseOrder::from_name(&self.order).ok_or_else(|| "an unknown reuse order".to_owned())
+    }
+}
+
+impl FreeBlocks {
+    pub(crate) fn image(&self) -> FreeImage {
+        match self {
+            Self::Lowest(_) => FreeImage { order: ReuseOrder::Lowest.name().to_owned(), fresh: 0, queue: Vec::new() },
+            Self::Queue(queue) => {
+                let order = if queue.by_use { ReuseOrder::Lru } else { ReuseOrder::Fifo };
+                let returned = queue.iter().skip((queue.blocks - queue.fresh) as usize).collect();
+                FreeImage { order: order.name().to_owned(), fresh: queue.fresh, queue: returned }
+            }
+        }
+    }
+
+    /// The free blocks of a snapshot, `idle` by the books' counts; `Manager::check` compares the two.
+    pub(crate) fn restore(image: FreeImage, blocks: usize, idle: impl Iterator<Item = BlockId>) -> Contents<Self> {
+        let mut free = Self::full(image.order()?, blocks);
+        match &mut free {
+            Self::Lowest(set) => {
+                *set = BlockSet::empty(blocks);
+                idle.for_each(|block| {
+                    set.insert(block);
+                });
+            }
+            Self::Queue(queue) => {
+                if image.fresh > queue.blocks {
+                    return Err(format!("block {} was never taken, of {blocks}", image.fresh));
+                }
+                queue.fresh = image.fresh;
+                for block in image.queue {
+                    if block.0 >= queue.fresh || queue.contains(block) {
+                        return Err(format!("block {block} is free twice"));
+                    }
+                    queue.used(block);
+                    queue.insert(block);
+                }
+            }
+        }
+        Ok(free)
     }
 }
 

@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    BlockId, Config, Eviction, Evictor, KeySpec, Manager, Policies, Prompt, Removal, SequenceId, Tier,
+    BlockId, Config, Departure, Eviction, Evictor, KeySpec, Manager, Policies, Prompt, SequenceId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -94,7 +94,7 @@ impl Evictor for Mru {
         self.0.push(block);
     }
 
-    fn remove(&mut self, block: BlockId, _: Removal) -> bool {
+    fn remove(&mut self, block: BlockId, _: Departure) -> bool {
         let before = self.0.len();
         self.0.retain(|&other| other != block);
         self.0.len() < before

@@ -43,6 +43,10 @@ pub(crate) struct PyBlockManager {
 }
 
 impl PyBlockManager {
+    pub(crate) fn from_core(manager: Manager) -> Self {
+        Self { inner: Mutex::new(manager) }
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, Manager> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -66,7 +70,7 @@ pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, Py
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        prefix_caching = false, reuse_order = "lowest", eviction = "lru"))]
+        prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
@@ -77,11 +81,16 @@ impl PyBlockManager {
         prefix_caching: bool,
         reuse_order: &str,
         eviction: &str,
+        #[pyo3(from_py_with = count)] events: u32,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
         let policies = crate::evict::policies(reuse_order, eviction)?;
-        Ok(Self { inner: Mutex::new(Manager::with_policies(config, policies).map_err(to_py)?) })
+        let mut manager = Manager::with_policies(config, policies).map_err(to_py)?;
+        if events > 0 {
+            manager.record_events(events as usize).map_err(to_py)?;
+        }
+        Ok(Self::from_core(manager))
     }
 
     #[getter]

@@ -1,7 +1,7 @@
 //! The eviction policies that have names: which cached block goes first.
 
 use super::leveled::Leveled;
-use super::{Evictor, MAX_PRIORITY, Removal};
+use super::{Departure, Evictor, MAX_PRIORITY};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
@@ -12,6 +12,11 @@ pub(crate) struct Lru(Rings);
 impl Lru {
     pub(crate) fn new(blocks: usize) -> Self {
         Self(Rings::new(blocks, 1))
+    }
+
+    /// Blocks in their order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.0.iter(0)
     }
 }
 
@@ -30,7 +35,7 @@ impl Evictor for Lru {
     }
 
     #[inline]
-    fn remove(&mut self, block: BlockId, _: Removal) -> bool {
+    fn remove(&mut self, block: BlockId, _: Departure) -> bool {
         self.0.remove(block)
     }
 
@@ -72,8 +77,8 @@ impl Evictor for Priority {
         self.levels.insert(block, u32::from(level));
     }
 
-    fn remove(&mut self, block: BlockId, removal: Removal) -> bool {
-        if removal == Removal::Gone {
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
+        if departure == Departure::Gone {
             self.wanted[block.index()] = 0;
             self.levels.forget(block);
         }
@@ -176,10 +181,10 @@ impl Evictor for Adaptive {
         self.levels.insert(block, level);
     }
 
-    fn remove(&mut self, block: BlockId, removal: Removal) -> bool {
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
         let was = self.levels.remove(block);
         let hits = &mut self.hits[block.index()];
-        if removal == Removal::Gone {
+        if departure == Departure::Gone {
             *hits = 0;
             self.levels.forget(block);
         } else if was {

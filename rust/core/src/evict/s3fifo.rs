@@ -1,6 +1,6 @@
 //! S3-FIFO: blocks that were never hit pass through a small queue, the others stay in a main one.
 
-use super::{Evictor, Removal};
+use super::{Departure, Evictor};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
@@ -77,13 +77,13 @@ impl Evictor for S3Fifo {
         }
     }
 
-    fn remove(&mut self, block: BlockId, removal: Removal) -> bool {
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
         let was = self.rings.remove(block);
         let hits = &mut self.hits[block.index()];
         self.small -= usize::from(was && *hits == 0);
-        match removal {
-            Removal::Gone => *hits = 0,
-            Removal::Hit => *hits = (*hits + u8::from(was)).min(MAX_HITS),
+        match departure {
+            Departure::Gone => *hits = 0,
+            Departure::Hit => *hits = (*hits + u8::from(was)).min(MAX_HITS),
         }
         was
     }

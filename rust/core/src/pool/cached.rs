@@ -1,14 +1,15 @@
 //! What a pool remembers of blocks that can be found by their keys, and how it gives them out again.
 
 use super::{Pool, decode};
-use crate::evict::{Eviction, Policy, Removal};
+use crate::event::Reason;
+use crate::evict::{Departure, Eviction, Policy};
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::prefix::PrefixIndex;
 use std::hint::black_box;
 
 /// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
-const LOOK_AHEAD: usize = 16;
+const LOOK_AHEAD: usize = 32;
 
 /// What is published of a pool, and in which order it goes.
 #[derive(Debug, Clone)]
@@ -42,6 +43,12 @@ impl Pool {
         self.evictions
     }
 
+    /// Most blocks that were not free at once.
+    #[must_use]
+    pub fn peak(&self) -> usize {
+        self.peak
+    }
+
     /// Whether a block can be found by its key.
     pub(crate) fn is_published(&self, block: BlockId) -> bool {
         self.node(block).tag != 0
@@ -69,19 +76,19 @@ impl Pool {
     /// Makes a block that is being given out again unfindable.
     pub(super) fn drop_bytes(&mut self, block: BlockId) {
         let node = &mut self.nodes[block.index()];
-        if let Some(twin) = decode(std::mem::take(&mut node.twin)) {
-            self.orphans.push(twin);
-        }
+        let twin = decode(std::mem::take(&mut node.twin));
+        self.orphans.extend(twin);
         let tag = std::mem::take(&mut node.tag);
         if let (Some(cache), true) = (&mut self.cache, tag != 0) {
             cache.index.remove(block, tag);
             self.evictions += 1;
+            self.note_removal(block, Reason::Evicted, twin);
         }
     }
 
     /// Tells the policy that the bytes of a block are gone; returns whether the block could be evicted.
-    pub(super) fn forget(&mut self, block: BlockId) -> bool {
-        self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Removal::Gone))
+    pub(super) fn retire(&mut self, block: BlockId) -> bool {
+        self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Departure::Gone))
     }
 
     /// Tells the policy that a sequence's blocks are released from now on, the last one first.
@@ -118,52 +125,12 @@ impl Pool {
         let node = &mut self.nodes[block.index()];
         if node.refs == 0 {
             debug_assert!(node.tag != 0, "claiming a block that holds nothing");
-            let cached = self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Removal::Hit));
+            let cached = self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Departure::Hit));
             if !cached {
                 self.draining.remove(block);
             }
         }
         node.refs += 1;
-    }
-
-    /// Makes a block findable by its key, `depth` blocks into its prompt; if another block has that key, returns that one and changes nothing.
-    pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Option<BlockId> {
-        let cache = self.cache.as_mut()?;
-        let node = &mut self.nodes[block.index()];
-        if node.tag != 0 {
-            if let Some(other) = cache.index.find(&key) {
-                return (other != block).then_some(other);
-            }
-            cache.index.remove(block, node.tag);
-            cache.index.insert(block, key);
-        } else if let Some(other) = cache.index.insert(block, key) {
-            return Some(other);
-        }
-        node.tag = key.tag();
-        cache.policy.publish(block, depth, node.tag);
-        None
-    }
-
-    /// Makes a block whose bytes are gone unfindable.
-    pub(crate) fn unpublish(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        let tag = std::mem::take(&mut node.tag);
-        if node.refs == 0 {
-            self.orphans.extend(decode(std::mem::take(&mut node.twin)));
-        }
-        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(block, tag);
-            if cache.policy.remove(block, Removal::Gone) {
-                self.free.insert(block);
-            }
-        }
-    }
-
-    /// Forgets all keys; blocks that are in use stay so.
-    pub(crate) fn unpublish_all(&mut self) {
-        for block in (0..).map(BlockId).take(self.nodes.len()) {
-            self.unpublish(block);
-        }
     }
 
     pub(super) fn is_evictable(&self, block: BlockId) -> bool {
@@ -181,6 +148,7 @@ mod tests {
     use super::*;
     use crate::hash::{Chain, KeySpec};
     use crate::id::Tier;
+    use crate::pool::Published;
 
     fn key(n: u32) -> Key {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()
@@ -192,7 +160,7 @@ mod tests {
         let mut blocks = Vec::new();
         pool.take(100, &mut blocks);
         for &block in &blocks {
-            assert_eq!(pool.publish(block, key(block.0), 0), None);
+            assert_eq!(pool.publish(block, key(block.0), 0), Published::Now);
         }
         blocks.reverse();
         for &block in &blocks {
@@ -204,16 +172,5 @@ mod tests {
         assert_eq!(taken, blocks[..70]);
         assert!(taken.iter().all(|block| pool.find(&key(block.0)).is_none() && pool.refs(*block) == 1));
         assert_eq!((pool.evictions(), pool.published()), (70, 30));
-    }
-
-    #[test]
-    fn a_key_that_another_block_has_is_not_published_again() {
-        let mut pool = Pool::new(Tier::Device, 2, true).unwrap();
-        pool.take(2, &mut Vec::new());
-        assert_eq!(pool.publish(BlockId(0), key(1), 0), None);
-        assert_eq!(pool.publish(BlockId(0), key(1), 0), None);
-        assert_eq!(pool.publish(BlockId(1), key(1), 0), Some(BlockId(0)));
-        assert_eq!(pool.publish(BlockId(0), key(2), 0), None);
-        assert_eq!((pool.find(&key(1)), pool.find(&key(2))), (None, Some(BlockId(0))));
     }
 }

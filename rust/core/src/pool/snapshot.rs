@@ -1,0 +1,109 @@
+//! What of a pool outlives the process: references come from the tables, and a pool at rest has no leases.
+
+use super::{Cache, Node, Policies, Pool, Published, Twin};
+use crate::evict::{Eviction, Policy};
+use crate::hash::Key;
+use crate::id::{BlockId, Tier};
+use crate::reuse::{FreeBlocks, FreeImage};
+use crate::snapshot::{Contents, MAX_COUNT};
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct PoolImage {
+    /// One a block, so that a snapshot has at least as many bytes as it asks for blocks.
+    generations: Vec<u32>,
+    evictions: u64,
+    peak: usize,
+    free: FreeImage,
+    cache: Option<CacheImage>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct CacheImage {
+    /// Published blocks and their keys.
+    keys: Vec<(BlockId, [u8; 32])>,
+    /// Name of the policy. What it has learnt is not kept, the order is.
+    eviction: String,
+    /// Evictable blocks, first to go first.
+    order: Vec<BlockId>,
+}
+
+impl PoolImage {
+    pub(crate) fn num_blocks(&self) -> usize {
+        self.generations.len()
+    }
+}
+
+impl Pool {
+    /// What a snapshot keeps of a pool without leases.
+    pub(crate) fn image(&self) -> PoolImage {
+        // Named one by one: a new field has to be thought of here. What is left out is made anew by `restore`.
+        let Self { tier: _, blocks, nodes, free, draining: _, cache, orphans: _, evictions, peak, removals: _ } = self;
+        let generations = (0..).map(BlockId).take(*blocks).map(|block| self.generation(block)).collect();
+        let cache = cache.as_ref().map(|Cache { index, policy }| {
+            let published = (0..).map(BlockId).zip(nodes).filter(|(_, node)| node.tag != 0);
+            let keys = published.filter_map(|(block, _)| Some((block, index.key(block)?.to_bytes()))).collect();
+            CacheImage { keys, eviction: policy.name().to_owned(), order: policy.order() }
+        });
+        PoolImage { generations, evictions: *evictions, peak: *peak, free: free.image(), cache }
+    }
+
+    /// The pool of a snapshot, given the references that the tables hold; `Manager::check` is yet to be run.
+    pub(crate) fn restore(tier: Tier, image: PoolImage, refs: &[u32]) -> Contents<Self> {
+        let PoolImage { generations, evictions, peak, free, cache } = image;
+        let eviction = cache.as_ref().map_or(Some(Eviction::default()), |cache| Eviction::from_name(&cache.eviction));
+        let Some(eviction) = eviction else { return Err(format!("{tier}: an unknown eviction policy")) };
+        let policies = Policies { reuse: free.order()?, eviction };
+        let pool = Self::with_policies(tier, generations.len(), cache.is_some(), policies);
+        let mut pool = pool.map_err(|error| error.to_string())?;
+        if peak > pool.len() || evictions > MAX_COUNT {
+            return Err(format!("{tier}: {evictions} evictions, {peak} of {} blocks in use", pool.len()));
+        }
+        (pool.evictions, pool.peak) = (evictions, peak);
+        pool.nodes.resize(pool.len(), Node::default());
+        for (node, (generation, refs)) in pool.nodes.iter_mut().zip(generations.iter().zip(refs)) {
+            (node.generation, node.refs) = (*generation, *refs);
+        }
+        if let Some(cache) = cache {
+            pool.restore_cache(cache, eviction)?;
+        }
+        let idle =
+            (0..).map(BlockId).take(pool.len()).filter(|&block| pool.is_idle(block) && !pool.is_published(block));
+        pool.free = FreeBlocks::restore(free, pool.len(), idle).map_err(|what| format!("{tier} {what}"))?;
+        Ok(pool)
+    }
+
+    fn restore_cache(&mut self, image: CacheImage, eviction: Eviction) -> Contents<()> {
+        let CacheImage { keys, eviction: _, order } = image;
+        let (tier, total) = (self.tier, self.len());
+        let known = |block: &BlockId| block.index() < total;
+        for (block, key) in keys {
+            if !known(&block)
+                || self.is_published(block)
+                || self.publish(block, Key::from_bytes(&key), 0) != Published::Now
+            {
+                return Err(format!("{tier} block {block} of {total} is published twice, or under another's key"));
+            }
+        }
+        let mut policy = Policy::new(eviction, total);
+        for block in order {
+            if !known(&block) || !self.is_idle(block) || !self.is_published(block) || policy.contains(block) {
+                return Err(format!("{tier} block {block} of {total} cannot be evicted, or is named twice"));
+            }
+            policy.insert(block);
+        }
+        if let Some(cache) = &mut self.cache {
+            cache.policy = policy;
+        }
+        Ok(())
+    }
+
+    /// Links a block of a restored pool to its twin.
+    pub(crate) fn restore_twin(&mut self, block: BlockId, twin: Twin) -> Contents<()> {
+        if block.index() >= self.len() || self.twin(block).is_some() {
+            return Err(format!("{} block {block} is linked twice, or not there", self.tier));
+        }
+        self.set_twin(block, Some(twin));
+        Ok(())
+    }
+}
