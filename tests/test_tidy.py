@@ -72,7 +72,9 @@ FUNCTIONS = {".py": python_functions, ".rs": rust_functions, ".cu": cpp_function
 
 
 def test_no_file_is_too_long():
-    too_long = [f"{name(path)}: {len(lines(path))}" for path in tree(CODE) if len(lines(path)) > LONGEST_FILE]
+    # An extension module has one stub, as long as it has names.
+    files = tree(CODE - {".pyi"})
+    too_long = [f"{name(path)}: {len(lines(path))}" for path in files if len(lines(path)) > LONGEST_FILE]
     assert not too_long
 
 

@@ -9,6 +9,7 @@ Importing it loads neither torch nor CUDA.
 from blockyard._core import (
     AllocStatus,
     BlockManager,
+    DecodeBatch,
     Pairs,
     PrefixStats,
     StepDecision,
@@ -38,6 +39,7 @@ __all__ = [
     "AllocStatus",
     "BlockManager",
     "BlockyardError",
+    "DecodeBatch",
     "InvalidArgumentError",
     "InvariantError",
     "LayoutError",

@@ -19,5 +19,5 @@ pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
-pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt};
+pub use manager::{AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Manager, PrefixStats, Prompt, TableRows};
 pub use plan::{Run, merge_runs};

@@ -157,9 +157,10 @@ impl Pool {
         self.nodes[block.index()].generation
     }
 
-    /// Whether the block's one owner may write it in place.
+    /// Whether the block's one owner may write it in place: nobody else refers to it or can find it.
     pub(crate) fn is_exclusive(&self, block: BlockId) -> bool {
-        self.nodes[block.index()].refs == 1
+        let node = self.nodes[block.index()];
+        node.refs == 1 && node.tag == 0
     }
 
     /// Whether some ticket reads the block on the device ahead of this step's writes.

@@ -8,9 +8,11 @@
     reason = "a test may fail by panicking, its numbers are small"
 )]
 
+mod bound;
+
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision, TicketId,
-    Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision,
+    TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -26,6 +28,10 @@ enum Op {
     Fork(usize, u32),
     ForkPrefix(usize, u32),
     Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
+    Bind(usize, usize),
+    Unbind(usize),
+    AppendBound { tokens: u32, lookahead: u32 },
+    Truncate(usize, u32),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -47,6 +53,10 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
+        3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Bind(s, n)),
+        1 => pick.clone().prop_map(Op::Unbind),
+        5 => (0u32..4, 0u32..3).prop_map(|(tokens, lookahead)| Op::AppendBound { tokens, lookahead }),
+        4 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::Truncate(s, n)),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
@@ -94,8 +104,15 @@ struct World {
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
     tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
+    /// A batch object and the block table that it keeps.
+    batch: DecodeBatch,
+    table: Vec<i32>,
     next: u64,
 }
+
+/// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
+const ROWS: usize = 6;
+const COLUMNS: usize = 8;
 
 impl World {
     fn new(blocks: [usize; 3]) -> Self {
@@ -111,6 +128,8 @@ impl World {
             dirty: vec![],
             pending: vec![],
             tickets: BTreeMap::new(),
+            batch: DecodeBatch::new(),
+            table: vec![-1; ROWS * COLUMNS],
             next: 0,
         }
     }
@@ -234,25 +253,15 @@ impl World {
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids = vec![tokens; slots.len()];
         let result = if known {
-            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, &mut slots)
+            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, None, &mut slots)
         } else {
             self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
         };
         match result {
             Ok(()) => {
-                self.dirty.extend(sequences);
                 let taken = before - self.manager.pool(Tier::Device).available();
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
-                if tokens > 0 {
-                    self.computed.extend(sequences);
-                }
-                for (i, sequence) in sequences.iter().enumerate() {
-                    let content = self.content(*sequence, tokens, known);
-                    let at = i * tokens as usize;
-                    let slots = &slots[at..at + tokens as usize];
-                    self.pending.extend(slots.iter().zip(&content).map(|(&slot, &token)| (slot, token)));
-                    self.truth.get_mut(sequence).unwrap().extend(content);
-                }
+                self.appended(sequences, tokens, known, &slots);
             }
             Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
                 assert_eq!((Ok(asked), free), (wanted, before));
@@ -390,6 +399,13 @@ impl World {
                 let sequences = self.pick(first, count);
                 self.append(&sequences, tokens, lookahead);
             }
+            Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
+            Op::Bind(s, n) => {
+                let s = self.pick(s, n);
+                self.bind(&s);
+            }
+            Op::Unbind(row) => self.unbind(row % (self.batch.sequences().len() + 1)),
+            Op::AppendBound { tokens, lookahead } => self.append_bound(tokens, lookahead),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);

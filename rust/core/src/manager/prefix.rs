@@ -6,7 +6,7 @@ use super::{Manager, blocks_for, invalid, refuse_loading, release, take};
 use crate::error::{Error, Result};
 use crate::hash::{Chain, Extra, Key, KeySpec};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::table::RowKeys;
+use crate::table::{LastBlock, RowKeys};
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ impl Manager {
         Ok(())
     }
 
-    /// Appends tokens like [`Manager::append`], and lets the prefix cache know them: `tokens` are the ids, sequence by
+    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the prefix cache know them: `tokens` are the ids, sequence by
     /// sequence.
     ///
     /// # Errors
@@ -104,13 +104,14 @@ impl Manager {
         counts: super::Counts<'_>,
         lookahead: u32,
         tokens: &[u32],
+        tables: Option<super::TableRows<'_>>,
         slots: &mut [i64],
     ) -> Result<()> {
         if tokens.len() != slots.len() {
             return Err(invalid("number of token ids", tokens.len() as i128, format!("{}, the slots", slots.len())));
         }
         refuse_reserved(tokens)?;
-        self.append(sequences, counts, lookahead, slots)?;
+        self.append_shown(sequences, counts, lookahead, tables, slots)?;
         let mut rest = tokens;
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
@@ -173,11 +174,14 @@ impl Manager {
         refuse_reserved(pending)?;
         let mut keys = Vec::with_capacity(blocks.len() + 1);
         let mut extras = prompt.extras;
-        for (i, tokens) in blocks.enumerate() {
+        let mut before = None;
+        for (i, tokens) in blocks.clone().enumerate() {
+            before = Some(chain);
             let own = extras.iter().take_while(|extra| extra.block == i).count();
             let key = if own == 0 {
                 chain.block(tokens, &[])?
             } else {
+                before = None;
                 let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
                 chain.block(tokens, &of_block)?
             };
@@ -191,7 +195,8 @@ impl Manager {
         let most = prompt.tokens.len().saturating_sub(1) / size;
         let found: Vec<BlockId> = keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)).collect();
         let published = found.len();
-        Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published }, found })
+        let last = before.zip(blocks.last()).map(|(before, tokens)| LastBlock { before, tokens: tokens.to_vec() });
+        Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published, last }, found })
     }
 
     /// Opens the row of a prompt whose found blocks have been claimed.
@@ -230,8 +235,10 @@ impl Manager {
         for &token in tokens {
             keys.pending.push(token);
             if keys.pending.len() == size {
+                let before = keys.chain;
                 keys.keys.push(keys.chain.block(&keys.pending, &[])?);
-                keys.pending.clear();
+                let next = Vec::with_capacity(size);
+                keys.last = Some(LastBlock { before, tokens: std::mem::replace(&mut keys.pending, next) });
             }
         }
         Ok(())
@@ -251,7 +258,7 @@ impl Manager {
             }
             if let Some(canonical) = self.pools[0].publish(block, key) {
                 self.pools[0].claim(canonical);
-                row.table[keys.published] = canonical;
+                row.table.replace(keys.published, canonical);
                 release(&mut self.pools, Tier::Device, block);
                 self.stats.merged += 1;
             }
