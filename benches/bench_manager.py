@@ -85,6 +85,20 @@ def swap() -> float:
     return cpu_ns(run) / (64 * 128) / 2
 
 
+def fork() -> float:
+    """Microseconds to fork a sequence of 1000 blocks."""
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
+    parent = int(manager.allocate([1000 * BLOCK_SIZE])[0])
+    manager.complete(manager.take_decision().ticket)
+    costs = []
+    for _ in range(100):
+        start = time.thread_time_ns()
+        child = manager.fork(parent)
+        costs.append(time.thread_time_ns() - start)
+        manager.free(child)
+    return min(costs) / 1000
+
+
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     repeats = 15
@@ -94,6 +108,7 @@ def main() -> None:
         "w_decode_batch_ns": min(decode("batch") for _ in range(repeats)),
         "allocate_ns": min(allocate_and_free()[0] for _ in range(repeats)),
         "free_ns": min(allocate_and_free()[1] for _ in range(repeats)),
+        "fork_1000_us": min(fork() for _ in range(repeats)),
         "w_swap_ns": min(swap() for _ in range(repeats)),
     }
     for name, value in figures.items():

@@ -138,7 +138,9 @@ impl Manager {
         let passed = kind(&mut self.rows, self.tickets.open(), &mut batch, &mut work);
         work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
-            Err(Error::RepeatedSequence { sequence: batch.sequences[passed.rows] })
+            // What is wrong with a row before comes first.
+            let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
+            self.slow_needs(&batch, &work, &mut Vec::new()).and(Err(repeated))
         } else if work.slow.is_empty() {
             Ok(())
         } else {
@@ -156,8 +158,11 @@ impl Manager {
     fn append_slow(&mut self, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
         let mut blocks = std::mem::take(&mut self.scratch);
         blocks.clear();
-        let result = self.slow_needs(batch, work, &mut blocks);
-        let result = result.and_then(|new| self.append_checked(batch, work, new, &mut blocks));
+        let result = self.slow_needs(batch, work, &mut blocks).and_then(|new| {
+            let copies = if blocks.is_empty() { 0 } else { self.copies(&mut blocks)? };
+            self.pools[0].require(new + copies, true)?;
+            self.append_checked(batch, work, new, &mut blocks)
+        });
         self.scratch = blocks;
         result
     }
@@ -178,8 +183,6 @@ impl Manager {
             }
             new += wanted;
         }
-        let copies = if shared.is_empty() { 0 } else { self.copies(shared)? };
-        self.pools[0].require(new + copies, true)?;
         Ok(new)
     }
 
