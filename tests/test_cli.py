@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,36 @@ def test_our_errors_end_in_one_line_and_exit_2(
 
     monkeypatch.setattr(cli, "_demo", fail)
     assert complaint(capsys, "demo") == "blockyard: asked for 9 blocks, 3 are free"
+
+
+def test_terminated_demo_leaves_no_folder_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "blockyard", "demo", "--device", "cpu"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    try:
+        while not list(tmp_path.glob("blockyard-demo-*/*.slab")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert not list(tmp_path.glob("blockyard-demo-*"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wording"),
+    [
+        ("--device", "abacus", "device is 'abacus', must be cpu, cuda or auto"),
+        ("--num-device-blocks", "2000000000", "2000000000 device and"),
+        ("--num-device-blocks", "3", "there are 3"),
+        ("--json", "/absent/report.json", "/absent is not a folder"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused_with_the_numbers(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, wording: str
+) -> None:
+    assert wording in complaint(capsys, "demo", option, value)
 
 
 def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,9 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
         served = _serve(options, model, items, faults, live=live)
         with live_progress("unpaged run", live=live) as view:
             wanted, seconds = reference(model, items, view)
-    return _report(_Run(options, type(model).__name__, model.device.type, items, served, faults), wanted, seconds)
+        wanted, ties = _settle(model, items, served.outputs, wanted)
+    run = _Run(options, type(model).__name__, model.device.type, items, served, faults)
+    return _report(run, wanted, ties, seconds)
 
 
 def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, int]:
@@ -259,6 +261,23 @@ def _serve(
         return serve(generator, items, faults, view)
 
 
+def _settle(
+    model: PreTrainedModel, items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs
+) -> tuple[Outputs, list[Difference]]:
+    """Give the unpaged run's tokens with ties in rounding decided as the paged run did, and these ties."""
+    from blockyard.sim.ties import settle_ties  # noqa: PLC0415 - loads torch
+
+    settled, ties = dict(wanted), []
+    for item in items:
+        pairs = list(zip(outputs[item.request_id], wanted[item.request_id], strict=True))
+        if all(ours == theirs for ours, theirs in pairs):
+            continue
+        answers = [settle_ties(model, item, index, *pair) for index, pair in enumerate(pairs)]
+        settled[item.request_id] = [tokens for tokens, _ in answers]
+        ties += [tie for _, found in answers for tie in found]
+    return settled, ties
+
+
 @dataclass(frozen=True)
 class _Run:
     """What the report is made of."""
@@ -271,7 +290,7 @@ class _Run:
     faults: Faults
 
 
-def _report(run: _Run, wanted: Outputs, reference_seconds: float) -> Report:
+def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_seconds: float) -> Report:
     options, items, served = run.options, run.items, run.served
     identical, differences = compare(items, served.outputs, wanted)
     stats = served.stats
@@ -308,6 +327,7 @@ def _report(run: _Run, wanted: Outputs, reference_seconds: float) -> Report:
         compared=len(items),
         identical_requests=identical,
         differences=differences,
+        ties=ties,
     )
 
 

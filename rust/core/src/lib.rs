@@ -4,6 +4,7 @@
 mod check;
 pub mod decision;
 pub mod error;
+pub mod event;
 mod evict;
 pub mod hash;
 pub mod id;
@@ -13,11 +14,15 @@ pub mod plan;
 pub mod pool;
 mod prefix;
 pub mod reuse;
+pub mod snapshot;
 mod table;
 
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
+pub use event::{Event, EventBatch, Reason};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
-pub use manager::{AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Manager, PrefixStats, Prompt, TableRows};
+pub use manager::{
+    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Manager, PrefixStats, Prompt, Stats, TableRows, TierUse,
+};
 pub use plan::{Run, merge_runs};

@@ -8,14 +8,17 @@
     reason = "a test may fail by panicking, its numbers are small"
 )]
 
-mod bound;
-
 use blockyard_core::{
     AllocStatus, BlockId, Config, Counts, DecodeBatch, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision,
     TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+
+#[path = "manager/books.rs"]
+mod books;
+#[path = "manager/bound.rs"]
+mod bound;
 
 const BLOCK: u32 = 4;
 
@@ -28,10 +31,7 @@ enum Op {
     Fork(usize, u32),
     ForkPrefix(usize, u32),
     Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
-    Bind(usize, usize),
-    Unbind(usize),
-    AppendBound { tokens: u32, lookahead: u32 },
-    Truncate(usize, u32),
+    Bound(bound::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -40,6 +40,7 @@ enum Op {
     Step,
     End(usize),
     Fail(usize, usize),
+    Snapshot,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -53,10 +54,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
-        3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Bind(s, n)),
-        1 => pick.clone().prop_map(Op::Unbind),
-        5 => (0u32..4, 0u32..3).prop_map(|(tokens, lookahead)| Op::AppendBound { tokens, lookahead }),
-        4 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::Truncate(s, n)),
+        13 => bound::op().prop_map(Op::Bound),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
@@ -65,6 +63,7 @@ fn op() -> impl Strategy<Value = Op> {
         12 => Just(Op::Step),
         8 => pick.clone().prop_map(Op::End),
         1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
+        2 => Just(Op::Snapshot),
     ]
 }
 
@@ -108,6 +107,9 @@ struct World {
     batch: DecodeBatch,
     table: Vec<i32>,
     next: u64,
+    /// What the events say can be found, and how many events there were.
+    findable: BTreeMap<[u8; 32], BlockId>,
+    events: u64,
 }
 
 /// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
@@ -116,7 +118,9 @@ const COLUMNS: usize = 8;
 
 impl World {
     fn new(blocks: [usize; 3]) -> Self {
-        let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true }).unwrap();
+        let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true };
+        let mut manager = Manager::new(config).unwrap();
+        manager.record_events(1 << 16).unwrap();
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
             manager,
@@ -131,6 +135,8 @@ impl World {
             batch: DecodeBatch::new(),
             table: vec![-1; ROWS * COLUMNS],
             next: 0,
+            findable: BTreeMap::new(),
+            events: 0,
         }
     }
 
@@ -399,13 +405,7 @@ impl World {
                 let sequences = self.pick(first, count);
                 self.append(&sequences, tokens, lookahead);
             }
-            Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
-            Op::Bind(s, n) => {
-                let s = self.pick(s, n);
-                self.bind(&s);
-            }
-            Op::Unbind(row) => self.unbind(row % (self.batch.sequences().len() + 1)),
-            Op::AppendBound { tokens, lookahead } => self.append_bound(tokens, lookahead),
+            Op::Bound(op) => self.apply_bound(op),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);
@@ -448,8 +448,10 @@ impl World {
                     }
                 }
             }
+            Op::Snapshot => self.snapshot(),
         }
         self.manager.check().unwrap();
+        self.follow();
     }
 
     /// Runs everything to its end and reads every token of every sequence.
@@ -469,6 +471,8 @@ impl World {
         }
         let all: Vec<_> = self.truth.keys().copied().collect();
         self.free(&all);
+        self.follow();
+        self.snapshot();
         for tier in Tier::ALL {
             assert_eq!(self.manager.pool(tier).free(), self.manager.pool(tier).len(), "{tier} blocks leaked");
         }

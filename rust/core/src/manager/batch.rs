@@ -11,7 +11,7 @@ use crate::table::Shown;
 
 /// A batch of sequences whose block table and slot mapping are kept incrementally, in memory of the caller's.
 ///
-/// Every call must be given the same manager and the same table.
+/// Every call must be given the same table and the same manager; one restored from a snapshot is another.
 #[derive(Debug, Clone, Default)]
 pub struct DecodeBatch {
     sequences: Vec<SequenceId>,

@@ -12,12 +12,15 @@ mod batch;
 mod pass;
 mod prefix;
 mod relocate;
+mod snapshot;
+mod stats;
 mod tables;
 mod ticket;
 mod truncate;
 
 use crate::decision::{Kind, Pairs};
 use crate::error::{Error, Result};
+use crate::event::{EventBatch, Events};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind, Tickets};
 use crate::pool::{Pool, Twin};
@@ -27,6 +30,7 @@ use std::collections::HashSet;
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
+pub use stats::{Stats, TierUse};
 pub use tables::TableRows;
 
 /// Most block table entries that one fork may write.
@@ -90,6 +94,9 @@ pub struct Manager {
     tickets: Tickets,
     step: OpenStep,
     stats: PrefixStats,
+    /// Pairs decided so far, by kind.
+    decided: [u64; 7],
+    events: Option<Box<Events>>,
     scratch: Vec<BlockId>,
     work: pass::Work,
 }
@@ -133,9 +140,29 @@ impl Manager {
             tickets: Tickets::new(),
             step: OpenStep::default(),
             stats: PrefixStats::default(),
+            decided: [0; 7],
+            events: None,
             scratch: Vec::new(),
             work: pass::Work::default(),
         })
+    }
+
+    /// Keeps the last `capacity` events of the prefix cache from now on, which must not have cached anything yet.
+    ///
+    /// # Errors
+    /// The capacity is out of range, the cache is off, or something has been published.
+    pub fn record_events(&mut self, capacity: usize) -> Result<()> {
+        if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
+            let must = "asked for once, of an empty prefix cache that is on".to_owned();
+            return Err(invalid("number of events", capacity as i128, must));
+        }
+        self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
+        Ok(())
+    }
+
+    /// Takes all events that wait; none where they were not asked for.
+    pub fn take_events(&mut self) -> EventBatch {
+        self.events.as_mut().map(|events| events.take(&mut self.pools)).unwrap_or_default()
     }
 
     /// Token slots in a block.
@@ -453,6 +480,10 @@ impl Manager {
     #[cfg(test)]
     pub(crate) fn rows_mut(&mut self) -> &mut Rows {
         &mut self.rows
+    }
+
+    pub(crate) fn events(&self) -> Option<&Events> {
+        self.events.as_deref()
     }
 
     pub(crate) fn tickets(&self) -> &Tickets {

@@ -2,8 +2,39 @@
 
 use super::{BLOCK, COLUMNS, ROWS, World};
 use blockyard_core::{Counts, Error, SequenceId, TableRows, Tier};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Op {
+    Truncate(usize, u32),
+    Bind(usize, usize),
+    Unbind(usize),
+    Append { tokens: u32, lookahead: u32 },
+}
+
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let pick = 0usize..64;
+    prop_oneof![
+        4 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::Truncate(s, n)),
+        3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Bind(s, n)),
+        1 => pick.prop_map(Op::Unbind),
+        5 => (0u32..4, 0u32..3).prop_map(|(tokens, lookahead)| Op::Append { tokens, lookahead }),
+    ]
+}
 
 impl World {
+    pub(crate) fn apply_bound(&mut self, op: Op) {
+        match op {
+            Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
+            Op::Bind(s, n) => {
+                let s = self.pick(s, n);
+                self.bind(&s);
+            }
+            Op::Unbind(row) => self.unbind(row % (self.batch.sequences().len() + 1)),
+            Op::Append { tokens, lookahead } => self.append_bound(tokens, lookahead),
+        }
+    }
+
     /// Notes what a successful append has to be written to its slots.
     pub(crate) fn appended(&mut self, sequences: &[SequenceId], tokens: u32, known: bool, slots: &[i64]) {
         self.dirty.extend(sequences);
@@ -20,7 +51,7 @@ impl World {
     }
 
     /// Cuts the last `dropped` tokens off.
-    pub(crate) fn truncate(&mut self, sequence: SequenceId, dropped: u32) {
+    fn truncate(&mut self, sequence: SequenceId, dropped: u32) {
         let len = self.truth[&sequence].len() as u32;
         let kept = len.saturating_sub(dropped);
         match self.manager.truncate(sequence, kept) {
@@ -39,7 +70,7 @@ impl World {
         assert!(matches!(error, Error::InvalidArgument { .. } | Error::Lost { .. }));
     }
 
-    pub(crate) fn bind(&mut self, sequences: &[SequenceId]) {
+    fn bind(&mut self, sequences: &[SequenceId]) {
         let rows = self.batch.sequences().len() + sequences.len();
         let tables = TableRows::new(&mut self.table, COLUMNS);
         match self.batch.add(&mut self.manager, sequences, tables) {
@@ -54,7 +85,7 @@ impl World {
         }
     }
 
-    pub(crate) fn unbind(&mut self, row: usize) {
+    fn unbind(&mut self, row: usize) {
         let last = self.batch.sequences().len().checked_sub(1);
         let result = self.batch.remove(row, TableRows::new(&mut self.table, COLUMNS));
         match last {
@@ -64,7 +95,7 @@ impl World {
     }
 
     /// Appends to the batch object; its table must then be what the books say.
-    pub(crate) fn append_bound(&mut self, tokens: u32, lookahead: u32) {
+    fn append_bound(&mut self, tokens: u32, lookahead: u32) {
         let sequences = self.batch.sequences().to_vec();
         let total = sequences.len() * tokens as usize;
         let mut slots = vec![-1; total + 1];
