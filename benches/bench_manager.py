@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from blockyard import BlockManager
+from blockyard import BlockManager, DecodeBatch
 
 SEQUENCES = 256
 PROMPT = 1024
@@ -30,21 +30,33 @@ def cpu_ns(run: Callable[[], None]) -> int:
     return time.thread_time_ns() - start
 
 
-def decode(*, tables: bool) -> float:
-    """W-decode: nanoseconds per sequence and step, over all steps."""
+def decode(kind: str) -> float:
+    """W-decode: nanoseconds per sequence and step, over all steps; the arrays are right at the end."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
     sequences = manager.allocate(np.full(SEQUENCES, PROMPT, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
     slots = np.zeros(SEQUENCES, dtype=np.int64)
     table = np.zeros((SEQUENCES, (PROMPT + STEPS) // BLOCK_SIZE), dtype=np.int32)
 
-    def run() -> None:
+    def append_alone() -> None:
         for _ in range(STEPS):
             manager.append(sequences, out=slots)
-            if tables:
-                manager.block_tables(sequences, out=table)
 
-    return cpu_ns(run) / STEPS / SEQUENCES
+    def stateless() -> None:
+        for _ in range(STEPS):
+            manager.append(sequences, block_tables=table, out=slots)
+
+    def bound() -> None:
+        for _ in range(STEPS):
+            batch.append()
+
+    if kind == "batch":
+        batch = DecodeBatch(manager, table, slots)
+        batch.add(sequences)
+    cost = cpu_ns({"append": append_alone, "stateless": stateless, "batch": bound}[kind]) / STEPS / SEQUENCES
+    if kind != "append" and not np.array_equal(table, manager.block_tables(sequences)):
+        raise AssertionError("the block table is not what the books say")
+    return cost
 
 
 def allocate_and_free() -> tuple[float, float]:
@@ -73,14 +85,30 @@ def swap() -> float:
     return cpu_ns(run) / (64 * 128) / 2
 
 
+def fork() -> float:
+    """Microseconds to fork a sequence of 1000 blocks."""
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
+    parent = int(manager.allocate([1000 * BLOCK_SIZE])[0])
+    manager.complete(manager.take_decision().ticket)
+    costs = []
+    for _ in range(100):
+        start = time.thread_time_ns()
+        child = manager.fork(parent)
+        costs.append(time.thread_time_ns() - start)
+        manager.free(child)
+    return min(costs) / 1000
+
+
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     repeats = 15
     figures = {
-        "append_256_ns": min(decode(tables=False) for _ in range(repeats)),
-        "append_tables_256_ns": min(decode(tables=True) for _ in range(repeats)),
+        "append_256_ns": min(decode("append") for _ in range(repeats)),
+        "w_decode_ns": min(decode("stateless") for _ in range(repeats)),
+        "w_decode_batch_ns": min(decode("batch") for _ in range(repeats)),
         "allocate_ns": min(allocate_and_free()[0] for _ in range(repeats)),
         "free_ns": min(allocate_and_free()[1] for _ in range(repeats)),
+        "fork_1000_us": min(fork() for _ in range(repeats)),
         "w_swap_ns": min(swap() for _ in range(repeats)),
     }
     for name, value in figures.items():

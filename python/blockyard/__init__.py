@@ -9,6 +9,7 @@ Importing it loads neither torch nor CUDA.
 from blockyard._core import (
     AllocStatus,
     BlockManager,
+    DecodeBatch,
     EventBatch,
     ManagerStats,
     Pairs,
@@ -41,6 +42,7 @@ __all__ = [
     "AllocStatus",
     "BlockManager",
     "BlockyardError",
+    "DecodeBatch",
     "EventBatch",
     "InvalidArgumentError",
     "InvariantError",

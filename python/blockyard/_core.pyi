@@ -17,6 +17,7 @@ __all__ = [
     "AllocStatus",
     "BlockManager",
     "Completion",
+    "DecodeBatch",
     "EventBatch",
     "ManagerStats",
     "Pairs",
@@ -269,6 +270,7 @@ class BlockManager:
         *,
         token_ids: NDArray[np.uint32] | Sequence[int] | None = None,
         lookahead: int = 0,
+        block_tables: NDArray[np.int32] | None = None,
         out: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
         """Append tokens to a batch of sequences; shared blocks that are written are copied by this step's decision.
@@ -279,6 +281,9 @@ class BlockManager:
             token_ids: ids of those tokens, uint32 `[tokens]`, for the prefix cache; a sequence that gets tokens
                 without ids is no longer published.
             lookahead: slots beyond those tokens for which each sequence gets blocks too.
+            block_tables: int32 `[n or more, max_blocks]`, C-contiguous, kept by the caller from call to call: row i
+                belongs to sequence i. What has changed since the sequence's last such call is written, at its first
+                one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
             out: int64 array for the slots, one for each token.
         Returns:
             Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`.
@@ -287,6 +292,17 @@ class BlockManager:
             UnknownSequenceError: a handle is not in the books.
             SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
             InvalidArgumentError: a sequence is named twice, or an array has the wrong length.
+        """
+    def truncate(self, sequence: int, num_tokens: int) -> None:
+        """Cut a sequence to its first `num_tokens` tokens, after a speculative decoder's were rejected.
+
+        Blocks that hold none of them go free, those of an earlier lookahead too. The next append copies the last block
+        first if another sequence or the prefix cache has it too.
+
+        Raises:
+            UnknownSequenceError: the handle is not in the books.
+            SequenceStateError: the sequence has lost bytes, or tokens that the present step is yet to write.
+            InvalidArgumentError: the sequence is shorter.
         """
     def num_tokens(self, sequence: int) -> int:
         """Tokens in a sequence."""
@@ -375,6 +391,90 @@ class BlockManager:
 
         Raises:
             InvariantError: the books contradict themselves; a bug in Blockyard.
+        """
+
+@final
+class DecodeBatch:
+    """The running sequences, and the block table and slot mapping that attention kernels read, kept step by step.
+
+    Row i of both arrays belongs to the batch's sequence i; there are no gaps. Whatever other calls do to the sequences
+    (copy-on-write, forks, merged prefixes, swaps) shows after the next `append` or `refresh`; one that was freed is
+    noticed. Torch CPU tensors, pinned or not, are given as their numpy views.
+
+    Args:
+        manager: the books of the sequences.
+        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here.
+        slots: int64 `[tokens]`, C-contiguous, written in place.
+    Raises:
+        InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap.
+
+    Example:
+        >>> import numpy as np
+        >>> from blockyard import BlockManager, DecodeBatch
+        >>> books = BlockManager(block_size=16, device_blocks=64)
+        >>> batch = DecodeBatch(books, np.zeros((8, 4), np.int32), np.zeros(8, np.int64))
+        >>> batch.add(books.allocate([16, 20]))
+        0
+        >>> batch.append()
+        2
+        >>> batch.slots[:2].tolist(), batch.block_tables[:2, :2].tolist()
+        ([48, 36], [[0, 3], [1, 2]])
+    """
+
+    def __new__(
+        cls, manager: BlockManager, block_tables: NDArray[np.int32], slots: NDArray[np.int64]
+    ) -> DecodeBatch: ...
+    @property
+    def block_tables(self) -> NDArray[np.int32]: ...
+    @property
+    def slots(self) -> NDArray[np.int64]: ...
+    @property
+    def sequences(self) -> NDArray[np.uint64]:
+        """Handles, by row, uint64 `[n]`; a copy."""
+    def __len__(self) -> int: ...
+    def add(self, sequences: _Handles) -> int:
+        """Add sequences on the device at the end, write their rows, and return the first one's row.
+
+        Raises:
+            UnknownSequenceError: a handle is not in the books.
+            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
+            InvalidArgumentError: a sequence is named twice or in the batch already, or the block table is too small.
+        """
+    def remove(self, row: int) -> int | None:
+        """Remove the sequence of a row.
+
+        The last row takes its place; its number is returned, or None if it was the one removed.
+
+        Raises:
+            InvalidArgumentError: there is no such row.
+        """
+    def find(self, sequence: int) -> int:
+        """Row of a sequence.
+
+        Raises:
+            UnknownSequenceError: the batch has no such sequence.
+        """
+    def append(self, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
+        """Append tokens to all sequences; write their slots, sequence by sequence, and what has changed of the tables.
+
+        Args:
+            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
+            lookahead: slots beyond those tokens for which each sequence gets blocks too.
+        Returns:
+            The number of tokens; slots beyond them are left as they are.
+        Raises:
+            OutOfBlocksError: the device has too few blocks for the whole batch.
+            UnknownSequenceError: a sequence was freed; `remove` its row.
+            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
+            InvalidArgumentError: an array is too small.
+        """
+    def refresh(self) -> None:
+        """Write what has changed of the block table, without appending.
+
+        Raises:
+            UnknownSequenceError: a sequence was freed.
+            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
+            InvalidArgumentError: the block table is too small.
         """
 
 @final

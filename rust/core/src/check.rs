@@ -22,7 +22,7 @@ impl Manager {
     fn check_tier(&self, tier: Tier) -> std::result::Result<(), String> {
         let mut refs: HashMap<BlockId, u32> = HashMap::new();
         for (_, row) in self.rows().iter().filter(|(_, row)| row.tier == tier) {
-            for &block in &row.table {
+            for &block in &*row.table {
                 *refs.entry(block).or_default() += 1;
             }
         }
@@ -69,7 +69,7 @@ impl Manager {
                 return Err(format!("sequence {sequence}: {len} tokens, writable to {}", row.writable));
             };
             let base = (i64::from(block.0) - i64::try_from(index).unwrap_or(i64::MAX)) * i64::from(self.block_size());
-            if self.pool(Tier::Device).refs(block) != 1 || row.slot_base != base {
+            if !self.pool(Tier::Device).is_exclusive(block) || row.slot_base != base {
                 return Err(format!("sequence {sequence}: block {block} is not its own to write"));
             }
         }

@@ -24,7 +24,9 @@ pub use event::{Event, EventBatch, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
-pub use manager::{AllocStatus, BlockExtra, Config, Counts, Manager, PrefixStats, Prompt, Stats, TierUse};
+pub use manager::{
+    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Manager, PrefixStats, Prompt, Stats, TableRows, TierUse,
+};
 pub use plan::{Run, merge_runs};
 pub use pool::Policies;
 pub use reuse::ReuseOrder;

@@ -158,9 +158,10 @@ impl Pool {
         self.node(block).generation
     }
 
-    /// Whether the block's one owner may write it in place.
+    /// Whether the block's one owner may write it in place: nobody else refers to it or can find it.
     pub(crate) fn is_exclusive(&self, block: BlockId) -> bool {
-        self.nodes[block.index()].refs == 1
+        let node = self.nodes[block.index()];
+        node.refs == 1 && node.tag == 0
     }
 
     /// Whether some ticket reads the block on the device ahead of this step's writes.

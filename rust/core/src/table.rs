@@ -4,6 +4,7 @@
 use crate::error::{Error, Result};
 use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use std::ops::Deref;
 
 mod snapshot;
 pub(crate) use snapshot::RowsImage;
@@ -11,29 +12,160 @@ pub(crate) use snapshot::RowsImage;
 /// Most sequences in the books.
 const MAX_SEQUENCES: usize = 1 << 24;
 
-/// One sequence.
+/// The blocks of one sequence, read as a slice. Every change is noted, so that a copy kept elsewhere, such as a row of an
+/// attention kernel's block table, can be brought up to date by what has changed alone.
+#[derive(Debug, Clone, Default)]
+#[repr(C)]
+pub(crate) struct Table {
+    /// Counts changes.
+    version: u32,
+    /// Version that the last change of entries that there were led to, and the first of those entries.
+    edited: u32,
+    edited_from: u32,
+    blocks: Vec<BlockId>,
+}
+
+impl Table {
+    pub(crate) fn new(blocks: Vec<BlockId>) -> Self {
+        Self { blocks, ..Self::default() }
+    }
+
+    pub(crate) fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// Entries that a copy made of `version`, `filled` entries long, has right.
+    pub(crate) fn unchanged(&self, version: u32, filled: usize) -> usize {
+        if version == self.version || version.wrapping_sub(self.edited) < 1 << 31 {
+            filled
+        } else if version.wrapping_add(1) == self.edited {
+            filled.min(self.edited_from as usize)
+        } else {
+            0
+        }
+    }
+
+    /// Adds entries at the end: `add` must leave those before as they are.
+    #[inline]
+    pub(crate) fn extend_with<T>(&mut self, add: impl FnOnce(&mut Vec<BlockId>) -> T) -> T {
+        self.version = self.version.wrapping_add(1);
+        add(&mut self.blocks)
+    }
+
+    /// Puts another block into an entry.
+    pub(crate) fn replace(&mut self, index: usize, block: BlockId) {
+        self.blocks[index] = block;
+        self.edit(index);
+    }
+
+    /// Removes the entries from `len` on.
+    pub(crate) fn cut(&mut self, len: usize) -> Vec<BlockId> {
+        if len >= self.blocks.len() {
+            return Vec::new();
+        }
+        self.edit(len);
+        self.blocks.split_off(len)
+    }
+
+    /// Removes all entries.
+    pub(crate) fn take(&mut self) -> Vec<BlockId> {
+        self.edit(0);
+        std::mem::take(&mut self.blocks)
+    }
+
+    /// Puts other blocks in place of all.
+    pub(crate) fn set(&mut self, blocks: Vec<BlockId>) {
+        self.edit(0);
+        self.blocks = blocks;
+    }
+
+    /// Brings a row of a block table up to date, and what is known of it.
+    #[inline]
+    pub(crate) fn show(&self, shown: &mut Shown, row: &mut [i32]) {
+        let added = shown.version.wrapping_add(1) == self.version && shown.filled as usize + 1 == self.blocks.len();
+        match (self.blocks.last(), row.get_mut(shown.filled as usize)) {
+            (Some(&block), Some(to)) if added && self.edited != self.version => {
+                *to = as_i32(block);
+                *shown = Shown { version: self.version, filled: shown.filled + 1 };
+            }
+            _ => self.show_all(shown, row),
+        }
+    }
+
+    #[inline(never)]
+    fn show_all(&self, shown: &mut Shown, row: &mut [i32]) {
+        let (kept, stale) = match shown.filled {
+            Shown::UNKNOWN => (0, row.len()),
+            filled => (self.unchanged(shown.version, filled as usize), filled as usize),
+        };
+        let len = self.blocks.len();
+        let kept = kept.min(len);
+        for (to, block) in row[kept..len].iter_mut().zip(&self.blocks[kept..]) {
+            *to = as_i32(*block);
+        }
+        if stale > len {
+            row[len..stale].fill(0);
+        }
+        *shown = Shown { version: self.version, filled: u32::try_from(len).unwrap_or(Shown::UNKNOWN) };
+    }
+
+    fn edit(&mut self, from: usize) {
+        self.version = self.version.wrapping_add(1);
+        self.edited = self.version;
+        self.edited_from = u32::try_from(from).unwrap_or(u32::MAX);
+    }
+}
+
+impl Deref for Table {
+    type Target = [BlockId];
+
+    fn deref(&self) -> &[BlockId] {
+        &self.blocks
+    }
+}
+
+/// What a row of some block table shows of a sequence: the first `filled` entries of a version; zeros come after them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shown {
+    pub(crate) version: u32,
+    filled: u32,
+}
+
+impl Shown {
+    const UNKNOWN: u32 = u32::MAX;
+
+    /// Whatever was in the memory.
+    pub(crate) fn nothing() -> Self {
+        Self { version: u32::MAX, filled: Self::UNKNOWN }
+    }
+}
+
+/// One sequence. What a decode step reads and writes of it lies in one cache line.
 #[derive(Debug, Clone)]
+#[repr(C, align(64))]
 pub(crate) struct Row {
     /// Odd while the row is in use.
-    generation: u32,
+    pub(crate) generation: u32,
     /// Tokens in the sequence.
     pub(crate) len: u32,
     /// Tokens that fit without asking the pool: the end of the block being written while it is exclusive, else 0.
     pub(crate) writable: u32,
     /// Last batch call that named the row.
-    stamp: u32,
+    pub(crate) stamp: u32,
     /// Slot of token 0 if the block being written went on backwards; a token's slot is this plus its position.
     pub(crate) slot_base: i64,
-    /// Last ticket that moves or copies blocks of this row.
-    pub(crate) ticket: TicketId,
     /// Step in which tokens were last given slots.
     pub(crate) written: TicketId,
+    /// What the caller's block table shows of the row, where it keeps one from call to call.
+    pub(crate) shown: Shown,
+    pub(crate) table: Table,
+    /// Last ticket that moves or copies blocks of this row.
+    pub(crate) ticket: TicketId,
     pub(crate) tier: Tier,
     /// Blocks of this row are on the way between tiers under `ticket`.
     pub(crate) moving: bool,
     /// A failed transfer took bytes of this row.
     pub(crate) lost: bool,
-    pub(crate) table: Vec<BlockId>,
     /// Keys of the row's full blocks, where the prefix cache knows its tokens.
     pub(crate) keys: Option<Box<RowKeys>>,
 }
@@ -54,6 +186,15 @@ pub(crate) struct RowKeys {
     pub(crate) lora_id: u64,
     /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
     pub(crate) surplus: Vec<(u32, u32)>,
+    /// What is needed to open the last full block again; none if that has extras or was opened before.
+    pub(crate) last: Option<LastBlock>,
+}
+
+/// A full block and the chain before it.
+#[derive(Debug, Clone)]
+pub(crate) struct LastBlock {
+    pub(crate) before: Chain,
+    pub(crate) tokens: Vec<u32>,
 }
 
 impl RowKeys {
@@ -85,7 +226,8 @@ impl Row {
             tier: Tier::Device,
             moving: false,
             lost: false,
-            table: Vec::new(),
+            table: Table::default(),
+            shown: Shown::nothing(),
             keys: None,
         }
     }
@@ -130,7 +272,8 @@ impl Rows {
         });
         let row = &mut self.entries[index as usize];
         let generation = row.generation.wrapping_add(1);
-        *row = Row { generation, tier, table, ..Row::unused() };
+        *row = Row { generation, tier, ..Row::unused() };
+        row.table.blocks = table;
         SequenceId::new(index, generation)
     }
 
@@ -141,7 +284,7 @@ impl Rows {
         row.writable = 0;
         row.keys = None;
         self.unused.push(sequence.row());
-        std::mem::take(&mut row.table)
+        row.table.take()
     }
 
     pub(crate) fn get(&self, sequence: SequenceId) -> Result<&Row> {
@@ -194,11 +337,21 @@ impl Rows {
         Ok(row)
     }
 
+    /// All rows and the number of the present batch call, for passes that check handles themselves.
+    pub(crate) fn entries(&mut self) -> (&mut [Row], u32) {
+        (&mut self.entries, self.epoch)
+    }
+
     /// Rows in use, with their handles.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (SequenceId, &Row)> {
         let in_use = self.entries.iter().enumerate().filter(|(_, row)| row.generation & 1 == 1);
         in_use.map(|(i, row)| (SequenceId::new(row_index(i), row.generation), row))
     }
+}
+
+#[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
+fn as_i32(block: BlockId) -> i32 {
+    block.0 as i32
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "`require` bounds the number of rows")]

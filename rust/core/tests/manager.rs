@@ -9,14 +9,16 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Error, Eviction, KeySpec, Kind, Manager, Policies, Prompt, ReuseOrder,
-    SequenceId, StepDecision, TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Error, Eviction, KeySpec, Kind, Manager, Policies, Prompt,
+    ReuseOrder, SequenceId, StepDecision, TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 #[path = "manager/books.rs"]
 mod books;
+#[path = "manager/bound.rs"]
+mod bound;
 
 const BLOCK: u32 = 4;
 
@@ -30,6 +32,7 @@ enum Op {
     Fork(usize, u32),
     ForkPrefix(usize, u32),
     Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
+    Bound(bound::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -53,6 +56,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
+        13 => bound::op().prop_map(Op::Bound),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
@@ -101,11 +105,18 @@ struct World {
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
     tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
+    /// A batch object and the block table that it keeps.
+    batch: DecodeBatch,
+    table: Vec<i32>,
     next: u64,
     /// What the events say can be found, and how many events there were.
     findable: BTreeMap<[u8; 32], BlockId>,
     events: u64,
 }
+
+/// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
+const ROWS: usize = 6;
+const COLUMNS: usize = 8;
 
 impl World {
     fn new(blocks: [usize; 3], policies: Policies) -> Self {
@@ -123,6 +134,8 @@ impl World {
             dirty: vec![],
             pending: vec![],
             tickets: BTreeMap::new(),
+            batch: DecodeBatch::new(),
+            table: vec![-1; ROWS * COLUMNS],
             next: 0,
             findable: BTreeMap::new(),
             events: 0,
@@ -248,25 +261,15 @@ impl World {
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids = vec![tokens; slots.len()];
         let result = if known {
-            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, &mut slots)
+            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, None, &mut slots)
         } else {
             self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
         };
         match result {
             Ok(()) => {
-                self.dirty.extend(sequences);
                 let taken = before - self.manager.pool(Tier::Device).available();
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
-                if tokens > 0 {
-                    self.computed.extend(sequences);
-                }
-                for (i, sequence) in sequences.iter().enumerate() {
-                    let content = self.content(*sequence, tokens, known);
-                    let at = i * tokens as usize;
-                    let slots = &slots[at..at + tokens as usize];
-                    self.pending.extend(slots.iter().zip(&content).map(|(&slot, &token)| (slot, token)));
-                    self.truth.get_mut(sequence).unwrap().extend(content);
-                }
+                self.appended(sequences, tokens, known, &slots);
             }
             Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
                 assert_eq!((Ok(asked), free), (wanted, before));
@@ -405,6 +408,7 @@ impl World {
                 let sequences = self.pick(first, count);
                 self.append(&sequences, tokens, lookahead);
             }
+            Op::Bound(op) => self.apply_bound(op),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);

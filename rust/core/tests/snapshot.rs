@@ -67,7 +67,7 @@ fn apply(books: &mut Manager, sequences: &mut Vec<SequenceId>, op: Op) -> Seen {
             slots.resize(batch.len() * n as usize, 0);
             let ids = vec![n; slots.len()];
             if known {
-                books.append_tokens(&batch, Counts::All(n), 1, &ids, &mut slots)
+                books.append_tokens(&batch, Counts::All(n), 1, &ids, None, &mut slots)
             } else {
                 books.append(&batch, Counts::All(n), 0, &mut slots)
             }

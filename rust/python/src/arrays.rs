@@ -1,9 +1,12 @@
 //! Arrays in: numpy where the caller has it, short Python sequences as they are.
 
 use crate::errors::{bad_mapping, invalid, unknown_ticket};
-use blockyard_core::{Counts, SequenceId, TicketId};
+use blockyard_core::{Counts, SequenceId, TableRows, TicketId};
 use numpy::ndarray::Dimension;
-use numpy::{Element, PyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::{
+    Element, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
+    PyUntypedArrayMethods,
+};
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
@@ -185,6 +188,30 @@ pub(crate) fn slots<'py>(
     let Some(out) = out else { return Ok(PyArray1::zeros(py, len, false)) };
     let out: Bound<'py, PyArray1<i64>> = output(&out, "int64 [tokens]")?;
     if out.len() == len { Ok(out) } else { Err(invalid(format!("out has {} slots, must have {len}", out.len()))) }
+}
+
+/// A block table of the caller's, int32 `[sequences, blocks]`.
+pub(crate) struct Table<'py> {
+    array: PyReadwriteArray2<'py, i32>,
+}
+
+impl<'py> Table<'py> {
+    pub(crate) fn new(table: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let array: Bound<'py, PyArray2<i32>> = output(table, "int32 [sequences, blocks]")?;
+        let array = array.try_readwrite();
+        Ok(Self { array: array.map_err(|error| invalid(format!("the block table cannot be written: {error}")))? })
+    }
+
+    /// Zeroes all rows.
+    pub(crate) fn clear(&mut self) -> PyResult<()> {
+        self.array.as_slice_mut()?.fill(0);
+        Ok(())
+    }
+
+    pub(crate) fn rows(&mut self) -> PyResult<TableRows<'_>> {
+        let width = self.array.shape()[1];
+        Ok(TableRows::new(self.array.as_slice_mut()?, width))
+    }
 }
 
 /// The caller's array, if it has the element type and dimensions wanted and can be written as one slice.

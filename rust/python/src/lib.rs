@@ -1,6 +1,7 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
 
 mod arrays;
+mod batch;
 mod decision;
 mod errors;
 mod event;
@@ -18,6 +19,8 @@ use pyo3::prelude::*;
 mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
+    #[pymodule_export]
+    use crate::batch::PyDecodeBatch;
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
     #[pymodule_export]

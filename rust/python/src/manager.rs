@@ -2,7 +2,7 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{self, Handle, Sequences, Ticket, TokenIds, Tokens, count};
+use crate::arrays::{self, Handle, Sequences, Table, Ticket, TokenIds, Tokens, count};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
 use blockyard_core as core;
@@ -183,13 +183,15 @@ impl PyBlockManager {
         })
     }
 
-    #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, out = None))]
+    #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, block_tables = None,
+        out = None))]
     fn append<'py>(
         &self,
         sequences: &Bound<'py, PyAny>,
         num_tokens: Option<&Bound<'py, PyAny>>,
         token_ids: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = count)] lookahead: u32,
+        block_tables: Option<&Bound<'py, PyAny>>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let py = sequences.py();
@@ -201,15 +203,24 @@ impl PyBlockManager {
         let out = arrays::slots(py, len, out)?;
         let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let written = slots.as_slice_mut()?;
-        match token_ids.map(TokenIds::new).transpose()? {
-            None => self.lock().append(sequences, counts, lookahead, written).map_err(to_py)?,
-            Some(ids) => {
+        let ids = token_ids.map(TokenIds::new).transpose()?;
+        let mut tables = block_tables.map(Table::new).transpose()?;
+        let tables = tables.as_mut().map(Table::rows).transpose()?;
+        match (&ids, tables) {
+            (None, None) => self.lock().append(sequences, counts, lookahead, written),
+            (None, Some(tables)) => self.lock().append_with_tables(sequences, counts, lookahead, tables, written),
+            (Some(ids), tables) => {
                 let ids = ids.get()?;
-                self.lock().append_tokens(sequences, counts, lookahead, ids, written).map_err(to_py)?;
+                self.lock().append_tokens(sequences, counts, lookahead, ids, tables, written)
             }
         }
+        .map_err(to_py)?;
         drop(slots);
         Ok(out)
+    }
+
+    fn truncate(&self, sequence: Handle, #[pyo3(from_py_with = count)] num_tokens: u32) -> PyResult<()> {
+        self.lock().truncate(sequence.0, num_tokens).map_err(to_py)
     }
 
     fn num_tokens(&self, sequence: Handle) -> PyResult<u32> {

@@ -1,10 +1,15 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
-use super::{Manager, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, write_slots};
+use super::pass::{self, Batch, Slow, Work, fits, pass};
+use super::{
+    Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
+    write_slots,
+};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
-use crate::id::{BlockId, SequenceId, Tier};
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::LeaseKind;
+use crate::table::Row;
 
 /// Tokens to append to each sequence of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -85,30 +90,149 @@ impl Manager {
         lookahead: u32,
         slots: &mut [i64],
     ) -> Result<()> {
-        let total = counts.total(sequences.len())?;
-        if total != slots.len() as u64 {
-            return Err(invalid("number of slots", slots.len() as i128, format!("{total}, the tokens")));
+        self.append_shown(sequences, counts, lookahead, None, slots)
+    }
+
+    /// [`Manager::append`], and brings the rows of a block table up to date that the caller keeps from call to call: row
+    /// `i` belongs to sequence `i`. What has changed since the sequence's last such call is written, at its first one the
+    /// whole row. Who moves a sequence to another row or table writes that with [`Manager::block_tables`] first.
+    ///
+    /// # Errors
+    /// As [`Manager::append`]; the table has fewer rows than there are sequences, or a sequence more blocks than a row.
+    pub fn append_with_tables(
+        &mut self,
+        sequences: &[SequenceId],
+        counts: Counts<'_>,
+        lookahead: u32,
+        tables: TableRows<'_>,
+        slots: &mut [i64],
+    ) -> Result<()> {
+        self.append_shown(sequences, counts, lookahead, Some(tables), slots)
+    }
+
+    pub(super) fn append_shown(
+        &mut self,
+        sequences: &[SequenceId],
+        counts: Counts<'_>,
+        lookahead: u32,
+        tables: Option<TableRows<'_>>,
+        slots: &mut [i64],
+    ) -> Result<()> {
+        check_slots(sequences, counts, slots)?;
+        if let Some(tables) = &tables {
+            tables.require_rows(sequences.len())?;
         }
-        let wanted = self.blocks_to_append(sequences, counts, lookahead)?;
-        self.pools[0].require(wanted, true)?;
-        let open = self.tickets.open();
-        let mut rest = slots;
-        for (i, &sequence) in sequences.iter().enumerate() {
-            let count = counts.at(i);
-            let (now, later) = rest.split_at_mut(count as usize);
-            rest = later;
-            let row = self.rows.at_mut(sequence);
-            if fits(row.len, count, lookahead, row.writable) {
-                for (slot, position) in now.iter_mut().zip(i64::from(row.len)..) {
-                    *slot = row.slot_base + position;
-                }
-                row.len += count;
-                row.written = open;
+        self.rows.begin_batch();
+        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })
+    }
+
+    /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one over
+    /// the others. If those cannot be served, the first pass is undone.
+    pub(super) fn append_batch(&mut self, mut batch: Batch<'_>) -> Result<()> {
+        let mut work = std::mem::take(&mut self.work);
+        let kind = match (&batch.shown, &batch.tables) {
+            (Some(_), _) => pass::<{ pass::BOUND }>,
+            (None, Some(_)) => pass::<{ pass::SHOWN }>,
+            (None, None) => pass::<{ pass::ALONE }>,
+        };
+        let passed = kind(&mut self.rows, self.tickets.open(), &mut batch, &mut work);
+        work.slow.truncate(passed.slow);
+        let result = if passed.rows < batch.sequences.len() {
+            // What is wrong with a row before comes first.
+            let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
+            self.slow_needs(&batch, &work, &mut Vec::new()).and(Err(repeated))
+        } else if work.slow.is_empty() {
+            Ok(())
+        } else {
+            self.append_slow(&mut batch, &mut work)
+        };
+        if result.is_err() {
+            self.undo(&batch, passed.rows, &work);
+        }
+        self.work = work;
+        result
+    }
+
+    /// The second pass: checks all rows that need blocks, then gives them.
+    #[inline(never)]
+    fn append_slow(&mut self, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
+        let mut blocks = std::mem::take(&mut self.scratch);
+        blocks.clear();
+        let result = self.slow_needs(batch, work, &mut blocks).and_then(|new| {
+            let copies = if blocks.is_empty() { 0 } else { self.copies(&mut blocks)? };
+            self.pools[0].require(new + copies, true)?;
+            self.append_checked(batch, work, new, &mut blocks)
+        });
+        self.scratch = blocks;
+        result
+    }
+
+    /// New blocks that the noted rows need; `shared` gets the shared blocks that they would write.
+    fn slow_needs(&self, batch: &Batch<'_>, work: &Work, shared: &mut Vec<BlockId>) -> Result<usize> {
+        let mut new = 0;
+        for &Slow { index, .. } in &work.slow {
+            let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
+            let row = self.rows.get(sequence)?;
+            let wanted = if count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size) {
+                1
             } else {
-                self.grow(sequence, count, lookahead, now)?;
+                self.need(sequence, count, batch.lookahead, shared)?
+            };
+            if let Some(tables) = &batch.tables {
+                tables.require_width(sequence, self.rows.at(sequence).table.len() + wanted)?;
+            }
+            new += wanted;
+        }
+        Ok(new)
+    }
+
+    /// Appends to the noted rows, for which there are blocks. Without copies, these are taken at once.
+    fn append_checked(
+        &mut self,
+        batch: &mut Batch<'_>,
+        work: &Work,
+        new: usize,
+        blocks: &mut Vec<BlockId>,
+    ) -> Result<()> {
+        if blocks.is_empty() {
+            self.step.reuses_drained |= take(&mut self.pools, Tier::Device, new, blocks);
+        } else {
+            blocks.clear();
+        }
+        let (open, size) = (self.tickets.open(), self.block_size);
+        let mut fresh = blocks.iter();
+        for &Slow { index, at } in &work.slow {
+            let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
+            let slots = &mut batch.slots[at..at + count as usize];
+            let row = self.rows.at_mut(sequence);
+            match (slots, fresh.as_slice()) {
+                ([slot], [block, ..]) if batch.lookahead == 0 && ends_block(row, size) => {
+                    fresh.next();
+                    next_block(row, *block, size, open);
+                    *slot = i64::from(block.0) * i64::from(size);
+                }
+                (slots, _) => self.grow(sequence, count, batch.lookahead, slots, &mut fresh)?,
+            }
+            if let Some(tables) = &mut batch.tables {
+                let row = self.rows.at_mut(sequence);
+                let shown = batch.shown.as_deref_mut().map_or(&mut row.shown, |shown| &mut shown[index]);
+                row.table.show(shown, tables.row(index));
             }
         }
         Ok(())
+    }
+
+    /// Takes back what the first pass has done to the rows before `passed`.
+    #[cold]
+    fn undo(&mut self, batch: &Batch<'_>, passed: usize, work: &Work) {
+        let mut slow = work.slow.iter().map(|slow| slow.index).peekable();
+        for (i, &sequence) in batch.sequences[..passed].iter().enumerate() {
+            if slow.next_if_eq(&i).is_none() {
+                let row = self.rows.at_mut(sequence);
+                row.len -= batch.counts.at(i);
+                row.written = work.before[i];
+            }
+        }
     }
 
     /// New blocks that one row needs; shared blocks that it would write are appended to `shared`.
@@ -138,7 +262,9 @@ impl Manager {
         let mut copies = 0;
         for writers in shared.chunk_by(|a, b| a == b) {
             let block = writers[0];
-            let wanted = writers.len().min(self.pools[0].refs(block) as usize - 1);
+            // The last owner writes in place, unless the cache has the block too.
+            let others = self.pools[0].refs(block) as usize - usize::from(!self.pools[0].is_published(block));
+            let wanted = writers.len().min(others);
             let room = self.pools[0].lease_room(block);
             if wanted > room {
                 let limit = u32::try_from(room).unwrap_or(u32::MAX);
@@ -156,14 +282,22 @@ impl Manager {
         first..end.min(blocks).max(first)
     }
 
-    /// Appends to one row what [`Manager::need`] has found to fit.
-    fn grow(&mut self, sequence: SequenceId, count: u32, lookahead: u32, slots: &mut [i64]) -> Result<()> {
+    /// Appends to one row what [`Manager::need`] has found to fit; `fresh` are blocks taken for it and rows after it.
+    fn grow(
+        &mut self,
+        sequence: SequenceId,
+        count: u32,
+        lookahead: u32,
+        slots: &mut [i64],
+        fresh: &mut std::slice::Iter<'_, BlockId>,
+    ) -> Result<()> {
         let row = self.rows.at(sequence);
         let (len, blocks) = (row.len, row.table.len());
         for i in self.written_blocks(len, count, blocks) {
             let block = self.rows.at(sequence).table[i];
             if self.pools[0].is_exclusive(block) {
                 self.step.reuses_drained |= self.pools[0].is_drained(block);
+                self.part(block);
             } else {
                 self.copy_on_write(sequence, i, block)?;
             }
@@ -173,7 +307,15 @@ impl Manager {
         let (open, size) = (self.tickets.open(), self.block_size);
         let row = self.rows.at_mut(sequence);
         if wanted > 0 {
-            self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted, &mut row.table);
+            let (pools, step) = (&mut self.pools, &mut self.step);
+            row.table.extend_with(|table| {
+                let taken = table.len();
+                table.extend(fresh.by_ref().take(wanted));
+                let left = wanted - (table.len() - taken);
+                if left > 0 {
+                    step.reuses_drained |= take(pools, Tier::Device, left, table);
+                }
+            });
         }
         write_slots(row, len, size, slots);
         row.len = len + count;
@@ -191,6 +333,14 @@ impl Manager {
         Ok(())
     }
 
+    /// Parts a block that is about to be written from its copy in another tier, which after a truncation it may have.
+    fn part(&mut self, block: BlockId) {
+        if self.pools[0].twin(block).is_some() {
+            unlink(&mut self.pools, Tier::Device, block);
+            self.step.fresh.remove(&(Tier::Device, block));
+        }
+    }
+
     /// Gives a row a block of its own in place of a shared one, by a copy of this step.
     fn copy_on_write(&mut self, sequence: SequenceId, index: usize, shared: BlockId) -> Result<()> {
         let mut fresh = Vec::with_capacity(1);
@@ -202,15 +352,34 @@ impl Manager {
         release(&mut self.pools, Tier::Device, shared);
         let open = self.tickets.open();
         let row = self.rows.at_mut(sequence);
-        row.table[index] = own;
+        row.table.replace(index, own);
         row.moving &= row.ticket == open;
         row.ticket = open;
         Ok(())
     }
 }
 
-/// Whether tokens and lookahead fit into the block that a row is writing.
+fn check_slots(sequences: &[SequenceId], counts: Counts<'_>, slots: &[i64]) -> Result<()> {
+    let total = counts.total(sequences.len())?;
+    if total == slots.len() as u64 {
+        return Ok(());
+    }
+    Err(invalid("number of slots", slots.len() as i128, format!("{total}, the tokens")))
+}
+
+/// Whether a row has just filled the block that was its to write, and has no more.
 #[inline]
-fn fits(len: u32, count: u32, lookahead: u32, writable: u32) -> bool {
-    writable != 0 && u64::from(len) + u64::from(count) + u64::from(lookahead) <= u64::from(writable)
+fn ends_block(row: &Row, size: u32) -> bool {
+    let held = row.table.len() as u64 * u64::from(size);
+    row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
+}
+
+/// Begins a row's next block with one token.
+#[inline]
+fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketId) {
+    row.table.extend_with(|table| table.push(block));
+    row.slot_base = i64::from(block.0) * i64::from(size) - i64::from(row.len);
+    row.writable = row.len + size;
+    row.len += 1;
+    row.written = open;
 }

@@ -8,12 +8,16 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod append;
+mod batch;
+mod pass;
 mod prefix;
 mod relocate;
 mod retention;
 mod snapshot;
 mod stats;
+mod tables;
 mod ticket;
+mod truncate;
 
 use crate::decision::{Kind, Pairs};
 use crate::error::{Error, Result};
@@ -25,8 +29,10 @@ use crate::table::{Row, Rows};
 use std::collections::HashSet;
 
 pub use append::Counts;
+pub use batch::DecodeBatch;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use stats::{Stats, TierUse};
+pub use tables::TableRows;
 
 /// Most block table entries that one fork may write.
 const MAX_FORKED: usize = 1 << 30;
@@ -93,6 +99,7 @@ pub struct Manager {
     decided: [u64; 7],
     events: Option<Box<Events>>,
     scratch: Vec<BlockId>,
+    work: pass::Work,
 }
 
 impl Manager {
@@ -145,6 +152,7 @@ impl Manager {
             decided: [0; 7],
             events: None,
             scratch: Vec::new(),
+            work: pass::Work::default(),
         })
     }
 
@@ -233,11 +241,11 @@ impl Manager {
         }
         row.writable = 0;
         let parent = row.clone();
-        for &block in &parent.table {
+        for &block in &*parent.table {
             self.pools[parent.tier.index()].share(block, count);
         }
         for _ in 0..count {
-            let child = self.rows.open(parent.tier, parent.table.clone());
+            let child = self.rows.open(parent.tier, parent.table.to_vec());
             let row = self.rows.at_mut(child);
             inherit(row, &parent, parent.len, parent.written);
             row.keys.clone_from(&parent.keys);
@@ -336,7 +344,7 @@ impl Manager {
         }
         for (&sequence, out) in sequences.iter().zip(out.chunks_exact_mut(width.max(1))) {
             let table = &self.rows.at(sequence).table;
-            for (to, block) in out.iter_mut().zip(table) {
+            for (to, block) in out.iter_mut().zip(&**table) {
                 #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
                 let id = block.0 as i32;
                 *to = id;

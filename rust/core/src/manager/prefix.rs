@@ -8,7 +8,7 @@ use crate::event::Publication;
 use crate::hash::{Chain, Extra, Key, KeySpec, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pool::Published;
-use crate::table::{RowKeys, frames_before_extras};
+use crate::table::{LastBlock, RowKeys, frames_before_extras};
 use serde::{Deserialize, Serialize};
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
@@ -93,7 +93,7 @@ impl Manager {
         Ok(())
     }
 
-    /// Appends tokens like [`Manager::append`], and lets the prefix cache know them: `tokens` are the ids, sequence by
+    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the prefix cache know them: `tokens` are the ids, sequence by
     /// sequence.
     ///
     /// # Errors
@@ -104,13 +104,14 @@ impl Manager {
         counts: super::Counts<'_>,
         lookahead: u32,
         tokens: &[u32],
+        tables: Option<super::TableRows<'_>>,
         slots: &mut [i64],
     ) -> Result<()> {
         if tokens.len() != slots.len() {
             return Err(invalid("number of token ids", tokens.len() as i128, format!("{}, the slots", slots.len())));
         }
         refuse_reserved(tokens)?;
-        self.append(sequences, counts, lookahead, slots)?;
+        self.append_shown(sequences, counts, lookahead, tables, slots)?;
         let mut rest = tokens;
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
@@ -187,12 +188,14 @@ impl Manager {
         let pending = blocks.remainder();
         refuse_reserved(prompt.tokens)?;
         let mut keys = Vec::with_capacity(blocks.len() + 1);
-        let (mut extras, mut surplus) = (prompt.extras, Vec::new());
-        for (i, tokens) in blocks.enumerate() {
+        let (mut extras, mut surplus, mut before) = (prompt.extras, Vec::new(), None);
+        for (i, tokens) in blocks.clone().enumerate() {
+            before = Some(chain);
             let own = extras.iter().take_while(|extra| extra.block == i).count();
             let key = if own == 0 {
                 chain.checked_block(tokens, &[])?
             } else {
+                before = None;
                 let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
                 let key = chain.checked_block(tokens, &of_block)?;
                 let regular = frames_before_extras(i + 1, self.block_size);
@@ -211,8 +214,9 @@ impl Manager {
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         found.extend(keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)));
         let published = found.len();
+        let last = before.zip(blocks.last()).map(|(before, tokens)| LastBlock { before, tokens: tokens.to_vec() });
         let (pending, lora_id) = (pending.to_vec(), prompt.spec.lora_id);
-        Ok(Match { keys: RowKeys { chain, keys, pending, published, priority: 0, lora_id, surplus }, found })
+        Ok(Match { keys: RowKeys { chain, keys, pending, published, priority: 0, lora_id, surplus, last }, found })
     }
 
     /// Opens the row of a prompt whose found blocks have been claimed.
@@ -251,8 +255,10 @@ impl Manager {
         for &token in tokens {
             keys.pending.push(token);
             if keys.pending.len() == size {
+                let before = keys.chain;
                 keys.keys.push(keys.chain.checked_block(&keys.pending, &[])?);
-                keys.pending.clear();
+                let next = Vec::with_capacity(size);
+                keys.last = Some(LastBlock { before, tokens: std::mem::replace(&mut keys.pending, next) });
             }
         }
         Ok(())
@@ -281,7 +287,7 @@ impl Manager {
                 Published::Before => {}
                 Published::As(canonical) => {
                     self.pools[0].claim(canonical);
-                    row.table[keys.published] = canonical;
+                    row.table.replace(keys.published, canonical);
                     release(&mut self.pools, Tier::Device, block);
                     self.stats.merged += 1;
                 }

@@ -267,7 +267,7 @@ impl Manager {
         let row = self.rows.at_mut(sequence);
         let full = (row.len / size) as usize;
         let held = blocks_for(u64::from(row.len), size);
-        let mut table = std::mem::take(&mut row.table);
+        let mut table = row.table.take();
         for unfilled in table.drain(held..) {
             release(&mut self.pools, route.from, unfilled);
         }
@@ -293,7 +293,7 @@ impl Manager {
             release(&mut self.pools, route.from, source);
         }
         let row = self.rows.at_mut(sequence);
-        row.table = table;
+        row.table.set(table);
         row.tier = route.to;
         row.ticket = open;
         row.moving = true;

@@ -1,5 +1,6 @@
 //! The whole books as bytes, and back.
 
+use super::pass::Work;
 use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
@@ -41,7 +42,8 @@ impl Manager {
         }
         let events = self.events.as_mut().map(|events| events.image(&mut self.pools));
         // Named one by one: a new field has to be thought of here.
-        let Self { block_size, watermark, pools, rows, tickets, step, stats, decided, events: _, scratch: _ } = &*self;
+        let Self { block_size, watermark, pools, rows, tickets, step, stats, decided, events: _, scratch: _, work: _ } =
+            &*self;
         // The others are empty, as there are no transfers.
         let OpenStep { transfers: _, fresh: _, reuses_drained } = step;
         let mut twins = Vec::new();
@@ -106,7 +108,19 @@ impl Image {
         let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
         let step = OpenStep { reuses_drained, ..OpenStep::default() };
         let tickets = Tickets::resume(open);
-        Ok(Manager { block_size, watermark, pools, rows, tickets, step, stats, decided, events, scratch: Vec::new() })
+        Ok(Manager {
+            block_size,
+            watermark,
+            pools,
+            rows,
+            tickets,
+            step,
+            stats,
+            decided,
+            events,
+            scratch: Vec::new(),
+            work: Work::default(),
+        })
     }
 }
 
@@ -114,7 +128,7 @@ impl Image {
 fn references(rows: &Rows, sizes: [usize; 3]) -> Contents<[Vec<u32>; 3]> {
     let mut refs = sizes.map(|blocks| vec![0u32; blocks]);
     for (sequence, row) in rows.iter() {
-        for block in &row.table {
+        for block in &*row.table {
             let count = refs[row.tier.index()].get_mut(block.index());
             let more = count.as_ref().and_then(|count| count.checked_add(1));
             match (count, more) {

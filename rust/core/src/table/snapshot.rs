@@ -1,6 +1,6 @@
 //! What of the tables outlives the process.
 
-use super::{MAX_SEQUENCES, Row, RowKeys, Rows, frames_before_extras};
+use super::{LastBlock, MAX_SEQUENCES, Row, RowKeys, Rows, Table, frames_before_extras};
 use crate::evict::MAX_PRIORITY;
 use crate::hash::{Chain, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, TicketId, Tier};
@@ -38,6 +38,14 @@ struct KeysImage {
     priority: u8,
     lora_id: u64,
     surplus: Vec<(u32, u32)>,
+    last: Option<LastImage>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct LastImage {
+    state: [u8; 32],
+    frames: u32,
+    tokens: Vec<u32>,
 }
 
 impl Rows {
@@ -90,6 +98,7 @@ impl Row {
             writable: _,
             stamp: _,
             slot_base: _,
+            shown: _,
             ticket,
             written,
             tier,
@@ -105,7 +114,7 @@ impl Row {
             tier: *tier,
             moving: *moving,
             lost: *lost,
-            table: table.clone(),
+            table: table.to_vec(),
             keys: keys.as_deref().map(RowKeys::image),
         }
     }
@@ -118,13 +127,14 @@ impl RowImage {
             return Err(format!("a sequence of tickets {ticket} and {written}, the next is {open}"));
         }
         let keys = keys.map(|keys| keys.restore(len, block_size).map(Box::new)).transpose()?;
-        Ok(Row { len, ticket, written, tier, moving, lost, table, keys, ..Row::unused() })
+        let table = Table::new(table);
+        Ok(Row { len, written, table, ticket, tier, moving, lost, keys, ..Row::unused() })
     }
 }
 
 impl RowKeys {
     fn image(&self) -> KeysImage {
-        let Self { chain, keys, pending, published, priority, lora_id, surplus } = self;
+        let Self { chain, keys, pending, published, priority, lora_id, surplus, last } = self;
         KeysImage {
             state: chain.key().to_bytes(),
             keys: keys.iter().map(|key| key.to_bytes()).collect(),
@@ -133,13 +143,14 @@ impl RowKeys {
             priority: *priority,
             lora_id: *lora_id,
             surplus: surplus.clone(),
+            last: last.as_ref().map(LastBlock::image),
         }
     }
 }
 
 impl KeysImage {
     fn restore(self, len: u32, block_size: u32) -> Contents<RowKeys> {
-        let Self { state, keys, pending, published, priority, lora_id, surplus } = self;
+        let Self { state, keys, pending, published, priority, lora_id, surplus, last } = self;
         let known = (keys.len() as u64).saturating_mul(u64::from(block_size)) + pending.len() as u64;
         let rising = surplus.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1);
         let tokens = (pending.len() as u64) < u64::from(block_size) && !pending.contains(&RESERVED_TOKEN);
@@ -148,6 +159,7 @@ impl KeysImage {
             || !rising
             || published > keys.len()
             || priority > MAX_PRIORITY
+            || last.as_ref().is_some_and(|last| keys.is_empty() || last.tokens.len() as u64 != u64::from(block_size))
             || surplus.last().is_some_and(|(block, _)| *block as usize >= keys.len())
             || keys.last().is_some_and(|last| *last != state)
         {
@@ -161,6 +173,24 @@ impl KeysImage {
             frames_before_extras(keys.len(), block_size).saturating_add(surplus.last().map_or(0, |last| last.1));
         let chain = Chain::resume(Key::from_bytes(&state), frames);
         let keys = keys.iter().map(Key::from_bytes).collect();
-        Ok(RowKeys { chain, keys, pending, published, priority, lora_id, surplus })
+        let last = last.map(LastImage::restore).transpose()?;
+        Ok(RowKeys { chain, keys, pending, published, priority, lora_id, surplus, last })
+    }
+}
+
+impl LastBlock {
+    fn image(&self) -> LastImage {
+        let Self { before, tokens } = self;
+        LastImage { state: before.key().to_bytes(), frames: before.frames(), tokens: tokens.clone() }
+    }
+}
+
+impl LastImage {
+    fn restore(self) -> Contents<LastBlock> {
+        let Self { state, frames, tokens } = self;
+        if tokens.contains(&RESERVED_TOKEN) {
+            return Err(format!("a block with token {RESERVED_TOKEN}"));
+        }
+        Ok(LastBlock { before: Chain::resume(Key::from_bytes(&state), frames), tokens })
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{BLOCK, World};
 use blockyard_core::hash::Chain;
-use blockyard_core::{Error, Event, EventBatch, KeySpec, Manager, Prompt, Tier};
+use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Prompt, Tier};
 
 impl World {
     /// Replays the events and compares what they say can be found with what is.
@@ -42,6 +42,8 @@ impl World {
                 let mut books = Manager::restore(&bytes).unwrap();
                 assert_eq!((books.snapshot().as_ref(), books.stats()), (Ok(&bytes), self.manager.stats()));
                 self.manager = books;
+                // A batch belongs to the books that it was made with.
+                self.batch = DecodeBatch::new();
             }
             Err(error) => {
                 assert!(

@@ -1,0 +1,101 @@
+//! `DecodeBatch`: the core's batch with the caller's arrays.
+//!
+//! Lock order: the batch, then its manager.
+
+use crate::arrays::{self, Handle, Sequences, Table, Tokens, count};
+use crate::errors::{invalid, to_py};
+use crate::manager::{PyBlockManager, handles};
+use blockyard_core::{Counts, DecodeBatch, TableRows};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The running sequences, with the block table and slot mapping that attention kernels read.
+#[pyclass(frozen, name = "DecodeBatch", module = "blockyard._core")]
+pub(crate) struct PyDecodeBatch {
+    manager: Py<PyBlockManager>,
+    #[pyo3(get)]
+    block_tables: Py<PyArray2<i32>>,
+    #[pyo3(get)]
+    slots: Py<PyArray1<i64>>,
+    inner: Mutex<DecodeBatch>,
+}
+
+impl PyDecodeBatch {
+    fn lock(&self) -> MutexGuard<'_, DecodeBatch> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn table<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        Table::new(self.block_tables.bind(py).as_any())
+    }
+}
+
+#[pymethods]
+impl PyDecodeBatch {
+    #[new]
+    fn new(manager: Py<PyBlockManager>, block_tables: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let block_tables: Bound<'_, PyArray2<i32>> = arrays::output(block_tables, "int32 [sequences, blocks]")?;
+        let slots: Bound<'_, PyArray1<i64>> = arrays::output(slots, "int64 [tokens]")?;
+        let mut table = Table::new(block_tables.as_any())?;
+        let unwritable = |error| invalid(format!("the slots cannot be written: {error}"));
+        drop(slots.try_readwrite().map_err(unwritable)?);
+        table.clear()?;
+        drop(table);
+        let (block_tables, slots) = (block_tables.unbind(), slots.unbind());
+        Ok(Self { manager, block_tables, slots, inner: Mutex::new(DecodeBatch::new()) })
+    }
+
+    #[getter]
+    fn sequences<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
+        let sequences = self.lock().sequences().to_vec();
+        handles(py, &sequences)
+    }
+
+    fn __len__(&self) -> usize {
+        self.lock().sequences().len()
+    }
+
+    fn add(&self, sequences: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let py = sequences.py();
+        let sequences = Sequences::new(sequences)?;
+        let (sequences, mut table) = (sequences.get()?, self.table(py)?);
+        let rows = table.rows()?;
+        self.lock().add(&mut self.manager.get().lock(), sequences, rows).map_err(to_py)
+    }
+
+    fn remove(&self, py: Python<'_>, #[pyo3(from_py_with = count)] row: u32) -> PyResult<Option<usize>> {
+        let mut table = self.table(py)?;
+        let rows = table.rows()?;
+        self.lock().remove(row as usize, rows).map_err(to_py)
+    }
+
+    fn find(&self, sequence: Handle) -> PyResult<usize> {
+        self.lock().find(sequence.0).map_err(to_py)
+    }
+
+    #[pyo3(signature = (num_tokens = None, *, lookahead = 0))]
+    fn append(
+        &self,
+        py: Python<'_>,
+        num_tokens: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = count)] lookahead: u32,
+    ) -> PyResult<usize> {
+        let tokens = num_tokens.map(Tokens::new).transpose()?;
+        let counts = tokens.as_ref().map_or(Ok(Counts::All(1)), Tokens::get)?;
+        let (tables, slots) = (self.block_tables.bind(py), self.slots.bind(py));
+        let mut batch = self.lock();
+        let mut manager = self.manager.get().lock();
+        // SAFETY: the arrays do not overlap and can be written, as `new` has found; this thread is attached, and no Python
+        // code runs until the slices are gone. The borrow flags of rust-numpy would cost as much as the call.
+        let (rows, slots) = unsafe { (tables.as_slice_mut()?, slots.as_slice_mut()?) };
+        let rows = TableRows::new(rows, tables.shape()[1]);
+        batch.append(&mut manager, counts, lookahead, rows, slots).map_err(to_py)
+    }
+
+    fn refresh(&self, py: Python<'_>) -> PyResult<()> {
+        let mut table = self.table(py)?;
+        let rows = table.rows()?;
+        self.lock().refresh(&self.manager.get().lock(), rows).map_err(to_py)
+    }
+}
