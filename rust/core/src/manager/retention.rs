@@ -34,7 +34,7 @@ impl Manager {
         pool.begin_chain();
         let priority = row.keys.as_ref().map_or(0, |keys| keys.priority);
         if priority > 0 && row.tier == Tier::Device {
-            for &block in &row.table {
+            for &block in row.table.iter() {
                 pool.prioritise(block, priority);
             }
         }
