@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub mod allocator;
 mod check;
 pub mod decision;
 pub mod error;
@@ -15,6 +16,7 @@ mod prefix;
 pub mod reuse;
 mod table;
 
+pub use allocator::{AllocatorPair, BlockAllocator, Eviction, Keyed, NaiveAllocator, PrefixCachingAllocator, Reuse};
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};

@@ -209,6 +209,18 @@ impl Pool {
         drained
     }
 
+    /// Takes one block that is free or cached, with one reference.
+    pub(crate) fn take_block(&mut self, block: BlockId) {
+        debug_assert!(self.nodes[block.index()].refs == 0, "taking a block that is in use");
+        if !self.free.remove(block) {
+            if let Some(cache) = &mut self.cache {
+                cache.lru.remove(block);
+            }
+        }
+        self.drop_bytes(block);
+        self.nodes[block.index()].refs = 1;
+    }
+
     /// Makes a block that is being given out again unfindable.
     fn drop_bytes(&mut self, block: BlockId) {
         let node = &mut self.nodes[block.index()];
