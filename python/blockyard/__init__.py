@@ -9,10 +9,13 @@ Importing it loads neither torch nor CUDA.
 from blockyard._core import (
     AllocStatus,
     BlockManager,
+    NaiveAllocator,
     Pairs,
+    PrefixCachingAllocator,
     PrefixStats,
     StepDecision,
     __version__,
+    chain_keys,
     export_keys,
     merge_runs,
 )
@@ -42,9 +45,11 @@ __all__ = [
     "InvariantError",
     "LayoutError",
     "MappingError",
+    "NaiveAllocator",
     "OpLibraryError",
     "OutOfBlocksError",
     "Pairs",
+    "PrefixCachingAllocator",
     "PrefixStats",
     "SequenceStateError",
     "StepDecision",
@@ -56,6 +61,7 @@ __all__ = [
     "UnknownTicketError",
     "UnsupportedModelError",
     "__version__",
+    "chain_keys",
     "export_keys",
     "merge_runs",
 ]

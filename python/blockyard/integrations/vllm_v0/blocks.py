@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from os.path import commonprefix
+from itertools import chain, takewhile
 from typing import Any
 
 from blockyard import _core
@@ -54,14 +53,17 @@ class NaiveBlock(Block):
     def _not_used(self, *_: object) -> Any:
         raise NotImplementedError(f"not used for {type(self).__name__}")
 
-    computed = last_accessed = num_tokens_total = property(_not_used, _not_used)
-    content_hash = property(lambda _: None)
+    computed: Any = property(_not_used, _not_used)
+    last_accessed: Any = property(_not_used, _not_used)
+    num_tokens_total: Any = property(_not_used)
+    content_hash: Any = property(lambda _: None)
 
 
 class PrefixCachingBlock(NaiveBlock):
     """A block that others find by its key once it is full."""
 
-    computed = last_accessed = num_tokens_total = None
+    computed: Any = None
+    last_accessed: Any = None
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class _PoolAllocator(BlockAllocator):
     def _local(self, blocks: Iterable[Block]) -> list[int]:
         ids = [block.block_id for block in blocks]
         _require(None not in ids, "a block has no physical block, it has been freed")
-        return [self.get_physical_block_id(name) for name in ids]  # type: ignore[arg-type]
+        return [self.get_physical_block_id(name) for name in ids]
 
     # References.
 
@@ -178,6 +180,7 @@ class _PoolAllocator(BlockAllocator):
             )
 
     def is_shared(self, block: Block) -> bool:
+        """Whether others use the block too."""
         return self._pool.refs(self._local([block])[0]) > 1
 
     def require_refs(self, blocks: Sequence[Block]) -> None:
@@ -194,7 +197,7 @@ class _PoolAllocator(BlockAllocator):
         for block in blocks:
             block.block_id = None
 
-    def free(self, block: Block, keep_block_object: bool = False) -> None:  # noqa: ARG002  (objects are not pooled)
+    def free(self, block: Block, keep_block_object: bool = False) -> None:
         self.free_blocks([block])
 
     def share_blocks(self, blocks: Sequence[Block]) -> list[Block]:
@@ -211,10 +214,9 @@ class _PoolAllocator(BlockAllocator):
         return copies
 
     def fork(self, last_block: Block) -> list[Block]:
-        blocks, block = [], last_block
-        while block is not None:
+        blocks = [last_block]
+        while (block := blocks[-1].prev_block) is not None:
             blocks.append(block)
-            block = block.prev_block
         return self.share_blocks(blocks[::-1])
 
     # Taking blocks.
@@ -247,7 +249,7 @@ class _PoolAllocator(BlockAllocator):
             blocks.append(block)
         return blocks
 
-    def _hashes(self, prev_block: Block | None, full: list[list[int]], extra: int | None) -> list[int | None]:  # noqa: ARG002
+    def _hashes(self, prev_block: Block | None, full: list[list[int]], extra: int | None) -> list[int | None]:
         return [None] * len(full)
 
     def _depths(self, prev_block: Block | None, count: int) -> list[int]:
@@ -273,7 +275,8 @@ class _PoolAllocator(BlockAllocator):
         self, prev_block: Block | None, extra_hash: int | None = None, device: object = None
     ) -> Block:
         _require(device is None, "an allocator has one device")
-        return self._block(prev_block, [], self.take([None], [0])[0], extra_hash)
+        block: Block = self._block(prev_block, [], self.take([None], [0])[0], extra_hash)
+        return block
 
     def cow_block_if_not_appendable(self, block: Block) -> int:
         (local,), source = self._local([block]), block.block_id
@@ -343,7 +346,8 @@ class _PoolAllocator(BlockAllocator):
             return []
         if len(computed_seq_block_ids) == 1:
             return computed_seq_block_ids[0]
-        return list(commonprefix([ids for ids in computed_seq_block_ids if ids]))
+        rows = zip(*(ids for ids in computed_seq_block_ids if ids), strict=False)
+        return [row[0] for row in takewhile(lambda row: len(set(row)) == 1, rows)]
 
 
 class NaiveBlockAllocator(_PoolAllocator):
@@ -385,7 +389,7 @@ class PrefixCachingBlockAllocator(_PoolAllocator):
     def promote_to_immutable_block(self, block: Block) -> int:
         (local,), key = self._local([block]), block.content_hash
         _require(key is not None, "only a full block is promoted")
-        return self._ids[self._call(self._pool.publish, local, _bytes(key), block.num_tokens_total)]  # type: ignore[arg-type]
+        return self._ids[int(self._call(self._pool.publish, local, _bytes(key), block.num_tokens_total))]
 
     def is_block_cached(self, block: Block) -> bool:
         return block.content_hash is not None and self._pool.has_key(_bytes(block.content_hash))

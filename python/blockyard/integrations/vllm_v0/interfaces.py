@@ -31,37 +31,41 @@ class Sequence(Protocol):
     seq_id: int
     status: Any
     data: Any
-    get_token_ids: Callable[[], list[int]]
-    extra_hash: Callable[[], int | None]
-    is_prefill: Callable[[], bool]
+
+    def get_token_ids(self) -> list[int]: ...
+    def extra_hash(self) -> int | None: ...
+    def is_prefill(self) -> bool: ...
 
 
 class SequenceGroup(Protocol):
     """What is used of a V0 sequence group."""
 
     request_id: str
-    get_seqs: Callable[[], list[Sequence]]
-    is_encoder_decoder: Callable[[], bool]
-    get_encoder_seq: Callable[[], Sequence | None]
+
+    def get_seqs(self) -> Any: ...
+    def is_encoder_decoder(self) -> bool: ...
+    def get_encoder_seq(self) -> Sequence | None: ...
 
 
-@abstractmethod
-def _abstract(*args: Any, **kwargs: Any) -> Any:
+def _declare(*args: Any, **kwargs: Any) -> Any:
     """Stand for a method that the implementation brings; its signature is V0's and shown there."""
+
+
+_abstract: Callable[..., Any] = abstractmethod(_declare)
 
 
 class Block(ABC):
     """One block of one sequence; several may name one physical block."""
 
     append_token_ids: Callable[..., None] = _abstract
-    block_id: int | None
-    computed: bool
+    block_id: Any  # int, or None once freed
+    computed: Any
+    content_hash: Any  # int, or None while not full
     extra_hash: int | None
-    last_accessed: float
-    content_hash: int | None
-    is_full: bool
-    num_empty_slots: int
-    num_tokens_total: int
+    is_full: Any
+    last_accessed: Any
+    num_empty_slots: Any
+    num_tokens_total: Any
     prev_block: Block | None
     token_ids: list[int]
 
@@ -103,7 +107,8 @@ class BlockSpaceManager(ABC):
     @staticmethod
     def get_block_space_manager_class(version: str) -> type[BlockSpaceManager]:
         """Return the manager of that name; there is one, `selfattn`."""
-        from blockyard.integrations.vllm_v0.manager import SelfAttnBlockSpaceManager  # noqa: PLC0415  (a cycle)
+        # The manager's module imports this one.
+        from blockyard.integrations.vllm_v0.manager import SelfAttnBlockSpaceManager  # noqa: PLC0415
 
         if version.lower() != "selfattn":
             raise ValueError(f"version is {version!r}, must be 'selfattn'")

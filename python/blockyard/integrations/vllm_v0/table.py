@@ -25,7 +25,7 @@ class NullBlock(Block):
         raise ValueError("null block should not be modified")
 
     @property
-    def block_id(self) -> int | None:
+    def block_id(self) -> Any:
         return self._proxy.block_id
 
     @block_id.setter
@@ -169,7 +169,8 @@ class CpuGpuBlockAllocator(DeviceAwareBlockAllocator):
         return self.of(device).get_prefix_cache_hit_rate()
 
     def reset_prefix_cache(self) -> bool:
-        return all([allocator.reset_prefix_cache() for allocator in self._allocators.values()])
+        done = [allocator.reset_prefix_cache() for allocator in self._allocators.values()]
+        return all(done)
 
     def find_cached_blocks_prefix(self, block_hashes: list[int], device: Any = Device.GPU) -> list[int]:
         return self.of(device).find_cached_blocks_prefix(block_hashes)
