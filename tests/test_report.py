@@ -54,6 +54,7 @@ REPORT = Report(
     compared=48,
     identical_requests=48,
     differences=[],
+    ties=[],
 )
 WRONG = replace(REPORT, identical_requests=47, differences=[Difference("text-3", 1, 5, 17, 99)])
 
@@ -103,6 +104,13 @@ def test_differences_are_shown_before_the_verdict() -> None:
     lines = printed(WRONG).splitlines()
     assert lines[-2] == "text-3 sequence 1 differs at token 5: 17, unpaged 99"
     assert lines[-1].endswith("47/48")
+
+
+def test_ties_are_told_and_do_not_count_as_differences() -> None:
+    tied = replace(REPORT, ties=[Difference("text-18", 0, 92, 49, 7)])
+    assert dict(rows(tied))["ties in rounding, decided alike"] == "text-18 sequence 0 token 92"
+    assert printed(tied).endswith("generate run: 48/48 (1 by a tie in rounding)\n")
+    assert tied.exit_code == 0
 
 
 def test_many_differences_are_cut_short() -> None:

@@ -7,9 +7,11 @@ told in one line. Nothing heavy is imported before the arguments have been read.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from blockyard import __version__
 from blockyard.errors import BlockyardError
@@ -103,7 +105,17 @@ def _demo(options: argparse.Namespace) -> int:
     from blockyard.sim.demo import DemoOptions, run_demo  # noqa: PLC0415 - torch is not loaded for bad arguments
 
     fields = {name: value for name, value in vars(options).items() if name not in ("command", "quiet")}
-    return run_demo(DemoOptions(**fields), live=sys.stderr.isatty() and not options.quiet)
+    # Asked to stop, it still removes the folder that it made.
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        return run_demo(DemoOptions(**fields), live=sys.stderr.isatty() and not options.quiet)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """Turn a signal into an orderly exit with the code that shells give for it."""
+    raise SystemExit(128 + number)
 
 
 def _doctor(_options: argparse.Namespace) -> int:

@@ -131,16 +131,10 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
     if options.trace is not None:
         trace = scale_lengths(read_trace(options.trace, first=options.trace_requests), options.scale)
     # torch is loaded here, once the options are known to make sense.
-    from blockyard.sim.serve import (  # noqa: PLC0415
-        Faults,
-        choose_device,
-        fitting_threads,
-        load_encode,
-        load_model,
-        reference,
-    )
+    from blockyard.sim.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
+    from blockyard.sim.serve import Faults, reference  # noqa: PLC0415
 
-    device = choose_device(options.device)
+    model = load_model(options.model, choose_device(options.device))
     text = StandardText(encode=load_encode(options.model))
     if trace is None:
         items = text_workload(
@@ -151,21 +145,24 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
             text=text,
         )
     else:
-        items = trace_workload(trace, seed=options.seed, text=text)
-    model = load_model(options.model, device)
+        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        items = trace_workload(trace, seed=options.seed, max_model_len=limit, text=text)
     faults = Faults(corrupt=options.corrupt, sabotage=options.sabotage, seed=options.seed)
     with fitting_threads(model):
         served = _serve(options, model, items, faults, live=live)
         with live_progress("unpaged run", live=live) as view:
             wanted, seconds = reference(model, items, view)
-    return _report(_Run(options, type(model).__name__, device, items, served, faults), wanted, seconds)
+        wanted, ties = _settle(model, items, served.outputs, wanted)
+    run = _Run(options, type(model).__name__, model.device.type, items, served, faults)
+    return _report(run, wanted, ties, seconds)
 
 
 def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, int]:
     """Choose pools that are too small for the workload, where the options leave them open.
 
-    The device always holds the largest request to its end. Beyond that it has a sixth of what all requests together
-    would fill, and the host less than half of what one large request fills, so that the second victim goes to the file.
+    The device holds the largest request to its end, and beyond that a sixth of what all requests together would fill,
+    or four of the largest if that is less. The host holds less than half of the largest, so that the next victim goes
+    to the file.
 
     Args:
         options: block size, and the pool sizes that were asked for.
@@ -178,7 +175,7 @@ def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, in
     largest = max(filled)
     device, host = options.num_device_blocks, options.num_host_blocks
     if device is None:
-        device = max(largest + 2 + largest // 50, -(-sum(filled) // 6))
+        device = max(largest + 2 + largest // 50, min(-(-sum(filled) // 6), 4 * largest))
     return device, max(2, largest * 2 // 5) if host is None else host
 
 
@@ -241,9 +238,11 @@ def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
 ) -> Served:
     from blockyard.integrations.generator import Generator  # noqa: PLC0415 - loads torch
+    from blockyard.sim.models import require_memory  # noqa: PLC0415 - loads torch
     from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
 
     device_blocks, host_blocks = pool_sizes(options, items)
+    require_memory(model, options.block_size, device_blocks, host_blocks)
     with (
         _external(options) as (url, space),
         Generator(
@@ -262,6 +261,23 @@ def _serve(
         return serve(generator, items, faults, view)
 
 
+def _settle(
+    model: PreTrainedModel, items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs
+) -> tuple[Outputs, list[Difference]]:
+    """Give the unpaged run's tokens with ties in rounding decided as the paged run did, and these ties."""
+    from blockyard.sim.ties import settle_ties  # noqa: PLC0415 - loads torch
+
+    settled, ties = dict(wanted), []
+    for item in items:
+        pairs = list(zip(outputs[item.request_id], wanted[item.request_id], strict=True))
+        if all(ours == theirs for ours, theirs in pairs):
+            continue
+        answers = [settle_ties(model, item, index, *pair) for index, pair in enumerate(pairs)]
+        settled[item.request_id] = [tokens for tokens, _ in answers]
+        ties += [tie for _, found in answers for tie in found]
+    return settled, ties
+
+
 @dataclass(frozen=True)
 class _Run:
     """What the report is made of."""
@@ -274,7 +290,7 @@ class _Run:
     faults: Faults
 
 
-def _report(run: _Run, wanted: Outputs, reference_seconds: float) -> Report:
+def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_seconds: float) -> Report:
     options, items, served = run.options, run.items, run.served
     identical, differences = compare(items, served.outputs, wanted)
     stats = served.stats
@@ -311,6 +327,7 @@ def _report(run: _Run, wanted: Outputs, reference_seconds: float) -> Report:
         compared=len(items),
         identical_requests=identical,
         differences=differences,
+        ties=ties,
     )
 
 

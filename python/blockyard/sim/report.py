@@ -158,6 +158,7 @@ class Report:
         compared: requests compared with the unpaged run.
         identical_requests: requests all of whose tokens were equal.
         differences: where the others first differ, one entry per sequence.
+        ties: where rounding alone decided, and the unpaged run was made to take the same side; see `sim/ties.py`.
     """
 
     version: str
@@ -183,6 +184,7 @@ class Report:
     compared: int
     identical_requests: int
     differences: list[Difference]
+    ties: list[Difference]
 
     @property
     def identical(self) -> bool:
@@ -259,6 +261,9 @@ def rows(report: Report) -> list[tuple[str, str]]:
         if tier in report.peak
     ]
     table.append(("file tier checksum failures", str(report.file_tier.checksum_failures)))
+    if report.ties:
+        places = ", ".join(f"{tie.request_id} sequence {tie.index} token {tie.position}" for tie in report.ties)
+        table.append(("ties in rounding, decided alike", places))
     table += _fault_rows(report)
     table.append(("tokens identical to the unpaged Hugging Face generate run", _score(report)))
     return table
@@ -318,7 +323,7 @@ def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
     from rich import progress as bars  # noqa: PLC0415 - optional
     from rich.console import Console  # noqa: PLC0415 - optional
 
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn())
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=16), bars.MofNCompleteColumn())
     with bars.Progress(*columns, bars.TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=None, note="")
 
@@ -356,7 +361,8 @@ def _print_rich(table: list[tuple[str, str]], stream: TextIO) -> None:
 
 
 def _score(report: Report) -> str:
-    return f"{report.identical_requests}/{report.compared}"
+    tied = f" ({len(report.ties)} by a tie in rounding)" if report.ties else ""
+    return f"{report.identical_requests}/{report.compared}{tied}"
 
 
 def _join(counts: dict[str, int]) -> str:

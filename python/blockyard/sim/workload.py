@@ -171,7 +171,7 @@ def trace_workload(
         if max_model_len is not None and wanted > max_model_len:
             raise InvalidArgumentError(
                 f"request {index} of the trace has {row.input_tokens} + {row.output_tokens} tokens, "
-                f"{max_model_len} fit; scale the lengths by {max_model_len / wanted:.4f} or less"
+                f"{max_model_len} fit; scale the lengths by a further {max_model_len / wanted:.4f}"
             )
         rng = np.random.default_rng([seed, index])
         sampling = _sampling(index, row.output_tokens, rng)

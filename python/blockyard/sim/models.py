@@ -1,0 +1,140 @@
+"""The models that the demo runs, where they run, and whether there is memory for their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.demo_model import demo_model
+from blockyard.integrations.transformers import PagedModel
+from blockyard.integrations.worker import available_memory
+from blockyard.sim.workload import Encode
+
+LARGEST_MODEL_FOR_ONE_THREAD = 10_000_000
+
+
+def choose_device(name: str) -> str:
+    """Find the device to run on.
+
+    Args:
+        name: `cpu`, `cuda`, `cuda:1` and the like, or `auto`: cuda where there is one.
+
+    Returns:
+        torch's name of the device.
+
+    Raises:
+        InvalidArgumentError: torch knows no such device, or this machine has none.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidArgumentError(f"device is {name!r}, must be cpu, cuda or auto") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device is {name!r}, must be cpu, cuda or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError(f"device is {name!r}, this machine has {torch.cuda.device_count()} CUDA devices")
+    return str(device)
+
+
+def load_model(folder: Path | None, device: str) -> PreTrainedModel:
+    """Load a local checkpoint, or build the demo's own model.
+
+    Args:
+        folder: a checkpoint as `save_pretrained` writes it; the small random Llama if None.
+        device: where to put it.
+
+    Returns:
+        The model in fp32, in which paged and unpaged runs agree token by token.
+
+    Raises:
+        InvalidArgumentError: the folder holds no model that transformers can load.
+    """
+    if folder is None:
+        return demo_model(device=device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"cannot load a model from {folder}: {str(error).splitlines()[0]}") from error
+    model.eval()
+    model.to(device)  # type: ignore[arg-type]  # the decorated method is typed without its first argument
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+@contextmanager
+def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
+    """Run a small model on one CPU thread for as long as the context lasts.
+
+    Its matrices are too small to be worth sharing out, and threads that wait for each other stand still as soon as
+    anything else wants the cores.
+
+    Args:
+        model: what will run.
+    """
+    threads = torch.get_num_threads()
+    small = sum(weight.numel() for weight in model.parameters()) <= LARGEST_MODEL_FOR_ONE_THREAD
+    try:
+        if small and model.device.type == "cpu":
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def load_encode(folder: Path | None) -> Encode | None:
+    """Load a checkpoint's tokenizer.
+
+    Args:
+        folder: the checkpoint.
+
+    Returns:
+        What turns text into its tokens; None, for one token a byte, where there is no tokenizer.
+    """
+    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"cannot load the tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+
+    def encode(text: NDArray[np.int64]) -> NDArray[np.int64]:
+        words = text.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return np.asarray(tokenizer.encode(words, add_special_tokens=False), dtype=np.int64)
+
+    return encode
+
+
+def require_memory(model: PreTrainedModel, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+    """Refuse pools that memory cannot hold: the kernel would hand it out, and end the process once it is used.
+
+    Args:
+        model: what will run.
+        block_size: tokens in a block.
+        num_device_blocks: blocks of the device.
+        num_host_blocks: blocks of the host.
+
+    Raises:
+        InvalidArgumentError: host or device have less memory; the message has the numbers.
+    """
+    size = PagedModel(model, block_size=block_size).layout.bytes_per_block
+    wanted = {"device": num_device_blocks * size, "host": num_host_blocks * size}
+    room = {"host": available_memory()}
+    if model.device.type == "cuda":
+        room["device"] = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        wanted = {"host": sum(wanted.values())}
+    for tier, memory in room.items():
+        if wanted[tier] > memory:
+            raise InvalidArgumentError(
+                f"{num_device_blocks} device and {num_host_blocks} host blocks of {size} bytes need "
+                f"{wanted[tier]} bytes of {tier} memory, {memory} are available"
+            )

@@ -1,0 +1,80 @@
+"""Ties in rounding: where two correct runs may choose different tokens, and how they are told from wrong KV.
+
+A batched and an unbatched run add up the same numbers in another order, so their logits differ in the last digits. Once
+in about a hundred thousand tokens of the demo's model (fp32) the two best tokens are nearer to each other than that.
+There is no wrong answer then: the unpaged run takes our side and goes on from there, and every later token must again
+be its own. KV that is wrong moves logits thousands of times further, and no tie excuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from blockyard.integrations.sampling import sample
+from blockyard.integrations.transformers import reference_generate
+from blockyard.sim.report import Difference
+from blockyard.sim.workload import WorkItem
+
+# In standard deviations of the logits. Over 3,000 tokens of the demo's model (fp32, CPU), logits of the two runs were
+# at most 5.3e-5 apart; a pair of them may part by twice that, and other machines round otherwise.
+TIE = 2e-4
+MOST_TIES = 4
+
+
+def settle_ties(
+    model: PreTrainedModel,
+    item: WorkItem,
+    index: int,
+    got: Sequence[int],
+    wanted: Sequence[int],
+    *,
+    tolerance: float = TIE,
+) -> tuple[list[int], list[Difference]]:
+    """Let the unpaged run take the paged run's side where it differs by a tie.
+
+    Args:
+        model: the unpaged model.
+        item: the request.
+        index: sequence within the request.
+        got: tokens of the paged run.
+        wanted: tokens of the unpaged run.
+        tolerance: how much more a token's logit might have been, in standard deviations of the logits.
+
+    Returns:
+        Tokens of the unpaged run given the choices at ties, and these ties. What still differs is not a tie; a
+        sequence with more than `MOST_TIES` is left different.
+    """
+    ours, theirs = list(got), list(wanted)
+    ties: list[Difference] = []
+    while len(ties) < MOST_TIES:
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if place is None or not _is_tie(model, item, index, ours[: place + 1], tolerance):
+            break
+        ties.append(Difference(item.request_id, index, place, ours[place], theirs[place]))
+        theirs = ours[: place + 1]
+        left = item.sampling.max_tokens - len(theirs)
+        if left:
+            longer = np.concatenate([item.prompt, theirs])
+            theirs += reference_generate(model, longer, replace(item.sampling, max_tokens=left), index)
+    return theirs, ties
+
+
+def _is_tie(model: PreTrainedModel, item: WorkItem, index: int, tokens: list[int], tolerance: float) -> bool:
+    """Whether the unpaged model would have chosen the last of the tokens, had its logit been a trace higher."""
+    before = np.concatenate([item.prompt, np.array(tokens[:-1], dtype=np.int64)])
+    logits = _logits(model, before)
+    logits[tokens[-1]] += tolerance * logits.std()
+    return sample(logits, item.sampling, index, len(before)) == tokens[-1]
+
+
+def _logits(model: PreTrainedModel, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    ids = torch.from_numpy(tokens)[None].to(model.device)
+    with torch.inference_mode():
+        last: NDArray[np.float64] = model(input_ids=ids, use_cache=False).logits[0, -1].double().cpu().numpy()
+    return last

@@ -1,0 +1,169 @@
+"""The command line: exit codes, one clear line for bad input, and nothing heavy loaded to say it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blockyard import __version__, cli
+from blockyard.errors import BlockyardError
+
+BIG_URL_SIZE = "900TiB"
+
+
+def run(*arguments: str) -> int:
+    """Call the command as the shell would, and return its exit code."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must be refused; return the one line that says why."""
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err.strip().splitlines()[-1]
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"blockyard {__version__}\n"
+
+
+def test_help_lists_the_options_under_engines_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("demo", "--help") == 0
+    text = capsys.readouterr().out
+    for option in ("--num-device-blocks", "--num-host-blocks", "--external-swapper", "--preemption-mode"):
+        assert option in text
+
+
+def test_module_runs_as_a_program() -> None:
+    command = [sys.executable, "-m", "blockyard", "--version"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"blockyard {__version__}\n"
+
+
+def test_refused_command_line_loads_no_torch() -> None:
+    program = (
+        "import sys, blockyard.cli\n"
+        "code = blockyard.cli.main(['demo', '--trace', '/absent/trace.csv'])\n"
+        "assert code == 2, code\n"
+        "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONWARNINGS": "error"})
+
+
+def test_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required" in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wording"),
+    [
+        (["--requests", "many"], "'many' is not a whole number"),
+        (["--requests", "0"], "0 is not from 1"),
+        (["--block-size", "-4"], "-4 is not from 1"),
+        (["--num-host-blocks", "99999999999"], "99999999999 is not from 0"),
+        (["--scale", "0"], "'0' is not above 0"),
+        (["--scale", "1/0"], "'1/0' is not a factor"),
+        (["--scale", "nan"], "'nan' is not above 0"),
+        (["--preemption-mode", "pause"], "invalid choice: 'pause'"),
+        (["--sabotage", "everything"], "invalid choice: 'everything'"),
+        (["--sabotage", "copy", "--corrupt", "3"], "not allowed with"),
+        (["--num-device-block-s", "3"], "unrecognized arguments"),
+    ],
+)
+def test_unusable_option_is_named_with_its_value(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], wording: str
+) -> None:
+    assert wording in complaint(capsys, "demo", *arguments)
+
+
+def test_trace_that_is_absent_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = complaint(capsys, "demo", "--trace", str(tmp_path / "absent.csv"))
+    assert line.startswith("blockyard: cannot read trace")
+    assert "absent.csv" in line
+
+
+def test_trace_in_no_known_format_is_refused_by_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("when,how long\n1,2\n")
+    assert f"{path}, line 1: neither" in complaint(capsys, "demo", "--trace", str(path))
+
+
+@pytest.mark.parametrize(
+    "url", ["file:", "file://", "http://example.org/swap", "file:///tmp?size=lots", "file:///tmp?sise=1GiB", "swap"]
+)
+def test_malformed_url_of_the_file_tier_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert complaint(capsys, "demo", "--external-swapper", url).startswith("blockyard: ")
+
+
+def test_size_that_the_disk_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = complaint(capsys, "demo", "--external-swapper", f"file://{tmp_path}?size={BIG_URL_SIZE}")
+    assert line.startswith("blockyard: ")
+    assert any(character.isdigit() for character in line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_space_without_a_unit_that_exists_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "12XiB" in complaint(capsys, "demo", "--external-swapper-space", "12XiB")
+
+
+def test_model_folder_that_is_absent_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert str(tmp_path / "model") in complaint(capsys, "demo", "--model", str(tmp_path / "model"))
+
+
+def test_our_errors_end_in_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_options: object) -> int:
+        raise BlockyardError("asked for 9 blocks, 3 are free")
+
+    monkeypatch.setattr(cli, "_demo", fail)
+    assert complaint(capsys, "demo") == "blockyard: asked for 9 blocks, 3 are free"
+
+
+def test_terminated_demo_leaves_no_folder_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "blockyard", "demo", "--device", "cpu"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    try:
+        while not list(tmp_path.glob("blockyard-demo-*/*.slab")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert not list(tmp_path.glob("blockyard-demo-*"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wording"),
+    [
+        ("--device", "abacus", "device is 'abacus', must be cpu, cuda or auto"),
+        ("--num-device-blocks", "2000000000", "2000000000 device and"),
+        ("--num-device-blocks", "3", "there are 3"),
+        ("--json", "/absent/report.json", "/absent is not a folder"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused_with_the_numbers(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, wording: str
+) -> None:
+    assert wording in complaint(capsys, "demo", option, value)
+
+
+def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_demo", interrupt)
+    assert run("demo") == 130

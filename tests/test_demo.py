@@ -1,0 +1,271 @@
+"""The main job on a small workload: tokens identical whatever moved, and every planted fault noticed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, TierURLError
+from blockyard.integrations.sampling import SamplingParams
+from blockyard.scheduler import Request, Scheduler
+from blockyard.sim import serve
+from blockyard.sim.demo import DemoOptions, compare, make_report, pool_sizes, run_demo
+from blockyard.sim.report import Difference, Progress, Report
+from blockyard.sim.workload import WorkItem, text_workload
+
+# Small enough for seconds, pressed enough that every kind of transfer and of preemption happens.
+SMALL = DemoOptions(
+    device="cpu",
+    requests=12,
+    prompt_tokens=(16, 96),
+    output_tokens=(32, 96),
+    num_device_blocks=24,
+    num_host_blocks=6,
+)
+KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
+
+
+@pytest.fixture(autouse=True)
+def reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the unpaged model once for each workload: its tokens depend on nothing else."""
+    run = serve.reference
+
+    def remembered(model: PreTrainedModel, items: Sequence[WorkItem], view: Progress) -> tuple[serve.Outputs, float]:
+        key = (
+            str(model.config),
+            *((item.request_id, item.prompt.tobytes(), str(item.sampling)) for item in items),
+        )
+        if key not in _REMEMBERED:
+            _REMEMBERED[key] = run(model, items, view)
+        return _REMEMBERED[key]
+
+    monkeypatch.setattr(serve, "reference", remembered)
+
+
+_REMEMBERED: dict[tuple[object, ...], tuple[serve.Outputs, float]] = {}
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return make_report(SMALL)
+
+
+def test_tokens_are_identical_though_blocks_went_every_way(report: Report) -> None:
+    assert report.identical_requests == report.compared == 12
+    assert report.differences == []
+    assert {kind: report.blocks(kind) > 0 for kind in KINDS} == dict.fromkeys(KINDS, True)
+    assert all(count > 0 for count in report.preemptions.values())
+    assert report.exit_code == 0
+
+
+def test_report_counts_what_went_through_the_file(report: Report) -> None:
+    assert report.file_tier.written_blocks == report.blocks("spill")
+    assert report.file_tier.read_blocks == report.blocks("fetch")
+    assert report.file_tier.checksum_failures == 0
+    assert report.file_tier.misses == {}
+    assert all(row.bytes == row.blocks * 65536 for row in report.transfers)
+
+
+def test_report_counts_requests_and_peaks(report: Report) -> None:
+    assert (report.requests, report.sequences) == (12, 16)
+    assert report.peak["device"].total == 24
+    assert all(0 < peak.used <= peak.total for peak in report.peak.values())
+    assert report.tokens_per_second == pytest.approx(report.output_tokens / report.seconds)
+
+
+def test_same_options_give_the_same_run(report: Report) -> None:
+    again = make_report(SMALL)
+    changing = {"seconds": 0.0, "tokens_per_second": 0.0, "reference_seconds": 0.0}
+    assert replace(again, **changing) == replace(report, **changing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sabotage_of_one_transfer_exits_1(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(replace(SMALL, sabotage=kind)) == 1
+    text = capsys.readouterr().out
+    assert f"{kind} of " in text
+    assert "differs at token" in text
+    assert "generate run: 12/12" not in text
+
+
+def test_sabotage_of_what_never_happens_is_said_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(replace(SMALL, preemption_mode="recompute", sabotage="fetch")) == 2
+    captured = capsys.readouterr()
+    assert "nothing: 0 blocks of kind fetch" in captured.out
+    assert captured.err.startswith("blockyard: no fetch could be dropped")
+
+
+def test_damaged_blocks_are_all_detected_and_tokens_stay_identical() -> None:
+    report = make_report(replace(SMALL, corrupt=20))
+    assert report.identical
+    assert report.damage is not None
+    assert report.damage.detected == report.damage.read >= 1
+    assert report.damage.read <= report.damage.stored <= 20
+    assert report.file_tier.checksum_failures == report.damage.detected
+    assert report.lost >= 1
+    assert report.exit_code == 0
+
+
+def test_damage_that_nothing_reads_is_said_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(replace(SMALL, preemption_mode="recompute", corrupt=3)) == 2
+    assert capsys.readouterr().err.startswith("blockyard: no damaged block was read")
+
+
+def test_without_a_host_tier_blocks_go_from_device_to_file() -> None:
+    report = make_report(replace(SMALL, num_host_blocks=0))
+    assert report.identical
+    assert report.blocks("swap_out") == 0
+    assert report.blocks("spill", "external") > 0
+    assert report.peak["host"].total == 0
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preemption_mode_decides_what_becomes_of_victims(mode: str) -> None:
+    options = replace(SMALL, preemption_mode=mode)  # type: ignore[arg-type]
+    report = make_report(options)
+    assert report.identical
+    swapped = report.preemptions["swap_host"] + report.preemptions["swap_external"]
+    assert (swapped > 0, report.preemptions["recompute"] > 0) == (mode == "swap", mode == "recompute")
+
+
+@pytest.mark.parametrize("block_size", [1, 7])
+def test_block_size_does_not_show_in_the_tokens(block_size: int) -> None:
+    blocks = 24 * 16 // block_size
+    assert make_report(replace(SMALL, block_size=block_size, num_device_blocks=blocks)).identical
+
+
+def test_first_200_requests_of_the_azure_trace_are_identical(traces: Path) -> None:
+    options = replace(
+        SMALL,
+        trace=traces / "AzureLLMInferenceTrace_conv.csv",
+        trace_requests=200,
+        scale=1 / 24,
+        num_device_blocks=40,
+        num_host_blocks=4,
+    )
+    report = make_report(options)
+    assert report.identical_requests == report.compared == 200
+    assert report.blocks("copy") > 0
+    assert all(count > 0 for count in report.preemptions.values())
+
+
+def test_trace_with_shared_prefixes_is_identical(traces: Path) -> None:
+    trace = traces / "lmcache_agent_miniswe.jsonl"
+    options = replace(SMALL, trace=trace, trace_requests=12, scale=1 / 32, num_device_blocks=16)
+    assert make_report(options).identical
+
+
+def test_json_file_holds_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert run_demo(replace(SMALL, requests=2, json=path)) == 0
+    loaded = json.loads(path.read_text())
+    assert loaded["identical"] is True
+    assert loaded["settings"]["num_device_blocks"] == 24
+    assert loaded["settings"]["json"] == str(path)
+    assert capsys.readouterr().out.endswith("generate run: 2/2\n")
+
+
+def test_folder_made_for_the_file_tier_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_report(replace(SMALL, requests=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_given_for_the_file_tier_stays_without_its_slab(tmp_path: Path) -> None:
+    report = make_report(replace(SMALL, external_swapper=f"file://{tmp_path}", external_swapper_space="4MiB"))
+    assert report.identical
+    assert report.blocks("fetch") > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_live_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(replace(SMALL, requests=2), live=True)
+    captured = capsys.readouterr()
+    assert "paged run" in captured.err
+    assert "2/2" in captured.err
+
+
+def test_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(OutOfBlocksError, match=r"needs up to \d+ device blocks .* there are 2"):
+        make_report(replace(SMALL, num_device_blocks=2))
+
+
+def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a folder"):
+        make_report(replace(SMALL, json=tmp_path / "absent" / "report.json"))
+    with pytest.raises(InvalidArgumentError, match=r"there is no config\.json"):
+        make_report(replace(SMALL, model=tmp_path))
+    with pytest.raises(TierURLError, match="has no scheme"):
+        make_report(replace(SMALL, external_swapper="/tmp/swap"))
+    with pytest.raises(InvalidArgumentError, match="'2G' is no size"):
+        make_report(replace(SMALL, external_swapper_space="2G"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_default_pools_send_blocks_every_way(seed: int) -> None:
+    """Lengths alone decide what the scheduler does, so no model is needed to see it."""
+    options = DemoOptions(seed=seed)
+    items = text_workload(
+        options.requests, seed=seed, prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens
+    )
+    device, host = pool_sizes(options, items)
+    manager = BlockManager(block_size=16, device_blocks=device, host_blocks=host, external_blocks=512)
+    scheduler = Scheduler(manager, max_num_seqs=options.max_num_seqs)
+    for item in items:
+        scheduler.add(Request(item.request_id, item.prompt.tolist(), item.sampling.max_tokens, n=item.sampling.n))
+    kinds = set()
+    token = 0
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        kinds |= {kind for kind, _ in step.decision.transfers()}
+        scheduler.settle(step)
+        token += 1
+        scheduler.update(step, [[token % 251 + index for index in entry.sample_indices] for entry in step.batch])
+    assert kinds == set(KINDS)
+    assert scheduler.stats.preempted_recompute > 0
+    manager.check()
+
+
+def test_pool_sizes_asked_for_are_kept() -> None:
+    items = text_workload(3, prompt_tokens=(20, 20), output_tokens=(20, 20))
+    assert pool_sizes(replace(SMALL, num_device_blocks=99, num_host_blocks=0), items) == (99, 0)
+
+
+def test_pools_hold_the_largest_request() -> None:
+    items = text_workload(2, prompt_tokens=(33, 33), output_tokens=(31, 31))
+    device, host = pool_sizes(DemoOptions(), items)
+    assert device >= 2 + 2 * 2  # request 1 has two sequences: two whole blocks shared, two more each
+    assert host >= 2
+
+
+def item(name: str, n: int = 1) -> WorkItem:
+    return WorkItem(name, np.array([1]), SamplingParams(n=n))
+
+
+def test_comparison_names_the_first_token_that_differs() -> None:
+    items = [item("a"), item("b", n=2)]
+    wanted = {"a": [[1, 2, 3]], "b": [[4, 5], [6, 7]]}
+    assert compare(items, wanted, wanted) == (2, [])
+    got = {"a": [[1, 2, 3]], "b": [[4, 5], [6, 8]]}
+    assert compare(items, got, wanted) == (1, [Difference("b", 1, 1, 8, 7)])
+
+
+def test_comparison_sees_sequences_that_end_early_or_late() -> None:
+    assert compare([item("a")], {"a": [[1]]}, {"a": [[1, 2]]}) == (0, [Difference("a", 0, 1, -1, 2)])
+    assert compare([item("a")], {"a": [[1, 2]]}, {"a": [[1]]}) == (0, [Difference("a", 0, 1, 2, -1)])
+
+
+@pytest.mark.slow
+def test_default_run_is_identical_48_of_48() -> None:
+    report = make_report(DemoOptions(device="cpu"))
+    assert (report.identical_requests, report.compared) == (48, 48)
+    assert {kind: report.blocks(kind) > 0 for kind in KINDS} == dict.fromkeys(KINDS, True)
+    assert report.preemptions["recompute"] > 0

@@ -1,0 +1,162 @@
+"""The demo's wrappers around the step executor: they count, drop and damage exactly what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError
+from blockyard.layout import KVLayout
+from blockyard.offload.executor import Executor, StepExecutor
+from blockyard.sim.executors import SABOTAGE_KINDS, CorruptingExecutor, CountingExecutor, SabotagedExecutor
+from blockyard.tiers import open_store
+from blockyard.transfer.engine import CacheEngine
+
+LAYOUT = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=2, dtype="float32")
+DEVICE, HOST, EXTERNAL = 8, 4, 4
+
+
+class Bench:
+    """Books, caches and a file, with three device blocks filled by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = CacheEngine(LAYOUT, num_device_blocks=DEVICE, num_host_blocks=HOST)
+        size = LAYOUT.bytes_per_block
+        self.store = open_store(f"file://{folder}", bytes_per_block=size, num_slots=EXTERNAL)
+        self.manager = BlockManager(
+            block_size=2, device_blocks=DEVICE, host_blocks=HOST, external_blocks=EXTERNAL, watermark=0.0
+        )
+        self.executor = StepExecutor(self.engine, self.store)
+        self.sequence = self.manager.allocate([5])
+        self.manager.complete(self.manager.take_decision().ticket)
+        rows = np.random.default_rng(0).integers(1, 256, (3, size), dtype=np.uint8)
+        self.engine.write_blocks("device", self.blocks(), rows)
+        self.rows = rows
+
+    def blocks(self) -> NDArray[np.int64]:
+        return self.manager.block_table(int(self.sequence[0])).astype(np.int64)
+
+    def carry_out(self, executor: Executor) -> list[Pairs]:
+        decision = self.manager.take_decision()
+        lost = executor.execute(decision)
+        self.manager.fail(decision.ticket, lost)
+        return lost
+
+    def move(self, executor: Executor, *moves: str) -> list[Pairs]:
+        for name in moves:
+            getattr(self.manager, name)(self.sequence)
+            lost = self.carry_out(executor)
+        return lost
+
+    def differing(self) -> list[bool]:
+        """Which of the sequence's device blocks hold other bytes than at the start."""
+        held = self.engine.read_blocks("device", self.blocks())
+        return [bool(row.any()) for row in held != self.rows]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.manager.check()
+    bench.store.close()
+    bench.engine.close()
+
+
+def overwrite_device(bench: Bench) -> None:
+    """Fill all device blocks, as other sequences would while this one is away."""
+    bench.engine.write_blocks("device", np.arange(DEVICE), np.full((DEVICE, LAYOUT.bytes_per_block), 9, np.uint8))
+
+
+def test_undisturbed_round_trips_bring_every_byte_back(bench: Bench) -> None:
+    for away, back in (("swap_out", "swap_in"), ("spill", "fetch")):
+        bench.move(bench.executor, away)
+        overwrite_device(bench)
+        bench.move(bench.executor, back)
+        assert bench.differing() == [False, False, False]
+
+
+def test_counting_names_kind_and_tiers(bench: Bench) -> None:
+    counting = CountingExecutor(bench.executor)
+    bench.move(counting, "swap_out", "swap_in", "spill", "fetch")
+    assert counting.blocks == {
+        ("swap_out", "device", "host"): 3,
+        ("swap_in", "host", "device"): 3,
+        ("spill", "device", "external"): 3,
+        ("fetch", "external", "device"): 3,
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SABOTAGE_KINDS if kind != "copy"])
+def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: str) -> None:
+    sabotaged = SabotagedExecutor(bench.executor, kind)
+    away, back = ("swap_out", "swap_in") if "swap" in kind else ("spill", "fetch")
+    assert bench.move(sabotaged, away) == []
+    overwrite_device(bench)
+    assert bench.move(sabotaged, back) == []
+    assert sum(bench.differing()) == 1
+    assert sabotaged.seen == 3
+    assert sabotaged.dropped.startswith(f"{kind} of ")
+
+
+def test_sabotage_drops_only_once(bench: Bench) -> None:
+    sabotaged = SabotagedExecutor(bench.executor, "swap_in")
+    for _ in range(2):
+        bench.move(sabotaged, "swap_out")
+        overwrite_device(bench)
+        bench.move(sabotaged, "swap_in")
+    assert sum(bench.differing()) == 1
+    assert sabotaged.seen == 6
+
+
+def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
+    child = bench.manager.fork(int(bench.sequence[0]))
+    sabotaged = SabotagedExecutor(bench.executor, "copy")
+    bench.manager.append(child)
+    bench.carry_out(sabotaged)
+    copied = bench.manager.block_table(int(child[0])).astype(np.int64)[2:]
+    assert sabotaged.dropped
+    assert not bench.engine.read_blocks("device", copied).any()
+
+
+def test_sabotage_passes_over_blocks_that_the_transfer_does_not_change(bench: Bench) -> None:
+    sabotaged = SabotagedExecutor(bench.executor, "swap_in")
+    bench.move(sabotaged, "swap_out", "swap_in")  # nobody wrote over the device blocks meanwhile
+    assert bench.differing() == [False, False, False]
+    assert (sabotaged.seen, sabotaged.dropped) == (3, "")
+
+
+def test_sabotage_of_an_unknown_kind_raises(bench: Bench) -> None:
+    with pytest.raises(InvalidArgumentError, match="sabotage is 'move'"):
+        SabotagedExecutor(bench.executor, "move")
+
+
+def test_damaged_blocks_are_those_that_do_not_come_back(bench: Bench) -> None:
+    corrupting = CorruptingExecutor(bench.executor, bench.store, count=20)
+    assert bench.move(corrupting, "spill") == []
+    (lost,) = bench.move(corrupting, "fetch")
+    assert len(lost) == corrupting.stored == corrupting.read == 2
+    assert bench.store.stats().checksum_failures == 2
+
+
+def test_damage_stops_at_the_number_asked_for(bench: Bench) -> None:
+    corrupting = CorruptingExecutor(bench.executor, bench.store, count=1)
+    bench.move(corrupting, "spill", "fetch")
+    assert corrupting.stored == 1
+
+
+def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
+    corrupting = CorruptingExecutor(bench.executor, bench.store, count=2)
+    bench.move(corrupting, "spill")
+    bench.manager.free(bench.sequence)
+    bench.sequence = bench.manager.allocate([5])
+    bench.carry_out(corrupting)
+    bench.engine.write_blocks("device", bench.blocks(), bench.rows)
+    assert bench.move(corrupting, "spill", "fetch") == []
+    assert (corrupting.stored, corrupting.read) == (2, 0)
+    assert bench.differing() == [False, False, False]

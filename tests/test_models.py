@@ -1,0 +1,102 @@
+"""Models for the demo: where they run, which folders they come from, and what memory their caches need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.demo_model import demo_config, demo_model
+from blockyard.sim.demo import DemoOptions, make_report
+from blockyard.sim.models import choose_device, fitting_threads, load_encode, load_model, require_memory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer that knows single characters and the word `self`."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = demo_config(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2)
+    demo_model(config).save_pretrained(folder)
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(characters)} | {"se": 256, "lf": 257, "self": 258}
+    bpe = models.BPE(vocab=vocabulary, merges=[("s", "e"), ("l", "f"), ("se", "lf")])
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_device_is_cuda_where_there_is_one() -> None:
+    assert choose_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert choose_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("abacus", "device is 'abacus', must be cpu, cuda or auto"),
+        ("meta", "device is 'meta', must be cpu, cuda or auto"),
+        ("cuda:99", "device is 'cuda:99', this machine has"),
+    ],
+)
+def test_device_that_is_not_there_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        choose_device(name)
+
+
+def test_checkpoint_is_loaded_in_fp32(checkpoint: Path) -> None:
+    model = load_model(checkpoint, "cpu")
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert model.config.num_hidden_layers == 2
+
+
+def test_checkpoints_own_tokenizer_is_used(checkpoint: Path) -> None:
+    encode = load_encode(checkpoint)
+    assert encode is not None
+    text = np.frombuffer(b"self.x", dtype=np.uint8).astype(np.int64)
+    assert len(encode(text)) == 3
+    assert encode(text)[0] == 258
+
+
+def test_folder_without_tokenizer_leaves_byte_tokens(tmp_path: Path) -> None:
+    assert load_encode(tmp_path) is None
+    assert load_encode(None) is None
+
+
+def test_demo_serves_a_local_checkpoint(checkpoint: Path) -> None:
+    options = DemoOptions(
+        model=checkpoint,
+        device="cpu",
+        requests=4,
+        prompt_tokens=(16, 48),
+        output_tokens=(16, 32),
+        external_swapper_space="4MiB",
+    )
+    report = make_report(options)
+    assert (report.identical_requests, report.model) == (4, "LlamaForCausalLM")
+
+
+def test_folder_that_holds_no_known_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    with pytest.raises(InvalidArgumentError, match=r"cannot load a model from .*abacus") as caught:
+        load_model(tmp_path, "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_small_model_runs_on_one_thread_and_leaves_the_rest_as_it_was() -> None:
+    before = torch.get_num_threads()
+    with fitting_threads(demo_model(demo_config(num_layers=1, hidden_size=32))):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_pools_beyond_memory_are_refused_with_the_numbers() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"2000000000 device and 3 host blocks of 65536 bytes need \d+"):
+        require_memory(demo_model(), 16, 2_000_000_000, 3)
