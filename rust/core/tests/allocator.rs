@@ -1,5 +1,7 @@
 //! The standalone allocators beside a plain model: a map of references, after each operation every count and `check`.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests, beside the test functions that clippy.toml exempts")]
+
 use blockyard_core::allocator::Lookups;
 use blockyard_core::hash::{Chain, Key, KeySpec};
 use blockyard_core::{

@@ -78,7 +78,8 @@ impl PrefixCachingAllocator {
         self.plain.take_idle(count.min(self.plain.idle()), out);
         while self.eviction == Eviction::Accessed && out.len() < first + count {
             let Some((.., block)) = self.order.pop_first() else { break };
-            self.plain.pool.take_block(block);
+            self.plain.pool.claim(block);
+            self.plain.pool.unpublish(block);
             out.push(block);
         }
         let left = first + count - out.len();

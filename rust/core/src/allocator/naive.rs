@@ -43,7 +43,7 @@ impl NaiveAllocator {
             return;
         }
         for block in self.queue.drain(..count) {
-            self.pool.take_block(block);
+            self.pool.take_free(block);
             out.push(block);
         }
     }
