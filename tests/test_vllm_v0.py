@@ -301,6 +301,11 @@ def test_keys_depend_on_what_is_before_and_on_the_extra_hash():
     assert key(True, None, [1, 2, 3, 4]) == first
 
 
+def test_a_token_that_is_not_known_yet_is_a_token_of_its_own():
+    key = PrefixCachingBlock.hash_block_tokens
+    assert len({key(True, None, [1, token]) for token in (-2, -1, 0, 1)}) == 4
+
+
 def test_every_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
     hashed: list[int] = []
     module = inspect.getmodule(ComputedBlocksTracker)

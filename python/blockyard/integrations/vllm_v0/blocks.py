@@ -120,12 +120,17 @@ def hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra
     """Keys of the full blocks of `token_ids`."""
     before = None if parent is None else _bytes(parent)
     extra = None if extra_hash is None else repr(extra_hash).encode()
-    keys = _core.chain_keys(token_ids, block_size=block_size, parent=before, extra=extra)
+    try:
+        keys = _core.chain_keys(token_ids, block_size=block_size, parent=before, extra=extra)
+    except InvalidArgumentError:
+        # Engines put -1 for a token that is not known yet; ids of real ones stay below 2^31.
+        known = [token if token >= 0 else (1 << 31) - token for token in token_ids]
+        keys = _core.chain_keys(known, block_size=block_size, parent=before, extra=extra)
     return [int.from_bytes(key, "big") for key in keys]
 
 
 def _bytes(key: int) -> bytes:
-    return key.to_bytes(32, "big")
+    return (key % (1 << 256)).to_bytes(32, "big")
 
 
 class _PoolAllocator(BlockAllocator):
