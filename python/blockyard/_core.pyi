@@ -19,6 +19,8 @@ __all__ = [
     "BlockAllocator",
     "BlockManager",
     "Completion",
+    "EventBatch",
+    "ManagerStats",
     "NaiveAllocator",
     "Pairs",
     "PrefixCachingAllocator",
@@ -226,8 +228,9 @@ class BlockManager:
         external_blocks: slots of the external tier.
         watermark: fraction of the device blocks that admission keeps free.
         prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
+        events: events of the prefix cache that wait for `take_events` at most; 0 for none at all.
     Raises:
-        InvalidArgumentError: a size or the watermark is out of range.
+        InvalidArgumentError: a size or the watermark is out of range, or events are asked for without prefix caching.
     """
 
     def __new__(
@@ -239,6 +242,7 @@ class BlockManager:
         external_blocks: int = 0,
         watermark: float = 0.01,
         prefix_caching: bool = False,
+        events: int = 0,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -414,12 +418,127 @@ class BlockManager:
             UnknownTicketError: the ticket was never handed out, or has ended.
             MappingError: the ticket writes no such block.
         """
+    def stats(self) -> ManagerStats:
+        """All counters, as of now."""
+    def take_events(self) -> EventBatch:
+        """Take all events of the prefix cache that wait; none if they were not asked for."""
+    def snapshot(self) -> bytes:
+        """The whole books as bytes, versioned and checksummed, for `restore` of the same version.
+
+        They say what the caches hold and are worth nothing without the caches' bytes. They hold the in-process keys of
+        cached blocks: keep them as the caches themselves are kept.
+
+        Raises:
+            SnapshotError: tickets are in flight, or the open step has transfers.
+        """
+    @staticmethod
+    def restore(data: bytes) -> BlockManager:
+        """The books that `snapshot` wrote; handles, tickets and events go on as if nothing had happened.
+
+        Raises:
+            SnapshotError: the bytes are no snapshot of this version, cut short, damaged, too long, or contradictory.
+        """
     def check(self) -> None:
         """Count everything again and compare.
 
         Raises:
             InvariantError: the books contradict themselves; a bug in Blockyard.
         """
+
+@final
+class EventBatch:
+    """Events of the prefix cache taken in one go, one array entry an event, oldest first.
+
+    Event `i` has the number `first + i`. Numbers rise by one from batch to batch; `dropped` events before `first` had
+    no room. Replaying `stored`, `removed` and `cleared` by tier and key gives exactly what can be found.
+
+    - `kinds`: uint8 `[n]`, indexes `KINDS`; `tiers`: uint8 `[n]`, indexes `TIERS`; `blocks`: int32 `[n]`, -1 if
+      cleared.
+    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it.
+    - Of `stored` alone: `parents`, uint8 `[n, 32]`, key of the block before, zeros for a sequence's first; `tokens`,
+      uint32 `[n]`; `lora_ids`, uint64 `[n]`.
+    - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
+      other tiers, those on their way included: they cannot be found until a swapped sequence brings them back, by a
+      new `stored`.
+    """
+
+    KINDS: tuple[str, str, str]
+    TIERS: tuple[str, str, str]
+    REASONS: tuple[str, str, str, str]
+    @property
+    def first(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def kinds(self) -> NDArray[np.uint8]: ...
+    @property
+    def tiers(self) -> NDArray[np.uint8]: ...
+    @property
+    def blocks(self) -> NDArray[np.int32]: ...
+    @property
+    def keys(self) -> NDArray[np.uint8]: ...
+    @property
+    def parents(self) -> NDArray[np.uint8]: ...
+    @property
+    def tokens(self) -> NDArray[np.uint32]: ...
+    @property
+    def lora_ids(self) -> NDArray[np.uint64]: ...
+    @property
+    def reasons(self) -> NDArray[np.uint8]: ...
+    @property
+    def remaining(self) -> NDArray[np.uint8]: ...
+    def __len__(self) -> int: ...
+
+@final
+class ManagerStats:
+    """Counters since the manager was made, and what is the case now: `sequences`, `open_tickets`, and of each tier the
+    blocks that are `used` (referenced, or held by a transfer), `leased` (held by a transfer) and `cached` (findable).
+
+    Transfers count when they are decided. Blocks and tokens are missed if a prompt did not find them.
+    """
+
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def open_tickets(self) -> int: ...
+    @property
+    def prompts(self) -> int: ...
+    @property
+    def hit_blocks(self) -> int: ...
+    @property
+    def missed_blocks(self) -> int: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    @property
+    def missed_tokens(self) -> int: ...
+    @property
+    def merged_blocks(self) -> int: ...
+    @property
+    def copied_blocks(self) -> int: ...
+    @property
+    def swapped_out_blocks(self) -> int: ...
+    @property
+    def swapped_in_blocks(self) -> int: ...
+    @property
+    def spilled_blocks(self) -> int: ...
+    @property
+    def fetched_blocks(self) -> int: ...
+    @property
+    def used_blocks(self) -> dict[_Tier, int]: ...
+    @property
+    def peak_blocks(self) -> dict[_Tier, int]: ...
+    @property
+    def leased_blocks(self) -> dict[_Tier, int]: ...
+    @property
+    def cached_blocks(self) -> dict[_Tier, int]: ...
+    @property
+    def evicted_blocks(self) -> dict[_Tier, int]: ...
+    def as_dict(self) -> dict[str, int]:
+        """All counters by name; those of a tier as `used_blocks_device` and so on."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class Completion:

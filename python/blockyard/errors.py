@@ -85,5 +85,9 @@ class UnsupportedModelError(BlockyardError):
     """The model does not use the attention interface that paged attention plugs into."""
 
 
+class SnapshotError(BlockyardError):
+    """The books are not at rest, or bytes are no snapshot that this version can trust; nothing was changed."""
+
+
 class InvariantError(BlockyardError):
     """The books contradict themselves: a bug in Blockyard."""

@@ -111,6 +111,20 @@ pub enum Error {
         /// What it must be.
         must: String,
     },
+    /// Books are written only at rest.
+    #[error("the books are not at rest: {tickets} tickets are in flight, {pairs} pairs of the open step are undecided")]
+    Busy {
+        /// Tickets neither completed nor failed.
+        tickets: usize,
+        /// Pairs that the next decision will hold.
+        pairs: usize,
+    },
+    /// Bytes are no snapshot of the books, or not one that this version can trust.
+    #[error("the snapshot is refused: {what}")]
+    BadSnapshot {
+        /// Why.
+        what: String,
+    },
     /// The books contradict themselves: a bug in this crate.
     #[error("the books contradict themselves: {what}")]
     Broken {

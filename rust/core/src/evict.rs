@@ -33,6 +33,12 @@ impl Lru {
         self.stamps[block.index()] != 0
     }
 
+    /// Blocks that can be evicted, least recently used first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = BlockId> {
+        let counts = |(block, stamp): &&(u32, u32)| self.stamps[*block as usize] == *stamp;
+        self.ring.iter().filter(counts).map(|(block, _)| BlockId(*block))
+    }
+
     /// Makes a block evictable, after all others.
     #[inline]
     pub(crate) fn insert(&mut self, block: BlockId) {
@@ -112,6 +118,7 @@ mod tests {
                     _ => {}
                 }
                 prop_assert_eq!(lru.len(), model.len());
+                prop_assert!(lru.iter().map(|block| block.0).eq(model.iter().copied()));
                 prop_assert!((0..40).all(|m| lru.contains(BlockId(m)) == model.contains(&m)));
             }
         }

@@ -6,6 +6,7 @@
 //! stream. The two are types of their own and never compared.
 
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 use sha2::digest::generic_array::GenericArray;
 use sha2::digest::typenum::U64;
 use sha2::{Digest, Sha256};
@@ -24,26 +25,6 @@ const INITIAL: [u32; 8] =
 pub struct Key([u32; 8]);
 
 impl Key {
-    /// The key as bytes, for a caller in this process to keep.
-    #[must_use]
-    pub fn to_bytes(&self) -> [u8; 32] {
-        let mut bytes = [0; 32];
-        for (bytes, word) in bytes.chunks_exact_mut(4).zip(self.0) {
-            bytes.copy_from_slice(&word.to_be_bytes());
-        }
-        bytes
-    }
-
-    /// The key that [`Key::to_bytes`] gave.
-    #[must_use]
-    pub fn from_bytes(bytes: &[u8; 32]) -> Self {
-        let mut words = [0; 8];
-        for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
-            *word = bytes.iter().fold(0, |word, &byte| word << 8 | u32::from(byte));
-        }
-        Self(words)
-    }
-
     /// Key of the block after this one, of those tokens and extras.
     ///
     /// # Errors
@@ -57,10 +38,30 @@ impl Key {
     pub(crate) fn tag(&self) -> u32 {
         self.0[0].max(1)
     }
+
+    /// The key as bytes, for a caller in this process to keep.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; 32] {
+        let mut bytes = [0; 32];
+        for (bytes, word) in bytes.chunks_exact_mut(4).zip(self.0) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// The key that [`Key::to_bytes`] gave.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8; 32]) -> Self {
+        let mut words = [0; 8];
+        for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
+            *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        Self(words)
+    }
 }
 
 /// Key that leaves the process: the SHA-256 digest of the stream up to a block's end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ExportedKey(pub [u8; 32]);
 
 /// What a sequence's keys depend on beside its tokens.
@@ -114,6 +115,22 @@ impl Chain {
         chain
     }
 
+    /// The chain that had a key after so many frames.
+    pub(crate) fn resume(key: Key, frames: u32) -> Self {
+        Self { state: key.0, frames: u64::from(frames) }
+    }
+
+    /// Key of what was hashed so far.
+    #[must_use]
+    pub fn key(&self) -> Key {
+        Key(self.state)
+    }
+
+    /// 64-byte frames hashed so far. No sequence comes near the 256 GiB that a u32 can say.
+    pub(crate) fn frames(&self) -> u32 {
+        u32::try_from(self.frames).unwrap_or(u32::MAX)
+    }
+
     /// Goes on over one full block and returns its key.
     ///
     /// # Errors
@@ -138,12 +155,6 @@ impl Chain {
             }
         }
         Ok(Key(self.state))
-    }
-
-    /// Key of what was hashed so far.
-    #[must_use]
-    pub fn key(&self) -> Key {
-        Key(self.state)
     }
 
     /// Key for other processes: the digest of everything so far.

@@ -1,10 +1,11 @@
 //! Names for what the books count: blocks, sequences, tickets, tiers. Each is a type of its own, so that one is never
 //! taken for another.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Where a block lives. Block ids count from 0 in each tier.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Tier {
     /// The memory that attention kernels read: a GPU's, or CPU tensors where there is none.
     Device,
@@ -48,7 +49,7 @@ impl fmt::Display for Tier {
 }
 
 /// One block of one tier.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct BlockId(pub u32);
 
@@ -99,7 +100,7 @@ impl fmt::Display for SequenceId {
 }
 
 /// One step's transfers, until they are completed or failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct TicketId(pub u64);
 

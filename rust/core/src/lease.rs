@@ -49,6 +49,16 @@ impl Tickets {
         Self { open: TicketId(1), collected: Vec::new(), submitted: BTreeMap::new(), ended_copies: BTreeMap::new() }
     }
 
+    /// No tickets but the one to be collected.
+    pub(crate) fn resume(open: TicketId) -> Self {
+        Self { open, ..Self::new() }
+    }
+
+    /// Submitted tickets that are neither completed nor failed.
+    pub(crate) fn in_flight_count(&self) -> usize {
+        self.submitted.len()
+    }
+
     /// The ticket that the present step's transfers will carry.
     pub(crate) fn open(&self) -> TicketId {
         self.open

@@ -5,12 +5,18 @@
 //! only ways in and out.
 
 use crate::error::{Error, Result};
+use crate::event::{Reason, Removals};
 use crate::evict::Lru;
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::lease::LeaseKind;
 use crate::prefix::PrefixIndex;
 use crate::reuse::BlockSet;
+
+mod publish;
+mod snapshot;
+pub(crate) use publish::Published;
+pub(crate) use snapshot::PoolImage;
 
 /// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -64,6 +70,10 @@ pub struct Pool {
     /// Twins of blocks whose bytes went with an eviction; the owner of all pools lets them forget.
     orphans: Vec<Twin>,
     evictions: u64,
+    /// Most blocks that were not free at once.
+    peak: usize,
+    /// Where events are on: what was removed and not yet gathered.
+    removals: Option<Box<Removals>>,
 }
 
 impl Pool {
@@ -79,7 +89,7 @@ impl Pool {
         let nodes = vec![Node::default(); blocks];
         let cache = caching.then(|| Cache { index: PrefixIndex::new(blocks), lru: Lru::new(blocks) });
         let (free, draining) = (BlockSet::full(blocks), BlockSet::empty(blocks));
-        Ok(Self { tier, nodes, free, draining, cache, orphans: Vec::new(), evictions: 0 })
+        Ok(Self { tier, nodes, free, draining, cache, orphans: Vec::new(), evictions: 0, peak: 0, removals: None })
     }
 
     /// The tier that the blocks are in.
@@ -122,6 +132,12 @@ impl Pool {
     #[must_use]
     pub fn evictions(&self) -> u64 {
         self.evictions
+    }
+
+    /// Most blocks that were not free at once.
+    #[must_use]
+    pub fn peak(&self) -> usize {
+        self.peak
     }
 
     /// Free blocks, and those that device work ordered after their readers may have.
@@ -192,6 +208,7 @@ impl Pool {
         });
         let ready = out.len() - first;
         if ready == count {
+            self.note_peak();
             return false;
         }
         self.draining.take_lowest(count - ready, |block| out.push(block));
@@ -206,6 +223,7 @@ impl Pool {
             self.drop_bytes(block);
             self.nodes[block.index()].refs = 1;
         }
+        self.note_peak();
         drained
     }
 
@@ -216,15 +234,15 @@ impl Pool {
     }
 
     /// Makes a block that is being given out again unfindable.
-    fn drop_bytes(&mut self, block: BlockId) {
+    pub(crate) fn drop_bytes(&mut self, block: BlockId) {
         let node = &mut self.nodes[block.index()];
-        if let Some(twin) = decode(std::mem::take(&mut node.twin)) {
-            self.orphans.push(twin);
-        }
+        let twin = decode(std::mem::take(&mut node.twin));
+        self.orphans.extend(twin);
         let tag = std::mem::take(&mut node.tag);
         if let (Some(cache), true) = (&mut self.cache, tag != 0) {
             cache.index.remove(block, tag);
             self.evictions += 1;
+            self.note_removal(block, Reason::Evicted, twin);
         }
     }
 
@@ -253,41 +271,8 @@ impl Pool {
         node.refs += 1;
     }
 
-    /// Makes a block findable by its key; if another block has that key, returns that one and changes nothing.
-    pub(crate) fn publish(&mut self, block: BlockId, key: Key) -> Option<BlockId> {
-        let cache = self.cache.as_mut()?;
-        let node = &mut self.nodes[block.index()];
-        if let Some(other) = cache.index.find(&key) {
-            return (other != block).then_some(other);
-        }
-        if node.tag != 0 {
-            cache.index.remove(block, node.tag);
-        }
-        node.tag = key.tag();
-        cache.index.insert(block, key);
-        None
-    }
-
-    /// Makes a block whose bytes are gone unfindable.
-    pub(crate) fn unpublish(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        let tag = std::mem::take(&mut node.tag);
-        if node.refs == 0 {
-            self.orphans.extend(decode(std::mem::take(&mut node.twin)));
-        }
-        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(block, tag);
-            if cache.lru.remove(block) {
-                self.free.insert(block);
-            }
-        }
-    }
-
-    /// Forgets all keys; blocks that are in use stay so.
-    pub(crate) fn unpublish_all(&mut self) {
-        for block in (0..).map(BlockId).take(self.nodes.len()) {
-            self.unpublish(block);
-        }
+    fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.len() - self.free());
     }
 
     /// Adds references to a block that has some.

@@ -5,6 +5,9 @@ use crate::error::{Error, Result};
 use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 
+mod snapshot;
+pub(crate) use snapshot::RowsImage;
+
 /// Most sequences in the books.
 const MAX_SEQUENCES: usize = 1 << 24;
 
@@ -45,6 +48,26 @@ pub(crate) struct RowKeys {
     pub(crate) pending: Vec<u32>,
     /// Blocks whose keys have been published since the row came to its tier.
     pub(crate) published: usize,
+    /// Adapter that the sequence runs with.
+    pub(crate) lora_id: u64,
+    /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
+    pub(crate) surplus: Vec<(u32, u32)>,
+}
+
+impl RowKeys {
+    /// The chain up to one of the full blocks.
+    pub(crate) fn chain_at(&self, index: usize, block_size: u32) -> Option<Chain> {
+        let after = self.surplus.partition_point(|&(block, _)| block as usize <= index);
+        let surplus = after.checked_sub(1).map_or(0, |last| self.surplus[last].1);
+        let frames = frames_before_extras(index + 1, block_size).saturating_add(surplus);
+        Some(Chain::resume(*self.keys.get(index)?, frames))
+    }
+}
+
+/// Frames of a chain over so many blocks of tokens.
+pub(crate) fn frames_before_extras(blocks: usize, block_size: u32) -> u32 {
+    let of_block = u64::from(block_size).div_ceil(16);
+    u32::try_from((blocks as u64).saturating_mul(of_block).saturating_add(1)).unwrap_or(u32::MAX)
 }
 
 impl Row {

@@ -130,6 +130,7 @@ fn of_blocks_used_equally_long_ago_the_longest_prefix_goes_first() {
     allocator.free(&blocks).unwrap();
     allocator.touch(&blocks[9..10], 9.0).unwrap();
     assert_eq!(take(&mut allocator, 7), [11, 10, 8, 7, 6, 5, 4]);
+    assert_eq!((allocator.pool().evictions(), allocator.pool().published()), (7, 5));
     assert!(allocator.touch(&[BlockId(0)], f64::NAN).is_err());
     allocator.check().unwrap();
 }

@@ -15,6 +15,9 @@ use blockyard_core::{
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
+#[path = "manager/books.rs"]
+mod books;
+
 const BLOCK: u32 = 4;
 
 #[derive(Debug, Clone, Copy)]
@@ -34,6 +37,7 @@ enum Op {
     Step,
     End(usize),
     Fail(usize, usize),
+    Snapshot,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -55,6 +59,7 @@ fn op() -> impl Strategy<Value = Op> {
         12 => Just(Op::Step),
         8 => pick.clone().prop_map(Op::End),
         1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
+        2 => Just(Op::Snapshot),
     ]
 }
 
@@ -95,11 +100,16 @@ struct World {
     pending: Vec<(i64, u64)>,
     tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
     next: u64,
+    /// What the events say can be found, and how many events there were.
+    findable: BTreeMap<[u8; 32], BlockId>,
+    events: u64,
 }
 
 impl World {
     fn new(blocks: [usize; 3]) -> Self {
-        let manager = Manager::new(Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true }).unwrap();
+        let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true };
+        let mut manager = Manager::new(config).unwrap();
+        manager.record_events(1 << 16).unwrap();
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
             manager,
@@ -112,6 +122,8 @@ impl World {
             pending: vec![],
             tickets: BTreeMap::new(),
             next: 0,
+            findable: BTreeMap::new(),
+            events: 0,
         }
     }
 
@@ -432,8 +444,10 @@ impl World {
                     }
                 }
             }
+            Op::Snapshot => self.snapshot(),
         }
         self.manager.check().unwrap();
+        self.follow();
     }
 
     /// Runs everything to its end and reads every token of every sequence.
@@ -453,6 +467,8 @@ impl World {
         }
         let all: Vec<_> = self.truth.keys().copied().collect();
         self.free(&all);
+        self.follow();
+        self.snapshot();
         for tier in Tier::ALL {
             assert_eq!(self.manager.pool(tier).free(), self.manager.pool(tier).len(), "{tier} blocks leaked");
         }

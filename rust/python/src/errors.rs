@@ -11,6 +11,7 @@ mod classes {
     import_exception!(blockyard.errors, MappingError);
     import_exception!(blockyard.errors, OutOfBlocksError);
     import_exception!(blockyard.errors, SequenceStateError);
+    import_exception!(blockyard.errors, SnapshotError);
     import_exception!(blockyard.errors, UnknownSequenceError);
     import_exception!(blockyard.errors, UnknownTicketError);
 }
@@ -29,6 +30,7 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         }
         Error::UnknownTicket { .. } => classes::UnknownTicketError::new_err(message),
         Error::NotInTicket { .. } => classes::MappingError::new_err(message),
+        Error::Busy { .. } | Error::BadSnapshot { .. } => classes::SnapshotError::new_err(message),
         Error::Broken { .. } => classes::InvariantError::new_err(message),
         _ => classes::InvalidArgumentError::new_err(message),
     }

@@ -4,8 +4,11 @@ mod allocator;
 mod arrays;
 mod decision;
 mod errors;
+mod event;
 mod manager;
 mod prefix;
+mod snapshot;
+mod stats;
 mod store;
 
 use pyo3::prelude::*;
@@ -20,9 +23,13 @@ mod _core {
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
     #[pymodule_export]
+    use crate::event::PyEventBatch;
+    #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
+    #[pymodule_export]
+    use crate::stats::PyManagerStats;
     #[pymodule_export]
     use crate::store::{PyCompletion, PySlabStore, PyTierStats};
 

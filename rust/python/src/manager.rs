@@ -43,6 +43,10 @@ pub(crate) struct PyBlockManager {
 }
 
 impl PyBlockManager {
+    pub(crate) fn from_core(manager: Manager) -> Self {
+        Self { inner: Mutex::new(manager) }
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, Manager> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -66,7 +70,7 @@ pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, Py
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        prefix_caching = false))]
+        prefix_caching = false, events = 0))]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
         #[pyo3(from_py_with = count)] device_blocks: u32,
@@ -74,10 +78,15 @@ impl PyBlockManager {
         #[pyo3(from_py_with = count)] external_blocks: u32,
         watermark: f64,
         prefix_caching: bool,
+        #[pyo3(from_py_with = count)] events: u32,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
-        Ok(Self { inner: Mutex::new(Manager::new(config).map_err(to_py)?) })
+        let mut manager = Manager::new(config).map_err(to_py)?;
+        if events > 0 {
+            manager.record_events(events as usize).map_err(to_py)?;
+        }
+        Ok(Self::from_core(manager))
     }
 
     #[getter]

@@ -79,7 +79,7 @@ impl PrefixCachingAllocator {
         while self.eviction == Eviction::Accessed && out.len() < first + count {
             let Some((.., block)) = self.order.pop_first() else { break };
             self.plain.pool.claim(block);
-            self.plain.pool.unpublish(block);
+            self.plain.pool.drop_bytes(block);
             out.push(block);
         }
         let left = first + count - out.len();

@@ -10,10 +10,13 @@
 mod append;
 mod prefix;
 mod relocate;
+mod snapshot;
+mod stats;
 mod ticket;
 
 use crate::decision::{Kind, Pairs};
 use crate::error::{Error, Result};
+use crate::event::{EventBatch, Events};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind, Tickets};
 use crate::pool::{Pool, Twin};
@@ -22,6 +25,7 @@ use std::collections::HashSet;
 
 pub use append::Counts;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
+pub use stats::{Stats, TierUse};
 
 /// Most block table entries that one fork may write.
 const MAX_FORKED: usize = 1 << 30;
@@ -84,6 +88,9 @@ pub struct Manager {
     tickets: Tickets,
     step: OpenStep,
     stats: PrefixStats,
+    /// Pairs decided so far, by kind.
+    decided: [u64; 7],
+    events: Option<Box<Events>>,
     scratch: Vec<BlockId>,
 }
 
@@ -126,8 +133,28 @@ impl Manager {
             tickets: Tickets::new(),
             step: OpenStep::default(),
             stats: PrefixStats::default(),
+            decided: [0; 7],
+            events: None,
             scratch: Vec::new(),
         })
+    }
+
+    /// Keeps the last `capacity` events of the prefix cache from now on, which must not have cached anything yet.
+    ///
+    /// # Errors
+    /// The capacity is out of range, the cache is off, or something has been published.
+    pub fn record_events(&mut self, capacity: usize) -> Result<()> {
+        if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
+            let must = "asked for once, of an empty prefix cache that is on".to_owned();
+            return Err(invalid("number of events", capacity as i128, must));
+        }
+        self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
+        Ok(())
+    }
+
+    /// Takes all events that wait; none where they were not asked for.
+    pub fn take_events(&mut self) -> EventBatch {
+        self.events.as_mut().map(|events| events.take(&mut self.pools)).unwrap_or_default()
     }
 
     /// Token slots in a block.
@@ -445,6 +472,10 @@ impl Manager {
     #[cfg(test)]
     pub(crate) fn rows_mut(&mut self) -> &mut Rows {
         &mut self.rows
+    }
+
+    pub(crate) fn events(&self) -> Option<&Events> {
+        self.events.as_deref()
     }
 
     pub(crate) fn tickets(&self) -> &Tickets {

@@ -4,9 +4,12 @@
 
 use super::{Manager, blocks_for, invalid, refuse_loading, release, take};
 use crate::error::{Error, Result};
+use crate::event::Publication;
 use crate::hash::{Chain, Extra, Key, KeySpec};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::table::RowKeys;
+use crate::pool::Published;
+use crate::table::{RowKeys, frames_before_extras};
+use serde::{Deserialize, Serialize};
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +32,7 @@ pub struct Prompt<'a> {
 }
 
 /// Counters of the prefix cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PrefixStats {
     /// Prompts that were admitted with their tokens.
     pub prompts: u64,
@@ -162,6 +165,9 @@ impl Manager {
         for (tier, twin) in self.pools[0].take_orphans() {
             self.pools[tier.index()].set_twin(twin, None);
         }
+        if let Some(events) = &mut self.events {
+            events.cleared(&mut self.pools, Tier::Device);
+        }
         true
     }
 
@@ -172,14 +178,17 @@ impl Manager {
         let pending = blocks.remainder();
         refuse_reserved(pending)?;
         let mut keys = Vec::with_capacity(blocks.len() + 1);
-        let mut extras = prompt.extras;
+        let (mut extras, mut surplus) = (prompt.extras, Vec::new());
         for (i, tokens) in blocks.enumerate() {
             let own = extras.iter().take_while(|extra| extra.block == i).count();
             let key = if own == 0 {
                 chain.block(tokens, &[])?
             } else {
                 let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
-                chain.block(tokens, &of_block)?
+                let key = chain.block(tokens, &of_block)?;
+                let regular = frames_before_extras(i + 1, self.block_size);
+                surplus.push((u32::try_from(i).unwrap_or(u32::MAX), chain.frames().saturating_sub(regular)));
+                key
             };
             extras = &extras[own..];
             keys.push(key);
@@ -191,7 +200,8 @@ impl Manager {
         let most = prompt.tokens.len().saturating_sub(1) / size;
         let found: Vec<BlockId> = keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)).collect();
         let published = found.len();
-        Ok(Match { keys: RowKeys { chain, keys, pending: pending.to_vec(), published }, found })
+        let (pending, lora_id) = (pending.to_vec(), prompt.spec.lora_id);
+        Ok(Match { keys: RowKeys { chain, keys, pending, published, lora_id, surplus }, found })
     }
 
     /// Opens the row of a prompt whose found blocks have been claimed.
@@ -249,15 +259,32 @@ impl Manager {
             if self.pools[0].is_writing(block) {
                 break;
             }
-            if let Some(canonical) = self.pools[0].publish(block, key) {
-                self.pools[0].claim(canonical);
-                row.table[keys.published] = canonical;
-                release(&mut self.pools, Tier::Device, block);
-                self.stats.merged += 1;
+            match self.pools[0].publish(block, key) {
+                Published::Now => {
+                    let told = self.events.as_mut().and_then(|e| Some((e, publication(keys, block, self.block_size)?)));
+                    if let Some((events, publication)) = told {
+                        events.stored(&mut self.pools, Tier::Device, publication);
+                    }
+                }
+                Published::Before => {}
+                Published::As(canonical) => {
+                    self.pools[0].claim(canonical);
+                    row.table[keys.published] = canonical;
+                    release(&mut self.pools, Tier::Device, block);
+                    self.stats.merged += 1;
+                }
             }
             keys.published += 1;
         }
     }
+}
+
+/// What the events are told of the block that a row publishes next.
+fn publication(keys: &RowKeys, block: BlockId, block_size: u32) -> Option<Publication> {
+    let at = keys.published;
+    let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
+    let key = keys.chain_at(at, block_size)?;
+    Some(Publication { block, key, parent, tokens: block_size, lora_id: keys.lora_id })
 }
 
 fn refuse_reserved(tokens: &[u32]) -> Result<()> {

@@ -12,6 +12,9 @@ impl Manager {
     pub fn take_decision(&mut self) -> StepDecision {
         let OpenStep { mut transfers, reuses_drained, .. } = std::mem::take(&mut self.step);
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        for (kind, pairs) in &transfers {
+            self.decided[*kind as usize] += pairs.ids.len() as u64;
+        }
         let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
         let ticket = self.tickets.submit(copies.copied().collect());
         let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };

@@ -1,0 +1,323 @@
+//! Events of the prefix cache: which blocks became findable by their keys, and which no longer are.
+//!
+//! Replaying them in order gives exactly the findable blocks. They wait in a bounded ring until they are taken; where it
+//! overflows the oldest go, and the gap in the numbers shows it. Nothing here runs unless events are asked for.
+
+use crate::error::{Error, Result};
+use crate::hash::{Chain, ExportedKey};
+use crate::id::{BlockId, Tier};
+use crate::pool::Pool;
+use crate::snapshot::MAX_COUNT;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+
+/// Most events that may be asked to wait: they take about 2 GB.
+pub const MAX_EVENTS: usize = 1 << 24;
+
+/// Why a block can no longer be found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Reason {
+    /// It was given out again.
+    Evicted,
+    /// A transfer failed, and its bytes with it.
+    Lost,
+    /// It holds other tokens now.
+    Replaced,
+}
+
+impl Reason {
+    /// All reasons, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Evicted, Self::Lost, Self::Replaced];
+
+    /// The reason's name in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Evicted => "evicted",
+            Self::Lost => "lost",
+            Self::Replaced => "replaced",
+        }
+    }
+}
+
+const NO_KEY: ExportedKey = ExportedKey([0; 32]);
+
+/// One change of what can be found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Event {
+    /// A block can be found by its key.
+    Stored {
+        /// Its key.
+        key: ExportedKey,
+        /// Key of the block before it; none for a sequence's first.
+        parent: Option<ExportedKey>,
+        /// Tier of the block.
+        tier: Tier,
+        /// The block.
+        block: BlockId,
+        /// Tokens in it.
+        tokens: u32,
+        /// Adapter that its sequence ran with; 0 for none.
+        lora_id: u64,
+    },
+    /// A block can no longer be found.
+    Removed {
+        /// Its key.
+        key: ExportedKey,
+        /// Tier of the block.
+        tier: Tier,
+        /// The block.
+        block: BlockId,
+        /// Why.
+        reason: Reason,
+        /// Copies of its bytes in other tiers, those on their way included: a swapped sequence brings them back.
+        remaining: u8,
+    },
+    /// No block of the tier can be found any more.
+    Cleared {
+        /// The tier.
+        tier: Tier,
+    },
+}
+
+/// Events taken in one go.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EventBatch {
+    /// Number of the first of them, counted since events were asked for; each next one's is one more.
+    pub first: u64,
+    /// Events that had no room since the last batch: the numbers before `first`.
+    pub dropped: u64,
+    /// The events, oldest first.
+    pub events: Vec<Event>,
+}
+
+/// The newest of many items, numbered.
+#[derive(Debug, Clone)]
+pub(crate) struct Ring<T> {
+    items: VecDeque<T>,
+    capacity: usize,
+    next: u64,
+}
+
+impl<T> Ring<T> {
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { items: VecDeque::new(), capacity, next: 0 }
+    }
+
+    pub(crate) fn push(&mut self, item: T) {
+        if self.items.len() == self.capacity {
+            self.items.pop_front();
+        }
+        if self.capacity > 0 {
+            self.items.push_back(item);
+        }
+        self.next += 1;
+    }
+
+    /// Takes all items; how many were dropped before them since the last draining, and they.
+    pub(crate) fn drain(&mut self) -> (u64, impl Iterator<Item = T>) {
+        let dropped = self.first();
+        self.next = 0;
+        (dropped, self.items.drain(..))
+    }
+
+    /// Number of the first item.
+    fn first(&self) -> u64 {
+        self.next - self.items.len() as u64
+    }
+}
+
+/// A block that was removed; its exported key is known until it is published again, before which it is gathered.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Removal {
+    pub(crate) block: BlockId,
+    pub(crate) reason: Reason,
+    pub(crate) remaining: u8,
+}
+
+/// Blocks that one pool removed since they were last gathered.
+pub(crate) type Removals = Ring<Removal>;
+
+/// A block that was published, and what its key was taken over.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Publication {
+    pub(crate) block: BlockId,
+    pub(crate) key: Chain,
+    pub(crate) parent: Option<Chain>,
+    pub(crate) tokens: u32,
+    pub(crate) lora_id: u64,
+}
+
+/// The events that wait, and what naming a removed block takes.
+#[derive(Debug, Clone)]
+pub(crate) struct Events {
+    ring: Ring<Event>,
+    /// Number of the first event not yet taken or dropped before a taking.
+    taken: u64,
+    /// Exported key of each published block, so that its removal costs no hashing.
+    keys: [Vec<ExportedKey>; 3],
+    /// The last key exported: mostly the parent of the next.
+    last: Option<(Chain, ExportedKey)>,
+}
+
+/// What of the events outlives the process.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct EventsImage {
+    capacity: usize,
+    next: u64,
+    taken: u64,
+    waiting: Vec<Event>,
+    /// Exported keys of the published blocks.
+    keys: Vec<(Tier, BlockId, ExportedKey)>,
+}
+
+impl Events {
+    /// Starts over pools that have published nothing; they note their removals from now on.
+    pub(crate) fn new(capacity: usize, pools: &mut [Pool; 3]) -> Result<Self> {
+        if !(1..=MAX_EVENTS).contains(&capacity) {
+            let must = format!("1 to {MAX_EVENTS}");
+            return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
+        }
+        let mut keys = [const { Vec::new() }; 3];
+        for (keys, pool) in keys.iter_mut().zip(pools) {
+            if pool.is_caching() {
+                pool.note_removals(capacity);
+                keys.resize(pool.len(), NO_KEY);
+            }
+        }
+        Ok(Self { ring: Ring::new(capacity), taken: 0, keys, last: None })
+    }
+
+    pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: Publication) {
+        self.gather(pools);
+        let Publication { block, key, parent, tokens, lora_id } = publication;
+        let last = self.last;
+        let known = |parent: &Chain| last.and_then(|(chain, key)| (chain == *parent).then_some(key));
+        let parent = parent.map(|parent| known(&parent).unwrap_or_else(|| parent.export()));
+        let exported = key.export();
+        self.last = Some((key, exported));
+        if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
+            *known = exported;
+        }
+        self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id });
+    }
+
+    pub(crate) fn cleared(&mut self, pools: &mut [Pool; 3], tier: Tier) {
+        self.gather(pools);
+        self.ring.push(Event::Cleared { tier });
+    }
+
+    /// Takes over what the pools have removed. Before each publication, so that no order is lost and no pool notes more
+    /// than it has blocks.
+    fn gather(&mut self, pools: &mut [Pool; 3]) {
+        for pool in pools {
+            let tier = pool.tier();
+            if let Some(removals) = pool.removals() {
+                let (dropped, removals) = removals.drain();
+                self.ring.next += dropped;
+                for removal in removals {
+                    let Removal { block, reason, remaining } = removal;
+                    let key = self.keys[tier.index()].get(block.index()).copied().unwrap_or(NO_KEY);
+                    self.ring.push(Event::Removed { key, tier, block, reason, remaining });
+                }
+            }
+        }
+    }
+
+    /// Takes all events that wait.
+    pub(crate) fn take(&mut self, pools: &mut [Pool; 3]) -> EventBatch {
+        self.gather(pools);
+        let (first, taken) = (self.ring.first(), self.taken);
+        self.taken = self.ring.next;
+        EventBatch { first, dropped: first - taken, events: self.ring.items.drain(..).collect() }
+    }
+
+    /// What does not hold, of a manager's pools.
+    pub(crate) fn check(&self, pools: &[Pool; 3]) -> Option<String> {
+        if self.ring.items.len() > self.ring.capacity || self.taken > self.ring.first() {
+            return Some(format!(
+                "{} events wait from {}, {} were taken",
+                self.ring.items.len(),
+                self.ring.first(),
+                self.taken
+            ));
+        }
+        for pool in pools.iter().filter(|pool| pool.is_caching()) {
+            let keys = &self.keys[pool.tier().index()];
+            if keys.len() != pool.len() || !pool.notes_removals() {
+                return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), keys.len()));
+            }
+            let mut blocks = (0..).map(BlockId).zip(keys);
+            if let Some((block, _)) = blocks.find(|(block, key)| pool.is_published(*block) && **key == NO_KEY) {
+                return Some(format!("{} block {block} was published without an event", pool.tier()));
+            }
+        }
+        None
+    }
+
+    /// What a snapshot keeps.
+    pub(crate) fn image(&mut self, pools: &mut [Pool; 3]) -> EventsImage {
+        self.gather(pools);
+        let mut keys = Vec::new();
+        for pool in pools {
+            let blocks = (0..).map(BlockId).zip(&self.keys[pool.tier().index()]);
+            let published = blocks.filter(|(block, _)| pool.is_published(*block));
+            keys.extend(published.map(|(block, key)| (pool.tier(), block, *key)));
+        }
+        let waiting = self.ring.items.iter().copied().collect();
+        EventsImage { capacity: self.ring.capacity, next: self.ring.next, taken: self.taken, waiting, keys }
+    }
+
+    /// The events of a snapshot, over its pools.
+    pub(crate) fn restore(image: EventsImage, pools: &mut [Pool; 3]) -> std::result::Result<Self, String> {
+        let EventsImage { capacity, next, taken, waiting, keys } = image;
+        let mut events = Self::new(capacity, pools).map_err(|error| error.to_string())?;
+        if waiting.len() > capacity || next > MAX_COUNT || taken > next.saturating_sub(waiting.len() as u64) {
+            return Err(format!("{} of {next} events wait, {taken} were taken", waiting.len()));
+        }
+        for (tier, block, key) in keys {
+            let known = events.keys[tier.index()].get_mut(block.index());
+            *known.ok_or_else(|| format!("events of {tier} block {block}, which is not there"))? = key;
+        }
+        events.ring.items = waiting.into();
+        (events.ring.next, events.taken) = (next, taken);
+        Ok(events)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_ring_drops_its_oldest_and_their_numbers_show_it() {
+        let mut ring = Ring::new(3);
+        for item in 0..5 {
+            ring.push(item);
+        }
+        assert_eq!((ring.first(), ring.next), (2, 5));
+        assert_eq!(ring.items, [2, 3, 4]);
+    }
+
+    #[test]
+    fn removals_that_a_pool_had_no_room_for_are_counted() {
+        let pool = |tier| Pool::new(tier, 4, true).unwrap();
+        let mut pools = Tier::ALL.map(pool);
+        let mut events = Events::new(2, &mut pools).unwrap();
+        for n in 0..3 {
+            let removal = Removal { block: BlockId(n), reason: Reason::Lost, remaining: 0 };
+            pools[0].removals().unwrap().push(removal);
+        }
+        events.cleared(&mut pools, Tier::Device);
+        let batch = events.take(&mut pools);
+        assert_eq!((batch.first, batch.dropped, batch.events.len()), (2, 2, 2));
+        assert_eq!(batch.events[1], Event::Cleared { tier: Tier::Device });
+        assert_eq!(events.take(&mut pools), EventBatch { first: 4, ..EventBatch::default() });
+    }
+
+    #[test]
+    fn a_ring_without_room_or_too_large_is_refused() {
+        let mut pools = Tier::ALL.map(|tier| Pool::new(tier, 4, false).unwrap());
+        assert!(Events::new(0, &mut pools).is_err() && Events::new(MAX_EVENTS + 1, &mut pools).is_err());
+    }
+}

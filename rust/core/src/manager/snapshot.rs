@@ -1,0 +1,127 @@
+//! The whole books as bytes, and back.
+
+use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
+use crate::error::{Error, Result};
+use crate::event::{Events, EventsImage};
+use crate::id::{BlockId, TicketId, Tier};
+use crate::lease::Tickets;
+use crate::pool::{Pool, PoolImage, Twin};
+use crate::snapshot::{Contents, MAX_COUNT, seal, unseal};
+use crate::table::{Rows, RowsImage};
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize)]
+struct Image {
+    block_size: u32,
+    watermark: usize,
+    open: TicketId,
+    reuses_drained: bool,
+    pools: [PoolImage; 3],
+    rows: RowsImage,
+    /// Blocks of two tiers that hold the same bytes, each pair once.
+    twins: Vec<(Twin, Twin)>,
+    stats: PrefixStats,
+    decided: [u64; 7],
+    events: Option<EventsImage>,
+}
+
+impl Manager {
+    /// The whole books as bytes: versioned, checksummed, for [`Manager::restore`] of the same version.
+    ///
+    /// They say what the caches hold and are worth nothing without the caches' bytes. They hold the in-process keys of
+    /// cached blocks: keep them as the caches themselves are kept.
+    ///
+    /// # Errors
+    /// Tickets are in flight, or the open step has transfers.
+    pub fn snapshot(&mut self) -> Result<Vec<u8>> {
+        let tickets = self.tickets.in_flight_count();
+        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        if tickets > 0 || pairs > 0 {
+            return Err(Error::Busy { tickets, pairs });
+        }
+        let events = self.events.as_mut().map(|events| events.image(&mut self.pools));
+        // Named one by one: a new field has to be thought of here.
+        let Self { block_size, watermark, pools, rows, tickets, step, stats, decided, events: _, scratch: _ } = &*self;
+        // The others are empty, as there are no transfers.
+        let OpenStep { transfers: _, fresh: _, reuses_drained } = step;
+        let mut twins = Vec::new();
+        for pool in pools {
+            for block in (0..).map(BlockId).take(pool.len()) {
+                let twin = pool.twin(block).filter(|twin| pool.tier() < twin.0);
+                twins.extend(twin.map(|twin| ((pool.tier(), block), twin)));
+            }
+        }
+        seal(&Image {
+            block_size: *block_size,
+            watermark: *watermark,
+            open: tickets.open(),
+            reuses_drained: *reuses_drained,
+            pools: pools.each_ref().map(Pool::image),
+            rows: rows.image(),
+            twins,
+            stats: *stats,
+            decided: *decided,
+            events,
+        })
+    }
+
+    /// The books that [`Manager::snapshot`] wrote.
+    ///
+    /// # Errors
+    /// The bytes are no snapshot of this version, are cut short, damaged or too long, or contradict themselves.
+    pub fn restore(bytes: &[u8]) -> Result<Self> {
+        let image: Image = unseal(bytes)?;
+        let manager = image.restore().map_err(|what| Error::BadSnapshot { what })?;
+        manager.check().map_err(|error| Error::BadSnapshot { what: error.to_string() })?;
+        Ok(manager)
+    }
+}
+
+impl Image {
+    fn restore(self) -> Contents<Manager> {
+        let Self { block_size, watermark, open, reuses_drained, pools, rows, twins, stats, decided, events } = self;
+        let sizes = pools.each_ref().map(PoolImage::num_blocks);
+        let in_range = (1..=MAX_BLOCK_SIZE).contains(&block_size) && sizes[0] > 0 && watermark <= sizes[0];
+        if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
+            return Err(format!("{} blocks of {block_size}, {watermark} kept free, ticket {open}", sizes[0]));
+        }
+        if stats.hit_blocks > stats.blocks || stats.hit_tokens > stats.tokens {
+            return Err(format!("{} of {} blocks were found", stats.hit_blocks, stats.blocks));
+        }
+        if stats.counters().into_iter().chain(decided).any(|counter| counter > MAX_COUNT) {
+            return Err(format!("a counter is beyond {MAX_COUNT}"));
+        }
+        let rows = Rows::restore(rows, open, block_size)?;
+        let refs = references(&rows, sizes)?;
+        let mut images = Tier::ALL.into_iter().zip(pools).zip(&refs);
+        let mut next = || match images.next() {
+            Some(((tier, image), refs)) => Pool::restore(tier, image, refs),
+            None => Err("a tier is missing".to_owned()),
+        };
+        let mut pools = [next()?, next()?, next()?];
+        for (one, other) in twins {
+            pools[one.0.index()].restore_twin(one.1, other)?;
+            pools[other.0.index()].restore_twin(other.1, one)?;
+        }
+        let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
+        let step = OpenStep { reuses_drained, ..OpenStep::default() };
+        let tickets = Tickets::resume(open);
+        Ok(Manager { block_size, watermark, pools, rows, tickets, step, stats, decided, events, scratch: Vec::new() })
+    }
+}
+
+/// References to each block of each tier, counted from the tables.
+fn references(rows: &Rows, sizes: [usize; 3]) -> Contents<[Vec<u32>; 3]> {
+    let mut refs = sizes.map(|blocks| vec![0u32; blocks]);
+    for (sequence, row) in rows.iter() {
+        for block in &row.table {
+            let count = refs[row.tier.index()].get_mut(block.index());
+            let more = count.as_ref().and_then(|count| count.checked_add(1));
+            match (count, more) {
+                (Some(count), Some(more)) => *count = more,
+                _ => return Err(format!("sequence {sequence} has {} block {block}, which is not there", row.tier)),
+            }
+        }
+    }
+    Ok(refs)
+}

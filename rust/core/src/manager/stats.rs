@@ -1,0 +1,94 @@
+//! Counters of the whole books, read in one call.
+
+use super::{Manager, PrefixStats};
+use crate::decision::Kind;
+use crate::id::Tier;
+
+/// Use of one tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierUse {
+    /// Blocks in the tier.
+    pub blocks: usize,
+    /// Blocks that are not free now: referenced, or held by a transfer.
+    pub used: usize,
+    /// Most blocks that were not free at once.
+    pub peak: usize,
+    /// Blocks that transfers hold now.
+    pub leased: usize,
+    /// Blocks that can be found by their keys now, used or not.
+    pub cached: usize,
+    /// Cached blocks that were given out again.
+    pub evicted: u64,
+}
+
+/// Counters since the manager was made, and what is the case now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Sequences in the books.
+    pub sequences: usize,
+    /// Decisions taken.
+    pub steps: u64,
+    /// Tickets neither completed nor failed.
+    pub open_tickets: usize,
+    /// The prefix cache.
+    pub prefix: PrefixStats,
+    /// Device, host, external.
+    pub tiers: [TierUse; 3],
+    decided: [u64; 7],
+}
+
+impl Stats {
+    /// Pairs of a kind in all decisions taken.
+    #[must_use]
+    pub fn decided(&self, kind: Kind) -> u64 {
+        self.decided[kind as usize]
+    }
+}
+
+impl Manager {
+    /// All counters; counts the leases, so once a step rather than once a call.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let mut leases: Vec<_> = self.tickets.leases().map(|lease| (lease.tier, lease.block)).collect();
+        leases.sort_unstable();
+        leases.dedup();
+        let tiers = Tier::ALL.map(|tier| {
+            let pool = self.pool(tier);
+            TierUse {
+                blocks: pool.len(),
+                used: pool.len() - pool.free(),
+                peak: pool.peak(),
+                leased: leases.iter().filter(|lease| lease.0 == tier).count(),
+                cached: pool.published(),
+                evicted: pool.evictions(),
+            }
+        });
+        Stats {
+            sequences: self.num_sequences(),
+            steps: self.tickets.open().0 - 1,
+            open_tickets: self.tickets.in_flight_count(),
+            prefix: self.stats,
+            tiers,
+            decided: self.decided,
+        }
+    }
+}
+
+impl PrefixStats {
+    /// Full blocks that were looked up and not found.
+    #[must_use]
+    pub fn missed_blocks(&self) -> u64 {
+        self.blocks - self.hit_blocks
+    }
+
+    /// Tokens of prompts that had to be computed.
+    #[must_use]
+    pub fn missed_tokens(&self) -> u64 {
+        self.tokens - self.hit_tokens
+    }
+
+    pub(super) fn counters(&self) -> [u64; 6] {
+        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged } = *self;
+        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged]
+    }
+}

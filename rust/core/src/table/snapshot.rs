@@ -1,0 +1,162 @@
+//! What of the tables outlives the process.
+
+use super::{MAX_SEQUENCES, Row, RowKeys, Rows, frames_before_extras};
+use crate::hash::{Chain, Key, RESERVED_TOKEN};
+use crate::id::{BlockId, TicketId, Tier};
+use crate::snapshot::Contents;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct RowsImage {
+    /// Of all rows; odd for those in use.
+    generations: Vec<u32>,
+    /// Rows in use, in the order of their numbers.
+    rows: Vec<RowImage>,
+    /// Rows to be used again, the last first.
+    unused: Vec<u32>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct RowImage {
+    len: u32,
+    ticket: TicketId,
+    written: TicketId,
+    tier: Tier,
+    moving: bool,
+    lost: bool,
+    table: Vec<BlockId>,
+    keys: Option<KeysImage>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct KeysImage {
+    state: [u8; 32],
+    keys: Vec<[u8; 32]>,
+    pending: Vec<u32>,
+    published: usize,
+    lora_id: u64,
+    surplus: Vec<(u32, u32)>,
+}
+
+impl Rows {
+    pub(crate) fn image(&self) -> RowsImage {
+        // What is left out belongs to one batch call.
+        let Self { entries, unused, epoch: _ } = self;
+        RowsImage {
+            generations: entries.iter().map(|row| row.generation).collect(),
+            rows: self.iter().map(|(_, row)| row.image()).collect(),
+            unused: unused.clone(),
+        }
+    }
+
+    /// The rows of a snapshot taken in the step `open`; tables are not compared with the pools yet.
+    pub(crate) fn restore(image: RowsImage, open: TicketId, block_size: u32) -> Contents<Self> {
+        let RowsImage { generations, rows, unused } = image;
+        let in_use = generations.iter().filter(|generation| *generation & 1 == 1).count();
+        if generations.len() > MAX_SEQUENCES || in_use != rows.len() || unused.len() != generations.len() - in_use {
+            return Err(format!(
+                "{} rows, {in_use} in use, {} not, {} given",
+                generations.len(),
+                unused.len(),
+                rows.len()
+            ));
+        }
+        let mut named = vec![false; generations.len()];
+        for &index in &unused {
+            let free = generations.get(index as usize).is_some_and(|generation| generation & 1 == 0);
+            if !free || std::mem::replace(&mut named[index as usize], true) {
+                return Err(format!("row {index} is in use, or free twice"));
+            }
+        }
+        let mut rows = rows.into_iter();
+        let mut entries = Vec::with_capacity(generations.len());
+        for generation in generations {
+            let row = if generation & 1 == 0 { None } else { rows.next() };
+            let row = row.map_or_else(|| Ok(Row::unused()), |row| row.restore(open, block_size));
+            entries.push(Row { generation, ..row? });
+        }
+        Ok(Self { entries, unused, epoch: 0 })
+    }
+}
+
+impl Row {
+    fn image(&self) -> RowImage {
+        // What is left out is found again by the next append, or belongs to one batch call.
+        let Self {
+            generation: _,
+            len,
+            writable: _,
+            stamp: _,
+            slot_base: _,
+            ticket,
+            written,
+            tier,
+            moving,
+            lost,
+            table,
+            keys,
+        } = self;
+        RowImage {
+            len: *len,
+            ticket: *ticket,
+            written: *written,
+            tier: *tier,
+            moving: *moving,
+            lost: *lost,
+            table: table.clone(),
+            keys: keys.as_deref().map(RowKeys::image),
+        }
+    }
+}
+
+impl RowImage {
+    fn restore(self, open: TicketId, block_size: u32) -> Contents<Row> {
+        let Self { len, ticket, written, tier, moving, lost, table, keys } = self;
+        if ticket > open || written > open {
+            return Err(format!("a sequence of tickets {ticket} and {written}, the next is {open}"));
+        }
+        let keys = keys.map(|keys| keys.restore(len, block_size).map(Box::new)).transpose()?;
+        Ok(Row { len, ticket, written, tier, moving, lost, table, keys, ..Row::unused() })
+    }
+}
+
+impl RowKeys {
+    fn image(&self) -> KeysImage {
+        let Self { chain, keys, pending, published, lora_id, surplus } = self;
+        KeysImage {
+            state: chain.key().to_bytes(),
+            keys: keys.iter().map(|key| key.to_bytes()).collect(),
+            pending: pending.clone(),
+            published: *published,
+            lora_id: *lora_id,
+            surplus: surplus.clone(),
+        }
+    }
+}
+
+impl KeysImage {
+    fn restore(self, len: u32, block_size: u32) -> Contents<RowKeys> {
+        let Self { state, keys, pending, published, lora_id, surplus } = self;
+        let known = (keys.len() as u64).saturating_mul(u64::from(block_size)) + pending.len() as u64;
+        let rising = surplus.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1);
+        let tokens = (pending.len() as u64) < u64::from(block_size) && !pending.contains(&RESERVED_TOKEN);
+        if known > u64::from(len)
+            || !tokens
+            || !rising
+            || published > keys.len()
+            || surplus.last().is_some_and(|(block, _)| *block as usize >= keys.len())
+            || keys.last().is_some_and(|last| *last != state)
+        {
+            return Err(format!(
+                "a sequence of {len} tokens with {} keys and {} tokens more",
+                keys.len(),
+                pending.len()
+            ));
+        }
+        let frames =
+            frames_before_extras(keys.len(), block_size).saturating_add(surplus.last().map_or(0, |last| last.1));
+        let chain = Chain::resume(Key::from_bytes(&state), frames);
+        let keys = keys.iter().map(Key::from_bytes).collect();
+        Ok(RowKeys { chain, keys, pending, published, lora_id, surplus })
+    }
+}

@@ -1,0 +1,53 @@
+//! What the simulated world checks of events and snapshots after each operation.
+
+use super::{BLOCK, World};
+use blockyard_core::hash::Chain;
+use blockyard_core::{Error, Event, EventBatch, KeySpec, Manager, Prompt, Tier};
+
+impl World {
+    /// Replays the events and compares what they say can be found with what is.
+    pub(super) fn follow(&mut self) {
+        let EventBatch { first, dropped, events } = self.manager.take_events();
+        assert_eq!((first, dropped), (self.events, 0));
+        self.events += events.len() as u64;
+        for event in events {
+            match event {
+                Event::Stored { key, parent, block, tokens, .. } => {
+                    assert_eq!(tokens, BLOCK);
+                    assert!(self.findable.insert(key.0, block).is_none(), "stored twice");
+                    assert!(parent.is_none_or(|parent| parent != key));
+                }
+                Event::Removed { key, block, .. } => assert_eq!(self.findable.remove(&key.0), Some(block)),
+                Event::Cleared { .. } => self.findable.clear(),
+            }
+        }
+        assert_eq!(self.findable.len(), self.manager.pool(Tier::Device).published());
+        for (&sequence, ids) in &self.ids {
+            let prompt = Prompt { tokens: ids, spec: KeySpec::default(), extras: &[] };
+            let cached = self.manager.cached_tokens(&prompt).unwrap();
+            let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
+            for (i, tokens) in ids.chunks_exact(BLOCK as usize).enumerate() {
+                chain.block(tokens, &[]).unwrap();
+                let found = self.findable.contains_key(&chain.export().0);
+                assert!(found || i >= (cached / BLOCK) as usize, "block {i} of {sequence} is cached without an event");
+            }
+        }
+    }
+
+    /// Goes on with the books read back from a snapshot, if they are at rest.
+    pub(super) fn snapshot(&mut self) {
+        match self.manager.snapshot() {
+            Ok(bytes) => {
+                assert!(self.tickets.is_empty());
+                let mut books = Manager::restore(&bytes).unwrap();
+                assert_eq!((books.snapshot().as_ref(), books.stats()), (Ok(&bytes), self.manager.stats()));
+                self.manager = books;
+            }
+            Err(error) => {
+                assert!(
+                    matches!(error, Error::Busy { tickets, pairs } if tickets == self.tickets.len() && tickets + pairs > 0)
+                );
+            }
+        }
+    }
+}

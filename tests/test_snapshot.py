@@ -1,0 +1,113 @@
+"""The whole books as bytes, and back."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from blockyard import BlockManager, SnapshotError
+
+
+def step(books: BlockManager) -> None:
+    books.complete(books.take_decision().ticket)
+
+
+def used() -> tuple[BlockManager, list[int]]:
+    """Books with a shared prefix, a fork, a swapped sequence, cached blocks and events."""
+    books = BlockManager(block_size=4, device_blocks=16, host_blocks=8, watermark=0.1, prefix_caching=True, events=50)
+    prompts = [list(range(10)), [*range(8), 99, 98, 97], list(range(50, 59))]
+    handles = [int(h) for h in books.allocate_prompts(prompts)[0]]
+    step(books)
+    books.mark_computed(handles)
+    books.free(handles.pop(0))
+    handles += [int(h) for h in books.fork(handles[0])]
+    books.swap_out(handles[1])
+    step(books)
+    return books, handles
+
+
+def seen(books: BlockManager, handles: list[int]) -> list[object]:
+    tables = [books.block_table(h).tolist() for h in handles]
+    return [tables, [books.tier(h) for h in handles], [books.num_tokens(h) for h in handles], books.stats()]
+
+
+def test_restored_books_go_on_where_the_others_stopped() -> None:
+    books, handles = used()
+    data = books.snapshot()
+    again = BlockManager.restore(data)
+    again.check()
+    assert again.snapshot() == data
+    assert seen(again, handles) == seen(books, handles)
+    for one in (books, again):
+        one.append([handles[0], handles[2]], token_ids=[1, 2])
+        one.swap_in(handles[1])
+        step(one)
+        one.mark_computed(handles)
+    assert seen(again, handles) == seen(books, handles)
+    assert again.cached_tokens(list(range(10))) == books.cached_tokens(list(range(10))) == 8
+    theirs, ours = again.take_events(), books.take_events()
+    assert (theirs.first, len(theirs)) == (ours.first, len(ours))
+    assert np.array_equal(theirs.keys, ours.keys)
+    assert again.allocate([5]).tolist() == books.allocate([5]).tolist()
+
+
+def test_books_in_motion_are_not_written_and_the_error_says_why() -> None:
+    books, handles = used()
+    books.swap_in(handles[1])
+    with pytest.raises(SnapshotError, match="0 tickets are in flight, 1 pairs of the open step"):
+        books.snapshot()
+    ticket = books.take_decision().ticket
+    with pytest.raises(SnapshotError, match="1 tickets are in flight"):
+        books.snapshot()
+    books.complete(ticket)
+    books.snapshot()
+
+
+def test_every_flipped_byte_and_every_other_length_is_refused() -> None:
+    data = used()[0].snapshot()
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x41
+        with pytest.raises(SnapshotError):
+            BlockManager.restore(bytes(damaged))
+        with pytest.raises(SnapshotError):
+            BlockManager.restore(data[:at])
+    with pytest.raises(SnapshotError, match="payload"):
+        BlockManager.restore(data + b"\0")
+
+
+def sealed(payload: bytes) -> bytes:
+    head = b"BLKYSNAP" + (1).to_bytes(4, "little") + len(payload).to_bytes(8, "little") + payload
+    return head + hashlib.sha256(head).digest()
+
+
+def test_a_forged_payload_is_refused_or_gives_sound_books() -> None:
+    data = used()[0].snapshot()
+    assert sealed(data[20:-32]) == data
+    for at in range(20, len(data) - 32):
+        payload = bytearray(data[20:-32])
+        payload[at - 20] ^= 0x03
+        try:
+            BlockManager.restore(sealed(bytes(payload))).check()
+        except SnapshotError:
+            continue
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff" * 64, b"\x04\x00" + b"\xff" * 9 + b"\x01", b"\x04" * 30])
+def test_lengths_are_not_believed(payload: bytes) -> None:
+    with pytest.raises(SnapshotError, match="refused"):
+        BlockManager.restore(sealed(payload))
+
+
+def test_what_is_no_snapshot_is_named() -> None:
+    data = used()[0].snapshot()
+    for damaged, why in [
+        (b"", "0 bytes are too few"),
+        (b"PK" + data[2:], "does not begin with BLKYSNAP"),
+        (data[:8] + b"\x09" + data[9:], "its version is 9"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "checksum"),
+    ]:
+        with pytest.raises(SnapshotError, match=why):
+            BlockManager.restore(damaged)
+    with pytest.raises(TypeError):
+        BlockManager.restore("text")  # type: ignore[arg-type]
