@@ -18,6 +18,7 @@ LEAN_MODULES = [
     "blockyard.scheduler",
     "blockyard.sim.trace",
     "blockyard.cli",
+    "blockyard.integrations.vllm_v0",
     "blockyard.doctor",
 ]
 

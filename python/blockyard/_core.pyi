@@ -12,20 +12,25 @@ from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 __all__ = [
     "AllocStatus",
+    "BlockAllocator",
     "BlockManager",
     "Completion",
     "DecodeBatch",
     "EventBatch",
     "ManagerStats",
+    "NaiveAllocator",
     "Pairs",
+    "PrefixCachingAllocator",
     "PrefixStats",
     "SlabStore",
     "StepDecision",
     "TierStats",
     "__version__",
+    "chain_keys",
     "export_keys",
     "merge_runs",
 ]
@@ -33,6 +38,7 @@ __all__ = [
 __version__: str
 
 _Tier: TypeAlias = Literal["device", "host", "external"]
+_Reuse: TypeAlias = Literal["lowest", "fifo", "lru", "lifo"]
 _Handles: TypeAlias = NDArray[np.uint64] | Sequence[int] | int
 _Counts: TypeAlias = NDArray[np.uint32] | Sequence[int] | int
 
@@ -46,6 +52,100 @@ class AllocStatus:
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+_Blocks: TypeAlias = NDArray[np.int32] | Sequence[int] | int
+
+@disjoint_base
+class BlockAllocator:
+    """The blocks of one tier, given out and taken back by reference; what the two allocators have in common.
+
+    The caller owns one reference for each id that it was given. Block ids are int32 `[n]`; every verb takes a batch and
+    succeeds whole or changes nothing.
+
+    Raises:
+        OutOfBlocksError: the call needs more blocks than are free.
+        InvalidArgumentError: a block is out of range, has fewer references than the call names, or is the null block.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int:
+        """Blocks that nothing references, cached ones included."""
+    @property
+    def lookups(self) -> tuple[int, int] | None:
+        """Keys asked for and keys found since the last reset; None without a prefix cache."""
+    def refs(self, block: int) -> int: ...
+    def allocate(self, count: int) -> NDArray[np.int32]: ...
+    def allocate_keyed(
+        self, keys: Sequence[bytes], depths: Sequence[int], *, plain: int = 0
+    ) -> tuple[NDArray[np.int32], int]:
+        """Takes one block for each key, the one that has it where there is one, then `plain` more.
+
+        Args:
+            keys: keys of full blocks, 32 bytes each, from `chain_keys`.
+            depths: length of the prefix that each one ends; of blocks used equally long ago the longest goes first.
+            plain: blocks without a key.
+        Returns:
+            The blocks, int32 `[keys + plain]`, and how many keys had one.
+        """
+    def share(self, blocks: _Blocks) -> None: ...
+    def require(self, blocks: _Blocks) -> None:
+        """Raises what `free` would raise, and changes nothing."""
+    def free(self, blocks: _Blocks) -> None: ...
+    def make_writable(self, blocks: _Blocks) -> NDArray[np.int32]:
+        """Exchanges blocks that others use for new ones; where an id differs, the caller copies the bytes."""
+    def publish(self, block: int, key: bytes, depth: int = 0) -> int:
+        """Gives a full block its key; returns the block to use from now on, which may be another one with that key."""
+    def find(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
+        """Blocks of the longest prefix of the keys that is computed; nothing is taken."""
+    def cost(self, keys: Sequence[bytes]) -> int:
+        """Free blocks that taking these keys would use up."""
+    def has_key(self, key: bytes) -> bool: ...
+    def is_computed(self, block: int) -> bool: ...
+    def mark_computed(self, blocks: _Blocks | None = None) -> None:
+        """These blocks, or all in use, count as computed where they have a key: the step that writes them is over."""
+    def touch(self, blocks: _Blocks, now: float) -> None:
+        """Notes when blocks were last used, in seconds of any clock."""
+    def reset(self) -> bool:
+        """Forgets all keys; False and nothing done while a block is in use."""
+    def null_block(self) -> int:
+        """The block that stands for those that fell out of a window; taken at the first call, never freed."""
+    def upcoming(self, limit: int | None = None) -> NDArray[np.int32]:
+        """Free blocks in the order in which they would be given out; nothing is taken."""
+    def check(self) -> None: ...
+
+@final
+class NaiveAllocator(BlockAllocator):
+    """An allocator that counts references and knows nothing of tokens.
+
+    Args:
+        num_blocks: blocks of the tier.
+        tier: name of the tier in errors.
+        reuse: which free block goes next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
+    """
+
+    def __new__(cls, num_blocks: int, *, tier: _Tier = "device", reuse: _Reuse = "lowest") -> NaiveAllocator: ...
+
+@final
+class PrefixCachingAllocator(BlockAllocator):
+    """An allocator that finds full blocks by their keys, also after their last reference has gone.
+
+    Args:
+        num_blocks: blocks of the tier.
+        tier: name of the tier in errors.
+        reuse: which free block goes next, as for `NaiveAllocator`.
+        eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        *,
+        tier: _Tier = "device",
+        reuse: _Reuse = "lowest",
+        eviction: Literal["released", "accessed"] = "released",
+    ) -> PrefixCachingAllocator: ...
 
 @final
 class Pairs:
@@ -688,6 +788,22 @@ class PrefixStats:
         """Full blocks found, of all that were looked up; 0 before the first."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
+
+def chain_keys(
+    tokens: NDArray[np.uint32] | Sequence[int],
+    *,
+    block_size: int,
+    parent: bytes | None = None,
+    extra: bytes | None = None,
+) -> list[bytes]:
+    """In-process keys of the full blocks of `tokens`, 32 bytes each.
+
+    Args:
+        tokens: token ids, uint32 `[n]`; what does not fill a block is left out.
+        block_size: tokens in a block.
+        parent: key of the block before them.
+        extra: what else decides the bytes of each of these blocks.
+    """
 
 def export_keys(
     tokens: NDArray[np.uint32] | Sequence[int],

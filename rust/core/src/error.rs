@@ -89,6 +89,18 @@ pub enum Error {
         /// Most leases that a block can have.
         limit: u32,
     },
+    /// More references to a block are given back than it has.
+    #[error("{tier} block {block} has {refs} references, the call names {wanted}")]
+    NotReferenced {
+        /// Tier of the block.
+        tier: Tier,
+        /// The block.
+        block: BlockId,
+        /// References that the call names.
+        wanted: usize,
+        /// References that there are.
+        refs: u32,
+    },
     /// An argument has no meaning.
     #[error("{what} is {found}, must be {must}")]
     InvalidArgument {

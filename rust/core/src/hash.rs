@@ -25,13 +25,23 @@ const INITIAL: [u32; 8] =
 pub struct Key([u32; 8]);
 
 impl Key {
+    /// Key of the block after this one, of those tokens and extras.
+    ///
+    /// # Errors
+    /// As [`Chain::block`].
+    pub fn child(&self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Self> {
+        Chain { state: self.0, frames: 0 }.block(tokens, extras)
+    }
+
     /// A word of the key for hash tables, never 0.
     #[inline]
     pub(crate) fn tag(&self) -> u32 {
         self.0[0].max(1)
     }
 
-    pub(crate) fn to_bytes(self) -> [u8; 32] {
+    /// The key as bytes, for a caller in this process to keep.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; 32] {
         let mut bytes = [0; 32];
         for (bytes, word) in bytes.chunks_exact_mut(4).zip(self.0) {
             bytes.copy_from_slice(&word.to_le_bytes());
@@ -39,7 +49,9 @@ impl Key {
         bytes
     }
 
-    pub(crate) fn from_bytes(bytes: &[u8; 32]) -> Self {
+    /// The key that [`Key::to_bytes`] gave.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8; 32]) -> Self {
         let mut words = [0; 8];
         for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
             *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
@@ -109,7 +121,8 @@ impl Chain {
     }
 
     /// Key of what was hashed so far.
-    pub(crate) fn key(&self) -> Key {
+    #[must_use]
+    pub fn key(&self) -> Key {
         Key(self.state)
     }
 

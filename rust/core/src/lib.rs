@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub mod allocator;
 mod check;
 pub mod decision;
 pub mod error;
@@ -18,6 +19,7 @@ mod ring;
 pub mod snapshot;
 mod table;
 
+pub use allocator::{AllocatorPair, BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
 pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, Reason};

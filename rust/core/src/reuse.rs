@@ -59,6 +59,14 @@ impl FreeBlocks {
         }
     }
 
+    /// Takes one block out of its turn, for an owner who keeps an order of its own; a queue gives blocks in turn only.
+    pub(crate) fn remove(&mut self, block: BlockId) -> bool {
+        match self {
+            Self::Lowest(set) => set.remove(block),
+            Self::Queue(_) => false,
+        }
+    }
+
     #[inline]
     pub(crate) fn len(&self) -> usize {
         match self {

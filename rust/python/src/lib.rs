@@ -1,5 +1,6 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
 
+mod allocator;
 mod arrays;
 mod batch;
 mod decision;
@@ -19,6 +20,8 @@ use pyo3::prelude::*;
 mod _core {
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
+    #[pymodule_export]
+    use crate::allocator::{PyBlockAllocator, PyNaiveAllocator, PyPrefixCachingAllocator, chain_keys};
     #[pymodule_export]
     use crate::batch::PyDecodeBatch;
     #[pymodule_export]

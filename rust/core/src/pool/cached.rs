@@ -74,7 +74,7 @@ impl Pool {
     }
 
     /// Makes a block that is being given out again unfindable.
-    pub(super) fn drop_bytes(&mut self, block: BlockId) {
+    pub(crate) fn drop_bytes(&mut self, block: BlockId) {
         let node = &mut self.nodes[block.index()];
         let twin = decode(std::mem::take(&mut node.twin));
         self.orphans.extend(twin);

@@ -1,0 +1,115 @@
+"""The interfaces of vLLM's V0 block manager (0.7.3), and what it takes of the engine's sequences."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from blockyard.errors import OutOfBlocksError
+
+
+class Device(enum.Enum):
+    """Where blocks are; an engine's own enum of these names will do as well."""
+
+    GPU = enum.auto()
+    CPU = enum.auto()
+
+
+class AllocStatus(enum.Enum):
+    """Whether a sequence group fits: now, once others have left, or not even into an empty device."""
+
+    OK = enum.auto()
+    LATER = enum.auto()
+    NEVER = enum.auto()
+
+
+class Sequence(Protocol):
+    """What is used of a V0 sequence."""
+
+    seq_id: int
+    status: Any
+    data: Any
+
+    def get_token_ids(self) -> list[int]: ...
+    def extra_hash(self) -> int | None: ...
+    def is_prefill(self) -> bool: ...
+
+
+class SequenceGroup(Protocol):
+    """What is used of a V0 sequence group."""
+
+    request_id: str
+
+    def get_seqs(self) -> Any: ...
+    def is_encoder_decoder(self) -> bool: ...
+    def get_encoder_seq(self) -> Sequence | None: ...
+
+
+def _declare(*args: Any, **kwargs: Any) -> Any:
+    """Stand for a method that the implementation brings; its signature is V0's and shown there."""
+
+
+_abstract: Callable[..., Any] = abstractmethod(_declare)
+
+
+class Block(ABC):
+    """One block of one sequence; several may name one physical block."""
+
+    append_token_ids: Callable[..., None] = _abstract
+    block_id: Any  # int, or None once freed
+    computed: Any
+    content_hash: Any  # int, or None while not full
+    extra_hash: int | None
+    is_full: Any
+    last_accessed: Any
+    num_empty_slots: Any
+    num_tokens_total: Any
+    prev_block: Block | None
+    token_ids: list[int]
+
+
+class BlockAllocator(ABC):
+    """Blocks of one device."""
+
+    class NoFreeBlocksError(OutOfBlocksError, ValueError):
+        """Fewer blocks are free than the call needs; nothing was changed."""
+
+    allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = _abstract
+    free = fork = swap_out = swap_in = clear_copy_on_writes = _abstract
+    get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = _abstract
+    mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = _abstract
+    cow_block_if_not_appendable = promote_to_immutable_block = _abstract
+    get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = _abstract
+    all_block_ids: Any = property(_abstract)
+
+
+class DeviceAwareBlockAllocator(ABC):
+    """Blocks of several devices."""
+
+    allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = _abstract
+    free = fork = swap = clear_copy_on_writes = allocate_or_get_null_block = _abstract
+    get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = _abstract
+    mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = _abstract
+    get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = _abstract
+    all_block_ids: Any = property(_abstract)
+
+
+class BlockSpaceManager(ABC):
+    """What V0's scheduler asks who may run."""
+
+    can_allocate = allocate = can_append_slots = append_slots = fork = free = _abstract
+    can_swap_in = swap_in = can_swap_out = swap_out = get_block_table = _abstract
+    get_num_free_gpu_blocks = get_num_free_cpu_blocks = access_all_blocks_in_seq = mark_blocks_as_computed = _abstract
+    get_common_computed_block_ids = get_prefix_cache_hit_rate = reset_prefix_cache = get_num_cached_tokens = _abstract
+
+    @staticmethod
+    def get_block_space_manager_class(version: str) -> type[BlockSpaceManager]:
+        """Return the manager of that name; there is one, `selfattn`."""
+        # The manager's module imports this one.
+        from blockyard.integrations.vllm_v0.manager import SelfAttnBlockSpaceManager  # noqa: PLC0415
+
+        if version.lower() != "selfattn":
+            raise ValueError(f"version is {version!r}, must be 'selfattn'")
+        return SelfAttnBlockSpaceManager

@@ -1,0 +1,272 @@
+//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock.
+//!
+//! The lock is held for one call and never while Python code runs.
+
+use crate::arrays::{TokenIds, count};
+use crate::decision::tier;
+use crate::errors::{invalid, to_py};
+use blockyard_core as core;
+use blockyard_core::allocator::{Eviction, Reuse};
+use blockyard_core::hash::Chain;
+use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed};
+use numpy::{PyArray1, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+type Ids<'py> = Bound<'py, PyArray1<i32>>;
+
+/// Block ids: an int32 array, a list of ints or one int.
+struct Blocks(Vec<BlockId>);
+
+impl<'py> FromPyObject<'_, 'py> for Blocks {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(block) = value.extract::<u32>() {
+            return Ok(Self(vec![BlockId(block)]));
+        }
+        if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
+            let id = |&id: &i32| {
+                u32::try_from(id).map(BlockId).map_err(|_| invalid(format!("block is {id}, must be at least 0")))
+            };
+            return array.as_array().iter().map(id).collect::<PyResult<_>>().map(Self);
+        }
+        let ids: Vec<u32> = value.extract().map_err(|_| {
+            invalid("blocks must be ids from 0 on: an int32 array, a list of ints or one int".to_owned())
+        })?;
+        Ok(Self(ids.into_iter().map(BlockId).collect()))
+    }
+}
+
+#[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
+fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Ids<'py> {
+    PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32))
+}
+
+fn key(bytes: &[u8]) -> PyResult<Key> {
+    let key = bytes.try_into().map_err(|_| invalid(format!("key has {} bytes, must have 32", bytes.len())))?;
+    Ok(Key::from_bytes(key))
+}
+
+/// Names an order of reuse or eviction.
+fn named<T>(what: &str, name: &str, found: Option<T>, must: &str) -> PyResult<T> {
+    found.ok_or_else(|| invalid(format!("{what} is {name:?}, must be one of {must}")))
+}
+
+fn reuse(name: &str) -> PyResult<Reuse> {
+    named("reuse", name, Reuse::from_name(name), "lowest, fifo, lru, lifo")
+}
+
+/// The verbs that both allocators have.
+#[pyclass(frozen, subclass, name = "BlockAllocator", module = "blockyard._core")]
+pub(crate) struct PyBlockAllocator {
+    inner: Mutex<Box<dyn BlockAllocator>>,
+}
+
+impl PyBlockAllocator {
+    fn over(allocator: impl BlockAllocator + 'static) -> Self {
+        Self { inner: Mutex::new(Box::new(allocator)) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Box<dyn BlockAllocator>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl PyBlockAllocator {
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.lock().pool().len()
+    }
+
+    #[getter]
+    fn num_free(&self) -> usize {
+        self.lock().pool().free()
+    }
+
+    /// (keys asked for, keys found) since the last reset, or None without a prefix cache.
+    #[getter]
+    fn lookups(&self) -> Option<(u64, u64)> {
+        self.lock().lookups().map(|lookups| (lookups.queries, lookups.hits))
+    }
+
+    fn refs(&self, block: u32) -> PyResult<u32> {
+        let allocator = self.lock();
+        let total = allocator.pool().len();
+        if block as usize >= total {
+            return Err(invalid(format!("block is {block}, must be below {total}")));
+        }
+        Ok(allocator.pool().refs(BlockId(block)))
+    }
+
+    fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = count)] count: u32) -> PyResult<Ids<'py>> {
+        let mut out = Vec::new();
+        self.lock().allocate(count as usize, &mut out).map_err(to_py)?;
+        Ok(ids(py, &out))
+    }
+
+    #[pyo3(signature = (keys, depths, *, plain = 0))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn allocate_keyed<'py>(
+        &self,
+        py: Python<'py>,
+        keys: Vec<Bound<'py, PyBytes>>,
+        depths: Vec<u32>,
+        #[pyo3(from_py_with = count)] plain: u32,
+    ) -> PyResult<(Ids<'py>, usize)> {
+        if keys.len() != depths.len() {
+            return Err(invalid(format!("there are {} depths, must be {}, the keys", depths.len(), keys.len())));
+        }
+        let keyed = |(bytes, &depth): (&Bound<'_, PyBytes>, &u32)| Ok(Keyed { key: key(bytes.as_bytes())?, depth });
+        let keys = keys.iter().zip(&depths).map(keyed).collect::<PyResult<Vec<_>>>()?;
+        let mut out = Vec::with_capacity(keys.len() + 1);
+        let hits = self.lock().allocate_keyed(&keys, plain as usize, &mut out).map_err(to_py)?;
+        Ok((ids(py, &out), hits))
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn share(&self, blocks: Blocks) -> PyResult<()> {
+        self.lock().share(&blocks.0).map_err(to_py)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn require(&self, blocks: Blocks) -> PyResult<()> {
+        self.lock().require(&blocks.0).map_err(to_py)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn free(&self, blocks: Blocks) -> PyResult<()> {
+        self.lock().free(&blocks.0).map_err(to_py)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn make_writable<'py>(&self, py: Python<'py>, blocks: Blocks) -> PyResult<Ids<'py>> {
+        let mut out = Vec::with_capacity(blocks.0.len());
+        self.lock().make_writable(&blocks.0, &mut out).map_err(to_py)?;
+        Ok(ids(py, &out))
+    }
+
+    #[pyo3(signature = (block, key, depth = 0))]
+    fn publish(&self, block: u32, key: &[u8], #[pyo3(from_py_with = count)] depth: u32) -> PyResult<u32> {
+        let keyed = Keyed { key: self::key(key)?, depth };
+        Ok(self.lock().publish(BlockId(block), keyed).map_err(to_py)?.0)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn find<'py>(&self, py: Python<'py>, keys: Vec<Bound<'py, PyBytes>>) -> PyResult<Ids<'py>> {
+        let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
+        let found = self.lock().find(&keys);
+        Ok(ids(py, &found))
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn cost(&self, keys: Vec<Bound<'_, PyBytes>>) -> PyResult<usize> {
+        let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
+        Ok(self.lock().cost(&keys))
+    }
+
+    fn has_key(&self, key: &[u8]) -> PyResult<bool> {
+        Ok(self.lock().holder(&self::key(key)?).is_some())
+    }
+
+    fn is_computed(&self, block: u32) -> bool {
+        self.lock().is_computed(BlockId(block))
+    }
+
+    #[pyo3(signature = (blocks = None))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn mark_computed(&self, blocks: Option<Blocks>) {
+        self.lock().mark_computed(blocks.as_ref().map(|blocks| blocks.0.as_slice()));
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn touch(&self, blocks: Blocks, now: f64) -> PyResult<()> {
+        self.lock().touch(&blocks.0, now).map_err(to_py)
+    }
+
+    fn reset(&self) -> bool {
+        self.lock().reset()
+    }
+
+    fn null_block(&self) -> PyResult<u32> {
+        Ok(self.lock().null_block().map_err(to_py)?.0)
+    }
+
+    #[pyo3(signature = (limit = None))]
+    fn upcoming<'py>(&self, py: Python<'py>, limit: Option<usize>) -> Ids<'py> {
+        let blocks: Vec<BlockId> = self.lock().upcoming().take(limit.unwrap_or(usize::MAX)).collect();
+        ids(py, &blocks)
+    }
+
+    fn check(&self) -> PyResult<()> {
+        self.lock().check().map_err(to_py)
+    }
+}
+
+/// An allocator that counts references and knows nothing of tokens.
+#[pyclass(frozen, extends = PyBlockAllocator, name = "NaiveAllocator", module = "blockyard._core")]
+pub(crate) struct PyNaiveAllocator;
+
+#[pymethods]
+impl PyNaiveAllocator {
+    #[new]
+    #[pyo3(signature = (num_blocks, *, tier = "device", reuse = "lowest"))]
+    fn new(
+        #[pyo3(from_py_with = count)] num_blocks: u32,
+        tier: &str,
+        reuse: &str,
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let (tier, reuse) = (self::tier(tier)?, self::reuse(reuse)?);
+        let allocator = core::NaiveAllocator::new(tier, num_blocks as usize, reuse).map_err(to_py)?;
+        Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
+    }
+}
+
+/// An allocator that finds full blocks by their keys, also after their last reference has gone.
+#[pyclass(frozen, extends = PyBlockAllocator, name = "PrefixCachingAllocator", module = "blockyard._core")]
+pub(crate) struct PyPrefixCachingAllocator;
+
+#[pymethods]
+impl PyPrefixCachingAllocator {
+    #[new]
+    #[pyo3(signature = (num_blocks, *, tier = "device", reuse = "lowest", eviction = "released"))]
+    fn new(
+        #[pyo3(from_py_with = count)] num_blocks: u32,
+        tier: &str,
+        reuse: &str,
+        eviction: &str,
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let (tier, reuse) = (self::tier(tier)?, self::reuse(reuse)?);
+        let eviction = named("eviction", eviction, Eviction::from_name(eviction), "released, accessed")?;
+        let allocator = core::PrefixCachingAllocator::new(tier, num_blocks as usize, reuse, eviction).map_err(to_py)?;
+        Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
+    }
+}
+
+/// In-process keys of the full blocks of `tokens`, each hashed over its parent's; `extra` is hashed with every block.
+#[pyfunction]
+#[pyo3(signature = (tokens, *, block_size, parent = None, extra = None))]
+pub(crate) fn chain_keys<'py>(
+    tokens: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = count)] block_size: u32,
+    parent: Option<&[u8]>,
+    extra: Option<&[u8]>,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let py = tokens.py();
+    if block_size == 0 {
+        return Err(invalid("block_size is 0, must be at least 1".to_owned()));
+    }
+    let tokens = TokenIds::new(tokens)?;
+    let mut last = match parent {
+        Some(bytes) => key(bytes)?,
+        None => Chain::new(&KeySpec::default(), block_size, 0).key(),
+    };
+    let extra = extra.map(|bytes| Extra { kind: 0, bytes });
+    let next = |block| {
+        last = last.child(block, extra.as_slice()).map_err(to_py)?;
+        Ok(PyBytes::new(py, &last.to_bytes()))
+    };
+    tokens.get()?.chunks_exact(block_size as usize).map(next).collect()
+}

@@ -1,0 +1,265 @@
+"""vLLM 0.7.3's own scheduler runs on our block manager, unchanged, and decides as it does on its own.
+
+`VLLM_V0_SOURCE` names the folder that holds `vllm/core/scheduler.py`, as unpacked from the source archive on PyPI.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import importlib.util
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from blockyard.integrations import vllm_v0
+
+SOURCE = os.environ.get("VLLM_V0_SOURCE", "")
+pytestmark = pytest.mark.skipif(not SOURCE, reason="VLLM_V0_SOURCE does not name vLLM 0.7.3's source folder")
+
+BLOCK = 4
+OWN_MANAGER = (
+    "core.evictor",
+    "core.block.interfaces",
+    "core.block.common",
+    "core.block.naive_block",
+    "core.block.prefix_caching_block",
+    "core.block.cpu_gpu_block_allocator",
+    "core.block.block_table",
+    "core.block.utils",
+    "core.block_manager",
+)
+
+
+class Anything(ModuleType):
+    """A module that has every name, each an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, type(name, (), {}))
+        return self.__dict__[name]
+
+
+class Struct:
+    """What vLLM uses of `msgspec.Struct`: a data class."""
+
+    def __init_subclass__(cls, **_: object) -> None:
+        dataclasses.dataclass(eq=False)(cls)
+
+
+class ObjectCache:
+    def __init__(self, builder: Callable[[], object]):
+        self.get_object = builder
+
+    def reset(self) -> None:
+        pass
+
+
+class Inputs:
+    def __init__(self, inputs: dict[str, Any]):
+        self.prompt_token_ids, self.prompt = inputs["prompt_token_ids"], None
+        self.prompt_embeds = self.token_type_ids = self.mm_processor_kwargs = None
+        self.multi_modal_data = self.multi_modal_placeholders = {}
+
+
+class LoggerStub(logging.LoggerAdapter[logging.Logger]):
+    def warning_once(self, *args: Any) -> None:
+        self.warning(*args)
+
+
+def stubs() -> dict[str, ModuleType]:
+    names = "config lora lora.request prompt_adapter prompt_adapter.request inputs multimodal pooling_params"
+    modules: dict[str, ModuleType] = {f"vllm.{name}": Anything(f"vllm.{name}") for name in names.split()}
+    for name in ("vllm", "vllm.core", "vllm.core.block", "vllm.sampling_params", "torch"):
+        modules[name] = Anything(name)
+    modules["vllm.inputs"].SingletonInputsAdapter = Inputs
+    modules["vllm.platforms"] = Anything("vllm.platforms")
+    modules["vllm.platforms"].current_platform = SimpleNamespace(is_hpu=lambda: False)
+    modules["vllm.logger"] = Anything("vllm.logger")
+    modules["vllm.logger"].init_logger = lambda name: LoggerStub(logging.getLogger(name), {})
+    modules["msgspec"] = Anything("msgspec")
+    modules["msgspec"].Struct, modules["msgspec"].field = Struct, dataclasses.field
+    utils = modules["vllm.utils"] = Anything("vllm.utils")
+    utils.Device = enum.Enum("Device", ["GPU", "CPU"])
+    utils.PyObjectCache = ObjectCache
+    utils.cdiv = lambda a, b: -(-a // b)
+    utils.chunk_list = lambda items, size: [items[i : i + size] for i in range(0, len(items), size)]
+    utils.STR_NOT_IMPL_ENC_DEC_SWA = utils.STR_NOT_IMPL_ENC_DEC_PREFIX_CACHE = ""
+    return modules
+
+
+@contextlib.contextmanager
+def swapped(modules: dict[str, ModuleType]) -> Iterator[None]:
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def load(name: str, modules: dict[str, ModuleType]) -> ModuleType:
+    path = Path(SOURCE, "vllm", *name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(f"vllm.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    modules[f"vllm.{name}"] = sys.modules[f"vllm.{name}"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Engine:
+    """vLLM's scheduler over one of the two managers, with a model that samples what the position says."""
+
+    def __init__(self, own: bool, **options: Any):
+        self.modules = stubs()
+        names = ["sequence", "core.interfaces", *OWN_MANAGER] if own else ["sequence"]
+        if not own:
+            self.modules["vllm.core.interfaces"] = vllm_v0
+        for name in OWN_MANAGER:
+            self.modules.setdefault(f"vllm.{name}", ModuleType(f"vllm.{name}"))
+        with swapped(self.modules):
+            for name in names:
+                load(name, self.modules)
+            self.scheduler_module = load("core.scheduler", self.modules)
+            self.sequence = self.modules["vllm.sequence"]
+            self.scheduler = self._scheduler(**options)
+        self.groups: dict[str, Any] = {}
+        self.ids = 0
+
+    def _scheduler(
+        self,
+        gpu: int = 24,
+        cpu: int = 24,
+        caching: bool = False,
+        window: int | None = None,
+        chunked: bool = False,
+        lookahead: int = 0,
+    ) -> Any:
+        config = SimpleNamespace(
+            runner_type="generate", chunked_prefill_enabled=chunked, delay_factor=0.0, is_multi_step=False,
+            long_prefill_token_threshold=0, max_long_partial_prefills=1, max_model_len=256,
+            max_num_batched_tokens=256 if not chunked else 16, max_num_partial_prefills=1, max_num_seqs=64,
+            num_lookahead_slots=lookahead, num_scheduler_steps=1, policy="fcfs",
+            preemption_mode="swap" if cpu else None, send_delta_data=False,
+        )  # fmt: skip
+        cache = SimpleNamespace(
+            block_size=BLOCK, num_gpu_blocks=gpu, num_cpu_blocks=cpu, sliding_window=window,
+            enable_prefix_caching=caching, is_attention_free=False,
+        )  # fmt: skip
+        return self.scheduler_module.Scheduler(config, cache, None)
+
+    def add(self, request_id: str, prompt: list[int], n: int, length: int) -> None:
+        self.ids += 1
+        group = self.sequence.SequenceGroup(
+            request_id,
+            [self.sequence.Sequence(self.ids, {"prompt_token_ids": prompt}, BLOCK)],
+            arrival_time=float(self.ids),
+            sampling_params=SimpleNamespace(n=n),
+        )
+        self.groups[request_id] = (group, n, length)
+        self.scheduler.add_seq_group(group)
+
+    def _fork(self, group: Any) -> None:
+        self.ids += 1
+        child = group.seqs[0].fork(self.ids)
+        group.seqs.append(child)
+        group.seqs_dict[self.ids], group.is_single_seq = child, False
+        self.scheduler.fork_seq(group.seqs[0], child)
+
+    def step(self, seed: int) -> dict[str, Any]:
+        with swapped(self.modules):
+            metadata, out, _ = self.scheduler.schedule()
+        status = self.sequence.SequenceStatus
+        for scheduled in out.scheduled_seq_groups:
+            group, n, length = self.groups[scheduled.seq_group.request_id]
+            group.update_num_computed_tokens(scheduled.token_chunk_size)
+            if group.is_prefill():
+                continue
+            while len(group.seqs) < n:
+                self._fork(group)
+            for k, seq in enumerate(group.get_seqs(status.RUNNING)):
+                token = random.Random(f"{seed} {seq.get_len()} {k}").randrange(50)
+                seq.append_token_id(token, {token: SimpleNamespace(logprob=0.0)})
+                if seq.get_output_len() >= length + k:
+                    seq.status = status.FINISHED_STOPPED
+                    self.scheduler.free_seq(seq)
+        self.scheduler.free_finished_seq_groups()
+        return {
+            "tables": {item.request_id: dict(item.block_tables) for item in metadata},
+            "computed": {item.request_id: list(item.computed_block_nums or []) for item in metadata},
+            "chunks": [(item.seq_group.request_id, item.token_chunk_size) for item in out.scheduled_seq_groups],
+            "in": out.blocks_to_swap_in,
+            "out": out.blocks_to_swap_out,
+            "copy": out.blocks_to_copy,
+            "preempted": out.preempted,
+            "free": (
+                self.scheduler.block_manager.get_num_free_gpu_blocks(),
+                self.scheduler.block_manager.get_num_free_cpu_blocks(),
+            ),
+        }
+
+
+def workload(seed: int, n: int) -> list[tuple[int, str, list[int], int, int]]:
+    """Step, request, prompt, sequences and length of some requests; half of them begin alike."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(50) for _ in range(24)]
+    requests = []
+    for i in range(12):
+        prompt = (shared[: rng.randrange(25)] if i % 2 else []) + [
+            rng.randrange(50) for _ in range(rng.randrange(1, 20))
+        ]
+        requests.append((rng.randrange(20), f"r{i}", prompt, rng.choice([1, n]), rng.randrange(1, 20)))
+    return sorted(requests)
+
+
+def run(engine: Engine, seed: int, n: int) -> list[dict[str, Any]]:
+    requests, decisions = workload(seed, n), []
+    # A swapped prefill of several chunks never comes back in V0's scheduler, whosever the manager.
+    for step in range(150):
+        for at, *request in requests:
+            if at == step:
+                engine.add(*request)
+        decisions.append(engine.step(seed))
+        if step > 20 and not engine.scheduler.has_unfinished_seqs():
+            break
+    return decisions
+
+
+SETTINGS = {
+    "plain": {},
+    "no host blocks": {"cpu": 0},
+    "prefix caching": {"caching": True},
+    "prefix caching, few blocks": {"caching": True, "gpu": 16, "cpu": 32},
+    "sliding window": {"window": 8, "cpu": 0, "gpu": 64},
+    "chunked prefill": {"chunked": True},
+    "lookahead": {"lookahead": 3},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_scheduler_decides_the_same_on_our_manager_as_on_its_own(setting: str, seed: int):
+    ours, theirs = (run(Engine(own, **SETTINGS[setting]), seed, 1) for own in (False, True))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_of_several_sequences_run_to_their_end(caching: bool, seed: int):
+    engine = Engine(False, caching=caching, gpu=32, cpu=32)
+    decisions = run(engine, seed, 3)
+    assert not engine.scheduler.has_unfinished_seqs()
+    assert decisions[-1]["free"] == (32, 32)
