@@ -157,6 +157,15 @@ class ManagerMachine(RuleBasedStateMachine):
             self.written.add(sequence.real)
 
     @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, dropped=st.integers(-1, 9))
+    def truncate(self, pick: int, dropped: int) -> None:
+        """Take tokens back, or ask for more than there are."""
+        (sequence,) = self.chosen([pick])
+        length = max(0, len(sequence.tokens) - dropped)
+        if self.do(lambda m: m.truncate(sequence.real, length), lambda m: m.truncate(sequence.model, length)):
+            sequence.tokens = sequence.tokens[:length]
+
+    @precondition(lambda self: self.sequences)
     @rule(picks=_picks)
     def free(self, picks: list[int]) -> None:
         """Forget sequences; what only they would have read is not computed."""

@@ -197,7 +197,10 @@ class ReferenceManager:
                 block = Block("device", row.table[i])
                 if self._books.refs(block) > 1:
                     self._copy_on_write(row, i)
-                elif "drain" in self._books.uses("device")[block.id]:
+                    continue
+                # After a truncation the block may have been full, and another tier may have its bytes.
+                self._books.unlink(block)
+                if "drain" in self._books.uses("device")[block.id]:
                     self._books.step.reuses_drained = True
             end = row.length + count
             row.table += self._books.take("device", max(0, self._books.count(end + lookahead) - len(row.table)))
@@ -207,6 +210,17 @@ class ReferenceManager:
             # A step that computes a row waits for its loads, and later steps come after it.
             row.moving = row.moving and count == 0
         return np.array(slots, dtype=np.int64)
+
+    def truncate(self, sequence: int, num_tokens: int) -> None:
+        """Cut a sequence to its first tokens; blocks that hold none of them go free."""
+        row = self._intact(sequence)
+        if not 0 <= num_tokens <= row.length:
+            raise InvalidArgumentError(f"number of tokens to keep is {num_tokens}, of {row.length}")
+        if row.written == self._books.ticket:
+            raise SequenceStateError(f"sequence {sequence} has tokens that this step is yet to write")
+        row.length = num_tokens
+        while len(row.table) > self._books.count(num_tokens):
+            self._books.drop(row, len(row.table) - 1)
 
     def free(self, sequences: Handles) -> None:
         """Forget sequences."""
