@@ -456,30 +456,6 @@ impl World {
         self.manager.check().unwrap();
         self.follow();
     }
-
-    /// Runs everything to its end and reads every token of every sequence.
-    fn verify(&mut self) {
-        self.step();
-        while let Some(ticket) = self.nth_ticket(0) {
-            self.end(ticket, None);
-        }
-        self.manager.check().unwrap();
-        for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
-            let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
-            let table = self.manager.block_table(sequence).unwrap();
-            for (i, token) in tokens.iter().enumerate() {
-                let block = table[i / BLOCK as usize];
-                assert_eq!(memory[block.index()][i % BLOCK as usize], *token, "token {i} of {sequence}");
-            }
-        }
-        let all: Vec<_> = self.truth.keys().copied().collect();
-        self.free(&all);
-        self.follow();
-        self.snapshot();
-        for tier in Tier::ALL {
-            assert_eq!(self.manager.pool(tier).free(), self.manager.pool(tier).len(), "{tier} blocks leaked");
-        }
-    }
 }
 
 /// Random cases: `PROPTEST_CASES`, else enough to meet rare orders in a few seconds.

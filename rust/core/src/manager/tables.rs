@@ -1,8 +1,38 @@
 //! The block table of a batch, in memory that the caller owns.
 
-use super::invalid;
+use super::{Manager, invalid};
 use crate::error::Result;
 use crate::id::SequenceId;
+
+impl Manager {
+    /// Writes the tables of sequences on the device as rows of `width`, the rest of each row 0.
+    ///
+    /// # Errors
+    /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
+    pub fn block_tables(&self, sequences: &[SequenceId], width: usize, out: &mut [i32]) -> Result<()> {
+        if sequences.len().checked_mul(width) != Some(out.len()) {
+            let must = format!("{} sequences of {width} blocks", sequences.len());
+            return Err(invalid("size of the block tables", out.len() as i128, must));
+        }
+        for &sequence in sequences {
+            let row = self.readable(sequence)?;
+            if row.table.len() > width {
+                let must = format!("at least {}, the blocks of sequence {sequence}", row.table.len());
+                return Err(invalid("width of the block tables", width as i128, must));
+            }
+        }
+        for (&sequence, out) in sequences.iter().zip(out.chunks_exact_mut(width.max(1))) {
+            let table = &self.rows.at(sequence).table;
+            for (to, block) in out.iter_mut().zip(&**table) {
+                #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
+                let id = block.0 as i32;
+                *to = id;
+            }
+            out[table.len()..].fill(0);
+        }
+        Ok(())
+    }
+}
 
 /// Rows of a block table that the caller owns, each `width` entries long.
 #[derive(Debug)]

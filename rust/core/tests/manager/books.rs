@@ -5,6 +5,30 @@ use blockyard_core::hash::Chain;
 use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Prompt, Tier};
 
 impl World {
+    /// Runs everything to its end and reads every token of every sequence.
+    pub(super) fn verify(&mut self) {
+        self.step();
+        while let Some(ticket) = self.nth_ticket(0) {
+            self.end(ticket, None);
+        }
+        self.manager.check().unwrap();
+        for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
+            let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+            let table = self.manager.block_table(sequence).unwrap();
+            for (i, token) in tokens.iter().enumerate() {
+                let block = table[i / BLOCK as usize];
+                assert_eq!(memory[block.index()][i % BLOCK as usize], *token, "token {i} of {sequence}");
+            }
+        }
+        let all: Vec<_> = self.truth.keys().copied().collect();
+        self.free(&all);
+        self.follow();
+        self.snapshot();
+        for tier in Tier::ALL {
+            assert_eq!(self.manager.pool(tier).free(), self.manager.pool(tier).len(), "{tier} blocks leaked");
+        }
+    }
+
     /// Replays the events and compares what they say can be found with what is.
     pub(super) fn follow(&mut self) {
         let EventBatch { first, dropped, events } = self.manager.take_events();
