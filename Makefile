@@ -53,7 +53,7 @@ demo: dev
 
 bench: dev
 	@if [ -n "$(BENCH_JSON)" ]; then rm -f "$(BENCH_JSON)"; fi
-	@for script in benches/*.py; do \
+	@for script in benches/bench_*.py; do \
 	    BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
 
