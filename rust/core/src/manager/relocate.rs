@@ -189,13 +189,12 @@ impl Manager {
         if !self.tickets.is_settled(row.ticket) {
             return Err(Error::InFlight { sequence, ticket: row.ticket });
         }
-        let full = (row.len / self.block_size) as usize;
         let held = blocks_for(u64::from(row.len), self.block_size);
-        for (i, &block) in row.table[..held].iter().enumerate() {
+        for &block in &row.table[..held] {
             if self.pools[route.from.index()].is_writing(block) {
                 return Err(Error::InFlight { sequence, ticket: row.ticket });
             }
-            match self.shareable(block, i < full, route) {
+            match self.shareable(block, route) {
                 None => sources.push(block),
                 // Claiming a cached block leaves one fewer to be taken.
                 Some(twin) if self.pools[route.to.index()].is_idle(twin) => sources.push(block),
@@ -205,11 +204,12 @@ impl Manager {
         Ok(())
     }
 
-    /// The block that already holds the same bytes in the other tier, or will within this step.
-    fn shareable(&self, block: BlockId, full: bool, route: Route) -> Option<BlockId> {
+    /// The block that already holds the same bytes in the other tier, or will within this step. A link outlives its call
+    /// only between full blocks that are not written any more, so a row that uses but a part of one may share it, too.
+    fn shareable(&self, block: BlockId, route: Route) -> Option<BlockId> {
         let (tier, twin) = self.pools[route.from.index()].twin(block)?;
         let fresh = self.step.fresh.contains(&(tier, twin));
-        let landed = full && (!self.pools[tier.index()].is_writing(twin) || self.tickets.idle());
+        let landed = !self.pools[tier.index()].is_writing(twin) || self.tickets.idle();
         (tier == route.to && (fresh || landed)).then_some(twin)
     }
 
@@ -241,9 +241,9 @@ impl Manager {
         let mut kept = Vec::new();
         for &sequence in sequences {
             let row = self.rows.at(sequence);
-            let full = (row.len / self.block_size) as usize;
-            for &block in &row.table[..full] {
-                if let Some(twin) = self.shareable(block, true, route) {
+            let held = blocks_for(u64::from(row.len), self.block_size);
+            for &block in &row.table[..held] {
+                if let Some(twin) = self.shareable(block, route) {
                     if self.pools[route.to.index()].is_idle(twin) {
                         self.pools[route.to.index()].claim(twin);
                         kept.push(twin);
@@ -273,7 +273,7 @@ impl Manager {
         }
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
-            if let Some(twin) = self.shareable(source, i < full, route) {
+            if let Some(twin) = self.shareable(source, route) {
                 self.pools[route.to.index()].claim(twin);
                 *block = twin;
             } else if let Some(target) = targets.next() {
