@@ -1,5 +1,4 @@
 //! Truncated sequences among others that share their blocks.
-#![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{Config, KeySpec, Manager, Prompt};
 
