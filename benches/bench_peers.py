@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import w_prefix
+from bench_prefix import prompts, w_prefix
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ def skipped() -> str | None:
     return None
 
 
-def kvbm(requests: NDArray[np.uint32]) -> dict[str, float]:
+def kvbm(requests: list[NDArray[np.uint32]]) -> dict[str, float]:
     """Figures of kvbm-logical on the same prompts.
 
     Raises:
@@ -58,7 +58,7 @@ def kvbm(requests: NDArray[np.uint32]) -> dict[str, float]:
     if built.returncode:
         raise RuntimeError(f"kvbm-bench does not build:\n{built.stderr}")
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        file.write(requests.astype("<u4").tobytes())
+        file.write(np.concatenate(requests).astype("<u4").tobytes())
         file.flush()
         program = TARGET / "release" / "kvbm-bench"
         ran = subprocess.run([str(program), file.name], capture_output=True, text=True, check=False)
@@ -68,11 +68,11 @@ def kvbm(requests: NDArray[np.uint32]) -> dict[str, float]:
     return figures
 
 
-def compare(requests: NDArray[np.uint32], peer: dict[str, float]) -> None:
+def compare(requests: list[NDArray[np.uint32]], peer: dict[str, float]) -> None:
     """Print the peer's cost and hit rate beside ours, measured now."""
     print(f"{'W-prefix':10} {'kvbm us':>9} {'ours us':>9} {'ratio':>7} {'kvbm hit':>9} {'ours hit':>9}")
     for name, blocks in POOLS.items():
-        runs = [w_prefix.run(requests, blocks) for _ in range(REPEATS)]
+        runs = [w_prefix(requests, blocks) for _ in range(REPEATS)]
         ours, hit = min(us for us, _ in runs), runs[0][1]
         theirs = peer[f"kvbm_prefix_{name}_us"]
         theirs_hit = peer[f"kvbm_prefix_{name}_hit"]
@@ -84,7 +84,7 @@ def main() -> None:
     if reason := skipped():
         print(f"bench_peers: kvbm-logical is skipped: {reason}", file=sys.stderr)
         return
-    requests = w_prefix.prompts()
+    requests = prompts()
     figures = kvbm(requests)
     compare(requests, figures)
     for name, value in figures.items():
