@@ -7,6 +7,7 @@
 use crate::error::{Error, Result};
 use crate::event::Removals;
 use crate::evict::Eviction;
+use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::lease::LeaseKind;
 use crate::prefix::grown;
@@ -226,6 +227,11 @@ impl Pool {
             self.nodes.resize(grown(block, self.nodes.capacity()), Node::default());
         }
         self.nodes[block.index()].refs = 1;
+    }
+
+    /// Takes block 0 out of use for good: it stands in tables for what is not there.
+    pub(crate) fn reserve_null(&mut self) {
+        self.take_free(NULL_BLOCK);
     }
 
     /// Twins of blocks that were evicted since the last call.
