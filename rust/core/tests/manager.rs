@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Error, Eviction, KeySpec, Kind, Manager, Policies, Prompt,
-    ReuseOrder, SequenceId, StepDecision, TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision,
+    TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -19,55 +19,12 @@ use std::collections::BTreeMap;
 mod books;
 #[path = "manager/bound.rs"]
 mod bound;
+#[path = "manager/ops.rs"]
+mod ops;
+
+pub(crate) use ops::{Op, Setup, op, setup};
 
 const BLOCK: u32 = 4;
-
-#[derive(Debug, Clone, Copy)]
-enum Op {
-    Allocate(u32),
-    Prompt(u32, u32),
-    Mark(usize, usize),
-    Reset,
-    Priority(usize, usize, u8),
-    Fork(usize, u32),
-    ForkPrefix(usize, u32),
-    Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
-    Bound(bound::Op),
-    Free(usize, usize),
-    SwapOut(usize, usize),
-    SwapIn(usize, usize),
-    Spill(usize, usize),
-    Fetch(usize, usize, bool),
-    Step,
-    End(usize),
-    Fail(usize, usize),
-    Snapshot,
-}
-
-fn op() -> impl Strategy<Value = Op> {
-    let pick = 0usize..64;
-    prop_oneof![
-        3 => (0u32..14).prop_map(Op::Allocate),
-        5 => (0u32..20, 0u32..3).prop_map(|(n, family)| Op::Prompt(n, family)),
-        6 => (pick.clone(), 1usize..6).prop_map(|(s, n)| Op::Mark(s, n)),
-        1 => Just(Op::Reset),
-        1 => (pick.clone(), 1usize..4, 0u8..16).prop_map(|(s, n, p)| Op::Priority(s, n, p)),
-        3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),
-        1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
-        8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
-            .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
-        13 => bound::op().prop_map(Op::Bound),
-        3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
-        4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
-        4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
-        3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Spill(s, n)),
-        3 => (pick.clone(), 1usize..4, any::<bool>()).prop_map(|(s, n, d)| Op::Fetch(s, n, d)),
-        12 => Just(Op::Step),
-        8 => pick.clone().prop_map(Op::End),
-        1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
-        2 => Just(Op::Snapshot),
-    ]
-}
 
 type Bytes = [u64; BLOCK as usize];
 
@@ -90,7 +47,7 @@ fn values(ids: &[u32]) -> Vec<u64> {
     ids.iter().scan(1, step).collect()
 }
 
-struct World {
+pub(crate) struct World {
     manager: Manager,
     memory: [Vec<Bytes>; 3],
     /// What each sequence must read.
@@ -119,7 +76,7 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 8;
 
 impl World {
-    fn new(blocks: [usize; 3], policies: Policies) -> Self {
+    pub(crate) fn new(Setup { blocks, policies }: Setup) -> Self {
         let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::with_policies(config, policies).unwrap();
         manager.record_events(1 << 16).unwrap();
@@ -389,7 +346,7 @@ impl World {
         self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
     }
 
-    fn apply(&mut self, op: Op) {
+    pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
             Op::Prompt(n, family) => self.prompt(n, family),
@@ -466,11 +423,8 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
     #[test]
-    fn every_token_is_read_back_whatever_was_moved(
-        device in 3usize..24, host in 0usize..16, external in 0usize..16, ops in prop::collection::vec(op(), 1..120),
-        reuse in prop::sample::select(&ReuseOrder::ALL[..]), eviction in prop::sample::select(&Eviction::NAMED[..]),
-    ) {
-        let mut world = World::new([device, host, external], Policies { reuse, eviction });
+    fn every_token_is_read_back_whatever_was_moved(setup in setup(), ops in prop::collection::vec(op(), 1..120)) {
+        let mut world = World::new(setup);
         for op in ops {
             world.apply(op);
         }

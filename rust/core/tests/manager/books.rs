@@ -6,7 +6,7 @@ use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Pr
 
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
-    pub(super) fn verify(&mut self) {
+    pub(crate) fn verify(&mut self) {
         self.step();
         while let Some(ticket) = self.nth_ticket(0) {
             self.end(ticket, None);
