@@ -16,6 +16,7 @@ impl Manager {
         for tier in Tier::ALL {
             self.check_tier(tier).map_err(|what| Error::Broken { what })?;
         }
+        self.check_promises().map_err(|what| Error::Broken { what })?;
         let events = self.events().and_then(|events| events.check(&self.pools));
         events.map_or_else(|| self.check_rows(), Err).map_err(|what| Error::Broken { what })
     }

@@ -98,6 +98,11 @@ impl Tickets {
         self.submitted.get(&ticket).map(|ticket| ticket.leases.as_slice())
     }
 
+    /// Leases of a submitted ticket or of the present step's.
+    pub(crate) fn of(&self, ticket: TicketId) -> &[Lease] {
+        if ticket == self.open { &self.collected } else { self.get(ticket).unwrap_or_default() }
+    }
+
     /// Closes a submitted ticket and gives its leases back.
     pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Lease>> {
         let Ticket { leases, copies } = self.submitted.remove(&ticket)?;

@@ -67,7 +67,7 @@ pub(crate) struct World {
     table: Vec<i32>,
     next: u64,
     /// What the events say can be found, and how many events there were.
-    findable: BTreeMap<[u8; 32], BlockId>,
+    findable: BTreeMap<(Tier, [u8; 32]), BlockId>,
     events: u64,
 }
 
@@ -76,9 +76,12 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 8;
 
 impl World {
-    pub(crate) fn new(Setup { blocks, policies }: Setup) -> Self {
+    pub(crate) fn new(Setup { blocks, policies, host_cache }: Setup) -> Self {
         let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::with_policies(config, policies).unwrap();
+        if host_cache {
+            manager.keep_host_copies().unwrap();
+        }
         manager.record_events(1 << 16).unwrap();
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
@@ -168,6 +171,8 @@ impl World {
                 self.truth.insert(sequence, values(&ids));
                 self.ids.insert(sequence, ids);
                 self.write(sequence, hit);
+                // The step that computes the rest reads what was found, loads included.
+                self.computed.push(sequence);
             }
             Err(error) => assert!(matches!(error, Error::OutOfBlocks { free, .. } if free == before), "{error}"),
         }
@@ -355,7 +360,8 @@ impl World {
                 self.mark(&s);
             }
             Op::Reset => {
-                let idle = self.manager.pool(Tier::Device).free() == self.manager.pool(Tier::Device).len();
+                let free = |tier| self.manager.pool(tier).free() == self.manager.pool(tier).len();
+                let idle = free(Tier::Device) && (free(Tier::Host) || !self.manager.keeps_host_copies());
                 assert_eq!(self.manager.reset_prefix_cache(), idle);
             }
             Op::Priority(s, n, priority) => self.manager.set_priority(&self.pick(s, n), priority).unwrap(),

@@ -10,6 +10,7 @@
 mod append;
 mod batch;
 mod groups;
+mod hostcache;
 mod pass;
 mod prefix;
 mod relocate;
@@ -103,6 +104,8 @@ pub struct Manager {
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
     events: Option<Box<Events>>,
+    /// Where host copies are kept findable.
+    host_cache: Option<Box<hostcache::HostCache>>,
     scratch: Vec<BlockId>,
     work: pass::Work,
 }
@@ -175,6 +178,7 @@ impl Manager {
             stats: PrefixStats::default(),
             decided: [0; 7],
             events: None,
+            host_cache: None,
             scratch: Vec::new(),
             work: pass::Work::default(),
         })

@@ -288,6 +288,7 @@ impl Manager {
                 self.step.pairs(route.kind, route.from, route.to).push([source.0, target.0]);
                 self.lease(route.from, source, route.reads)?;
                 self.lease(route.to, target, LeaseKind::Write)?;
+                self.promise_copy((route.from, source), (route.to, target), i);
                 let pool = &self.pools[route.from.index()];
                 if pool.refs(source) > 1 || (i < full && pool.is_published(source)) {
                     link(&mut self.pools, (route.from, source), (route.to, target));

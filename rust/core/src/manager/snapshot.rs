@@ -55,6 +55,8 @@ impl Manager {
             stats,
             decided,
             events: _,
+            // Without tickets nothing is promised; that the host is a cache, its pool says.
+            host_cache: _,
             scratch: _,
             work: _,
         } = &*self;
@@ -125,6 +127,7 @@ impl Image {
         let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
         let step = OpenStep { reuses_drained, ..OpenStep::default() };
         let tickets = Tickets::resume(open);
+        let host_cache = pools[1].is_caching().then(Box::default);
         Ok(Manager {
             block_size,
             groups,
@@ -136,6 +139,7 @@ impl Image {
             stats,
             decided,
             events,
+            host_cache,
             scratch: Vec::new(),
             work: Work::default(),
         })

@@ -88,8 +88,8 @@ impl PrefixStats {
         self.tokens - self.hit_tokens
     }
 
-    pub(super) fn counters(&self) -> [u64; 6] {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged } = *self;
-        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged]
+    pub(super) fn counters(&self) -> [u64; 7] {
+        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = *self;
+        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded]
     }
 }

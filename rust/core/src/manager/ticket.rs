@@ -18,6 +18,9 @@ impl Manager {
         }
         let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
         let ticket = self.tickets.submit(copies.copied().collect());
+        if let Some(cache) = &mut self.host_cache {
+            cache.submit(ticket);
+        }
         let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };
         StepDecision { ticket, after, transfers }
     }
@@ -28,6 +31,7 @@ impl Manager {
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
         let leases = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.keep_promises(ticket);
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
         for Lease { tier, kind, block } in leases.into_iter().rev() {
             self.pools[tier.index()].end_lease(block, kind);
@@ -60,6 +64,7 @@ impl Manager {
             unlink(&mut self.pools, tier, block);
             self.pools[tier.index()].unpublish(block);
         }
+        self.break_promises(ticket, &blocks);
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
         let whole = |(id, row): (SequenceId, &Row)| row.family.as_deref().map_or(id, |family| family[0]);
         let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));

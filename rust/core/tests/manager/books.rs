@@ -36,23 +36,29 @@ impl World {
         self.events += events.len() as u64;
         for event in events {
             match event {
-                Event::Stored { key, parent, block, tokens, .. } => {
+                Event::Stored { key, parent, tier, block, tokens, .. } => {
                     assert_eq!(tokens, BLOCK);
-                    assert!(self.findable.insert(key.0, block).is_none(), "stored twice");
+                    assert!(self.findable.insert((tier, key.0), block).is_none(), "stored twice");
                     assert!(parent.is_none_or(|parent| parent != key));
                 }
-                Event::Removed { key, block, .. } => assert_eq!(self.findable.remove(&key.0), Some(block)),
-                Event::Cleared { .. } => self.findable.clear(),
+                Event::Removed { key, tier, block, .. } => {
+                    assert_eq!(self.findable.remove(&(tier, key.0)), Some(block));
+                }
+                Event::Cleared { tier } => self.findable.retain(|(at, _), _| *at != tier),
             }
         }
-        assert_eq!(self.findable.len(), self.manager.pool(Tier::Device).published());
+        for tier in Tier::ALL {
+            let found = self.findable.keys().filter(|(at, _)| *at == tier).count();
+            assert_eq!(found, self.manager.pool(tier).published());
+        }
         for (&sequence, ids) in &self.ids {
             let prompt = Prompt { tokens: ids, spec: KeySpec::default(), extras: &[] };
             let cached = self.manager.cached_tokens(&prompt).unwrap();
             let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
             for (i, tokens) in ids.chunks_exact(BLOCK as usize).enumerate() {
                 chain.block(tokens, &[]).unwrap();
-                let found = self.findable.contains_key(&chain.export().0);
+                let found = |tier| self.findable.contains_key(&(tier, chain.export().0));
+                let found = found(Tier::Device) || found(Tier::Host);
                 assert!(found || i >= (cached / BLOCK) as usize, "block {i} of {sequence} is cached without an event");
             }
         }

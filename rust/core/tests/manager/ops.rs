@@ -9,14 +9,18 @@ use proptest::prelude::*;
 pub(crate) struct Setup {
     pub(crate) blocks: [usize; 3],
     pub(crate) policies: Policies,
+    /// Whether host copies are kept as a second level of the prefix cache.
+    pub(crate) host_cache: bool,
 }
 
 pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
-    (3usize..24, 0usize..16, 0usize..16, reuse, eviction).prop_map(|(device, host, external, reuse, eviction)| Setup {
+    let sizes = (3usize..24, 0usize..16, 0usize..16);
+    (sizes, reuse, eviction, any::<bool>()).prop_map(|((device, host, external), reuse, eviction, host_cache)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
+        host_cache: host_cache && host > 0,
     })
 }
 

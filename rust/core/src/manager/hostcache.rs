@@ -1,0 +1,215 @@
+//! Host copies as the second level of the prefix cache: what was swapped out stays findable on the host, and a prompt
+//! whose blocks are only there gets them back by transfers of its own step.
+//!
+//! A transfer comes with a promise: once its bytes have landed, its target is published under its source's key. A promise
+//! to the device holds only while its target is still linked to the copy that it was read from, so what has been written
+//! or freed meanwhile is not published. A failed load takes the key of the host's copy with it.
+
+use super::{Manager, invalid, link, take, unlink};
+use crate::decision::Kind;
+use crate::error::Result;
+use crate::event::Told;
+use crate::hash::Key;
+use crate::id::{BlockId, TicketId, Tier};
+use crate::lease::{Lease, LeaseKind};
+use crate::pool::{Pool, Published, Twin};
+use std::collections::{BTreeMap, HashSet};
+
+/// A block of a prompt that was found behind the first one that is not on the device.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Found {
+    Device(BlockId),
+    Host(BlockId),
+}
+
+/// A block that is to be published once its bytes have landed.
+#[derive(Clone, Copy, Debug)]
+struct Promise {
+    from: Twin,
+    to: Twin,
+    key: Key,
+    /// Blocks before it in its prompt.
+    depth: u32,
+    /// What events have told of the source.
+    told: Told,
+}
+
+/// Promises of the present step, and of the tickets that have not ended.
+#[derive(Debug, Clone, Default)]
+pub(super) struct HostCache {
+    open: Vec<Promise>,
+    submitted: BTreeMap<TicketId, Vec<Promise>>,
+}
+
+impl HostCache {
+    /// Ends the step: its promises are kept or broken with its ticket.
+    pub(super) fn submit(&mut self, ticket: TicketId) {
+        if !self.open.is_empty() {
+            self.submitted.insert(ticket, std::mem::take(&mut self.open));
+        }
+    }
+}
+
+impl Manager {
+    /// Keeps host copies of published blocks findable from now on, least recently used first to go.
+    ///
+    /// # Errors
+    /// The prefix cache is off, there are no host blocks or some are in use, events are recorded already, or copies are.
+    pub fn keep_host_copies(&mut self) -> Result<()> {
+        let [device, host, _] = &self.pools;
+        let null = usize::from(self.groups.slide());
+        let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
+        if !fits || self.events.is_some() || self.host_cache.is_some() {
+            let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
+            return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
+        }
+        self.pools[1].start_caching();
+        self.host_cache = Some(Box::default());
+        Ok(())
+    }
+
+    /// Whether host copies are kept.
+    #[must_use]
+    pub fn keeps_host_copies(&self) -> bool {
+        self.host_cache.is_some()
+    }
+
+    /// Adds to `found` what comes next of a prompt's first blocks, as far as either tier has it; `batch` prompts at most
+    /// are to read it at once.
+    pub(super) fn find_on_host(&self, keys: &[Key], batch: usize) -> Vec<Found> {
+        let [device, host, _] = &self.pools;
+        let find = |key: &Key| {
+            let copy = || host.find(key).filter(|&block| host.lease_room(block) >= batch).map(Found::Host);
+            device.find(key).map(Found::Device).or_else(copy)
+        };
+        keys.iter().map_while(find).collect()
+    }
+
+    /// Device blocks that a batch takes for what is on the host; a copy that several prompts want is loaded once.
+    pub(super) fn blocks_to_load<'a>(&self, found: impl Iterator<Item = &'a Found>) -> usize {
+        let copies = found.filter_map(|found| match found {
+            Found::Host(copy) if self.loading(*copy).is_none() => Some(*copy),
+            _ => None,
+        });
+        let mut copies: Vec<BlockId> = copies.collect();
+        copies.sort_unstable();
+        copies.dedup();
+        copies.len()
+    }
+
+    /// The device block that the present step loads a host copy into.
+    fn loading(&self, copy: BlockId) -> Option<BlockId> {
+        let twin = self.pools[1].twin(copy).filter(|twin| twin.0 == Tier::Device && self.step.fresh.contains(twin))?;
+        Some(twin.1)
+    }
+
+    /// Appends to a new table what was found behind its first blocks; device blocks have been claimed, host copies are
+    /// loaded.
+    pub(super) fn load(&mut self, tail: &[Found], keys: &[Key], table: &mut Vec<BlockId>) -> Result<()> {
+        for found in tail {
+            let at = table.len();
+            match *found {
+                Found::Device(block) => table.push(block),
+                Found::Host(copy) => match self.loading(copy) {
+                    Some(block) => {
+                        self.pools[0].share(block, 1);
+                        table.push(block);
+                    }
+                    None => {
+                        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, 1, table);
+                        self.load_block(copy, table[at], keys[at], at)?;
+                    }
+                },
+            }
+        }
+        Ok(())
+    }
+
+    fn load_block(&mut self, copy: BlockId, target: BlockId, key: Key, depth: usize) -> Result<()> {
+        // A hit for the host's policy.
+        self.pools[1].claim(copy);
+        let leased = self.lease(Tier::Host, copy, LeaseKind::Read);
+        self.pools[1].release(copy);
+        leased?;
+        self.lease(Tier::Device, target, LeaseKind::Write)?;
+        self.step.pairs(Kind::SwapIn, Tier::Host, Tier::Device).push([copy.0, target.0]);
+        let (from, to) = ((Tier::Host, copy), (Tier::Device, target));
+        link(&mut self.pools, from, to);
+        self.step.fresh.insert(to);
+        self.promise(from, to, key, depth);
+        self.stats.loaded += 1;
+        Ok(())
+    }
+
+    /// Promises to publish the host copy of a device block that the present step swaps out, if that can be found.
+    #[inline]
+    pub(super) fn promise_copy(&mut self, from: Twin, to: Twin, depth: usize) {
+        if self.host_cache.is_some() && (from.0, to.0) == (Tier::Device, Tier::Host) {
+            if let Some(key) = self.pools[0].key(from.1) {
+                self.promise(from, to, key, depth);
+            }
+        }
+    }
+
+    fn promise(&mut self, from: Twin, to: Twin, key: Key, depth: usize) {
+        let told = self.events.as_ref().map(|events| events.told(from.0, from.1)).unwrap_or_default();
+        let depth = u32::try_from(depth).unwrap_or(u32::MAX);
+        if let Some(cache) = &mut self.host_cache {
+            cache.open.push(Promise { from, to, key, depth, told });
+        }
+    }
+
+    /// Publishes what a ticket has brought; its leases have not ended yet.
+    pub(super) fn keep_promises(&mut self, ticket: TicketId) {
+        let promises = self.host_cache.as_mut().and_then(|cache| cache.submitted.remove(&ticket));
+        for Promise { from, to, key, depth, told } in promises.into_iter().flatten() {
+            let (tier, block) = to;
+            let linked = || self.pools[0].twin(block) == Some(from) && self.pools[1].key(from.1) == Some(key);
+            if tier == Tier::Device && !linked() {
+                continue;
+            }
+            if self.pools[tier.index()].publish(block, key, depth) == Published::Now {
+                join_copies(&mut self.pools, &key);
+                if let Some(events) = &mut self.events {
+                    events.copied(&mut self.pools, to, told, self.block_size);
+                }
+            }
+        }
+    }
+
+    /// Forgets what a ticket has promised and not brought: the blocks that are lost, and the copies that could not be read.
+    pub(super) fn break_promises(&mut self, ticket: TicketId, lost: &HashSet<Twin>) {
+        let Some(promises) = self.host_cache.as_mut().and_then(|cache| cache.submitted.get_mut(&ticket)) else { return };
+        for promise in promises.extract_if(.., |promise| lost.contains(&promise.to)) {
+            if promise.from.0 == Tier::Host {
+                unlink(&mut self.pools, Tier::Host, promise.from.1);
+                self.pools[1].unpublish(promise.from.1);
+            }
+        }
+    }
+
+    /// What does not hold of the promises: each target is being written under its ticket.
+    pub(crate) fn check_promises(&self) -> std::result::Result<(), String> {
+        let Some(cache) = &self.host_cache else { return Ok(()) };
+        let open = self.tickets.open();
+        let submitted = cache.submitted.iter().map(|(ticket, promises)| (*ticket, promises));
+        for (ticket, promises) in submitted.chain([(open, &cache.open)]) {
+            let leases: HashSet<&Lease> = self.tickets.of(ticket).iter().collect();
+            for Promise { to: (tier, block), .. } in promises {
+                if !leases.contains(&Lease { tier: *tier, kind: LeaseKind::Write, block: *block }) {
+                    return Err(format!("{tier} block {block} is promised, but ticket {ticket} does not write it"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Links the two copies of a key, if both tiers have one and no other.
+pub(super) fn join_copies(pools: &mut [Pool; 3], key: &Key) {
+    if let (Some(device), Some(host)) = (pools[0].find(key), pools[1].find(key)) {
+        if pools[0].twin(device).is_none() && pools[1].twin(host).is_none() {
+            link(pools, (Tier::Device, device), (Tier::Host, host));
+        }
+    }
+}
