@@ -16,6 +16,7 @@ use cached::Cache;
 
 mod cached;
 mod publish;
+mod quota;
 mod snapshot;
 pub(crate) use publish::Published;
 pub(crate) use snapshot::PoolImage;

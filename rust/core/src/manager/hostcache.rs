@@ -5,7 +5,7 @@
 //! to the device holds only while its target is still linked to the copy that it was read from, so what has been written
 //! or freed meanwhile is not published. A failed load takes the key of the host's copy with it.
 
-use super::{Manager, invalid, link, take, unlink};
+use super::{Manager, invalid, link, release, take, unlink};
 use crate::decision::Kind;
 use crate::error::Result;
 use crate::event::Told;
@@ -13,6 +13,7 @@ use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind};
 use crate::pool::{Pool, Published, Twin};
+use crate::table::RowKeys;
 use std::collections::{BTreeMap, HashSet};
 
 /// A block of a prompt that was found behind the first one that is not on the device.
@@ -30,6 +31,10 @@ struct Promise {
     key: Key,
     /// Blocks before it in its prompt.
     depth: u32,
+    /// Tenant with a quota that a device block will belong to, 0 for none.
+    tenant: u16,
+    /// The source, which nothing uses, is given up for its copy.
+    demotes: bool,
     /// What events have told of the source.
     told: Told,
 }
@@ -39,6 +44,16 @@ struct Promise {
 pub(super) struct HostCache {
     open: Vec<Promise>,
     submitted: BTreeMap<TicketId, Vec<Promise>>,
+}
+
+impl Promise {
+    fn new(from: Twin, to: Twin, key: Key) -> Self {
+        Self { from, to, key, depth: 0, tenant: 0, demotes: false, told: Told::default() }
+    }
+}
+
+fn depth(at: usize) -> u32 {
+    u32::try_from(at).unwrap_or(u32::MAX)
 }
 
 impl HostCache {
@@ -105,7 +120,7 @@ impl Manager {
 
     /// Appends to a new table what was found behind its first blocks; device blocks have been claimed, host copies are
     /// loaded.
-    pub(super) fn load(&mut self, tail: &[Found], keys: &[Key], table: &mut Vec<BlockId>) -> Result<()> {
+    pub(super) fn load(&mut self, tail: &[Found], keys: &RowKeys, table: &mut Vec<BlockId>) -> Result<()> {
         for found in tail {
             let at = table.len();
             match *found {
@@ -117,7 +132,7 @@ impl Manager {
                     }
                     None => {
                         self.step.reuses_drained |= take(&mut self.pools, Tier::Device, 1, table);
-                        self.load_block(copy, table[at], keys[at], at)?;
+                        self.load_block(copy, table[at], keys, at)?;
                     }
                 },
             }
@@ -125,7 +140,7 @@ impl Manager {
         Ok(())
     }
 
-    fn load_block(&mut self, copy: BlockId, target: BlockId, key: Key, depth: usize) -> Result<()> {
+    fn load_block(&mut self, copy: BlockId, target: BlockId, keys: &RowKeys, at: usize) -> Result<()> {
         // A hit for the host's policy.
         self.pools[1].claim(copy);
         let leased = self.lease(Tier::Host, copy, LeaseKind::Read);
@@ -136,52 +151,108 @@ impl Manager {
         let (from, to) = ((Tier::Host, copy), (Tier::Device, target));
         link(&mut self.pools, from, to);
         self.step.fresh.insert(to);
-        self.promise(from, to, key, depth);
+        self.promise(Promise { depth: depth(at), tenant: keys.tenant, ..Promise::new(from, to, keys.keys[at]) });
         self.stats.loaded += 1;
         Ok(())
     }
 
     /// Promises to publish the host copy of a device block that the present step swaps out, if that can be found.
     #[inline]
-    pub(super) fn promise_copy(&mut self, from: Twin, to: Twin, depth: usize) {
+    pub(super) fn promise_copy(&mut self, from: Twin, to: Twin, at: usize) {
         if self.host_cache.is_some() && (from.0, to.0) == (Tier::Device, Tier::Host) {
             if let Some(key) = self.pools[0].key(from.1) {
-                self.promise(from, to, key, depth);
+                self.promise(Promise { depth: depth(at), ..Promise::new(from, to, key) });
             }
         }
     }
 
-    fn promise(&mut self, from: Twin, to: Twin, key: Key, depth: usize) {
-        let told = self.events.as_ref().map(|events| events.told(from.0, from.1)).unwrap_or_default();
-        let depth = u32::try_from(depth).unwrap_or(u32::MAX);
+    fn promise(&mut self, mut promise: Promise) {
+        let (tier, block) = promise.from;
+        promise.told = self.events.as_ref().map(|events| events.told(tier, block)).unwrap_or_default();
         if let Some(cache) = &mut self.host_cache {
-            cache.open.push(Promise { from, to, key, depth, told });
+            cache.open.push(promise);
         }
     }
 
-    /// Publishes what a ticket has brought; its leases have not ended yet.
-    pub(super) fn keep_promises(&mut self, ticket: TicketId) {
+    /// Copies the next `count` device blocks to be evicted to the host, those that have no copy there and as far as there
+    /// is room; returns how many. Nobody waits for them: as long as they are copied a prompt may still use them, or device
+    /// work may have them; what is left once its copy has landed goes free, findable on the host.
+    ///
+    /// With the policy `lru` the time is in proportion to `count`; with others the policy is copied to be asked.
+    ///
+    /// # Errors
+    /// Host copies are not kept.
+    pub fn offload_cached(&mut self, count: usize) -> Result<usize> {
+        if self.host_cache.is_none() {
+            return Err(invalid("blocks to offload", count as i128, "asked for with host copies kept".to_owned()));
+        }
+        let mut sources = self.pools[0].upcoming(count);
+        let kept = |block: &BlockId| self.pools[0].key(*block).is_some_and(|key| self.pools[1].find(&key).is_none());
+        sources.retain(|block| kept(block));
+        sources.truncate(self.pools[1].free());
+        let mut targets = Vec::with_capacity(sources.len());
+        take(&mut self.pools, Tier::Host, sources.len(), &mut targets);
+        for (&source, &target) in sources.iter().zip(&targets) {
+            self.pools[0].claim(source);
+            self.lease(Tier::Device, source, LeaseKind::Drain)?;
+            self.pools[0].release(source);
+            self.lease(Tier::Host, target, LeaseKind::Write)?;
+            release(&mut self.pools, Tier::Host, target);
+            self.step.pairs(Kind::SwapOut, Tier::Device, Tier::Host).push([source.0, target.0]);
+            if let Some(key) = self.pools[0].key(source) {
+                let (from, to) = ((Tier::Device, source), (Tier::Host, target));
+                self.promise(Promise { demotes: true, ..Promise::new(from, to, key) });
+            }
+        }
+        Ok(sources.len())
+    }
+
+    /// Frees device blocks that have become evictable, and whose bytes are on the host.
+    pub(super) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
+        for (block, key) in blocks {
+            if self.pools[0].key(*block) == Some(*key) {
+                self.pools[0].drop_cached(*block);
+            }
+        }
+        if !blocks.is_empty() {
+            self.forget_orphans();
+        }
+    }
+
+    /// Publishes what a ticket has brought; its leases have not ended yet. Returns the device blocks that are given up.
+    pub(super) fn keep_promises(&mut self, ticket: TicketId) -> Vec<(BlockId, Key)> {
+        let mut demoted = Vec::new();
         let promises = self.host_cache.as_mut().and_then(|cache| cache.submitted.remove(&ticket));
-        for Promise { from, to, key, depth, told } in promises.into_iter().flatten() {
+        for Promise { from, to, key, depth, tenant, demotes, told } in promises.into_iter().flatten() {
+            if demotes {
+                demoted.push((from.1, key));
+            }
             let (tier, block) = to;
             let linked = || self.pools[0].twin(block) == Some(from) && self.pools[1].key(from.1) == Some(key);
             if tier == Tier::Device && !linked() {
                 continue;
             }
             if self.pools[tier.index()].publish(block, key, depth) == Published::Now {
+                if tier == Tier::Device && tenant != 0 {
+                    self.pools[0].assign(block, tenant);
+                }
                 join_copies(&mut self.pools, &key);
                 if let Some(events) = &mut self.events {
                     events.copied(&mut self.pools, to, told, self.block_size);
                 }
             }
         }
+        demoted
     }
 
-    /// Forgets what a ticket has promised and not brought: the blocks that are lost, and the copies that could not be read.
-    pub(super) fn break_promises(&mut self, ticket: TicketId, lost: &HashSet<Twin>) {
-        let Some(promises) = self.host_cache.as_mut().and_then(|cache| cache.submitted.get_mut(&ticket)) else { return };
+    /// Forgets what a ticket has promised and not brought: the blocks that are lost, and the copies that were tried and
+    /// could not be read.
+    pub(super) fn break_promises(&mut self, ticket: TicketId, lost: &HashSet<Twin>, tried: bool) {
+        let Some(promises) = self.host_cache.as_mut().and_then(|cache| cache.submitted.get_mut(&ticket)) else {
+            return;
+        };
         for promise in promises.extract_if(.., |promise| lost.contains(&promise.to)) {
-            if promise.from.0 == Tier::Host {
+            if tried && promise.from.0 == Tier::Host {
                 unlink(&mut self.pools, Tier::Host, promise.from.1);
                 self.pools[1].unpublish(promise.from.1);
             }

@@ -12,7 +12,9 @@ mod batch;
 mod groups;
 mod hostcache;
 mod pass;
+mod pin;
 mod prefix;
+mod quota;
 mod relocate;
 mod retention;
 mod snapshot;
@@ -35,6 +37,7 @@ use std::collections::HashSet;
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use groups::Demand;
+pub use pin::Expired;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use stats::{Stats, TierUse};
 pub use tables::TableRows;
@@ -104,6 +107,8 @@ pub struct Manager {
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
     events: Option<Box<Events>>,
+    pins: pin::Pins,
+    tenants: quota::Tenants,
     /// Where host copies are kept findable.
     host_cache: Option<Box<hostcache::HostCache>>,
     scratch: Vec<BlockId>,
@@ -179,6 +184,8 @@ impl Manager {
             decided: [0; 7],
             events: None,
             host_cache: None,
+            pins: pin::Pins::new(device / 2),
+            tenants: quota::Tenants::default(),
             scratch: Vec::new(),
             work: pass::Work::default(),
         })
@@ -335,6 +342,7 @@ impl Manager {
                 release(&mut self.pools, tier, block);
             }
         }
+        self.keep_quotas();
         Ok(())
     }
 

@@ -115,7 +115,8 @@ impl Manager {
             return Err(invalid("tokens of a chunk", chunk, must));
         }
         self.rows.require(prompts.len().saturating_mul(self.groups.all().len()))?;
-        let matches = prompts.iter().map(|prompt| self.find_prefix(prompt, prompts.len())).collect::<Result<Vec<_>>>()?;
+        let matches =
+            prompts.iter().map(|prompt| self.find_prefix(prompt, prompts.len())).collect::<Result<Vec<_>>>()?;
         let idle = self.idle_blocks(&matches);
         let new: usize = prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(prompt, found, chunk)).sum();
         let loads = self.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
@@ -234,6 +235,14 @@ impl Manager {
         true
     }
 
+    /// Device blocks that are cached for the start of a prompt, null blocks left out, and how many blocks that start has.
+    pub(super) fn cached_blocks(&self, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
+        let found = self.find_prefix(prompt, 1)?;
+        let tables = found.found.iter().chain(found.others.iter().flatten());
+        let blocks = tables.copied().filter(|&block| !self.is_null(block)).collect();
+        Ok((blocks, found.hits - found.tail.len()))
+    }
+
     /// Found blocks that nothing uses yet.
     fn idle_blocks(&self, matches: &[Match]) -> usize {
         let idle = |block: &&BlockId| self.pools[0].is_idle(**block);
@@ -289,8 +298,9 @@ impl Manager {
         };
         let hits = hits + tail.len();
         let last = before.zip(blocks.last()).map(|(before, tokens)| LastBlock { before, tokens: tokens.to_vec() });
-        let (pending, lora_id) = (pending.to_vec(), prompt.spec.lora_id);
-        Ok(Match { keys: RowKeys { chain, keys, pending, lora_id, surplus, last }, hits, found, tail, others })
+        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, self.tenants.of(&prompt.spec));
+        let keys = RowKeys { chain, keys, pending, lora_id, tenant, surplus, last };
+        Ok(Match { keys, hits, found, tail, others })
     }
 
     /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
@@ -318,7 +328,7 @@ impl Manager {
         self.stats.tokens += prompt.tokens.len() as u64;
         self.stats.hit_tokens += u64::from(cached);
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
-        self.load(&tail, &keys.keys, &mut found)?;
+        self.load(&tail, &keys, &mut found)?;
         let sequence = self.open_row(0, cached, length, found);
         let open = self.tickets.open();
         let row = self.rows.at_mut(sequence);
@@ -386,6 +396,9 @@ impl Manager {
             }
             match self.pools[0].publish(block, key, u32::try_from(at).unwrap_or(u32::MAX)) {
                 Published::Now => {
+                    if keys.tenant != 0 {
+                        self.pools[0].assign(block, keys.tenant);
+                    }
                     if self.host_cache.is_some() {
                         join_copies(&mut self.pools, &key);
                     }
