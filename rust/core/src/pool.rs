@@ -230,9 +230,11 @@ impl Pool {
         self.nodes[block.index()].refs = 1;
     }
 
-    /// Takes block 0 out of use for good: it stands in tables for what is not there.
+    /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
     pub(crate) fn reserve_null(&mut self) {
-        self.take_free(NULL_BLOCK);
+        let mut first = Vec::with_capacity(1);
+        self.take(1, &mut first);
+        debug_assert!(first == [NULL_BLOCK], "the pool has been used");
     }
 
     /// Twins of blocks that were evicted since the last call.

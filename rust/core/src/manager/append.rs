@@ -80,7 +80,7 @@ impl Manager {
     /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; where
     /// there are several cache groups, those of one group after those of another.
     ///
-    /// All tokens before must be computed by the time the new ones are: what fell out of a window is given back.
+    /// What falls out of a window is given back: tokens appended in earlier steps are computed before these.
     /// A shared block that would be written is copied first, by a copy of this step. `lookahead` more slots a sequence
     /// get blocks, but no tokens.
     ///
@@ -130,7 +130,11 @@ impl Manager {
             tables.require_rows(sequences.len())?;
         }
         self.rows.begin_batch();
-        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })
+        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })?;
+        if self.groups.cross() {
+            self.await_encoders(sequences);
+        }
+        Ok(())
     }
 
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one over
@@ -171,7 +175,11 @@ impl Manager {
             if self.groups.slide() {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
-                    self.slide(sequence, self.rows.at(sequence).len);
+                    let row = self.rows.at(sequence);
+                    // Tokens that this step is yet to compute keep what they need.
+                    if row.written != self.tickets.open() {
+                        self.slide(sequence, row.len);
+                    }
                 }
             }
             self.append_checked(batch, work, new, &mut blocks)
@@ -339,7 +347,9 @@ impl Manager {
                 }
             });
         }
+        let group = self.groups.get(self.rows.at(sequence).group);
         let row = self.rows.at_mut(sequence);
+        row.published = row.published.max(group.passed_over(len, count, blocks, size));
         write_slots(row, len, size, slots);
         row.len = len + count;
         row.written = open;
@@ -348,7 +358,9 @@ impl Manager {
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            if !row.moving && self.pools[0].is_exclusive(block) {
+            // Who writes what a transfer still reads must say so, and the first pass does not ask.
+            let own = self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
+            if !row.moving && own {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }

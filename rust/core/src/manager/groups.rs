@@ -175,6 +175,17 @@ impl Manager {
         }
     }
 
+    /// A step that computes sequences waits for their encoders' loads, too.
+    pub(super) fn await_encoders(&mut self, sequences: &[SequenceId]) {
+        for &sequence in sequences {
+            let row = self.rows.at(sequence);
+            let (moving, last) = (row.moving, row.family.as_deref().and_then(<[SequenceId]>::last).copied());
+            if let Some(last) = last {
+                self.rows.at_mut(last).moving &= moving;
+            }
+        }
+    }
+
     /// Blocks of one group's table for a new sequence.
     pub(super) fn blocks_at_start(&self, group: Group, tokens: u32) -> usize {
         blocks_for(u64::from(tokens), self.block_size) - group.skipped(0, tokens, 0, self.block_size)
@@ -262,7 +273,7 @@ impl Manager {
             let grown = self.groups.growing().len() > usize::from(number.max(row.group));
             other.family.as_ref() == Some(family)
                 && other.group == number
-                && (other.tier, other.lost, other.moving) == (row.tier, row.lost, row.moving)
+                && (other.tier, other.lost) == (row.tier, row.lost)
                 && (!grown || other.len == row.len)
         };
         let whole = family.len() == self.groups.all().len() && (0u8..).zip(family.iter()).all(relative);

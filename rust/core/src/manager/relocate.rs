@@ -3,6 +3,7 @@
 use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, require_tier, take, unlink};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::LeaseKind;
 
@@ -302,12 +303,14 @@ impl Manager {
             release(&mut self.pools, route.from, source);
         }
         let row = self.rows.at_mut(sequence);
+        let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
         row.tier = route.to;
         row.ticket = open;
         row.moving = true;
         row.writable = 0;
-        row.published = 0;
+        // Of the states that a row has only its last is known to be that of a block's last token.
+        row.published = if recurrent { row.len.saturating_sub(1) / size } else { 0 };
         Ok(())
     }
 }

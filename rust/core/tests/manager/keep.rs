@@ -1,0 +1,149 @@
+//! Rules for what is kept: host copies that are made ahead of need, pins, deadlines and quotas.
+
+use super::{Bytes, GARBAGE, Transfer, World};
+use blockyard_core::{BlockId, Error, Expired, KeySpec, PinId, TicketId, Tier};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Op {
+    Offload(usize),
+    Quota(u8, usize),
+    Pin(usize, bool),
+    Unpin(usize),
+    /// Pins that were submitted stay; the others go.
+    ExpirePins,
+    /// The last ticket is given up before it was submitted.
+    Cancel,
+    /// A submitted ticket is past its deadline.
+    Overdue(usize),
+}
+
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let pick = 0usize..64;
+    prop_oneof![
+        4 => (1usize..8).prop_map(Op::Offload),
+        1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
+        2 => (pick.clone(), any::<bool>()).prop_map(|(s, submitted)| Op::Pin(s, submitted)),
+        1 => pick.clone().prop_map(Op::Unpin),
+        1 => Just(Op::ExpirePins),
+        1 => Just(Op::Cancel),
+        1 => pick.prop_map(Op::Overdue),
+    ]
+}
+
+/// A pin and what its blocks held when it was made.
+pub(crate) struct Held {
+    pin: PinId,
+    submitted: bool,
+    blocks: Vec<(BlockId, Bytes)>,
+}
+
+/// Tenants by the first token, so that prompts of one family have one.
+pub(crate) fn spec(ids: &[u32]) -> KeySpec {
+    KeySpec { salt: [(ids.first().copied().unwrap_or(0) & 1) as u8; 32], lora_id: 0 }
+}
+
+impl World {
+    pub(crate) fn apply_keep(&mut self, op: Op) {
+        match op {
+            Op::Offload(count) => {
+                let free = [Tier::Device, Tier::Host].map(|tier| self.manager.pool(tier).free());
+                match self.manager.offload_cached(count) {
+                    Ok(copied) => {
+                        let left = [Tier::Device, Tier::Host].map(|tier| self.manager.pool(tier).free());
+                        assert!(copied <= count && free.map(|free| free - copied) == left);
+                    }
+                    Err(_) => assert!(!self.manager.keeps_host_copies()),
+                }
+            }
+            Op::Quota(tenant, quota) => {
+                let salt = [tenant; 32];
+                let fits = quota <= self.manager.pool(Tier::Device).len() && !self.has_encoder();
+                assert_eq!(self.manager.set_quota(salt, Some(quota)).is_ok(), fits);
+                assert!(!fits || self.manager.quota(salt).is_some_and(|(held, _)| held <= quota));
+            }
+            Op::Pin(s, submitted) => self.pick(s, 1).into_iter().for_each(|s| self.pin(s, submitted)),
+            Op::Unpin(n) => {
+                if !self.pins.is_empty() {
+                    let held = self.pins.swap_remove(n % self.pins.len());
+                    self.manager.unpin(held.pin).unwrap();
+                    assert_eq!(self.manager.unpin(held.pin), Err(Error::UnknownPin { pin: held.pin }));
+                }
+            }
+            Op::ExpirePins => {
+                let expired = self.manager.expire(1).unwrap();
+                assert!(expired.tickets.is_empty() && expired.sequences.is_empty());
+                let ended = |held: &Held| expired.pins.contains(&held.pin);
+                assert!(self.pins.iter().all(|held| ended(held) != held.submitted));
+                self.pins.retain(|held| held.submitted);
+            }
+            Op::Cancel => {
+                let last = self.tickets.keys().next_back().copied();
+                last.into_iter().for_each(|ticket| self.cancel(ticket));
+            }
+            Op::Overdue(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.overdue(ticket)),
+        }
+    }
+
+    fn pin(&mut self, sequence: blockyard_core::SequenceId, submitted: bool) {
+        let before = self.manager.stats().tiers[0].pinned;
+        match self.manager.pin(sequence, 1) {
+            Ok(pin) => {
+                if submitted {
+                    self.manager.submit_pin(pin).unwrap();
+                }
+                let blocks = self.manager.pinned_blocks(pin).unwrap().iter();
+                let blocks = blocks.map(|&block| (block, self.memory[0][block.index()])).collect();
+                self.pins.push(Held { pin, submitted, blocks });
+            }
+            Err(Error::TooManyPinned { wanted, held, limit }) => assert!(held == before && wanted + held > limit),
+            Err(error) => assert!(self.manager.fork_prefix(sequence, 0, 0).is_err(), "{error}"),
+        }
+        assert!(self.manager.stats().tiers[0].pinned <= self.manager.pool(Tier::Device).len() / 2);
+    }
+
+    /// What a pin holds is never written or given out.
+    pub(crate) fn watch_pins(&self) {
+        for (block, bytes) in self.pins.iter().flat_map(|held| &held.blocks) {
+            assert_eq!(self.memory[0][block.index()], *bytes, "pinned block {block} was overwritten");
+        }
+    }
+
+    pub(crate) fn unpin_all(&mut self) {
+        for held in std::mem::take(&mut self.pins) {
+            self.manager.unpin(held.pin).unwrap();
+        }
+    }
+
+    fn cancel(&mut self, ticket: TicketId) {
+        self.manager.set_deadline(ticket, 0).unwrap();
+        let Expired { tickets, pins, overdue, sequences } = self.manager.expire(0).unwrap();
+        assert!(pins.is_empty());
+        if tickets.is_empty() {
+            // It was submitted, and may have been overdue already.
+            self.lost.extend(sequences);
+            assert!(overdue.iter().all(|other| *other == ticket));
+            return;
+        }
+        assert_eq!((tickets, overdue), (vec![ticket], vec![]));
+        self.lost.extend(sequences);
+        let (_, transfers) = self.tickets.remove(&ticket).unwrap();
+        // What came ahead of the rest is as good as lost, too.
+        for Transfer { dst, src, .. } in transfers.iter().filter(|t| t.src != t.dst) {
+            assert_ne!(src.0, dst.0);
+            self.memory[dst.0.index()][dst.1 as usize] = GARBAGE;
+        }
+        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
+    }
+
+    fn overdue(&mut self, ticket: TicketId) {
+        self.manager.submit(ticket).unwrap();
+        self.manager.set_deadline(ticket, 0).unwrap();
+        let expired = self.manager.expire(0).unwrap();
+        assert_eq!((expired.overdue, expired.tickets), (vec![ticket], vec![]));
+        self.lost.extend(expired.sequences);
+        let leased = |tier| self.manager.quarantined(tier).len();
+        let pairs: usize = self.tickets[&ticket].0.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        assert!(pairs == 0 || Tier::ALL.map(leased).iter().sum::<usize>() >= pairs);
+    }
+}
