@@ -7,8 +7,11 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
+mod hostcache;
 mod manager;
+mod pin;
 mod prefix;
+mod quota;
 mod snapshot;
 mod stats;
 mod store;
@@ -30,6 +33,8 @@ mod _core {
     use crate::event::PyEventBatch;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::pin::PyExpired;
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]

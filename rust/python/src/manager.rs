@@ -70,7 +70,7 @@ pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, Py
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0))]
+        prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0, host_prefix_cache = false, max_pinned = 0.5))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
@@ -82,11 +82,17 @@ impl PyBlockManager {
         reuse_order: &str,
         eviction: &str,
         #[pyo3(from_py_with = count)] events: u32,
+        host_prefix_cache: bool,
+        max_pinned: f64,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
         let policies = crate::evict::policies(reuse_order, eviction)?;
         let mut manager = Manager::with_policies(config, policies).map_err(to_py)?;
+        manager.limit_pins(max_pinned).map_err(to_py)?;
+        if host_prefix_cache {
+            manager.keep_host_copies().map_err(to_py)?;
+        }
         if events > 0 {
             manager.record_events(events as usize).map_err(to_py)?;
         }

@@ -89,8 +89,8 @@ impl Manager {
         self.host_cache.is_some()
     }
 
-    /// Adds to `found` what comes next of a prompt's first blocks, as far as either tier has it; `batch` prompts at most
-    /// are to read it at once.
+    /// What comes next of a prompt's first blocks, as far as either tier has it; at most `batch` prompts are to read it at
+    /// once.
     pub(super) fn find_on_host(&self, keys: &[Key], batch: usize) -> Vec<Found> {
         let [device, host, _] = &self.pools;
         let find = |key: &Key| {
@@ -251,11 +251,13 @@ impl Manager {
         let Some(promises) = self.host_cache.as_mut().and_then(|cache| cache.submitted.get_mut(&ticket)) else {
             return;
         };
-        for promise in promises.extract_if(.., |promise| lost.contains(&promise.to)) {
-            if tried && promise.from.0 == Tier::Host {
-                unlink(&mut self.pools, Tier::Host, promise.from.1);
-                self.pools[1].unpublish(promise.from.1);
-            }
+        let broken = |promise: &Promise| lost.contains(&promise.to);
+        let unread = promises.iter().filter(|promise| tried && promise.from.0 == Tier::Host && broken(promise));
+        let unread: Vec<BlockId> = unread.map(|promise| promise.from.1).collect();
+        promises.retain(|promise| !broken(promise));
+        for copy in unread {
+            unlink(&mut self.pools, Tier::Host, copy);
+            self.pools[1].unpublish(copy);
         }
     }
 
