@@ -45,7 +45,7 @@ def test_a_prompt_longer_than_the_device_fits_through_a_window_by_chunks() -> No
     manager = BlockManager(block_size=4, device_blocks=12, watermark=0.0, sliding_window=10, prefix_caching=True)
     assert manager.can_allocate(400) == AllocStatus.NEVER
     assert manager.can_allocate(400, chunk_tokens=16) == AllocStatus.OK
-    (sequence,), _ = manager.allocate_prompts([np.arange(400)], chunk_tokens=16)
+    (sequence,), _ = manager.allocate_prompts([np.arange(400, dtype=np.uint32)], chunk_tokens=16)
     while (chunk := manager.next_chunk(sequence, 16)) > 0:
         settle(manager)
         manager.mark_computed([sequence])
@@ -63,7 +63,7 @@ def test_hits_are_what_all_groups_can_serve() -> None:
         prefix_caching=True,
         groups=[FULL, CacheGroup.sliding_window(6)],
     )
-    prompt = np.arange(41)
+    prompt = np.arange(41, dtype=np.uint32)
     (first,), cached = manager.allocate_prompts([prompt])
     assert cached[0] == 0
     settle(manager)

@@ -18,6 +18,7 @@ __all__ = [
     "AllocStatus",
     "BlockAllocator",
     "BlockManager",
+    "CacheGroup",
     "Completion",
     "DecodeBatch",
     "EventBatch",
