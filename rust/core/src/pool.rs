@@ -1,8 +1,8 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`] and [`Pool::release`] are the
-//! only ways in and out.
+//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`], [`Pool::release`] and the calls
+//! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
 use crate::event::Removals;
@@ -13,6 +13,7 @@ use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
 
+mod bulk;
 mod cached;
 mod publish;
 mod snapshot;

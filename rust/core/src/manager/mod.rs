@@ -295,9 +295,8 @@ impl Manager {
             let tier = self.rows.at(sequence).tier;
             self.begin_release(sequence);
             // The last block goes first, so that a cached chain is evicted from its end.
-            for block in self.rows.close(sequence).into_iter().rev() {
-                release(&mut self.pools, tier, block);
-            }
+            let table = self.rows.close(sequence);
+            release_all(&mut self.pools, tier, &table);
         }
         Ok(())
     }
@@ -423,10 +422,21 @@ fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
 /// Takes blocks; the twins of those that were cached forget them. Returns whether any was draining.
 fn take(pools: &mut [Pool; 3], tier: Tier, count: usize, out: &mut Vec<BlockId>) -> bool {
     let drained = pools[tier.index()].take(count, out);
+    part_orphans(pools, tier);
+    drained
+}
+
+/// Drops one reference to each block, to the last one first; the twins of those that go free forget them.
+fn release_all(pools: &mut [Pool; 3], tier: Tier, blocks: &[BlockId]) {
+    pools[tier.index()].release_all(blocks);
+    part_orphans(pools, tier);
+}
+
+/// Lets the twins of blocks whose bytes are gone forget them.
+fn part_orphans(pools: &mut [Pool; 3], tier: Tier) {
     for (other, twin) in pools[tier.index()].take_orphans() {
         pools[other.index()].set_twin(twin, None);
     }
-    drained
 }
 
 /// Drops one reference; the twin of a block that goes free forgets it.

@@ -32,6 +32,8 @@ pub(super) struct Work {
     pub(super) slow: Vec<Slow>,
     /// Step in which the rows of the first pass were written before.
     pub(super) before: Vec<TicketId>,
+    /// Rows of a batch that moves whose blocks nothing else uses.
+    pub(super) plain: Vec<bool>,
 }
 
 /// Nothing but slots is wanted.
