@@ -2,6 +2,7 @@
 //! reads or writes it has finished.
 
 use crate::id::{BlockId, TicketId, Tier};
+use crate::plan::Run;
 use std::collections::BTreeMap;
 
 /// What a transfer does with a block, and so what the block may be used for meanwhile.
@@ -48,39 +49,44 @@ struct Ticket {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Held {
     One(Lease),
-    Pairs(HeldPairs),
+    Runs(HeldRuns),
 }
 
-/// Leases on both blocks of each pair `[from, to]`: the first is read, the second is written.
+/// Leases on all blocks of some runs: those read, and those written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct HeldPairs {
+pub(crate) struct HeldRuns {
     pub(crate) from: Tier,
     /// What the transfer does with the blocks that it reads.
     pub(crate) reads: LeaseKind,
     pub(crate) to: Tier,
-    pub(crate) pairs: Vec<[u32; 2]>,
+    pub(crate) runs: Vec<Run>,
 }
 
 impl Held {
     fn leases(&self) -> impl Iterator<Item = Lease> {
-        let (one, pairs) = match self {
+        let (one, held) = match self {
             Self::One(lease) => (Some(*lease), None),
-            Self::Pairs(held) => (None, Some(held)),
+            Self::Runs(held) => (None, Some(held)),
         };
-        let of_pairs = pairs.into_iter().flat_map(|&HeldPairs { from, reads, to, ref pairs }| {
-            pairs.iter().flat_map(move |&[source, target]| {
-                let read = Lease { tier: from, kind: reads, block: BlockId(source) };
-                [read, Lease { tier: to, kind: LeaseKind::Write, block: BlockId(target) }]
-            })
-        });
-        one.into_iter().chain(of_pairs)
+        let of_runs = held.into_iter().flat_map(|held| held.runs.iter().flat_map(|run| held.of(*run)));
+        one.into_iter().chain(of_runs)
     }
 
     fn drains(&self) -> bool {
         match self {
             Self::One(lease) => lease.kind == LeaseKind::Drain,
-            Self::Pairs(held) => held.reads == LeaseKind::Drain && !held.pairs.is_empty(),
+            Self::Runs(held) => held.reads == LeaseKind::Drain,
         }
+    }
+}
+
+impl HeldRuns {
+    fn of(&self, run: Run) -> impl Iterator<Item = Lease> + use<> {
+        let Self { from, reads, to, .. } = *self;
+        (0..run.len).flat_map(move |i| {
+            let read = Lease { tier: from, kind: reads, block: BlockId(run.src + i) };
+            [read, Lease { tier: to, kind: LeaseKind::Write, block: BlockId(run.dst + i) }]
+        })
     }
 }
 
@@ -109,13 +115,11 @@ impl Tickets {
         self.collected.push(Held::One(lease));
     }
 
-    /// Notes leases of the present step on both blocks of each pair.
-    pub(crate) fn collect_pairs(&mut self, from: Tier, reads: LeaseKind, to: Tier, more: &[[u32; 2]]) {
+    /// Notes leases of the present step on all blocks of a run.
+    pub(crate) fn collect_run(&mut self, from: Tier, reads: LeaseKind, to: Tier, run: Run) {
         match self.collected.last_mut() {
-            Some(Held::Pairs(held)) if (held.from, held.reads, held.to) == (from, reads, to) => {
-                held.pairs.extend_from_slice(more);
-            }
-            _ => self.collected.push(Held::Pairs(HeldPairs { from, reads, to, pairs: more.to_vec() })),
+            Some(Held::Runs(held)) if (held.from, held.reads, held.to) == (from, reads, to) => held.runs.push(run),
+            _ => self.collected.push(Held::Runs(HeldRuns { from, reads, to, runs: vec![run] })),
         }
     }
 
@@ -199,19 +203,19 @@ mod tests {
     }
 
     #[test]
-    fn pairs_hold_both_their_blocks_and_stay_in_the_order_of_what_was_collected() {
+    fn runs_hold_both_their_sides_and_stay_in_the_order_of_what_was_collected() {
         let mut tickets = Tickets::new();
         let one = Lease { tier: Tier::Device, kind: LeaseKind::Read, block: BlockId(9) };
-        tickets.collect_pairs(Tier::Device, LeaseKind::Drain, Tier::Host, &[[1, 2]]);
-        tickets.collect_pairs(Tier::Device, LeaseKind::Drain, Tier::Host, &[[3, 4]]);
+        tickets.collect_run(Tier::Device, LeaseKind::Drain, Tier::Host, Run { src: 1, dst: 4, len: 2 });
+        tickets.collect_run(Tier::Device, LeaseKind::Drain, Tier::Host, Run { src: 7, dst: 6, len: 1 });
         tickets.collect(one);
-        tickets.collect_pairs(Tier::Host, LeaseKind::Read, Tier::Device, &[[5, 6]]);
+        tickets.collect_run(Tier::Host, LeaseKind::Read, Tier::Device, Run { src: 0, dst: 3, len: 1 });
         let ticket = tickets.submit(Vec::new());
         let leases: Vec<_> = tickets.get(ticket).unwrap().collect();
         assert!(leases.iter().copied().eq(tickets.leases()));
-        assert_eq!(leases.iter().map(|lease| lease.block.0).collect::<Vec<_>>(), [1, 2, 3, 4, 9, 5, 6]);
-        assert_eq!(leases[2], Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(3) });
-        assert_eq!(leases[3], Lease { tier: Tier::Host, kind: LeaseKind::Write, block: BlockId(4) });
+        assert_eq!(leases.iter().map(|lease| lease.block.0).collect::<Vec<_>>(), [1, 4, 2, 5, 7, 6, 9, 0, 3]);
+        assert_eq!(leases[2], Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(2) });
+        assert_eq!(leases[3], Lease { tier: Tier::Host, kind: LeaseKind::Write, block: BlockId(5) });
         assert_eq!(tickets.draining(), [ticket]);
         assert_eq!(tickets.close(ticket).unwrap().len(), 3);
     }

@@ -187,14 +187,27 @@ impl Pool {
     /// Takes `count` blocks with one reference each: free ones, lowest ids first, then draining ones, then cached ones, least
     /// recently used first. Returns whether any was draining. The caller has called [`Pool::require`].
     pub(crate) fn take(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
+        self.take_as(count, 0, out)
+    }
+
+    /// As [`Pool::take`], with a write lease on each block.
+    pub(crate) fn take_to_write(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
+        self.take_as(count, WRITING, out)
+    }
+
+    #[inline]
+    fn take_as(&mut self, count: usize, leases: u16, out: &mut Vec<BlockId>) -> bool {
         let first = out.len();
         let nodes = &mut self.nodes;
-        self.free.take(count, |block| {
-            if block.index() >= nodes.len() {
-                nodes.resize(grown(block, nodes.capacity()), Node::default());
+        self.free.take_runs(count, |run| {
+            let end = run.end as usize;
+            if end > nodes.len() {
+                nodes.resize(grown(BlockId(run.end - 1), nodes.capacity()), Node::default());
             }
-            nodes[block.index()].refs = 1;
-            out.push(block);
+            for node in &mut nodes[run.start as usize..end] {
+                (node.refs, node.drains) = (1, leases);
+            }
+            out.extend(run.map(BlockId));
         });
         let ready = out.len() - first;
         if ready == count {
@@ -209,6 +222,9 @@ impl Pool {
             self.nodes[block.index()].refs = 1;
         }
         self.evict(first + count - out.len(), out);
+        for &block in &out[first + ready..] {
+            self.nodes[block.index()].drains |= leases;
+        }
         self.note_peak();
         drained
     }

@@ -8,10 +8,10 @@ use crate::ring::Rings;
 use crate::snapshot::Contents;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 mod set;
 pub use set::BlockSet;
-pub(crate) use set::Gathered;
 
 /// Orders in which free blocks are taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -104,28 +104,32 @@ impl FreeBlocks {
         }
     }
 
-    /// As [`FreeBlocks::insert`], of one of many blocks: done only once what is gathered is flushed.
+    /// The last use of neighbours has ended, of the last one first; they may be free only later.
     #[inline]
-    pub(crate) fn gather(&mut self, gathered: &mut Gathered, block: BlockId) {
-        match self {
-            Self::Lowest(set) => gathered.insert(set, block),
-            Self::Queue(queue) => queue.insert(block),
+    pub(crate) fn used_run(&mut self, run: Range<u32>) {
+        if let Self::Queue(queue) = self {
+            run.rev().map(BlockId).for_each(|block| queue.used(block));
         }
     }
 
-    /// Adds what is gathered.
-    pub(crate) fn flush(&mut self, gathered: Gathered) {
-        if let Self::Lowest(set) = self {
-            gathered.flush_insert(set);
+    /// As [`FreeBlocks::insert`], of neighbours, of the last one first.
+    #[inline]
+    pub(crate) fn insert_run(&mut self, run: Range<u32>) {
+        match self {
+            Self::Lowest(set) => set.insert_run(run),
+            Self::Queue(queue) => run.rev().map(BlockId).for_each(|block| queue.insert(block)),
         }
     }
 
-    /// Takes the `count` blocks that go first, or as many as there are, and hands each to `take`.
+    /// Takes the `count` blocks that go first, or as many as there are, and hands them to `take` as runs of neighbours.
     #[inline]
-    pub(crate) fn take(&mut self, count: usize, mut take: impl FnMut(BlockId)) {
+    pub(crate) fn take_runs(&mut self, count: usize, mut take: impl FnMut(Range<u32>)) {
         match self {
-            Self::Lowest(set) => set.take_lowest(count, take),
-            Self::Queue(queue) => std::iter::from_fn(|| queue.pop()).take(count).for_each(&mut take),
+            Self::Lowest(set) => set.take_runs(count, take),
+            Self::Queue(queue) => {
+                let blocks = std::iter::from_fn(|| queue.pop()).take(count);
+                blocks.for_each(|block| take(block.0..block.0 + 1));
+            }
         }
     }
 

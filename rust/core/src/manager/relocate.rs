@@ -1,10 +1,13 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
-use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, release_all, require_tier, take, unlink};
+use super::{
+    AllocStatus, Manager, blocks_for, link, part_orphans, refuse_lost, release, release_all, require_tier, unlink,
+};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::LeaseKind;
+use crate::lease::{Lease, LeaseKind};
+use crate::plan::runs;
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -228,8 +231,12 @@ impl Manager {
         self.pools[route.to.index()].require(wanted, route.takes_draining)?;
         let kept = self.claim_twins(sequences, route);
         let mut targets = Vec::with_capacity(wanted);
-        let drained = take(&mut self.pools, route.to, wanted - kept.len(), &mut targets);
-        self.step.reuses_drained |= drained;
+        let pool = &mut self.pools[route.to.index()];
+        self.step.reuses_drained |= pool.take_to_write(wanted - kept.len(), &mut targets);
+        part_orphans(&mut self.pools, route.to);
+        if !targets.is_empty() {
+            self.step.pairs(route.kind, route.from, route.to).reserve(targets.len());
+        }
         let mut rest = targets.iter();
         let mut partial = Vec::new();
         for (i, &sequence) in sequences.iter().enumerate() {
@@ -288,7 +295,8 @@ impl Manager {
             } else if let Some(&target) = targets.next() {
                 self.step.pairs(route.kind, route.from, route.to).push([source.0, target.0]);
                 self.lease(route.from, source, route.reads)?;
-                self.lease(route.to, target, LeaseKind::Write)?;
+                // The pool gave the block out with its lease.
+                self.tickets.collect(Lease { tier: route.to, kind: LeaseKind::Write, block: target });
                 let pool = &self.pools[route.from.index()];
                 if pool.refs(source) > 1 || (i < full && pool.is_published(source)) {
                     link(&mut self.pools, (route.from, source), (route.to, target));
@@ -313,9 +321,10 @@ impl Manager {
         let pairs = self.step.pairs(route.kind, route.from, route.to);
         let first = pairs.len();
         pairs.extend(table.iter().zip(to).map(|(source, target)| [source.0, target.0]));
-        self.tickets.collect_pairs(route.from, route.reads, route.to, &pairs[first..]);
-        self.pools[route.from.index()].depart(&table, route.reads);
-        self.pools[route.to.index()].arrive(to);
+        for run in runs(&pairs[first..]) {
+            self.pools[route.from.index()].depart(run.src..run.src + run.len, route.reads);
+            self.tickets.collect_run(route.from, route.reads, route.to, run);
+        }
         table.copy_from_slice(to);
         self.arrive(sequence, route.to, table);
     }

@@ -4,7 +4,7 @@ use super::{Manager, OpenStep, unlink};
 use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Held, LeaseKind};
+use crate::lease::{Held, HeldRuns, LeaseKind};
 use std::collections::HashSet;
 
 impl Manager {
@@ -31,11 +31,11 @@ impl Manager {
         for held in held.iter().rev() {
             match held {
                 Held::One(lease) => self.pools[lease.tier.index()].end_lease(lease.block, lease.kind),
-                Held::Pairs(held) => {
-                    let [sources, targets] =
-                        [0, 1].map(|side| held.pairs.iter().rev().map(move |pair| BlockId(pair[side])));
-                    self.pools[held.from.index()].end_leases(sources, held.reads);
-                    self.pools[held.to.index()].end_leases(targets, LeaseKind::Write);
+                Held::Runs(HeldRuns { from, reads, to, runs }) => {
+                    for run in runs.iter().rev() {
+                        self.pools[from.index()].end_leases(run.src..run.src + run.len, *reads);
+                        self.pools[to.index()].end_leases(run.dst..run.dst + run.len, LeaseKind::Write);
+                    }
                 }
             }
         }

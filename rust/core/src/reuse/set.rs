@@ -2,6 +2,7 @@
 //! go in and out by the word.
 
 use crate::id::BlockId;
+use std::ops::Range;
 
 /// A set of block ids that gives its lowest member first.
 ///
@@ -107,20 +108,44 @@ impl BlockSet {
     ///
     /// Takes fewer if the set has fewer.
     pub fn take_lowest(&mut self, count: usize, mut take: impl FnMut(BlockId)) {
+        self.take_runs(count, |run| run.map(BlockId).for_each(&mut take));
+    }
+
+    /// As [`BlockSet::take_lowest`], but hands over runs of neighbours.
+    #[inline]
+    pub(crate) fn take_runs(&mut self, count: usize, mut take: impl FnMut(Range<u32>)) {
         let mut left = count.min(self.len);
         self.len -= left;
         while left > 0 {
             let word_index = self.lowest_word();
             let mut word = self.levels[0][word_index];
             while word != 0 && left > 0 {
-                take(block_at(word_index * 64 + word.trailing_zeros() as usize));
-                word &= word - 1;
-                left -= 1;
+                let first = word.trailing_zeros() as usize;
+                let end = first + ((word >> first).trailing_ones() as usize).min(left);
+                take(block_at(word_index * 64 + first).0..block_at(word_index * 64 + end).0);
+                word &= !mask(first, end);
+                left -= end - first;
             }
             self.levels[0][word_index] = word;
             if word == 0 {
                 self.clear_above(word_index);
             }
+        }
+    }
+
+    /// Adds neighbours.
+    #[inline]
+    pub(crate) fn insert_run(&mut self, run: Range<u32>) {
+        for (index, mask) in words(run) {
+            self.insert_word(index, mask);
+        }
+    }
+
+    /// Removes neighbours.
+    #[inline]
+    pub(crate) fn remove_run(&mut self, run: Range<u32>) {
+        for (index, mask) in words(run) {
+            self.remove_word(index, mask);
         }
     }
 
@@ -145,6 +170,7 @@ impl BlockSet {
     }
 
     /// Adds blocks of one level-0 word.
+    #[inline]
     fn insert_word(&mut self, index: usize, mask: u64) {
         let word = &mut self.levels[0][index];
         let before = *word;
@@ -156,6 +182,7 @@ impl BlockSet {
     }
 
     /// Removes blocks of one level-0 word.
+    #[inline]
     fn remove_word(&mut self, index: usize, mask: u64) {
         let word = &mut self.levels[0][index];
         let before = *word;
@@ -190,53 +217,20 @@ impl BlockSet {
     }
 }
 
-/// Blocks on their way into a set or out of it, gathered as long as they share a word of it. What is gathered is not yet
-/// done: whoever gathers ends with a flush.
-#[derive(Debug, Default)]
-pub(crate) struct Gathered {
-    word: usize,
-    mask: u64,
+/// The level-0 words that neighbours lie in, and their bits there.
+#[inline]
+fn words(run: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
+    let run = run.start as usize..run.end as usize;
+    (run.start / 64..run.end.div_ceil(64)).map(move |word| {
+        let (first, end) = (run.start.saturating_sub(word * 64), (run.end - word * 64).min(64));
+        (word, mask(first, end))
+    })
 }
 
-impl Gathered {
-    /// Gathers a block to be added.
-    #[inline]
-    pub(crate) fn insert(&mut self, set: &mut BlockSet, block: BlockId) {
-        if let Some((word, mask)) = self.add(block) {
-            set.insert_word(word, mask);
-        }
-    }
-
-    /// Gathers a block to be removed.
-    #[inline]
-    pub(crate) fn remove(&mut self, set: &mut BlockSet, block: BlockId) {
-        if let Some((word, mask)) = self.add(block) {
-            set.remove_word(word, mask);
-        }
-    }
-
-    /// Adds what is gathered.
-    pub(crate) fn flush_insert(self, set: &mut BlockSet) {
-        set.insert_word(self.word, self.mask);
-    }
-
-    /// Removes what is gathered.
-    pub(crate) fn flush_remove(self, set: &mut BlockSet) {
-        set.remove_word(self.word, self.mask);
-    }
-
-    /// Gathers a block; one of another word than those before gives these back.
-    #[inline]
-    fn add(&mut self, block: BlockId) -> Option<(usize, u64)> {
-        let (word, bit) = (block.index() / 64, 1 << (block.index() % 64));
-        if word == self.word {
-            self.mask |= bit;
-            return None;
-        }
-        let before = (self.word, std::mem::replace(&mut self.mask, bit));
-        self.word = word;
-        Some(before)
-    }
+/// The bits `first..end` of a word; `first` is below 64, `end` from 1 to 64.
+#[inline]
+fn mask(first: usize, end: usize) -> u64 {
+    (u64::MAX >> (64 - end)) & (u64::MAX << first)
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a set never holds more than u32::MAX ids")]
@@ -273,16 +267,13 @@ mod tests {
                     0 | 1 => prop_assert_eq!(set.insert(block), model.insert(block)),
                     2 => prop_assert_eq!(set.remove(block), model.remove(&block)),
                     3 | 4 => {
-                        let blocks: Vec<_> = (x..x + x % 150).step_by(1 + x as usize % 3).map(|b| BlockId(b % capacity)).collect();
-                        let mut gathered = Gathered::default();
+                        let run = (x % capacity)..(x % capacity + x % 150).min(capacity);
                         if op == 3 {
-                            blocks.iter().rev().for_each(|&block| gathered.insert(&mut set, block));
-                            gathered.flush_insert(&mut set);
-                            model.extend(blocks);
+                            set.insert_run(run.clone());
+                            model.extend(run.map(BlockId));
                         } else {
-                            blocks.iter().for_each(|&block| gathered.remove(&mut set, block));
-                            gathered.flush_remove(&mut set);
-                            model.retain(|block| !blocks.contains(block));
+                            set.remove_run(run.clone());
+                            model.retain(|block| !run.contains(&block.0));
                         }
                     }
                     _ => {
