@@ -198,17 +198,15 @@ impl Pool {
     #[inline]
     fn take_as(&mut self, count: usize, leases: u16, out: &mut Vec<BlockId>) -> bool {
         let first = out.len();
-        let nodes = &mut self.nodes;
+        let mut end = 0;
         self.free.take_runs(count, |run| {
-            let end = run.end as usize;
-            if end > nodes.len() {
-                nodes.resize(grown(BlockId(run.end - 1), nodes.capacity()), Node::default());
-            }
-            for node in &mut nodes[run.start as usize..end] {
-                (node.refs, node.drains) = (1, leases);
-            }
+            end = end.max(run.end);
             out.extend(run.map(BlockId));
         });
+        if end as usize > self.nodes.len() {
+            self.nodes.resize(grown(BlockId(end - 1), self.nodes.capacity()), Node::default());
+        }
+        self.open(&out[first..], leases);
         let ready = out.len() - first;
         if ready == count {
             self.note_peak();
