@@ -9,6 +9,7 @@
 
 mod append;
 mod batch;
+mod chunk;
 mod groups;
 mod pass;
 mod prefix;
