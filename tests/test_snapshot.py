@@ -77,7 +77,7 @@ def test_every_flipped_byte_and_every_other_length_is_refused() -> None:
 
 
 def sealed(payload: bytes) -> bytes:
-    head = b"BLKYSNAP" + (2).to_bytes(4, "little") + len(payload).to_bytes(8, "little") + payload
+    head = b"BLKYSNAP" + (4).to_bytes(4, "little") + len(payload).to_bytes(8, "little") + payload
     return head + hashlib.sha256(head).digest()
 
 

@@ -9,6 +9,7 @@ Importing it loads neither torch nor CUDA.
 from blockyard._core import (
     AllocStatus,
     BlockManager,
+    CacheGroup,
     DecodeBatch,
     EventBatch,
     Expired,
@@ -46,6 +47,7 @@ __all__ = [
     "AllocStatus",
     "BlockManager",
     "BlockyardError",
+    "CacheGroup",
     "DecodeBatch",
     "EventBatch",
     "Expired",

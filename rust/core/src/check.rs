@@ -36,7 +36,7 @@ impl Manager {
             *refs.entry(NULL_BLOCK).or_default() += 1;
         }
         let mut leases: HashMap<BlockId, [u16; 3]> = HashMap::new();
-        let held = self.tickets().leases().copied().chain(self.pin_leases());
+        let held = self.tickets().leases().chain(self.pin_leases());
         for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
             let counters = leases.entry(block).or_default();
             match kind {

@@ -10,7 +10,7 @@ mod s3fifo;
 
 use crate::id::BlockId;
 use policy::{Adaptive, Lru, Priority};
-use quota::Quotas;
+pub(crate) use quota::Quotas;
 use s3fifo::S3Fifo;
 use std::fmt;
 

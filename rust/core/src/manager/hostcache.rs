@@ -5,7 +5,7 @@
 //! to the device holds only while its target is still linked to the copy that it was read from, so what has been written
 //! or freed meanwhile is not published. A failed load takes the key of the host's copy with it.
 
-use super::{Manager, invalid, link, release, take, unlink};
+use super::{Manager, invalid, link, part_orphans, release, take, unlink};
 use crate::decision::Kind;
 use crate::error::Result;
 use crate::event::Told;
@@ -125,16 +125,15 @@ impl Manager {
             let at = table.len();
             match *found {
                 Found::Device(block) => table.push(block),
-                Found::Host(copy) => match self.loading(copy) {
-                    Some(block) => {
+                Found::Host(copy) => {
+                    if let Some(block) = self.loading(copy) {
                         self.pools[0].share(block, 1);
                         table.push(block);
-                    }
-                    None => {
+                    } else {
                         self.step.reuses_drained |= take(&mut self.pools, Tier::Device, 1, table);
                         self.load_block(copy, table[at], keys, at)?;
                     }
-                },
+                }
             }
         }
         Ok(())
@@ -215,7 +214,7 @@ impl Manager {
             }
         }
         if !blocks.is_empty() {
-            self.forget_orphans();
+            part_orphans(&mut self.pools, Tier::Device);
         }
     }
 
@@ -267,7 +266,7 @@ impl Manager {
         let open = self.tickets.open();
         let submitted = cache.submitted.iter().map(|(ticket, promises)| (*ticket, promises));
         for (ticket, promises) in submitted.chain([(open, &cache.open)]) {
-            let leases: HashSet<&Lease> = self.tickets.of(ticket).iter().collect();
+            let leases: HashSet<Lease> = self.tickets.of(ticket).collect();
             for Promise { to: (tier, block), .. } in promises {
                 if !leases.contains(&Lease { tier: *tier, kind: LeaseKind::Write, block: *block }) {
                     return Err(format!("{tier} block {block} is promised, but ticket {ticket} does not write it"));
@@ -284,5 +283,97 @@ pub(super) fn join_copies(pools: &mut [Pool; 3], key: &Key) {
         if pools[0].twin(device).is_none() && pools[1].twin(host).is_none() {
             link(pools, (Tier::Device, device), (Tier::Host, host));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manager::{Config, Counts, Prompt};
+    use crate::{KeySpec, Manager, SequenceId};
+
+    const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
+
+    fn prompt(tokens: &[u32]) -> Prompt<'_> {
+        Prompt { tokens, spec: KeySpec::default(), extras: &[] }
+    }
+
+    fn admit(manager: &mut Manager, tokens: &[u32]) -> SequenceId {
+        let mut out = Vec::new();
+        manager.allocate_prompts(&[prompt(tokens)], &mut out).unwrap();
+        out[0].0
+    }
+
+    fn step(manager: &mut Manager) {
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        manager.check().unwrap();
+    }
+
+    /// A sequence that is on the host, its two full blocks findable there and nowhere else.
+    fn swapped() -> (Manager, SequenceId) {
+        let config = Config { block_size: 2, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
+        let mut manager = Manager::new(config).unwrap();
+        manager.keep_host_copies().unwrap();
+        let sequence = admit(&mut manager, &TOKENS);
+        step(&mut manager);
+        manager.mark_computed(&[sequence]).unwrap();
+        manager.swap_out(&[sequence]).unwrap();
+        step(&mut manager);
+        let mut out = Vec::new();
+        manager.allocate(&[16], &mut out).unwrap();
+        manager.free(&out).unwrap();
+        step(&mut manager);
+        assert_eq!((manager.pool(Tier::Device).published(), manager.pool(Tier::Host).published()), (0, 2));
+        (manager, sequence)
+    }
+
+    #[test]
+    fn a_loaded_block_that_another_sequence_has_written_since_is_not_published() {
+        let (mut manager, sequence) = swapped();
+        manager.truncate(sequence, 3).unwrap();
+        let loader = admit(&mut manager, &TOKENS);
+        manager.swap_in(&[sequence]).unwrap();
+        let block = manager.block_table(sequence).unwrap()[1];
+        assert_eq!(manager.block_table(loader).unwrap()[1], block, "one load serves both");
+        manager.free(&[loader]).unwrap();
+        let mut slot = [0];
+        manager.append(&[sequence], Counts::All(1), 0, &mut slot).unwrap();
+        assert_eq!(slot, [i64::from(block.0) * 2 + 1], "the last user writes in place");
+        step(&mut manager);
+        assert_eq!(manager.pool(Tier::Device).published(), 1);
+        assert_eq!(manager.cached_tokens(&prompt(&TOKENS)), Ok(4), "the host still has it");
+    }
+
+    #[test]
+    fn a_cancelled_load_leaves_the_copy_and_a_failed_one_does_not() {
+        for fails in [false, true] {
+            let (mut manager, sequence) = swapped();
+            manager.free(&[sequence]).unwrap();
+            let loader = admit(&mut manager, &TOKENS);
+            let decision = manager.take_decision();
+            let lost: Vec<_> = decision.of(Kind::SwapIn).cloned().collect();
+            if fails {
+                assert_eq!(manager.fail(decision.ticket, &lost), Ok(vec![loader]));
+            } else {
+                manager.set_deadline(decision.ticket, 5).unwrap();
+                assert_eq!(manager.expire(5).unwrap().sequences, [loader]);
+            }
+            manager.free(&[loader]).unwrap();
+            manager.check().unwrap();
+            assert_eq!(manager.cached_tokens(&prompt(&TOKENS)), Ok(if fails { 0 } else { 4 }));
+        }
+    }
+
+    #[test]
+    fn a_batch_that_does_not_fit_loads_nothing() {
+        let (mut manager, sequence) = swapped();
+        let mut out = Vec::new();
+        manager.allocate(&[12], &mut out).unwrap();
+        let mut handles = Vec::new();
+        assert!(manager.allocate_prompts(&[prompt(&TOKENS)], &mut handles).is_err());
+        assert!(handles.is_empty() && manager.take_decision().is_empty());
+        manager.free(&[sequence]).unwrap();
+        assert_eq!(manager.pool(Tier::Host).free(), 8);
     }
 }

@@ -33,11 +33,12 @@ pub(super) struct Pins {
     /// Most device blocks that may be pinned at once.
     limit: usize,
     next: u64,
-    pins: BTreeMap<PinId, Pin>,
+    held: BTreeMap<PinId, Pin>,
     /// Pins of each pinned block.
     counts: HashMap<BlockId, usize>,
     deadlines: BTreeMap<TicketId, Deadline>,
-    overdue_pins: BTreeSet<PinId>,
+    /// Submitted ones past their deadline.
+    late: BTreeSet<PinId>,
     overdue: BTreeSet<TicketId>,
 }
 
@@ -59,10 +60,10 @@ impl Pins {
         Self {
             limit,
             next: 1,
-            pins: BTreeMap::new(),
+            held: BTreeMap::new(),
             counts: HashMap::new(),
             deadlines: BTreeMap::new(),
-            overdue_pins: BTreeSet::new(),
+            late: BTreeSet::new(),
             overdue: BTreeSet::new(),
         }
     }
@@ -73,7 +74,7 @@ impl Pins {
 
     /// Pins that are held.
     pub(super) fn len(&self) -> usize {
-        self.pins.len()
+        self.held.len()
     }
 
     /// Pinned device blocks.
@@ -88,7 +89,7 @@ impl Pins {
     }
 
     fn get(&mut self, pin: PinId) -> Result<&mut Pin> {
-        self.pins.get_mut(&pin).ok_or(Error::UnknownPin { pin })
+        self.held.get_mut(&pin).ok_or(Error::UnknownPin { pin })
     }
 }
 
@@ -159,7 +160,7 @@ impl Manager {
         }
         let pin = PinId(self.pins.next);
         self.pins.next += 1;
-        self.pins.pins.insert(pin, Pin { blocks, deadline, submitted: false });
+        self.pins.held.insert(pin, Pin { blocks, deadline, submitted: false });
         Ok(pin)
     }
 
@@ -168,7 +169,7 @@ impl Manager {
     /// # Errors
     /// The pin is unknown or has expired.
     pub fn pinned_blocks(&self, pin: PinId) -> Result<&[BlockId]> {
-        self.pins.pins.get(&pin).map(|pin| pin.blocks.as_slice()).ok_or(Error::UnknownPin { pin })
+        self.pins.held.get(&pin).map(|pin| pin.blocks.as_slice()).ok_or(Error::UnknownPin { pin })
     }
 
     /// The reader's transfer has begun: only [`Manager::unpin`] ends the pin from now on.
@@ -185,8 +186,8 @@ impl Manager {
     /// # Errors
     /// The pin is unknown or has expired.
     pub fn unpin(&mut self, pin: PinId) -> Result<()> {
-        let Pin { blocks, .. } = self.pins.pins.remove(&pin).ok_or(Error::UnknownPin { pin })?;
-        self.pins.overdue_pins.remove(&pin);
+        let Pin { blocks, .. } = self.pins.held.remove(&pin).ok_or(Error::UnknownPin { pin })?;
+        self.pins.late.remove(&pin);
         // Backwards, so that the chain is evicted from its end.
         for block in blocks.into_iter().rev() {
             if let Some(count) = self.pins.counts.get_mut(&block) {
@@ -205,7 +206,7 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn set_deadline(&mut self, ticket: TicketId, deadline: u64) -> Result<()> {
-        self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.require_ticket(ticket)?;
         let submitted = self.pins.deadlines.get(&ticket).is_some_and(|deadline| deadline.submitted);
         self.pins.overdue.remove(&ticket);
         self.pins.deadlines.insert(ticket, Deadline { at: deadline, submitted });
@@ -217,7 +218,7 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, has ended or expired: its transfers must not run.
     pub fn submit(&mut self, ticket: TicketId) -> Result<()> {
-        self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.require_ticket(ticket)?;
         let deadline = self.pins.deadlines.entry(ticket).or_insert(Deadline { at: u64::MAX, submitted: true });
         deadline.submitted = true;
         Ok(())
@@ -231,11 +232,11 @@ impl Manager {
     /// The books contradict themselves.
     pub fn expire(&mut self, now: u64) -> Result<Expired> {
         let mut expired = Expired::default();
-        let late: Vec<_> = self.pins.pins.iter().filter(|(_, pin)| pin.deadline <= now).collect();
+        let late: Vec<_> = self.pins.held.iter().filter(|(_, pin)| pin.deadline <= now).collect();
         let (overdue, ended): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, pin)| pin.submitted);
         let overdue: Vec<PinId> = overdue.into_iter().map(|(&id, _)| id).collect();
         expired.pins = ended.into_iter().map(|(&id, _)| id).collect();
-        self.pins.overdue_pins.extend(overdue);
+        self.pins.late.extend(overdue);
         for &pin in &expired.pins {
             self.unpin(pin)?;
         }
@@ -264,7 +265,7 @@ impl Manager {
         let leases = self.pins.overdue.iter().flat_map(|&ticket| self.tickets.of(ticket));
         let mut blocks: Vec<_> = leases.filter(|lease| lease.tier == tier).map(|lease| lease.block).collect();
         if tier == Tier::Device {
-            let pins = self.pins.overdue_pins.iter().filter_map(|pin| self.pins.pins.get(pin));
+            let pins = self.pins.late.iter().filter_map(|pin| self.pins.held.get(pin));
             blocks.extend(pins.flat_map(|pin| &pin.blocks));
         }
         blocks.sort_unstable();
@@ -272,14 +273,18 @@ impl Manager {
         blocks
     }
 
+    fn require_ticket(&self, ticket: TicketId) -> Result<()> {
+        self.tickets.get(ticket).map(drop).ok_or(Error::UnknownTicket { ticket })
+    }
+
     fn written_by(&self, ticket: TicketId) -> HashSet<Twin> {
-        let leases = self.tickets.of(ticket).iter().filter(|lease| lease.kind == LeaseKind::Write);
+        let leases = self.tickets.of(ticket).filter(|lease| lease.kind == LeaseKind::Write);
         leases.map(|lease| (lease.tier, lease.block)).collect()
     }
 
     /// Leases that pins hold.
     pub(crate) fn pin_leases(&self) -> impl Iterator<Item = Lease> + '_ {
-        let blocks = self.pins.pins.values().flat_map(|pin| &pin.blocks);
+        let blocks = self.pins.held.values().flat_map(|pin| &pin.blocks);
         blocks.map(|&block| Lease { tier: Tier::Device, kind: LeaseKind::Read, block })
     }
 

@@ -3,7 +3,7 @@
 //! Blocks in use never count. What is beyond a quota is freed when sequences are freed, tickets end and decisions are
 //! taken, the tenant's least recently used first, and goes before all others' blocks if room is needed in between.
 
-use super::{Manager, invalid};
+use super::{Manager, invalid, part_orphans};
 use crate::error::Result;
 use crate::hash::KeySpec;
 use crate::id::Tier;
@@ -50,15 +50,15 @@ impl Manager {
     /// # Errors
     /// The prefix cache is off, the device has fewer blocks, or 65535 tenants have quotas.
     pub fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
-        let (most, total) = (usize::from(u16::MAX), self.pools[0].len());
+        let (limit, total) = (usize::from(u16::MAX), self.pools[0].len());
         if !self.pools[0].is_caching() || blocks.is_some_and(|blocks| blocks > total) {
             let found = blocks.map_or(-1, |blocks| blocks as i128);
             let must = format!("at most the device's {total} blocks, with prefix caching");
             return Err(invalid("quota", found, must));
         }
         let tenants = &mut self.tenants;
-        if tenants.quotas.len() == most && !tenants.numbers.contains_key(&salt) {
-            return Err(invalid("number of tenants with quotas", most as i128 + 1, format!("at most {most}")));
+        if tenants.quotas.len() == limit && !tenants.numbers.contains_key(&salt) {
+            return Err(invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}")));
         }
         let next = u16::try_from(tenants.quotas.len() + 1).unwrap_or(u16::MAX);
         let number = *tenants.numbers.entry(salt).or_insert(next);
@@ -86,14 +86,7 @@ impl Manager {
     pub(super) fn keep_quotas(&mut self) {
         if !self.tenants.quotas.is_empty() {
             self.pools[0].drop_beyond_quotas();
-            self.forget_orphans();
-        }
-    }
-
-    /// Lets twins of dropped device blocks forget them.
-    pub(super) fn forget_orphans(&mut self) {
-        for (tier, twin) in self.pools[Tier::Device.index()].take_orphans() {
-            self.pools[tier.index()].set_twin(twin, None);
+            part_orphans(&mut self.pools, Tier::Device);
         }
     }
 }

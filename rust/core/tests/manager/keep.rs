@@ -78,11 +78,22 @@ impl World {
                 self.pins.retain(|held| held.submitted);
             }
             Op::Cancel => {
-                let last = self.tickets.keys().next_back().copied();
-                last.into_iter().for_each(|ticket| self.cancel(ticket));
+                if let Some(&ticket) = self.tickets.keys().next_back() {
+                    self.cancel(ticket);
+                }
             }
             Op::Overdue(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.overdue(ticket)),
         }
+    }
+
+    /// Both tiers of the prefix cache must be unused for it to forget everything.
+    pub(crate) fn reset(&mut self) {
+        let idle = |tier| {
+            let pool = self.manager.pool(tier);
+            pool.free() + self.null_blocks(tier) == pool.len()
+        };
+        let idle = idle(Tier::Device) && (idle(Tier::Host) || !self.manager.keeps_host_copies());
+        assert_eq!(self.manager.reset_prefix_cache(), idle);
     }
 
     fn pin(&mut self, sequence: blockyard_core::SequenceId, submitted: bool) {
