@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from blockyard.integrations.vllm_v0.blocks import _require, hash_blocks
+from blockyard import _core
 from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
     BlockSpaceManager,
@@ -13,13 +13,22 @@ from blockyard.integrations.vllm_v0.interfaces import (
     Sequence,
     SequenceGroup,
 )
-from blockyard.integrations.vllm_v0.table import BlockTable, CpuGpuBlockAllocator
+
+BlockTable = _core.V0BlockTable
+hash_blocks = _core.v0_hash_blocks
+_Allocator: TypeAlias = DeviceAwareBlockAllocator | _core.V0CpuGpuBlockAllocator
+
+
+def _require(holds: object, message: str) -> None:
+    # V0 asserts; its callers may rely on the exception, also under python -O.
+    if not holds:
+        raise AssertionError(message)
 
 
 class ComputedBlocksTracker:
     """How much of each sequence is cached; every token is hashed once."""
 
-    def __init__(self, allocator: DeviceAwareBlockAllocator, block_size: int, enable_caching: bool) -> None:
+    def __init__(self, allocator: _Allocator, block_size: int, enable_caching: bool) -> None:
         self._allocator, self._block_size, self._enable_caching = allocator, block_size, enable_caching
         self._hashes: dict[int, list[int]] = {}
         self._num_cached: dict[int, int] = {}
@@ -46,7 +55,7 @@ class ComputedBlocksTracker:
 class LastAccessBlocksTracker:
     """When each sequence was last scheduled; its blocks learn it when they are freed."""
 
-    def __init__(self, allocator: DeviceAwareBlockAllocator) -> None:
+    def __init__(self, allocator: _Allocator) -> None:
         self._allocator = allocator
         self._seq_last_access: dict[int, float | None] = {}
 
@@ -101,9 +110,9 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         # A window that does not begin at a block's start touches one block more, and one is being filled.
         self.max_block_sliding_window = None if sliding_window is None else sliding_window // block_size + 2
         kind = "prefix_caching" if enable_caching else "naive"
-        self.block_allocator = CpuGpuBlockAllocator.create(kind, num_gpu_blocks, num_cpu_blocks, block_size)
-        self.block_tables: dict[int, BlockTable] = {}
-        self.cross_block_tables: dict[str, BlockTable] = {}
+        self.block_allocator = _core.V0CpuGpuBlockAllocator.create(kind, num_gpu_blocks, num_cpu_blocks, block_size)
+        self.block_tables: dict[int, _core.V0BlockTable] = {}
+        self.cross_block_tables: dict[str, _core.V0BlockTable] = {}
         self._computed_blocks_tracker = ComputedBlocksTracker(self.block_allocator, block_size, enable_caching)
         self._last_access_blocks_tracker = LastAccessBlocksTracker(self.block_allocator)
 
@@ -132,7 +141,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         enough = self.get_num_free_gpu_blocks() - required >= self.watermark_blocks
         return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def _allocate_sequence(self, seq: Sequence) -> BlockTable:
+    def _allocate_sequence(self, seq: Sequence) -> _core.V0BlockTable:
         table = BlockTable(self.block_size, self.block_allocator, None, self.max_block_sliding_window)
         if tokens := seq.get_token_ids():
             table.allocate(tokens, extra_hash=seq.extra_hash())
@@ -205,7 +214,13 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
             self._last_access_blocks_tracker.update_last_access(seq.seq_id, now)
 
     def mark_blocks_as_computed(self, seq_group: SequenceGroup, token_chunk_size: int) -> None:
-        self.block_allocator.mark_blocks_as_computed([])
+        """Let the full blocks be found whose tokens are computed once the step that is being scheduled has run.
+
+        V0 marks every block that it has allocated, also those of a prefill's later chunks, whose bytes are not there.
+        """
+        for seq in seq_group.get_seqs() if self.enable_caching else ():
+            if (table := self.block_tables.get(seq.seq_id)) is not None:
+                table.mark_computed(seq.data.get_num_computed_tokens() + token_chunk_size)
 
     def get_common_computed_block_ids(self, seqs: list[Sequence]) -> list[int]:
         """Blocks at the start of all these sequences that need no prefill."""
