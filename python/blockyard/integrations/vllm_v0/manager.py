@@ -34,7 +34,11 @@ class ComputedBlocksTracker:
         self._num_cached: dict[int, int] = {}
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of the longest computed prefix; while a sequence is in prefill, as many as at its first call."""
+        """Tokens of the longest computed prefix; while a sequence is in prefill, at most as many as at its first call.
+
+        V0 keeps that count while the sequence waits, although the blocks may be evicted meanwhile, and asserts that a
+        prefill which was swapped out has computed no more.
+        """
         if not self._enable_caching:
             return 0
         hashes, token_ids, size = self._hashes.setdefault(seq.seq_id, []), seq.get_token_ids(), self._block_size
@@ -42,9 +46,10 @@ class ComputedBlocksTracker:
         if len(token_ids) >= (len(hashes) + 1) * size:
             parent = hashes[-1] if hashes else None
             hashes += hash_blocks(parent, token_ids[len(hashes) * size :], size, seq.extra_hash())
-        if seq.seq_id not in self._num_cached or not seq.is_prefill():
-            self._num_cached[seq.seq_id] = len(self._allocator.find_cached_blocks_prefix(hashes)) * size
-        return self._num_cached[seq.seq_id]
+        if (prefill := seq.is_prefill()) and (first := self._num_cached.get(seq.seq_id)) is not None:
+            hashes = hashes[: first // size]
+        cached = self._num_cached[seq.seq_id] = len(self._allocator.find_cached_blocks_prefix(hashes)) * size
+        return max(cached, seq.data.get_num_computed_tokens()) if prefill else cached
 
     def remove_seq(self, seq_id: int) -> None:
         """Forget a sequence, known or not."""

@@ -8,6 +8,7 @@ use crate::errors::invalid;
 use blockyard_core::Key;
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyFrozenSet;
 
@@ -241,14 +242,21 @@ impl PyPrefixCachingBlockAllocator {
 #[pymethods]
 impl PyPrefixCachingBlockAllocator {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, block_ids=None))]
+    #[pyo3(signature = (num_blocks, block_size, block_ids=None, eviction_policy=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn new(
         py: Python<'_>,
         num_blocks: usize,
         block_size: usize,
         block_ids: Option<Bound<'_, PyAny>>,
+        eviction_policy: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
+        // V0 has this one policy; by name, since the enum is the engine's.
+        if let Some(policy) = eviction_policy {
+            if policy.getattr(intern!(py, "name"))?.extract::<String>()? != "LRU" {
+                return Err(PyValueError::new_err(format!("eviction_policy is {policy:?}, must be LRU")));
+            }
+        }
         let ids = Ids::new(block_ids.as_ref(), num_blocks)?;
         let base = PyPoolAllocator::caching(py, block_size, ids, num_blocks)?;
         Ok(PyClassInitializer::from(base).add_subclass(Self))
