@@ -91,6 +91,8 @@ def test_errors_are_v0s():
     assert BlockSpaceManager.get_block_space_manager_class("SelfAttn") is SelfAttnBlockSpaceManager
     with pytest.raises(AssertionError):
         allocator.allocate_immutable_block(None, [1])
+    with pytest.raises(ValueError, match="must be LRU"):
+        PrefixCachingBlockAllocator(1, SIZE, None, Device.GPU)
     null = CpuGpuBlockAllocator.create("naive", 1, 0, SIZE).allocate_or_get_null_block()
     with pytest.raises(ValueError, match="null block"):
         null.append_token_ids([1])

@@ -970,7 +970,13 @@ class V0NaiveBlockAllocator(V0PoolAllocator):
 class V0PrefixCachingBlockAllocator(V0PoolAllocator):
     """Blocks that are found again by their keys; the least recently accessed go first, then the longest prefixes."""
 
-    def __new__(cls, num_blocks: int, block_size: int, block_ids: Iterable[int] | None = None) -> Self: ...
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        block_ids: Iterable[int] | None = None,
+        eviction_policy: Any | None = None,
+    ) -> Self: ...
     def block_is_computed(self, block_id: int) -> bool: ...
     def is_block_cached(self, block: V0NaiveBlock) -> bool: ...
 
