@@ -48,7 +48,8 @@ class ComputedBlocksTracker:
             hashes += hash_blocks(parent, token_ids[len(hashes) * size :], size, seq.extra_hash())
         if (prefill := seq.is_prefill()) and (first := self._num_cached.get(seq.seq_id)) is not None:
             hashes = hashes[: first // size]
-        cached = self._num_cached[seq.seq_id] = len(self._allocator.find_cached_blocks_prefix(hashes)) * size
+        found = self._allocator.find_cached_blocks_prefix(hashes) if hashes else ()
+        cached = self._num_cached[seq.seq_id] = len(found) * size
         return max(cached, seq.data.get_num_computed_tokens()) if prefill else cached
 
     def remove_seq(self, seq_id: int) -> None:
