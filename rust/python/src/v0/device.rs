@@ -70,8 +70,11 @@ impl PyCpuGpuBlockAllocator {
         }
         let gpu = self.of(py, Device::Gpu);
         let proxy = PyPoolAllocator::allocate_mutable_block(&gpu, None, None, None)?;
-        let null = Py::new(py, PyNullBlock::new(proxy.into_any().unbind()))?;
-        Ok(self.null.get_or_init(|| null).bind(py).clone())
+        let null = Py::new(py, PyNullBlock::new(proxy.clone().into_any().unbind()))?;
+        if self.null.set(null).is_err() {
+            gpu.get().release(&[proxy])?; // another thread was first
+        }
+        self.null_block(py)
     }
 
     /// Gives back one reference each; null blocks stay.
