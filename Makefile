@@ -5,6 +5,7 @@
 #   make test-all                  the same with the slow tests and many more random cases
 #   make test-gpu                  the tests that need a CUDA device
 #   make lint | fmt                check | repair style
+#   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, chosen by libFuzzer
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
 #   make wheel                     wheel and source archive in dist/
 #   make pins                      resolve requirements-dev.txt anew from pyproject.toml
@@ -13,12 +14,15 @@
 PYTHON ?= python3
 ARGS ?=
 BENCH_JSON ?=
+FUZZ_SECONDS ?= 180
 UV_VERSION := 0.13.8
+CARGO_FUZZ_VERSION := 0.13.2
 
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 UV_PIP := $(UV) pip install --quiet --python $(BIN)/python
+CARGO_FUZZ := .make/cargo-fuzz-$(CARGO_FUZZ_VERSION)
 NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h
 
 SHELL := /bin/sh
@@ -27,7 +31,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-gpu test-rust test-python lint fmt bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-gpu test-rust test-python fuzz lint fmt bench wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -73,6 +77,14 @@ test-all: lint
 
 test-gpu: dev
 	BLOCKYARD_TEST_GPU=require $(BIN)/python -m pytest -m gpu tests/gpu
+
+$(CARGO_FUZZ)/bin/cargo-fuzz:
+	cargo install --quiet --locked --root $(CARGO_FUZZ) cargo-fuzz@$(CARGO_FUZZ_VERSION)
+
+# Without a sanitizer: the core has no unsafe code, and its checks and assertions are met far more often so.
+fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
+	RUSTC_BOOTSTRAP=1 $< run --fuzz-dir rust/core/fuzz --sanitizer none manager -- \
+	    -max_total_time=$(FUZZ_SECONDS) -max_len=256 -len_control=0 -print_final_stats=1
 
 lint: dev
 	cargo fmt --all --check

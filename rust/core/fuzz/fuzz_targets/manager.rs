@@ -1,0 +1,79 @@
+//! The manager against memory, as in the test of that name, with operations that libFuzzer chooses: `make fuzz`.
+//!
+//! Two bytes are one operation, drawn from the test's own strategies: what is added there is fuzzed without a word here,
+//! and libFuzzer's ways to change bytes insert, remove, repeat and join whole operations.
+#![no_main]
+
+#[expect(dead_code, reason = "the test's own part is not used")]
+#[path = "../../tests/manager.rs"]
+mod manager;
+
+use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
+use libfuzzer_sys::{fuzz_mutator, fuzz_target, fuzzer_mutate};
+use manager::{Op, Setup, World, op, setup};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+use std::fmt::Debug;
+use std::sync::LazyLock;
+
+static SETUPS: LazyLock<Vec<Setup>> = LazyLock::new(|| table(&setup()));
+static OPS: LazyLock<Vec<Op>> = LazyLock::new(|| table(&op()));
+
+/// What each number stands for, the same in every run; in order, so that numbers close by mean much the same.
+fn table<T: Debug>(strategy: &impl Strategy<Value = T>) -> Vec<T> {
+    let mut runner = TestRunner::deterministic();
+    let draw = |_| strategy.new_tree(&mut runner).expect("the strategies reject nothing").current();
+    let mut values: Vec<T> = (0..=u16::MAX).map(draw).collect();
+    values.sort_by_cached_key(|value| format!("{value:?}"));
+    values
+}
+
+/// One run; libFuzzer prints it when it fails.
+#[derive(Debug)]
+struct Case {
+    setup: Setup,
+    ops: Vec<Op>,
+}
+
+impl<'a> Arbitrary<'a> for Case {
+    fn arbitrary(bytes: &mut Unstructured<'a>) -> Result<Self> {
+        let setup = SETUPS[usize::from(bytes.arbitrary::<u16>()?)];
+        let mut ops = Vec::with_capacity(bytes.len() / 2);
+        while bytes.len() >= 2 {
+            ops.push(OPS[usize::from(bytes.arbitrary::<u16>()?)]);
+        }
+        Ok(Self { setup, ops })
+    }
+}
+
+fuzz_target!(
+    init: {
+        // Outside of what libFuzzer watches.
+        LazyLock::force(&SETUPS);
+        LazyLock::force(&OPS);
+    },
+    |case: Case| {
+        let mut world = World::new(case.setup);
+        for op in case.ops {
+            world.apply(op);
+        }
+        world.verify();
+    }
+);
+
+// Left to itself libFuzzer keeps to short inputs of few different bytes, since the longer ones cover no new lines, and
+// misses what takes many operations: every second input goes on at random from somewhere.
+fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
+    let mut state = u64::from(seed);
+    let mut random = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(state >> 33).unwrap_or(0)
+    };
+    if random() % 2 == 0 {
+        return fuzzer_mutate(data, size, max_size);
+    }
+    let start = random() % (size + 1);
+    let end = start + random() % (max_size - start + 1);
+    data[start..end].fill_with(|| random().to_le_bytes()[1]);
+    end
+});

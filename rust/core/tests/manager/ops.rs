@@ -1,0 +1,74 @@
+//! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
+
+use super::{bound, groups};
+use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
+use proptest::prelude::*;
+
+/// Blocks of the three tiers, and the policies.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Setup {
+    pub(crate) blocks: [usize; 3],
+    pub(crate) policies: Policies,
+    pub(crate) groups: &'static [Group],
+}
+
+pub(crate) fn setup() -> impl Strategy<Value = Setup> {
+    let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
+    let eviction = prop::sample::select(&Eviction::NAMED[..]);
+    let blocks = (3usize..24, 0usize..16, 0usize..16);
+    (blocks, reuse, eviction, groups::groups()).prop_map(|((device, host, external), reuse, eviction, groups)| Setup {
+        blocks: [device, host, external],
+        policies: Policies { reuse, eviction },
+        groups,
+    })
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Op {
+    Allocate(u32),
+    Prompt { tokens: u32, family: u32, chunk: u32 },
+    Mark(usize, usize),
+    MarkTo(usize, u32),
+    Reset,
+    Priority(usize, usize, u8),
+    Fork(usize, u32),
+    ForkPrefix(usize, u32),
+    Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
+    Bound(bound::Op),
+    Free(usize, usize),
+    SwapOut(usize, usize),
+    SwapIn(usize, usize),
+    Spill(usize, usize),
+    Fetch(usize, usize, bool),
+    Step,
+    End(usize),
+    Fail(usize, usize),
+    Snapshot,
+}
+
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let pick = 0usize..64;
+    prop_oneof![
+        3 => (0u32..14).prop_map(Op::Allocate),
+        5 => (0u32..20, 0u32..3, prop_oneof![3 => Just(u32::MAX), 1 => 1u32..9])
+            .prop_map(|(tokens, family, chunk)| Op::Prompt { tokens, family, chunk }),
+        6 => (pick.clone(), 1usize..6).prop_map(|(s, n)| Op::Mark(s, n)),
+        2 => (pick.clone(), 0u32..20).prop_map(|(s, n)| Op::MarkTo(s, n)),
+        1 => Just(Op::Reset),
+        1 => (pick.clone(), 1usize..4, 0u8..16).prop_map(|(s, n, p)| Op::Priority(s, n, p)),
+        3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),
+        1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
+        8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
+            .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
+        13 => bound::op().prop_map(Op::Bound),
+        3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
+        4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
+        4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
+        3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Spill(s, n)),
+        3 => (pick.clone(), 1usize..4, any::<bool>()).prop_map(|(s, n, d)| Op::Fetch(s, n, d)),
+        12 => Just(Op::Step),
+        8 => pick.clone().prop_map(Op::End),
+        1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
+        2 => Just(Op::Snapshot),
+    ]
+}
