@@ -437,7 +437,7 @@ def test_a_swap_that_does_not_fit_changes_nothing():
     books = manager(cpu=2)
     group = running(books, Sequence(1, 3 * SIZE))
     before = list(books.get_block_table(group.seqs[0]))
-    with pytest.raises(BlockAllocator.NoFreeBlocksError):
+    with pytest.raises(BlockAllocator.NoFreeBlocksError, match="asked for 3 host blocks, 2 of 2 are free"):
         books.swap_out(group)
     assert (books.get_block_table(group.seqs[0]), free(books)) == (before, (13, 2))
 

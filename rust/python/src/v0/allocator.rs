@@ -5,7 +5,7 @@ use super::key::IntKey;
 use super::pool::{Ids, PyPoolAllocator};
 use super::{freed, lock, require, to_v0};
 use crate::errors::invalid;
-use blockyard_core::Key;
+use blockyard_core::{Key, Tier};
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::intern;
@@ -192,14 +192,14 @@ impl PyPoolAllocator {
 pub(crate) struct PyNaiveBlockAllocator;
 
 impl PyNaiveBlockAllocator {
-    pub(super) fn of_range(
+    pub(super) fn of_ids(
         py: Python<'_>,
         block_size: usize,
-        first: i64,
-        blocks: usize,
+        ids: Ids,
+        tier: Tier,
     ) -> PyResult<Bound<'_, PyPoolAllocator>> {
         let create_block = PyNaiveBlock::type_object(py).into_any().unbind();
-        let base = PyPoolAllocator::naive(create_block, block_size, Ids::From(first, blocks), blocks)?;
+        let base = PyPoolAllocator::naive(create_block, block_size, ids, tier)?;
         Ok(Bound::new(py, PyClassInitializer::from(base).add_subclass(Self))?.into_super())
     }
 }
@@ -218,7 +218,7 @@ impl PyNaiveBlockAllocator {
     ) -> PyResult<PyClassInitializer<Self>> {
         let _ = block_pool; // block objects are cheap here and not pooled
         let ids = Ids::new(block_ids.as_ref(), num_blocks)?;
-        let base = PyPoolAllocator::naive(create_block, block_size, ids, num_blocks)?;
+        let base = PyPoolAllocator::naive(create_block, block_size, ids, Tier::Device)?;
         Ok(PyClassInitializer::from(base).add_subclass(Self))
     }
 }
@@ -228,13 +228,13 @@ impl PyNaiveBlockAllocator {
 pub(crate) struct PyPrefixCachingBlockAllocator;
 
 impl PyPrefixCachingBlockAllocator {
-    pub(super) fn of_range(
+    pub(super) fn of_ids(
         py: Python<'_>,
         block_size: usize,
-        first: i64,
-        blocks: usize,
+        ids: Ids,
+        tier: Tier,
     ) -> PyResult<Bound<'_, PyPoolAllocator>> {
-        let base = PyPoolAllocator::caching(py, block_size, Ids::From(first, blocks), blocks)?;
+        let base = PyPoolAllocator::caching(py, block_size, ids, tier)?;
         Ok(Bound::new(py, PyClassInitializer::from(base).add_subclass(Self))?.into_super())
     }
 }
@@ -258,7 +258,7 @@ impl PyPrefixCachingBlockAllocator {
             }
         }
         let ids = Ids::new(block_ids.as_ref(), num_blocks)?;
-        let base = PyPoolAllocator::caching(py, block_size, ids, num_blocks)?;
+        let base = PyPoolAllocator::caching(py, block_size, ids, Tier::Device)?;
         Ok(PyClassInitializer::from(base).add_subclass(Self))
     }
 
@@ -280,11 +280,13 @@ pub(super) fn of_kind<'py>(
     block_size: usize,
     first: usize,
     blocks: usize,
+    tier: Tier,
 ) -> PyResult<Bound<'py, PyPoolAllocator>> {
     let first = i64::try_from(first).map_err(|_| invalid(format!("{first} blocks are too many")))?;
+    let ids = Ids::From(first, blocks);
     match kind {
-        "naive" => PyNaiveBlockAllocator::of_range(py, block_size, first, blocks),
-        "prefix_caching" => PyPrefixCachingBlockAllocator::of_range(py, block_size, first, blocks),
+        "naive" => PyNaiveBlockAllocator::of_ids(py, block_size, ids, tier),
+        "prefix_caching" => PyPrefixCachingBlockAllocator::of_ids(py, block_size, ids, tier),
         _ => Err(PyValueError::new_err(format!("allocator_type is '{kind}', must be 'naive' or 'prefix_caching'"))),
     }
 }

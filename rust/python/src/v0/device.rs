@@ -4,6 +4,7 @@ use super::allocator::of_kind;
 use super::block::{Block, PyNaiveBlock, PyNullBlock};
 use super::pool::PyPoolAllocator;
 use super::{freed, lock, require};
+use blockyard_core::Tier;
 use pyo3::exceptions::PyKeyError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -125,8 +126,9 @@ impl PyCpuGpuBlockAllocator {
         num_cpu_blocks: usize,
         block_size: usize,
     ) -> PyResult<Self> {
-        let gpu = of_kind(py, allocator_type, block_size, 0, num_gpu_blocks)?;
-        Self::new(of_kind(py, allocator_type, block_size, num_gpu_blocks, num_cpu_blocks)?, gpu)
+        let gpu = of_kind(py, allocator_type, block_size, 0, num_gpu_blocks, Tier::Device)?;
+        let cpu = of_kind(py, allocator_type, block_size, num_gpu_blocks, num_cpu_blocks, Tier::Host)?;
+        Self::new(cpu, gpu)
     }
 
     /// The allocator of one device.

@@ -44,6 +44,13 @@ impl Ids {
         }
     }
 
+    fn len(&self) -> usize {
+        match self {
+            Self::From(_, blocks) => *blocks,
+            Self::Listed(ids, _) => ids.len(),
+        }
+    }
+
     fn local(&self, id: i64) -> Option<usize> {
         match self {
             Self::From(first, blocks) => {
@@ -73,13 +80,13 @@ pub(crate) struct PyPoolAllocator {
 }
 
 impl PyPoolAllocator {
-    pub(super) fn naive(create_block: Py<PyAny>, block_size: usize, ids: Ids, blocks: usize) -> PyResult<Self> {
-        let pool = core::NaiveAllocator::new(Tier::Device, blocks, Reuse::Lifo).map_err(to_py)?;
+    pub(super) fn naive(create_block: Py<PyAny>, block_size: usize, ids: Ids, tier: Tier) -> PyResult<Self> {
+        let pool = core::NaiveAllocator::new(tier, ids.len(), Reuse::Lifo).map_err(to_py)?;
         Ok(Self::over(Box::new(pool), create_block, block_size, ids, false))
     }
 
-    pub(super) fn caching(py: Python<'_>, block_size: usize, ids: Ids, blocks: usize) -> PyResult<Self> {
-        let pool = core::PrefixCachingAllocator::new(Tier::Device, blocks, Reuse::Lifo, Eviction::Accessed);
+    pub(super) fn caching(py: Python<'_>, block_size: usize, ids: Ids, tier: Tier) -> PyResult<Self> {
+        let pool = core::PrefixCachingAllocator::new(tier, ids.len(), Reuse::Lifo, Eviction::Accessed);
         let create_block = PyPrefixCachingBlock::type_object(py).into_any().unbind();
         Ok(Self::over(Box::new(pool.map_err(to_py)?), create_block, block_size, ids, true))
     }
@@ -124,7 +131,7 @@ impl PyPoolAllocator {
     /// Fails unless so many blocks are free.
     pub(super) fn require_free(&self, wanted: usize) -> PyResult<()> {
         let (free, total) = (self.free_count(), self.total());
-        let tier = Tier::Device;
+        let tier = lock(&self.pool).pool().tier();
         if wanted > free { Err(to_v0(Error::OutOfBlocks { tier, wanted, free, total })) } else { Ok(()) }
     }
 
