@@ -63,7 +63,8 @@ def test_a_copy_outlives_its_sequence_and_comes_back_by_the_prompts_own_step() -
     books.check()
     assert books.stats().cached_blocks["device"] == 3
     assert books.stats().loaded_blocks == books.prefix_stats.loaded == 3
-    assert len(step(books)) == 0 and books.cached_tokens(PROMPT) == 12
+    assert len(step(books)) == 0
+    assert books.cached_tokens(PROMPT) == 12
 
 
 def test_a_copy_is_found_only_once_its_bytes_have_landed() -> None:
@@ -99,7 +100,8 @@ def test_a_load_that_failed_leaves_no_hit_in_either_tier() -> None:
     books.free(handles)
     books.check()
     assert books.cached_tokens(PROMPT) == 0, "the copy that could not be read is not tried again"
-    assert run(books, PROMPT) and books.cached_tokens(PROMPT) == 12
+    assert run(books, PROMPT)
+    assert books.cached_tokens(PROMPT) == 12
 
 
 def test_two_prompts_of_one_step_load_a_copy_once_and_the_batch_counts_it_once() -> None:
@@ -139,11 +141,13 @@ def test_offloaded_blocks_leave_the_device_for_the_host() -> None:
     books.free([run(books, PROMPT)])
     assert books.offload_cached(2) == 2
     decision = books.take_decision()
-    assert len(decision.swap_out[0]) == 2 and books.cached_tokens(PROMPT) == 12
+    assert len(decision.swap_out[0]) == 2
+    assert books.cached_tokens(PROMPT) == 12
     books.complete(decision.ticket)
     books.check()
     assert books.stats().cached_blocks == {"device": 1, "host": 2, "external": 0}
-    assert books.cached_tokens(PROMPT) == 12 and books.offload_cached(0) == 0
+    assert books.cached_tokens(PROMPT) == 12
+    assert books.offload_cached(0) == 0
 
 
 def test_a_block_that_is_hit_while_it_is_offloaded_stays() -> None:
@@ -152,7 +156,8 @@ def test_a_block_that_is_hit_while_it_is_offloaded_stays() -> None:
     assert books.offload_cached(8) == 3
     handles, cached = books.allocate_prompts([PROMPT])
     step(books)
-    assert cached.tolist() == [12] and books.stats().cached_blocks["device"] == 3
+    assert cached.tolist() == [12]
+    assert books.stats().cached_blocks["device"] == 3
     books.free(handles)
     assert books.offload_cached(8) == 0, "all of them have copies"
     books.check()
@@ -163,7 +168,8 @@ def test_reset_forgets_the_copies_too() -> None:
     handle = swapped(books)
     assert not books.reset_prefix_cache(), "the host's blocks are in use"
     books.free([handle])
-    assert books.reset_prefix_cache() and books.cached_tokens(PROMPT) == 0
+    assert books.reset_prefix_cache()
+    assert books.cached_tokens(PROMPT) == 0
     books.check()
 
 
@@ -175,8 +181,10 @@ def test_events_tell_of_copies_what_they_told_of_the_blocks() -> None:
     step(books)
     copies = books.take_events()
     kinds = [copies.KINDS[kind] for kind in copies.kinds]
-    assert kinds == ["stored"] * 3 and {copies.TIERS[tier] for tier in copies.tiers} == {"host"}
-    assert copies.keys.tolist() == first.keys.tolist() and copies.parents.tolist() == first.parents.tolist()
+    assert kinds == ["stored"] * 3
+    assert {copies.TIERS[tier] for tier in copies.tiers} == {"host"}
+    assert copies.keys.tolist() == first.keys.tolist()
+    assert copies.parents.tolist() == first.parents.tolist()
     assert [bytes(key) for key in copies.keys] == export_keys(PROMPT, block_size=SIZE)
     books.allocate([16])
     removed = books.take_events()

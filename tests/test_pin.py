@@ -46,7 +46,8 @@ def test_pinned_blocks_are_not_evicted_until_they_are_unpinned() -> None:
     pin = books.pin(handle, 10)
     assert books.pinned_blocks(pin).tolist() == books.block_table(handle)[:3].tolist()
     books.free([handle])
-    assert books.num_free() == 5 and books.stats().pinned_blocks["device"] == 3
+    assert books.num_free() == 5
+    assert books.stats().pinned_blocks["device"] == 3
     with pytest.raises(OutOfBlocksError):
         books.allocate([6 * SIZE])
     books.free(books.allocate([5 * SIZE]))
@@ -63,7 +64,8 @@ def test_a_prompts_cached_blocks_can_be_pinned_without_a_sequence() -> None:
     books = manager()
     books.free([run(books)])
     pin, cached = books.pin_prompt(PROMPT, 10)
-    assert cached == 12 and len(books.pinned_blocks(pin)) == 3
+    assert cached == 12
+    assert len(books.pinned_blocks(pin)) == 3
     assert books.pin_prompt([1, 2, 3, 4, 5], 10)[1] == 0
     books.check()
 
@@ -81,7 +83,8 @@ def test_a_dead_readers_pin_ends_at_its_deadline_and_one_that_reads_does_not() -
         books.submit_pin(dead)
     assert books.num_free() == 5
     books.unpin(reading)
-    assert books.num_free() == 8 and len(books.quarantined_blocks("device")) == 0
+    assert books.num_free() == 8
+    assert len(books.quarantined_blocks("device")) == 0
     books.check()
 
 
@@ -132,7 +135,8 @@ def test_blocks_of_a_late_transfer_are_quarantined_until_its_event() -> None:
         books.snapshot()
     books.complete(ticket)
     books.check()
-    assert books.num_free("host") == 8 and set(books.stats().quarantined_blocks.values()) == {0}
+    assert books.num_free("host") == 8
+    assert set(books.stats().quarantined_blocks.values()) == {0}
 
 
 def test_a_snapshot_is_refused_while_a_pin_is_held_and_keeps_the_limit() -> None:

@@ -55,7 +55,8 @@ def test_blocks_in_use_do_not_count() -> None:
     books.free([handle])
     assert books.cached_tokens(prompt(1, 4), salt=A) == 16
     books.free([other])
-    assert books.quota(salt=A) == (1, 1) and books.cached_tokens(prompt(1, 4), salt=A) == 4
+    assert books.quota(salt=A) == (1, 1)
+    assert books.cached_tokens(prompt(1, 4), salt=A) == 4
 
 
 def test_a_lower_quota_holds_at_once_and_none_lets_everything_stay() -> None:
@@ -66,7 +67,8 @@ def test_a_lower_quota_holds_at_once_and_none_lets_everything_stay() -> None:
     books.set_quota(2, salt=A)
     assert books.quota(salt=A) == (2, 2)
     books.set_quota(0, salt=A)
-    assert books.quota(salt=A) == (0, 0) and books.stats().cached_blocks["device"] == 0
+    assert books.quota(salt=A) == (0, 0)
+    assert books.stats().cached_blocks["device"] == 0
     books.check()
 
 

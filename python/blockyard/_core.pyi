@@ -440,7 +440,7 @@ class BlockManager:
             InvalidArgumentError: the manager has no `host_prefix_cache`.
         """
     def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
-        """Limit the cached device blocks that one tenant leaves behind: those that it has published and no sequence uses.
+        """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
 
         Held whenever sequences are freed, tickets end and decisions are taken: what is beyond goes free, the tenant's
         least recently used first. If room is needed before that, it goes before all other tenants' blocks.
@@ -455,9 +455,10 @@ class BlockManager:
     def quota(self, *, salt: bytes | None = None) -> tuple[int, int | None] | None:
         """Blocks that count towards a tenant's quota, and the quota; None for a tenant that never had one."""
     def pin(self, sequence: int, deadline: int) -> int:
-        """Keep a sequence's published device blocks for a reader, such as a connector, whatever becomes of the sequence.
+        """Keep a sequence's published device blocks for a reader such as a connector.
 
-        The pin ends with `unpin`; without `submit_pin` also with `expire(now)` at its deadline.
+        Whatever becomes of the sequence, they are neither evicted nor written. The pin ends with `unpin`; without
+        `submit_pin` also with `expire(now)` at its deadline.
 
         Args:
             sequence: handle of a sequence on the device.
@@ -836,7 +837,8 @@ class ManagerStats:
     blocks that are `used` (referenced, or held by a transfer), `leased` (held by a transfer), `cached` (findable),
     `pinned`, and `quarantined` (held past a deadline).
 
-    Transfers count when they are decided. `loaded` blocks were found on the host alone. Blocks and tokens are missed if a prompt did not find them.
+    Transfers count when they are decided; `loaded` blocks were found on the host alone. Blocks and tokens are missed if
+    a prompt did not find them.
     """
 
     @property

@@ -411,10 +411,6 @@ impl World {
         }
     }
 
-    fn nth_ticket(&self, n: usize) -> Option<TicketId> {
-        self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
-    }
-
     pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),

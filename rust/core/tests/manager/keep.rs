@@ -86,6 +86,11 @@ impl World {
         }
     }
 
+    /// One of the tickets that have not ended.
+    pub(crate) fn nth_ticket(&self, n: usize) -> Option<TicketId> {
+        self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
+    }
+
     /// Both tiers of the prefix cache must be unused for it to forget everything.
     pub(crate) fn reset(&mut self) {
         let idle = |tier| {
