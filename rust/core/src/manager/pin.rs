@@ -148,7 +148,8 @@ impl Manager {
             return Err(Error::TooManyPinned { wanted: new, held, limit });
         }
         if let Some(&block) = blocks.iter().find(|&&block| self.pools[0].lease_room(block) == 0) {
-            return Err(Error::TooManyLeases { tier: Tier::Device, block, limit: 0 });
+            let limit = u32::from(u16::MAX >> 1);
+            return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
         }
         for &block in &blocks {
             // Out of the evictable ones, if it is one of them: a leased block is none.

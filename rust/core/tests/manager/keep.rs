@@ -7,6 +7,8 @@ use proptest::prelude::*;
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Offload(usize),
+    /// Everything lands and is published, the oldest sequences go, what is cached goes to the host.
+    Settle(usize),
     Quota(u8, usize),
     Pin(usize, bool),
     Unpin(usize),
@@ -22,6 +24,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     let pick = 0usize..64;
     prop_oneof![
         4 => (1usize..8).prop_map(Op::Offload),
+        3 => (0usize..6).prop_map(Op::Settle),
         1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
         2 => (pick.clone(), any::<bool>()).prop_map(|(s, submitted)| Op::Pin(s, submitted)),
         1 => pick.clone().prop_map(Op::Unpin),
@@ -56,6 +59,7 @@ impl World {
                     Err(_) => assert!(!self.manager.keeps_host_copies()),
                 }
             }
+            Op::Settle(count) => self.settle(count),
             Op::Quota(tenant, quota) => {
                 let salt = [tenant; 32];
                 let fits = quota <= self.manager.pool(Tier::Device).len() && !self.has_encoder();
@@ -83,6 +87,24 @@ impl World {
                 }
             }
             Op::Overdue(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.overdue(ticket)),
+        }
+    }
+
+    fn settle(&mut self, count: usize) {
+        self.run_out();
+        let all: Vec<_> = self.truth.keys().copied().collect();
+        self.mark(&all);
+        self.free(&all[..count.min(all.len())]);
+        if self.manager.offload_cached(usize::MAX).is_ok() {
+            self.run_out();
+        }
+    }
+
+    /// Ends the step and all tickets.
+    pub(crate) fn run_out(&mut self) {
+        self.step();
+        while let Some(ticket) = self.nth_ticket(0) {
+            self.end(ticket, None);
         }
     }
 
