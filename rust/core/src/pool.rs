@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::event::Removals;
 use crate::evict::Eviction;
 use crate::id::{BlockId, Tier};
-use crate::lease::LeaseKind;
+use crate::lease::{Held, LeaseKind};
 use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
@@ -156,6 +156,18 @@ impl Pool {
     #[must_use]
     pub fn generation(&self, block: BlockId) -> u32 {
         self.node(block).generation
+    }
+
+    /// The generation of the bytes that a leased block holds, which may have been freed, but not given out again.
+    pub(crate) fn leased_generation(&self, block: BlockId) -> u32 {
+        let node = self.node(block);
+        node.generation.wrapping_sub(u32::from(node.refs == 0))
+    }
+
+    /// Whether a block still holds the bytes that it had in that generation, for sequences.
+    pub(crate) fn holds(&self, (block, generation): Held) -> bool {
+        let node = self.node(block);
+        node.refs > 0 && node.generation == generation
     }
 
     /// Whether the block's one owner may write it in place: nobody else refers to it or can find it.

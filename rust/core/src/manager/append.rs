@@ -325,7 +325,8 @@ impl Manager {
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            if !row.moving && self.pools[0].is_exclusive(block) {
+            // Where nothing is written yet, the block may be a copy of another tier's, or be read by who is to be waited for.
+            if count > 0 && !row.moving && self.pools[0].is_exclusive(block) {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }

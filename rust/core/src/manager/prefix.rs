@@ -2,7 +2,7 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::{Manager, blocks_for, invalid, refuse_loading, release, take};
+use super::{Manager, blocks_for, invalid, release, take};
 use crate::error::{Error, Result};
 use crate::event::Publication;
 use crate::hash::{Chain, Extra, Key, KeySpec, refuse_reserved};
@@ -267,8 +267,8 @@ impl Manager {
     /// Publishes what has landed of one row on the device.
     fn publish_row(&mut self, sequence: SequenceId) {
         let row = self.rows.at_mut(sequence);
-        let loading = refuse_loading(sequence, row, &self.tickets).is_err();
-        if row.tier != Tier::Device || row.lost || loading {
+        // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
+        if row.tier != Tier::Device || row.lost || !self.tickets.is_settled(row.ticket) {
             return;
         }
         let Some(keys) = &mut row.keys else { return };

@@ -7,10 +7,7 @@ use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Pr
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
     pub(crate) fn verify(&mut self) {
-        self.step();
-        while let Some(ticket) = self.nth_ticket(0) {
-            self.end(ticket, None);
-        }
+        self.rest();
         self.manager.check().unwrap();
         for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
             let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];

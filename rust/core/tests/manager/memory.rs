@@ -1,0 +1,213 @@
+//! Memory that is as slow as the decisions allow, and computation that is as good as what it reads.
+//!
+//! What is not ordered by the step is read and lands only when its ticket ends. A block that is written while a transfer
+//! is yet to read it gives that transfer garbage, and so does a load that fails; tokens computed from garbage are garbage.
+
+use super::{BLOCK, Bytes, GARBAGE, World};
+use blockyard_core::{BlockId, Error, Kind, Pairs, SequenceId, TicketId, Tier};
+use std::collections::BTreeMap;
+
+/// One pair on its way.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Transfer {
+    kind: Kind,
+    src: (Tier, u32),
+    dst: (Tier, u32),
+    /// What it has read, if it has.
+    bytes: Option<Bytes>,
+    landed: bool,
+    /// Whether it will turn out to have failed, when its ticket ends.
+    lost: bool,
+}
+
+impl World {
+    /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
+    pub(crate) fn step(&mut self, lost: Option<usize>) {
+        let decision = self.manager.take_decision();
+        let mut mine = Vec::new();
+        for (kind, pairs) in &decision.transfers {
+            let transfer = |&[from, to]: &[u32; 2]| Transfer {
+                kind: *kind,
+                src: (pairs.src, from),
+                dst: (pairs.dst, to),
+                bytes: None,
+                landed: false,
+                lost: false,
+            };
+            mine.extend(pairs.ids.iter().map(transfer));
+        }
+        if let (Some(n), false) = (lost, mine.is_empty()) {
+            let n = n % mine.len();
+            mine[n].lost = true;
+        }
+        self.tickets.insert(decision.ticket, mine);
+        for ticket in &decision.after {
+            self.read_device(*ticket);
+        }
+        self.load(decision.ticket);
+        for at in 0..self.tickets[&decision.ticket].len() {
+            if self.tickets[&decision.ticket][at].kind == Kind::Copy {
+                self.land(decision.ticket, at);
+            }
+        }
+        self.compute();
+        self.dirty.clear();
+    }
+
+    /// Lands the loads that the step waits for: those of what it computes, writes or copies.
+    fn load(&mut self, ticket: TicketId) {
+        let manager = &self.manager;
+        let tables = self.computed.iter().filter_map(|&sequence| manager.block_table(sequence).ok()).flatten();
+        let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
+        let copied = self.tickets[&ticket].iter().filter(|t| t.kind == Kind::Copy).map(|t| t.src.1);
+        let needed: Vec<u32> = tables.map(|block| block.0).chain(written).chain(copied).collect();
+        self.computed.clear();
+        for at in 0..self.tickets[&ticket].len() {
+            let transfer = self.tickets[&ticket][at];
+            if transfer.kind != Kind::Copy && transfer.dst.0 == Tier::Device && needed.contains(&transfer.dst.1) {
+                self.land(ticket, at);
+            }
+        }
+    }
+
+    /// Writes this step's tokens, each of which is computed from all tokens before it in its sequence.
+    fn compute(&mut self) {
+        let mut pending: BTreeMap<i64, u64> = std::mem::take(&mut self.pending).into_iter().collect();
+        let sequences: Vec<SequenceId> = self.truth.keys().copied().collect();
+        for sequence in sequences {
+            if pending.is_empty() {
+                break;
+            }
+            if self.manager.tier(sequence).unwrap() != Tier::Device {
+                continue;
+            }
+            let (table, mut sound) = (self.manager.block_table(sequence).unwrap().to_vec(), true);
+            for (i, token) in self.truth[&sequence].clone().into_iter().enumerate() {
+                let (block, offset) = (table[i / BLOCK as usize], i % BLOCK as usize);
+                let slot = i64::from(block.0) * i64::from(BLOCK) + i64::try_from(offset).unwrap();
+                if pending.remove(&slot).is_some() {
+                    let mut bytes = self.memory[0][block.index()];
+                    bytes[offset] = if sound { token } else { GARBAGE[0] };
+                    self.put((Tier::Device, block.0), bytes);
+                }
+                sound &= self.memory[0][block.index()][offset] == token;
+            }
+        }
+        assert!(pending.is_empty(), "tokens that no sequence has are written");
+    }
+
+    fn read_device(&mut self, ticket: TicketId) {
+        let transfers = self.tickets.get_mut(&ticket).expect("`after` names a ticket that has not ended");
+        for transfer in
+            transfers.iter_mut().filter(|t| t.src.0 == Tier::Device && t.kind != Kind::Copy && t.bytes.is_none())
+        {
+            transfer.bytes = Some(self.memory[0][transfer.src.1 as usize]);
+        }
+    }
+
+    fn read(&mut self, ticket: TicketId, at: usize) -> Bytes {
+        let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
+        *transfer.bytes.get_or_insert(self.memory[transfer.src.0.index()][transfer.src.1 as usize])
+    }
+
+    fn land(&mut self, ticket: TicketId, at: usize) {
+        let bytes = self.read(ticket, at);
+        let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
+        if !std::mem::replace(&mut transfer.landed, true) {
+            let (dst, bytes) = (transfer.dst, if transfer.lost { GARBAGE } else { bytes });
+            self.put(dst, bytes);
+        }
+    }
+
+    /// Writes a block, under the hands of whatever is yet to read it.
+    fn put(&mut self, at: (Tier, u32), bytes: Bytes) {
+        for transfer in self.tickets.values_mut().flatten().filter(|t| t.src == at && t.kind != Kind::Copy) {
+            transfer.bytes.get_or_insert(GARBAGE);
+        }
+        self.memory[at.0.index()][at.1 as usize] = bytes;
+    }
+
+    /// Runs what is left of a ticket and ends it.
+    pub(crate) fn end(&mut self, ticket: TicketId) {
+        let count = self.tickets[&ticket].len();
+        for at in 0..count {
+            self.read(ticket, at);
+        }
+        for at in 0..count {
+            self.land(ticket, at);
+        }
+        let transfers = self.tickets.remove(&ticket).unwrap();
+        let single = |t: &Transfer| Pairs { src: t.src.0, dst: t.dst.0, ids: vec![[t.src.1, t.dst.1]] };
+        let lost: Vec<_> = transfers.iter().filter(|t| t.lost).map(single).collect();
+        if lost.is_empty() {
+            self.manager.complete(ticket).unwrap();
+        } else {
+            let hit = self.manager.fail(ticket, &lost).unwrap();
+            // What the present step is yet to copy is in no memory.
+            let copies: Vec<u32> = self
+                .manager
+                .clone()
+                .take_decision()
+                .of(Kind::Copy)
+                .flat_map(|p| p.ids.clone())
+                .map(|[_, to]| to)
+                .collect();
+            // A copy may be of a shared lookahead block, and no loss then.
+            let copied = transfers.iter().any(|t| t.lost && t.kind == Kind::Copy);
+            for sequence in hit {
+                assert!(
+                    copied || self.lost.contains(&sequence) || !self.is_whole(sequence, &copies),
+                    "{sequence} has lost nothing"
+                );
+                self.lost.push(sequence);
+            }
+        }
+        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
+    }
+
+    /// What chance alone seldom does: a sequence leaves, comes back and runs on in that step, perhaps with a loss. A fork
+    /// copies what may be lost, and its ticket ends first.
+    pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {
+        self.rest();
+        if self.manager.swap_out(&[sequence]).is_err() {
+            return;
+        }
+        self.rest();
+        if self.manager.swap_in(&[sequence]).is_err() {
+            return;
+        }
+        self.append(&[sequence], 1, 0);
+        self.step(lost);
+        let mut out = Vec::new();
+        self.fork(sequence, 1, &mut out);
+        self.append(&out, tokens, 0);
+        self.step(None);
+        if let Some(copy) = self.tickets.keys().next_back().copied() {
+            self.end(copy);
+        }
+    }
+
+    /// Ends the step and all tickets.
+    pub(crate) fn rest(&mut self) {
+        self.step(None);
+        while let Some(ticket) = self.nth_ticket(0) {
+            self.end(ticket);
+        }
+    }
+
+    /// Whether every token of a sequence is where its table says, those excepted that this step is yet to write; it copies
+    /// to none of its blocks.
+    fn is_whole(&self, sequence: SequenceId, copies: &[u32]) -> bool {
+        let tier = self.manager.tier(sequence).unwrap();
+        let (memory, table) = (&self.memory[tier.index()], self.manager.block_table(sequence).unwrap());
+        let waits = |block: BlockId, offset: usize| {
+            let slot = i64::from(block.0) * i64::from(BLOCK) + i64::try_from(offset).unwrap();
+            tier == Tier::Device && self.pending.iter().any(|&(pending, _)| pending == slot)
+        };
+        self.truth[&sequence].iter().enumerate().all(|(i, token)| {
+            let (block, offset) = (table[i / BLOCK as usize], i % BLOCK as usize);
+            let copied = tier == Tier::Device && copies.contains(&block.0);
+            !copied && (memory[block.index()][offset] == *token || waits(block, offset))
+        })
+    }
+}
