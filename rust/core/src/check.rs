@@ -1,6 +1,7 @@
 //! Whole-state invariant check: counts everything again and compares. For tests, fuzzing and the `strict` feature.
 
 use crate::error::{Error, Result};
+use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::lease::{Lease, LeaseKind};
 use crate::manager::Manager;
@@ -25,6 +26,9 @@ impl Manager {
             for &block in &*row.table {
                 *refs.entry(block).or_default() += 1;
             }
+        }
+        if self.groups().iter().any(|group| group.slides()) && !self.pool(tier).is_empty() {
+            *refs.entry(NULL_BLOCK).or_default() += 1;
         }
         let mut leases: HashMap<BlockId, [u16; 3]> = HashMap::new();
         for Lease { kind, block, .. } in self.tickets().leases().filter(|lease| lease.tier == tier) {
@@ -60,6 +64,7 @@ impl Manager {
             if held * size < len {
                 return Err(format!("sequence {sequence}: {len} tokens in {held} blocks of {size}"));
             }
+            self.check_family(sequence, row)?;
             if row.writable <= row.len {
                 continue; // nothing fits there
             }

@@ -40,7 +40,14 @@ impl Reason {
     }
 }
 
-const NO_KEY: ExportedKey = ExportedKey([0; 32]);
+/// What names a published block to others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Exported {
+    key: ExportedKey,
+    group: u8,
+}
+
+const NO_KEY: Exported = Exported { key: ExportedKey([0; 32]), group: 0 };
 
 /// One change of what can be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -59,6 +66,8 @@ pub enum Event {
         tokens: u32,
         /// Adapter that its sequence ran with; 0 for none.
         lora_id: u64,
+        /// Cache group that the block is of; the key says nothing of it.
+        group: u8,
     },
     /// A block can no longer be found.
     Removed {
@@ -72,6 +81,8 @@ pub enum Event {
         reason: Reason,
         /// Copies of its bytes in other tiers, those on their way included: a swapped sequence brings them back.
         remaining: u8,
+        /// Cache group that the block was of.
+        group: u8,
     },
     /// No block of the tier can be found any more.
     Cleared {
@@ -146,6 +157,7 @@ pub(crate) struct Publication {
     pub(crate) parent: Option<Chain>,
     pub(crate) tokens: u32,
     pub(crate) lora_id: u64,
+    pub(crate) group: u8,
 }
 
 /// The events that wait, and what naming a removed block takes.
@@ -155,7 +167,7 @@ pub(crate) struct Events {
     /// Number of the first event not yet taken or dropped before a taking.
     taken: u64,
     /// Exported key of each published block, so that its removal costs no hashing.
-    keys: [Vec<ExportedKey>; 3],
+    keys: [Vec<Exported>; 3],
     /// The last key exported: mostly the parent of the next.
     last: Option<(Chain, ExportedKey)>,
 }
@@ -168,7 +180,7 @@ pub(crate) struct EventsImage {
     taken: u64,
     waiting: Vec<Event>,
     /// Exported keys of the published blocks.
-    keys: Vec<(Tier, BlockId, ExportedKey)>,
+    keys: Vec<(Tier, BlockId, Exported)>,
 }
 
 impl Events {
@@ -190,16 +202,16 @@ impl Events {
 
     pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: Publication) {
         self.gather(pools);
-        let Publication { block, key, parent, tokens, lora_id } = publication;
+        let Publication { block, key, parent, tokens, lora_id, group } = publication;
         let last = self.last;
         let known = |parent: &Chain| last.and_then(|(chain, key)| (chain == *parent).then_some(key));
         let parent = parent.map(|parent| known(&parent).unwrap_or_else(|| parent.export()));
         let exported = key.export();
         self.last = Some((key, exported));
         if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
-            *known = exported;
+            *known = Exported { key: exported, group };
         }
-        self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id });
+        self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id, group });
     }
 
     pub(crate) fn cleared(&mut self, pools: &mut [Pool; 3], tier: Tier) {
@@ -217,8 +229,9 @@ impl Events {
                 self.ring.next += dropped;
                 for removal in removals {
                     let Removal { block, reason, remaining } = removal;
-                    let key = self.keys[tier.index()].get(block.index()).copied().unwrap_or(NO_KEY);
-                    self.ring.push(Event::Removed { key, tier, block, reason, remaining });
+                    let known = self.keys[tier.index()].get(block.index());
+                    let Exported { key, group } = known.copied().unwrap_or(NO_KEY);
+                    self.ring.push(Event::Removed { key, tier, block, reason, remaining, group });
                 }
             }
         }

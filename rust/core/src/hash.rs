@@ -33,6 +33,14 @@ impl Key {
         Chain { state: self.0, frames: 0 }.block(tokens, extras)
     }
 
+    /// The key under which the same tokens are found in a cache group: tokens are hashed once for all groups. Two keys are
+    /// as unlike as SHA-256 makes them, so they do not meet by a group's number either.
+    #[inline]
+    pub(crate) fn of_group(mut self, group: u8) -> Self {
+        self.0[0] ^= u32::from(group).wrapping_mul(0x9E37_79B9);
+        self
+    }
+
     /// A word of the key for hash tables, never 0.
     #[inline]
     pub(crate) fn tag(&self) -> u32 {

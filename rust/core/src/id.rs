@@ -69,7 +69,7 @@ impl fmt::Display for BlockId {
 
 /// A sequence in the books: a row of the table store and that row's generation, so that a handle kept past `free` is
 /// recognised and never means a later sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct SequenceId(pub u64);
 

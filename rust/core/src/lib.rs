@@ -7,6 +7,7 @@ pub mod decision;
 pub mod error;
 pub mod event;
 pub mod evict;
+pub mod group;
 pub mod hash;
 pub mod id;
 pub mod lease;
@@ -24,10 +25,12 @@ pub use decision::{Kind, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
+pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Manager, PrefixStats, Prompt, Stats, TableRows, TierUse,
+    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Manager, PrefixStats, Prompt, Stats, TableRows,
+    TierUse,
 };
 pub use plan::{Run, merge_runs};
 pub use pool::Policies;

@@ -7,6 +7,7 @@
 use crate::error::{Error, Result};
 use crate::event::Removals;
 use crate::evict::Eviction;
+use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::lease::{Held, LeaseKind};
 use crate::prefix::grown;
@@ -238,6 +239,13 @@ impl Pool {
             self.nodes.resize(grown(block, self.nodes.capacity()), Node::default());
         }
         self.nodes[block.index()].refs = 1;
+    }
+
+    /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
+    pub(crate) fn reserve_null(&mut self) {
+        let mut first = Vec::with_capacity(1);
+        self.take(1, &mut first);
+        debug_assert!(first == [NULL_BLOCK], "the pool has been used");
     }
 
     /// Twins of blocks that were evicted since the last call.

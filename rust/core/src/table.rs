@@ -58,6 +58,14 @@ impl Table {
         self.edit(index);
     }
 
+    /// Puts one block into entries `from..to`; returns those that were there.
+    pub(crate) fn blank(&mut self, from: usize, to: usize, block: BlockId) -> Vec<BlockId> {
+        let gone = self.blocks[from..to].to_vec();
+        self.blocks[from..to].fill(block);
+        self.edit(from);
+        gone
+    }
+
     /// Removes the entries from `len` on.
     pub(crate) fn cut(&mut self, len: usize) -> Vec<BlockId> {
         if len >= self.blocks.len() {
@@ -166,8 +174,18 @@ pub(crate) struct Row {
     pub(crate) moving: bool,
     /// A failed transfer took bytes of this row.
     pub(crate) lost: bool,
-    /// Keys of the row's full blocks, where the prefix cache knows its tokens.
+    /// Cache group that the row is the table of.
+    pub(crate) group: u8,
+    /// How much the sequence wants its cached blocks to be kept.
+    pub(crate) priority: u8,
+    /// Entries at the start that are null blocks.
+    pub(crate) slid: u32,
+    /// Blocks whose keys have been published since the row came to its tier.
+    pub(crate) published: u32,
+    /// Keys of the row's full blocks, where the prefix cache knows its tokens; the first group's row has them for all.
     pub(crate) keys: Option<Box<RowKeys>>,
+    /// The rows of one sequence, one a group, where there are several.
+    pub(crate) family: Option<Box<[SequenceId]>>,
 }
 
 /// What the prefix cache knows of a row. Every token is hashed once.
@@ -178,10 +196,6 @@ pub(crate) struct RowKeys {
     pub(crate) keys: Vec<Key>,
     /// Tokens of the block being filled.
     pub(crate) pending: Vec<u32>,
-    /// Blocks whose keys have been published since the row came to its tier.
-    pub(crate) published: usize,
-    /// How much the sequence wants its cached blocks to be kept.
-    pub(crate) priority: u8,
     /// Adapter that the sequence runs with.
     pub(crate) lora_id: u64,
     /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
@@ -228,7 +242,12 @@ impl Row {
             lost: false,
             table: Table::default(),
             shown: Shown::nothing(),
+            group: 0,
+            priority: 0,
+            slid: 0,
+            published: 0,
             keys: None,
+            family: None,
         }
     }
 }
@@ -283,6 +302,7 @@ impl Rows {
         row.generation = row.generation.wrapping_add(1);
         row.writable = 0;
         row.keys = None;
+        row.family = None;
         self.unused.push(sequence.row());
         row.table.take()
     }

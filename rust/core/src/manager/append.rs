@@ -52,6 +52,8 @@ impl Manager {
     /// As [`Manager::append`], but for blocks that are short.
     pub fn blocks_to_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<usize> {
         counts.total(sequences.len())?;
+        let (mut members, mut spread) = (Vec::new(), Vec::new());
+        let (sequences, counts) = (self.growing(sequences, &mut members)?, self.spread(counts, &mut spread));
         self.rows.begin_batch();
         let (mut new, mut shared) = (0, std::mem::take(&mut self.scratch));
         shared.clear();
@@ -61,7 +63,7 @@ impl Manager {
             match self.rows.next_in_batch(sequence) {
                 Ok(row) if fits(row.len, count, lookahead, row.writable) => {}
                 Ok(_) => match self.need(sequence, count, lookahead, &mut shared) {
-                    Ok(blocks) => new += blocks,
+                    Ok(need) => new += need.blocks,
                     Err(error) => result = Err(error),
                 },
                 Err(error) => result = Err(error),
@@ -75,8 +77,10 @@ impl Manager {
         Ok(new + copies?)
     }
 
-    /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`.
+    /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; where
+    /// there are several cache groups, those of one group after those of another.
     ///
+    /// What falls out of a window is given back: tokens appended in earlier steps are computed before these.
     /// A shared block that would be written is copied first, by a copy of this step. `lookahead` more slots a sequence
     /// get blocks, but no tokens.
     ///
@@ -94,7 +98,7 @@ impl Manager {
     }
 
     /// [`Manager::append`], and brings the rows of a block table up to date that the caller keeps from call to call: row
-    /// `i` belongs to sequence `i`. What has changed since the sequence's last such call is written, at its first one the
+    /// `i` belongs to sequence `i`, in the first cache group, then come those of the next. What has changed since the sequence's last such call is written, at its first one the
     /// whole row. Who moves a sequence to another row or table writes that with [`Manager::block_tables`] first.
     ///
     /// # Errors
@@ -118,12 +122,19 @@ impl Manager {
         tables: Option<TableRows<'_>>,
         slots: &mut [i64],
     ) -> Result<()> {
+        let (mut members, mut spread) = (Vec::new(), Vec::new());
+        counts.total(sequences.len())?;
+        let (sequences, counts) = (self.growing(sequences, &mut members)?, self.spread(counts, &mut spread));
         check_slots(sequences, counts, slots)?;
         if let Some(tables) = &tables {
             tables.require_rows(sequences.len())?;
         }
         self.rows.begin_batch();
-        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })
+        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })?;
+        if self.groups.cross() {
+            self.await_encoders(sequences);
+        }
+        Ok(())
     }
 
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one over
@@ -161,6 +172,16 @@ impl Manager {
         let result = self.slow_needs(batch, work, &mut blocks).and_then(|new| {
             let copies = if blocks.is_empty() { 0 } else { self.copies(&mut blocks)? };
             self.pools[0].require(new + copies, true)?;
+            if self.groups.slide() {
+                for &Slow { index, .. } in &work.slow {
+                    let sequence = batch.sequences[index];
+                    let row = self.rows.at(sequence);
+                    // Tokens that this step is yet to compute keep what they need.
+                    if row.written != self.tickets.open() {
+                        self.slide(sequence, row.len);
+                    }
+                }
+            }
             self.append_checked(batch, work, new, &mut blocks)
         });
         self.scratch = blocks;
@@ -173,15 +194,15 @@ impl Manager {
         for &Slow { index, .. } in &work.slow {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             let row = self.rows.get(sequence)?;
-            let wanted = if count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size) {
-                1
+            let need = if count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size) {
+                Need { blocks: 1, entries: 1 }
             } else {
                 self.need(sequence, count, batch.lookahead, shared)?
             };
             if let Some(tables) = &batch.tables {
-                tables.require_width(sequence, self.rows.at(sequence).table.len() + wanted)?;
+                tables.require_width(sequence, self.rows.at(sequence).table.len() + need.entries)?;
             }
-            new += wanted;
+            new += need.blocks;
         }
         Ok(new)
     }
@@ -236,7 +257,7 @@ impl Manager {
     }
 
     /// New blocks that one row needs; shared blocks that it would write are appended to `shared`.
-    fn need(&self, sequence: SequenceId, count: u32, lookahead: u32, shared: &mut Vec<BlockId>) -> Result<usize> {
+    fn need(&self, sequence: SequenceId, count: u32, lookahead: u32, shared: &mut Vec<BlockId>) -> Result<Need> {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
@@ -253,7 +274,10 @@ impl Manager {
                 shared.push(row.table[i]);
             }
         }
-        Ok(blocks_for(end, self.block_size).saturating_sub(row.table.len()))
+        let held = row.table.len();
+        let entries = blocks_for(end, self.block_size).saturating_sub(held);
+        let skipped = self.groups.get(row.group).skipped(row.len, count, held, self.block_size);
+        Ok(Need { blocks: entries - skipped, entries })
     }
 
     /// Copies that a batch needs which writes the shared blocks so often: the last owner left writes in place.
@@ -305,8 +329,14 @@ impl Manager {
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
         let wanted = blocks_for(end, self.block_size).saturating_sub(blocks);
         let (open, size) = (self.tickets.open(), self.block_size);
-        let row = self.rows.at_mut(sequence);
+        let row = self.rows.at(sequence);
         if wanted > 0 {
+            let skipped = self.groups.get(row.group).skipped(len, count, blocks, size);
+            if skipped > 0 {
+                self.skip(sequence, skipped);
+            }
+            let wanted = wanted - skipped;
+            let row = self.rows.at_mut(sequence);
             let (pools, step) = (&mut self.pools, &mut self.step);
             row.table.extend_with(|table| {
                 let taken = table.len();
@@ -317,6 +347,9 @@ impl Manager {
                 }
             });
         }
+        let group = self.groups.get(self.rows.at(sequence).group);
+        let row = self.rows.at_mut(sequence);
+        row.published = row.published.max(group.passed_over(len, count, blocks, size));
         write_slots(row, len, size, slots);
         row.len = len + count;
         row.written = open;
@@ -325,8 +358,10 @@ impl Manager {
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            // Where nothing is written yet, the block may be a copy of another tier's, or be read by who is to be waited for.
-            if count > 0 && !row.moving && self.pools[0].is_exclusive(block) {
+            // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
+            // the block may also be a copy of another tier's.
+            let own = count > 0 && self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
+            if !row.moving && own {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }
@@ -358,6 +393,15 @@ impl Manager {
         row.ticket = open;
         Ok(())
     }
+}
+
+/// What one row needs.
+#[derive(Clone, Copy, Debug)]
+struct Need {
+    /// Blocks of the pool.
+    blocks: usize,
+    /// Entries of its table, which may have null blocks.
+    entries: usize,
 }
 
 fn check_slots(sequences: &[SequenceId], counts: Counts<'_>, slots: &[i64]) -> Result<()> {

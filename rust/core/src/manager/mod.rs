@@ -9,6 +9,7 @@
 
 mod append;
 mod batch;
+mod groups;
 mod pass;
 mod prefix;
 mod relocate;
@@ -18,10 +19,12 @@ mod stats;
 mod tables;
 mod ticket;
 mod truncate;
+mod window;
 
 use crate::decision::{Kind, Pairs};
 use crate::error::{Error, Result};
 use crate::event::{EventBatch, Events};
+use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind, Tickets};
 use crate::pool::{Policies, Pool, Twin};
@@ -30,6 +33,7 @@ use std::collections::HashSet;
 
 pub use append::Counts;
 pub use batch::DecodeBatch;
+pub use groups::Demand;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use stats::{Stats, TierUse};
 pub use tables::TableRows;
@@ -89,6 +93,7 @@ impl OpenStep {
 #[derive(Debug, Clone)]
 pub struct Manager {
     block_size: u32,
+    groups: Groups,
     watermark: usize,
     pub(crate) pools: [Pool; 3],
     rows: Rows,
@@ -116,12 +121,27 @@ impl Manager {
     /// # Errors
     /// A size or the watermark is out of range.
     pub fn with_policies(config: Config, policies: Policies) -> Result<Self> {
+        Self::with_groups(config, policies, &[Group::Full])
+    }
+
+    /// A manager of a model whose layers need different things of the tokens before: every sequence has one block table a
+    /// group, all over the same pools. Where tables have null blocks, block 0 of every tier is theirs.
+    ///
+    /// # Errors
+    /// A size, the watermark or a group is out of range, or an encoder's tokens would be cached.
+    pub fn with_groups(config: Config, policies: Policies, groups: &[Group]) -> Result<Self> {
+        let groups = Groups::new(groups)?;
         let Config { block_size, blocks, watermark, prefix_caching } = config;
         if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
         }
-        if blocks[0] == 0 {
-            return Err(invalid("device_blocks", 0, "at least 1".to_owned()));
+        let least = if groups.slide() { 2 } else { 1 };
+        if blocks[0] < least {
+            return Err(invalid("device_blocks", blocks[0] as i128, format!("at least {least}")));
+        }
+        if groups.cross() && prefix_caching {
+            let must = "no cross attention, whose blocks are not told apart by a prompt's tokens".to_owned();
+            return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
         if !(0.0..1.0).contains(&watermark) {
             #[expect(clippy::cast_possible_truncation, reason = "only shown in the message, and saturating")]
@@ -136,13 +156,17 @@ impl Manager {
         )]
         let watermark = (watermark * blocks[0] as f64) as usize;
         let [device, host, external] = blocks;
-        let pools = [
+        let mut pools = [
             Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
             Pool::with_policies(Tier::Host, host, false, policies)?,
             Pool::with_policies(Tier::External, external, false, policies)?,
         ];
+        if groups.slide() {
+            pools.iter_mut().filter(|pool| !pool.is_empty()).for_each(Pool::reserve_null);
+        }
         Ok(Self {
             block_size,
+            groups,
             watermark,
             pools,
             rows: Rows::new(),
@@ -195,33 +219,29 @@ impl Manager {
     /// Sequences in the books.
     #[must_use]
     pub fn num_sequences(&self) -> usize {
-        self.rows.len()
+        self.rows.len() / self.groups.all().len()
     }
 
     /// Whether a new sequence of so many tokens may be admitted, the watermark kept.
     #[must_use]
     pub fn can_allocate(&self, tokens: u32, lookahead: u32) -> AllocStatus {
-        let wanted = blocks_for(u64::from(tokens) + u64::from(lookahead), self.block_size);
-        self.admit(wanted, self.pools[0].available())
+        self.can_admit(&Demand { tokens, lookahead, ..Demand::default() })
     }
 
     /// Opens one sequence for each entry of `tokens`, with blocks for that many tokens; appends their handles to `out`.
     ///
     /// # Errors
-    /// The device has too few blocks for the whole batch.
+    /// The device has too few blocks for the whole batch; a group wants an encoder's tokens.
     pub fn allocate(&mut self, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
-        let wanted = tokens.iter().map(|&n| blocks_for(u64::from(n), self.block_size)).sum();
+        if !self.groups.is_single() {
+            return self.allocate_families(tokens, None, out);
+        }
+        let group = self.groups.get(0);
+        let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
         self.pools[0].require(wanted, true)?;
         self.rows.require(tokens.len())?;
         for &n in tokens {
-            let count = blocks_for(u64::from(n), self.block_size);
-            let mut table = Vec::with_capacity(count + 1);
-            self.step.reuses_drained |= take(&mut self.pools, Tier::Device, count, &mut table);
-            let sequence = self.rows.open(Tier::Device, table);
-            let row = self.rows.at_mut(sequence);
-            row.len = n;
-            row.written = self.tickets.open();
-            out.push(sequence);
+            out.push(self.open_row(0, 0, n, Vec::new()));
         }
         Ok(())
     }
@@ -231,14 +251,28 @@ impl Manager {
     /// # Errors
     /// The sequence is unknown or has lost bytes; so many forks are more than the books can hold.
     pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
-        self.rows.require(count as usize)?;
-        let row = self.rows.get_mut(sequence)?;
+        let mut all = Vec::new();
+        let members = self.members(&[sequence], &mut all)?.to_vec();
+        self.rows.require((count as usize).saturating_mul(members.len()))?;
+        let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
-        let entries = row.table.len().saturating_mul(count as usize);
+        let entries = members.iter().map(|&member| self.rows.at(member).table.len()).sum::<usize>();
+        let entries = entries.saturating_mul(count as usize);
         if entries > MAX_FORKED {
             let must = format!("at most {MAX_FORKED} block table entries, not {entries}");
             return Err(invalid("number of forks", count, must));
         }
+        let first = out.len();
+        let mut others = Vec::new();
+        for &member in &members {
+            self.fork_row(member, count, if member == sequence { out } else { &mut others });
+        }
+        self.link_families(&out[first..], &others);
+        Ok(())
+    }
+
+    fn fork_row(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
+        let row = self.rows.at_mut(sequence);
         row.writable = 0;
         let parent = row.clone();
         for &block in &*parent.table {
@@ -248,38 +282,34 @@ impl Manager {
             let child = self.rows.open(parent.tier, parent.table.to_vec());
             let row = self.rows.at_mut(child);
             inherit(row, &parent, parent.len, parent.written);
+            (row.published, row.priority) = (parent.published, parent.priority);
             row.keys.clone_from(&parent.keys);
             out.push(child);
         }
-        Ok(())
     }
 
     /// Opens a sequence of `tokens` tokens that shares the first `shared` of another's, whole blocks on the device.
     ///
     /// # Errors
     /// `shared` is not a multiple of the block size or longer than either sequence; the other is not on the device, still
-    /// loading or has lost bytes; the device has too few blocks.
+    /// loading or has lost bytes, or no longer has what is to be shared; the device has too few blocks.
     pub fn fork_prefix(&mut self, sequence: SequenceId, shared: u32, tokens: u32) -> Result<SequenceId> {
-        self.rows.require(1)?;
+        let mut all = Vec::new();
+        let members = self.members(&[sequence], &mut all)?.to_vec();
+        self.rows.require(members.len())?;
         let row = self.readable(sequence)?;
         if shared % self.block_size != 0 || shared > row.len.min(tokens) {
             let must = format!("a multiple of {} and at most {}", self.block_size, row.len.min(tokens));
             return Err(invalid("shared_tokens", shared, must));
         }
-        let kept = blocks_for(u64::from(shared), self.block_size);
-        let wanted = blocks_for(u64::from(tokens), self.block_size) - kept;
-        self.pools[0].require(wanted, true)?;
-        let parent = self.rows.at(sequence).clone();
-        let mut table = parent.table[..kept].to_vec();
-        for &block in &table {
-            self.pools[0].share(block, 1);
+        let mut wanted = 0;
+        for &member in &members {
+            wanted += self.blocks_behind_prefix(member, shared, tokens)?;
         }
-        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted, &mut table);
-        let child = self.rows.open(Tier::Device, table);
-        let open = self.tickets.open();
-        inherit(self.rows.at_mut(child), &parent, tokens, open);
-        self.rows.at_mut(sequence).writable = 0;
-        Ok(child)
+        self.pools[0].require(wanted, true)?;
+        let children: Vec<_> = members.iter().map(|&member| self.fork_row_prefix(member, shared, tokens)).collect();
+        self.link_families(&children[..1], &children[1..]);
+        Ok(children[0])
     }
 
     /// Forgets sequences; blocks that nothing else references go free, once no transfer holds them.
@@ -287,6 +317,8 @@ impl Manager {
     /// # Errors
     /// A handle is unknown or named twice.
     pub fn free(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        let mut all = Vec::new();
+        let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
         for &sequence in sequences {
             self.rows.next_in_batch(sequence)?;
@@ -349,7 +381,7 @@ impl Manager {
     }
 
     fn admit(&self, wanted: usize, free: usize) -> AllocStatus {
-        if self.pools[0].len() < wanted + self.watermark {
+        if self.pools[0].len() < wanted + self.watermark + usize::from(self.groups.slide()) {
             AllocStatus::Never
         } else if free >= wanted + self.watermark {
             AllocStatus::Ok
@@ -406,6 +438,8 @@ fn inherit(child: &mut Row, parent: &Row, len: u32, written: TicketId) {
     child.written = written;
     child.ticket = parent.ticket;
     child.moving = parent.moving;
+    child.group = parent.group;
+    child.slid = parent.slid;
 }
 
 fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {

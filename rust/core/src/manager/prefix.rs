@@ -2,9 +2,10 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::{Manager, blocks_for, invalid, release, take};
+use super::{Manager, blocks_for, invalid, release};
 use crate::error::{Error, Result};
 use crate::event::Publication;
+use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, Extra, Key, KeySpec, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pool::Published;
@@ -48,10 +49,20 @@ pub struct PrefixStats {
     pub merged: u64,
 }
 
-/// One prompt's keys and the blocks found for the first of them.
+/// One prompt's keys, and the table of each group with the blocks found for the first of them.
 struct Match {
     keys: RowKeys,
+    /// First blocks of the prompt that all groups can serve.
+    hits: usize,
+    /// The first group's table, and those of the others.
     found: Vec<BlockId>,
+    others: Vec<Vec<BlockId>>,
+}
+
+impl Match {
+    fn blocks(&self) -> impl Iterator<Item = &BlockId> {
+        self.found.iter().chain(self.others.iter().flatten())
+    }
 }
 
 impl Manager {
@@ -66,8 +77,8 @@ impl Manager {
     /// # Errors
     /// A token has the reserved id.
     pub fn cached_tokens(&self, prompt: &Prompt<'_>) -> Result<u32> {
-        let found = self.find_prefix(prompt)?.found.len();
-        Ok(u32::try_from(found).unwrap_or(u32::MAX).saturating_mul(self.block_size))
+        let hits = self.find_prefix(prompt)?.hits;
+        Ok(u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size))
     }
 
     /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle
@@ -76,19 +87,34 @@ impl Manager {
     /// # Errors
     /// The device has too few blocks for the whole batch, or a token has the reserved id.
     pub fn allocate_prompts(&mut self, prompts: &[Prompt<'_>], out: &mut Vec<(SequenceId, u32)>) -> Result<()> {
-        self.rows.require(prompts.len())?;
+        self.allocate_chunks(prompts, u32::MAX, out)
+    }
+
+    /// As [`Manager::allocate_prompts`], with blocks for at most `chunk` tokens of each prompt beyond the cached ones. The
+    /// rest is put in by [`Manager::append`], a chunk at a time; the cache knows its tokens already.
+    ///
+    /// # Errors
+    /// As [`Manager::allocate_prompts`]; `chunk` is 0; a group wants an encoder's tokens.
+    pub fn allocate_chunks(
+        &mut self,
+        prompts: &[Prompt<'_>],
+        chunk: u32,
+        out: &mut Vec<(SequenceId, u32)>,
+    ) -> Result<()> {
+        if chunk == 0 || self.groups.cross() {
+            let must = "at least 1, of groups without an encoder".to_owned();
+            return Err(invalid("tokens of a chunk", chunk, must));
+        }
+        self.rows.require(prompts.len().saturating_mul(self.groups.all().len()))?;
         let matches = prompts.iter().map(|prompt| self.find_prefix(prompt)).collect::<Result<Vec<_>>>()?;
         let idle = self.idle_blocks(&matches);
-        let held = |(prompt, found): (&Prompt<'_>, &Match)| {
-            blocks_for(prompt.tokens.len() as u64, self.block_size) - found.found.len()
-        };
-        let new: usize = prompts.iter().zip(&matches).map(held).sum();
+        let new: usize = prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(prompt, found, chunk)).sum();
         self.pools[0].require(new + idle, true)?;
-        for block in matches.iter().flat_map(|m| &m.found) {
+        for block in matches.iter().flat_map(Match::blocks) {
             self.pools[0].claim(*block);
         }
         for (prompt, found) in prompts.iter().zip(matches) {
-            out.push(self.open_prompt(prompt, found));
+            out.push(self.open_prompt(prompt, found, chunk));
         }
         Ok(())
     }
@@ -97,7 +123,7 @@ impl Manager {
     /// sequence.
     ///
     /// # Errors
-    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as slots.
+    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as tokens.
     pub fn append_tokens(
         &mut self,
         sequences: &[SequenceId],
@@ -107,8 +133,9 @@ impl Manager {
         tables: Option<super::TableRows<'_>>,
         slots: &mut [i64],
     ) -> Result<()> {
-        if tokens.len() != slots.len() {
-            return Err(invalid("number of token ids", tokens.len() as i128, format!("{}, the slots", slots.len())));
+        let total = counts.total(sequences.len())?;
+        if tokens.len() as u64 != total {
+            return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
         refuse_reserved(tokens)?;
         self.append_shown(sequences, counts, lookahead, tables, slots)?;
@@ -122,20 +149,45 @@ impl Manager {
     }
 
     /// Publishes the full blocks of the sequences: the model has computed all their tokens. A block whose key another
-    /// block already has is given up for that one.
+    /// block already has is given up for that one; what fell out of a window is given back.
     ///
     /// # Errors
     /// A handle is unknown or named twice, or the sequence has tokens that the present step is yet to write.
     pub fn mark_computed(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        self.mark_computed_to(sequences, None)
+    }
+
+    /// As [`Manager::mark_computed`], of the first so many tokens of each sequence: a prompt is computed in chunks.
+    ///
+    /// # Errors
+    /// As [`Manager::mark_computed`]; there is not one number a sequence, or a sequence is shorter.
+    pub fn mark_computed_to(&mut self, sequences: &[SequenceId], computed: Option<&[u32]>) -> Result<()> {
+        if let Some(computed) = computed.filter(|computed| computed.len() != sequences.len()) {
+            let must = format!("{}, the sequences", sequences.len());
+            return Err(invalid("number of computed lengths", computed.len() as i128, must));
+        }
         self.rows.begin_batch();
-        for &sequence in sequences {
+        for (i, &sequence) in sequences.iter().enumerate() {
             let row = self.rows.next_in_batch(sequence)?;
             if row.written == self.tickets.open() {
                 return Err(Error::Unwritten { sequence });
             }
+            if let Some(&computed) = computed.and_then(|computed| computed.get(i)).filter(|&&n| n > row.len) {
+                return Err(invalid("number of computed tokens", computed, format!("at most {}", row.len)));
+            }
         }
-        for &sequence in sequences {
-            self.publish_row(sequence);
+        for (i, &sequence) in sequences.iter().enumerate() {
+            let computed = computed.map_or(self.rows.at(sequence).len, |computed| computed[i]);
+            let keys = self.rows.at_mut(sequence).keys.take();
+            for group in 0..self.groups.growing().len() {
+                let family = self.rows.at(sequence).family.as_deref();
+                let member = family.map_or(sequence, |family| family[group]);
+                if let Some(keys) = &keys {
+                    self.publish_row(member, keys, computed);
+                }
+                self.slide(member, computed);
+            }
+            self.rows.at_mut(sequence).keys = keys;
         }
         Ok(())
     }
@@ -147,16 +199,16 @@ impl Manager {
     pub fn common_computed_blocks(&self, sequences: &[SequenceId]) -> Result<Vec<BlockId>> {
         let rows = sequences.iter().map(|&s| self.rows.get(s)).collect::<Result<Vec<_>>>()?;
         let Some((first, rest)) = rows.split_first() else { return Ok(Vec::new()) };
-        let computed = first.keys.as_ref().map_or(0, |keys| keys.published);
+        let computed = if first.keys.is_some() { first.published as usize } else { 0 };
         let same = |(i, block): &(usize, &BlockId)| {
-            rest.iter().all(|row| row.tier == first.tier && row.table.get(*i) == Some(block))
+            !self.is_null(**block) && rest.iter().all(|row| row.tier == first.tier && row.table.get(*i) == Some(block))
         };
         Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
     /// Forgets everything that is cached, unless a block is in use; returns whether it did.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        if self.pools[0].free() != self.pools[0].len() {
+        if self.pools[0].free() + usize::from(self.groups.slide()) != self.pools[0].len() {
             return false;
         }
         self.pools[0].unpublish_all();
@@ -173,9 +225,9 @@ impl Manager {
     fn idle_blocks(&self, matches: &[Match]) -> usize {
         let idle = |block: &&BlockId| self.pools[0].is_idle(**block);
         if let [one] = matches {
-            return one.found.iter().filter(idle).count();
+            return one.blocks().filter(idle).count();
         }
-        let mut blocks: Vec<BlockId> = matches.iter().flat_map(|m| &m.found).filter(idle).copied().collect();
+        let mut blocks: Vec<BlockId> = matches.iter().flat_map(Match::blocks).filter(idle).copied().collect();
         blocks.sort_unstable();
         blocks.dedup();
         blocks.len()
@@ -212,33 +264,55 @@ impl Manager {
         let most = prompt.tokens.len().saturating_sub(1) / size;
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
-        found.extend(keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)));
-        let published = found.len();
+        let (hits, others) = if self.groups.is_single() && !self.groups.slide() {
+            found.extend(keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)));
+            (found.len(), Vec::new())
+        } else {
+            self.find_groups(&keys[..most], &mut found)
+        };
         let last = before.zip(blocks.last()).map(|(before, tokens)| LastBlock { before, tokens: tokens.to_vec() });
         let (pending, lora_id) = (pending.to_vec(), prompt.spec.lora_id);
-        Ok(Match { keys: RowKeys { chain, keys, pending, published, priority: 0, lora_id, surplus, last }, found })
+        Ok(Match { keys: RowKeys { chain, keys, pending, lora_id, surplus, last }, hits, found, others })
     }
 
-    /// Opens the row of a prompt whose found blocks have been claimed.
-    fn open_prompt(&mut self, prompt: &Prompt<'_>, found: Match) -> (SequenceId, u32) {
-        let Match { keys, found: mut table } = found;
-        let hits = table.len();
-        let held = blocks_for(prompt.tokens.len() as u64, self.block_size);
-        table.reserve(held + 1 - hits);
-        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, held - hits, &mut table);
-        let sequence = self.rows.open(Tier::Device, table);
-        let open = self.tickets.open();
+    /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
+    fn opened(&self, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
+        (cached, length.min(cached.saturating_add(chunk)))
+    }
+
+    /// Blocks that a prompt takes beyond those found.
+    fn missing(&self, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
+        let (cached, length) = self.opened(prompt, found.hits, chunk);
+        let entries = blocks_for(u64::from(length), self.block_size) - found.hits;
+        let skipped = |group: &Group| group.skipped(cached, length - cached, found.hits, self.block_size);
+        self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
+    }
+
+    /// Opens the rows of a prompt whose found blocks have been claimed.
+    fn open_prompt(&mut self, prompt: &Prompt<'_>, found: Match, chunk: u32) -> (SequenceId, u32) {
+        let (cached, length) = self.opened(prompt, found.hits, chunk);
+        let Match { keys, hits, found, others } = found;
         self.stats.prompts += 1;
         self.stats.blocks += keys.keys.len() as u64;
         self.stats.hit_blocks += hits as u64;
-        self.stats.tokens += u64::from(length);
+        self.stats.tokens += prompt.tokens.len() as u64;
         self.stats.hit_tokens += u64::from(cached);
+        let published = u32::try_from(hits).unwrap_or(u32::MAX);
+        let sequence = self.open_row(0, cached, length, found);
         let row = self.rows.at_mut(sequence);
-        row.len = length;
-        row.written = open;
         row.keys = Some(Box::new(keys));
+        row.published = published;
+        if !self.groups.is_single() {
+            let mut rows = Vec::with_capacity(others.len());
+            for (group, table) in (1u8..).zip(others) {
+                let member = self.open_row(group, cached, length, table);
+                self.rows.at_mut(member).published = published;
+                rows.push(member);
+            }
+            self.link_families(&[sequence], &rows);
+        }
         (sequence, cached)
     }
 
@@ -247,12 +321,14 @@ impl Manager {
         let size = self.block_size as usize;
         let row = self.rows.at_mut(sequence);
         let Some(keys) = &mut row.keys else { return Ok(()) };
-        let known = keys.keys.len() * size + keys.pending.len() + tokens.len();
-        if known != row.len as usize {
+        let known = keys.keys.len() * size + keys.pending.len();
+        let before = row.len as usize - tokens.len();
+        if known < before {
             row.keys = None;
             return Ok(());
         }
-        for &token in tokens {
+        // What is left of a prompt that is put in by chunks is known already.
+        for &token in tokens.get(known - before..).unwrap_or_default() {
             keys.pending.push(token);
             if keys.pending.len() == size {
                 let before = keys.chain;
@@ -264,43 +340,50 @@ impl Manager {
         Ok(())
     }
 
-    /// Publishes what has landed of one row on the device.
-    fn publish_row(&mut self, sequence: SequenceId) {
+    /// Publishes what has landed of one row on the device, and is computed.
+    fn publish_row(&mut self, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
         // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
         if row.tier != Tier::Device || row.lost || !self.tickets.is_settled(row.ticket) {
             return;
         }
-        let Some(keys) = &mut row.keys else { return };
-        while let (Some(&key), Some(&block)) = (keys.keys.get(keys.published), row.table.get(keys.published)) {
+        let (group, slide) = (row.group, self.groups.slide());
+        let end = keys.keys.len().min((computed / self.block_size) as usize);
+        let mut at = row.published.max(row.slid) as usize;
+        while at < end {
+            let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
+            if slide && block == NULL_BLOCK {
+                at += 1;
+                continue;
+            }
             if self.pools[0].is_writing(block) {
                 break;
             }
-            let depth = u32::try_from(keys.published).unwrap_or(u32::MAX);
-            match self.pools[0].publish(block, key, depth) {
+            match self.pools[0].publish(block, key, u32::try_from(at).unwrap_or(u32::MAX)) {
                 Published::Now => {
-                    let told = self.events.as_mut().and_then(|e| Some((e, publication(keys, block, self.block_size)?)));
-                    if let Some((events, publication)) = told {
-                        events.stored(&mut self.pools, Tier::Device, publication);
+                    if let Some(events) = &mut self.events {
+                        if let Some(publication) = publication(keys, at, block, self.block_size) {
+                            events.stored(&mut self.pools, Tier::Device, Publication { group, ..publication });
+                        }
                     }
                 }
                 Published::Before => {}
                 Published::As(canonical) => {
                     self.pools[0].claim(canonical);
-                    row.table.replace(keys.published, canonical);
+                    row.table.replace(at, canonical);
                     release(&mut self.pools, Tier::Device, block);
                     self.stats.merged += 1;
                 }
             }
-            keys.published += 1;
+            at += 1;
         }
+        row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
     }
 }
 
-/// What the events are told of the block that a row publishes next.
-fn publication(keys: &RowKeys, block: BlockId, block_size: u32) -> Option<Publication> {
-    let at = keys.published;
+/// What the events are told of the block that a row publishes.
+fn publication(keys: &RowKeys, at: usize, block: BlockId, block_size: u32) -> Option<Publication> {
     let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
     let key = keys.chain_at(at, block_size)?;
-    Some(Publication { block, key, parent, tokens: block_size, lora_id: keys.lora_id })
+    Some(Publication { block, key, parent, tokens: block_size, lora_id: keys.lora_id, group: 0 })
 }

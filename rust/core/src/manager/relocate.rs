@@ -3,6 +3,7 @@
 use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, require_tier, take, unlink};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::LeaseKind;
 
@@ -135,7 +136,8 @@ impl Manager {
             Err(Error::Lost { .. } | Error::WrongTier { .. }) => return Ok(AllocStatus::Never),
             Err(error) => return Err(error),
         };
-        let appended = self.next_tokens(sequences, lookahead);
+        let mut all = Vec::new();
+        let appended = self.next_tokens(self.growing(sequences, &mut all)?, lookahead);
         let pool = &self.pools[route.to.index()];
         let free = if route.takes_draining { pool.available() } else { pool.free() };
         Ok(self.admit(moved + appended, free))
@@ -160,6 +162,8 @@ impl Manager {
 
     /// Checks a batch and counts the distinct blocks that it needs in the other tier.
     fn wanted(&mut self, sequences: &[SequenceId], route: Route) -> Result<usize> {
+        let mut all = Vec::new();
+        let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
         let mut sources = std::mem::take(&mut self.scratch);
         sources.clear();
@@ -207,6 +211,9 @@ impl Manager {
     /// The block that already holds the same bytes in the other tier, or will within this step. A link outlives its call
     /// only between full blocks that are not written any more, so a row that uses but a part of one may share it, too.
     fn shareable(&self, block: BlockId, route: Route) -> Option<BlockId> {
+        if self.is_null(block) {
+            return Some(block);
+        }
         let (tier, twin) = self.pools[route.from.index()].twin(block)?;
         let fresh = self.step.fresh.contains(&(tier, twin));
         let landed = !self.pools[tier.index()].is_writing(twin) || self.tickets.idle();
@@ -215,6 +222,8 @@ impl Manager {
 
     fn relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<()> {
         let wanted = self.wanted(sequences, route)?;
+        let mut all = Vec::new();
+        let sequences = self.members(sequences, &mut all)?;
         self.pools[route.to.index()].require(wanted, route.takes_draining)?;
         let kept = self.claim_twins(sequences, route);
         let mut targets = Vec::with_capacity(wanted);
@@ -293,14 +302,14 @@ impl Manager {
             release(&mut self.pools, route.from, source);
         }
         let row = self.rows.at_mut(sequence);
+        let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
         row.tier = route.to;
         row.ticket = open;
         row.moving = true;
         row.writable = 0;
-        if let Some(keys) = &mut row.keys {
-            keys.published = 0;
-        }
+        // Of the states that a row has only its last is known to be that of a block's last token.
+        row.published = if recurrent { row.len.saturating_sub(1) / size } else { 0 };
         Ok(())
     }
 }

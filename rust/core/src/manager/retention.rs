@@ -16,13 +16,13 @@ impl Manager {
         if priority > MAX_PRIORITY {
             return Err(invalid("priority", priority, format!("0 to {MAX_PRIORITY}")));
         }
+        let mut all = Vec::new();
+        let sequences = self.members(sequences, &mut all)?;
         for &sequence in sequences {
             self.rows.get(sequence)?;
         }
         for &sequence in sequences {
-            if let Some(keys) = &mut self.rows.at_mut(sequence).keys {
-                keys.priority = priority;
-            }
+            self.rows.at_mut(sequence).priority = priority;
         }
         Ok(())
     }
@@ -32,7 +32,7 @@ impl Manager {
         let row = self.rows.at(sequence);
         let pool = &mut self.pools[Tier::Device.index()];
         pool.begin_chain();
-        let priority = row.keys.as_ref().map_or(0, |keys| keys.priority);
+        let priority = row.priority;
         if priority > 0 && row.tier == Tier::Device {
             for &block in row.table.iter() {
                 pool.prioritise(block, priority);

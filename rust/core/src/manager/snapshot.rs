@@ -4,6 +4,7 @@ use super::pass::Work;
 use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
+use crate::group::{Group, Groups, NULL_BLOCK};
 use crate::id::{BlockId, TicketId, Tier};
 use crate::lease::Tickets;
 use crate::pool::{Pool, PoolImage, Twin};
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Serialize, Deserialize)]
 struct Image {
     block_size: u32,
+    groups: Vec<Group>,
     watermark: usize,
     open: TicketId,
     reuses_drained: bool,
@@ -42,8 +44,20 @@ impl Manager {
         }
         let events = self.events.as_mut().map(|events| events.image(&mut self.pools));
         // Named one by one: a new field has to be thought of here.
-        let Self { block_size, watermark, pools, rows, tickets, step, stats, decided, events: _, scratch: _, work: _ } =
-            &*self;
+        let Self {
+            block_size,
+            groups,
+            watermark,
+            pools,
+            rows,
+            tickets,
+            step,
+            stats,
+            decided,
+            events: _,
+            scratch: _,
+            work: _,
+        } = &*self;
         // The others are empty, as there are no transfers.
         let OpenStep { transfers: _, fresh: _, reuses_drained } = step;
         let mut twins = Vec::new();
@@ -55,6 +69,7 @@ impl Manager {
         }
         seal(&Image {
             block_size: *block_size,
+            groups: groups.all().to_vec(),
             watermark: *watermark,
             open: tickets.open(),
             reuses_drained: *reuses_drained,
@@ -81,7 +96,9 @@ impl Manager {
 
 impl Image {
     fn restore(self) -> Contents<Manager> {
-        let Self { block_size, watermark, open, reuses_drained, pools, rows, twins, stats, decided, events } = self;
+        let Self { block_size, groups, watermark, open, reuses_drained, pools, rows, twins, stats, decided, events } =
+            self;
+        let groups = Groups::new(&groups).map_err(|error| error.to_string())?;
         let sizes = pools.each_ref().map(PoolImage::num_blocks);
         let in_range = (1..=MAX_BLOCK_SIZE).contains(&block_size) && sizes[0] > 0 && watermark <= sizes[0];
         if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
@@ -94,7 +111,7 @@ impl Image {
             return Err(format!("a counter is beyond {MAX_COUNT}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
-        let refs = references(&rows, sizes)?;
+        let refs = references(&rows, sizes, groups.slide())?;
         let mut images = Tier::ALL.into_iter().zip(pools).zip(&refs);
         let mut next = || match images.next() {
             Some(((tier, image), refs)) => Pool::restore(tier, image, refs),
@@ -110,6 +127,7 @@ impl Image {
         let tickets = Tickets::resume(open);
         Ok(Manager {
             block_size,
+            groups,
             watermark,
             pools,
             rows,
@@ -125,8 +143,11 @@ impl Image {
 }
 
 /// References to each block of each tier, counted from the tables.
-fn references(rows: &Rows, sizes: [usize; 3]) -> Contents<[Vec<u32>; 3]> {
+fn references(rows: &Rows, sizes: [usize; 3], null: bool) -> Contents<[Vec<u32>; 3]> {
     let mut refs = sizes.map(|blocks| vec![0u32; blocks]);
+    for count in refs.iter_mut().filter_map(|refs| refs.get_mut(NULL_BLOCK.index())) {
+        *count = u32::from(null);
+    }
     for (sequence, row) in rows.iter() {
         for block in &*row.table {
             let count = refs[row.tier.index()].get_mut(block.index());

@@ -54,10 +54,11 @@ impl Manager {
         leases.dedup();
         let tiers = Tier::ALL.map(|tier| {
             let pool = self.pool(tier);
+            let null = usize::from(self.groups.slide() && !pool.is_empty());
             TierUse {
                 blocks: pool.len(),
-                used: pool.len() - pool.free(),
-                peak: pool.peak(),
+                used: pool.len() - pool.free() - null,
+                peak: pool.peak().saturating_sub(null),
                 leased: leases.iter().filter(|lease| lease.0 == tier).count(),
                 cached: pool.published(),
                 evicted: pool.evictions(),

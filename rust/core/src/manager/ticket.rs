@@ -5,6 +5,7 @@ use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Held, Lease, LeaseKind};
+use crate::table::Row;
 use std::collections::HashSet;
 
 impl Manager {
@@ -62,8 +63,13 @@ impl Manager {
             self.pools[tier.index()].unpublish(block);
         }
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let sequences: Vec<_> = self.rows.iter().filter(|(_, r)| hit(r.tier, &r.table)).map(|(id, _)| id).collect();
-        for &sequence in &sequences {
+        let whole = |(id, row): (SequenceId, &Row)| row.family.as_deref().map_or(id, |family| family[0]);
+        let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
+        let mut sequences: Vec<_> = rows.map(whole).collect();
+        sequences.sort_unstable();
+        sequences.dedup();
+        let mut all = Vec::new();
+        for &sequence in self.members(&sequences, &mut all)? {
             let row = self.rows.at_mut(sequence);
             row.lost = true;
             row.writable = 0;

@@ -2,6 +2,7 @@
 
 use super::{Manager, blocks_for, invalid, refuse_lost, release};
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::id::SequenceId;
 use crate::table::RowKeys;
 
@@ -11,7 +12,8 @@ impl Manager {
     /// has it too.
     ///
     /// # Errors
-    /// The sequence is unknown, shorter, has lost bytes, or has tokens that the present step is yet to write.
+    /// The sequence is unknown, shorter, has lost bytes, or has tokens that the present step is yet to write; it no longer
+    /// has what the tokens after would need: their window has been given back, or a recurrent state.
     pub fn truncate(&mut self, sequence: SequenceId, tokens: u32) -> Result<()> {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
@@ -23,17 +25,46 @@ impl Manager {
         if row.written == self.tickets.open() {
             return Err(Error::Unwritten { sequence });
         }
-        let (size, tier) = (self.block_size, row.tier);
+        let mut all = Vec::new();
+        let members = self.growing(&[sequence], &mut all)?.to_vec();
+        for &member in &members {
+            self.refuse_gone(member, tokens)?;
+        }
+        for member in members {
+            self.truncate_row(member, tokens);
+        }
+        Ok(())
+    }
+
+    fn truncate_row(&mut self, sequence: SequenceId, tokens: u32) {
+        let size = self.block_size;
         let row = self.rows.at_mut(sequence);
         if tokens < row.len {
             row.keys = row.keys.take().and_then(|keys| cut_keys(keys, tokens as usize, size as usize));
+            row.published = row.published.min(tokens / size);
         }
+        let tier = row.tier;
         row.len = tokens;
         row.writable = 0;
-        for block in row.table.cut(blocks_for(u64::from(tokens), size)).into_iter().rev() {
+        let cut = row.table.cut(blocks_for(u64::from(tokens), size));
+        row.slid = row.slid.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
+        for block in cut.into_iter().rev() {
             release(&mut self.pools, tier, block);
         }
-        Ok(())
+    }
+
+    /// Fails if a row has given back what tokens after the first `tokens` need.
+    fn refuse_gone(&self, sequence: SequenceId, tokens: u32) -> Result<()> {
+        let row = self.rows.at(sequence);
+        let group = self.groups.get(row.group);
+        let end = blocks_for(u64::from(tokens), self.block_size);
+        let needed = group.unneeded(tokens, self.block_size)..end;
+        let state = group == Group::Recurrent && tokens != row.len && tokens > 0;
+        if !state && !needed.clone().any(|i| self.is_null(row.table[i])) {
+            return Ok(());
+        }
+        let must = format!("{}, or what cache group {} of sequence {sequence} still has", row.len, row.group);
+        Err(invalid("number of tokens to keep", tokens, must))
     }
 }
 
@@ -46,7 +77,6 @@ fn cut_keys(mut keys: Box<RowKeys>, tokens: usize, size: usize) -> Option<Box<Ro
         keys.chain = last.before;
         keys.pending = last.tokens;
         keys.keys.truncate(full);
-        keys.published = keys.published.min(full);
     }
     keys.pending.truncate(rest);
     Some(keys)

@@ -3,7 +3,7 @@
 use super::{LastBlock, MAX_SEQUENCES, Row, RowKeys, Rows, Table, frames_before_extras};
 use crate::evict::MAX_PRIORITY;
 use crate::hash::{Chain, Key, RESERVED_TOKEN};
-use crate::id::{BlockId, TicketId, Tier};
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::snapshot::Contents;
 use serde::{Deserialize, Serialize};
 
@@ -26,7 +26,12 @@ struct RowImage {
     moving: bool,
     lost: bool,
     table: Vec<BlockId>,
+    group: u8,
+    priority: u8,
+    slid: u32,
+    published: u32,
     keys: Option<KeysImage>,
+    family: Option<Box<[SequenceId]>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -34,8 +39,6 @@ struct KeysImage {
     state: [u8; 32],
     keys: Vec<[u8; 32]>,
     pending: Vec<u32>,
-    published: usize,
-    priority: u8,
     lora_id: u64,
     surplus: Vec<(u32, u32)>,
     last: Option<LastImage>,
@@ -105,7 +108,12 @@ impl Row {
             moving,
             lost,
             table,
+            group,
+            priority,
+            slid,
+            published,
             keys,
+            family,
         } = self;
         RowImage {
             len: *len,
@@ -115,32 +123,43 @@ impl Row {
             moving: *moving,
             lost: *lost,
             table: table.to_vec(),
+            group: *group,
+            priority: *priority,
+            slid: *slid,
+            published: *published,
             keys: keys.as_deref().map(RowKeys::image),
+            family: family.clone(),
         }
     }
 }
 
 impl RowImage {
     fn restore(self, open: TicketId, block_size: u32) -> Contents<Row> {
-        let Self { len, ticket, written, tier, moving, lost, table, keys } = self;
+        let Self { len, ticket, written, tier, moving, lost, table, group, priority, slid, published, keys, family } =
+            self;
         if ticket > open || written > open {
             return Err(format!("a sequence of tickets {ticket} and {written}, the next is {open}"));
         }
-        let keys = keys.map(|keys| keys.restore(len, block_size).map(Box::new)).transpose()?;
+        let keys = keys.map(|keys| keys.restore(block_size).map(Box::new)).transpose()?;
+        if slid as usize > table.len() || published as usize > table.len() || priority > MAX_PRIORITY {
+            return Err(format!(
+                "{slid} null blocks and {published} published of {} blocks, priority {priority}",
+                table.len()
+            ));
+        }
         let table = Table::new(table);
-        Ok(Row { len, written, table, ticket, tier, moving, lost, keys, ..Row::unused() })
+        let state = Row { len, written, table, ticket, tier, moving, lost, ..Row::unused() };
+        Ok(Row { group, priority, slid, published, keys, family, ..state })
     }
 }
 
 impl RowKeys {
     fn image(&self) -> KeysImage {
-        let Self { chain, keys, pending, published, priority, lora_id, surplus, last } = self;
+        let Self { chain, keys, pending, lora_id, surplus, last } = self;
         KeysImage {
             state: chain.key().to_bytes(),
             keys: keys.iter().map(|key| key.to_bytes()).collect(),
             pending: pending.clone(),
-            published: *published,
-            priority: *priority,
             lora_id: *lora_id,
             surplus: surplus.clone(),
             last: last.as_ref().map(LastBlock::image),
@@ -149,32 +168,24 @@ impl RowKeys {
 }
 
 impl KeysImage {
-    fn restore(self, len: u32, block_size: u32) -> Contents<RowKeys> {
-        let Self { state, keys, pending, published, priority, lora_id, surplus, last } = self;
-        let known = (keys.len() as u64).saturating_mul(u64::from(block_size)) + pending.len() as u64;
+    fn restore(self, block_size: u32) -> Contents<RowKeys> {
+        let Self { state, keys, pending, lora_id, surplus, last } = self;
         let rising = surplus.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1);
         let tokens = (pending.len() as u64) < u64::from(block_size) && !pending.contains(&RESERVED_TOKEN);
-        if known > u64::from(len)
-            || !tokens
+        if !tokens
             || !rising
-            || published > keys.len()
-            || priority > MAX_PRIORITY
             || last.as_ref().is_some_and(|last| keys.is_empty() || last.tokens.len() as u64 != u64::from(block_size))
             || surplus.last().is_some_and(|(block, _)| *block as usize >= keys.len())
             || keys.last().is_some_and(|last| *last != state)
         {
-            return Err(format!(
-                "a sequence of {len} tokens with {} keys and {} tokens more",
-                keys.len(),
-                pending.len()
-            ));
+            return Err(format!("a sequence with {} keys and {} tokens more", keys.len(), pending.len()));
         }
         let frames =
             frames_before_extras(keys.len(), block_size).saturating_add(surplus.last().map_or(0, |last| last.1));
         let chain = Chain::resume(Key::from_bytes(&state), frames);
         let keys = keys.iter().map(Key::from_bytes).collect();
         let last = last.map(LastImage::restore).transpose()?;
-        Ok(RowKeys { chain, keys, pending, published, priority, lora_id, surplus, last })
+        Ok(RowKeys { chain, keys, pending, lora_id, surplus, last })
     }
 }
 

@@ -3,9 +3,11 @@
 //! What is not ordered by the step is read and lands only when its ticket ends. A block that is written while a transfer
 //! is yet to read it gives that transfer garbage, and so does a load that fails; tokens computed from garbage are garbage.
 
+use super::groups::needed;
 use super::{BLOCK, Bytes, GARBAGE, World};
-use blockyard_core::{BlockId, Error, Kind, Pairs, SequenceId, TicketId, Tier};
-use std::collections::BTreeMap;
+use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, TicketId, Tier};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// One pair on its way.
 #[derive(Debug, Clone, Copy)]
@@ -56,12 +58,10 @@ impl World {
 
     /// Lands the loads that the step waits for: those of what it computes, writes or copies.
     fn load(&mut self, ticket: TicketId) {
-        let manager = &self.manager;
-        let tables = self.computed.iter().filter_map(|&sequence| manager.block_table(sequence).ok()).flatten();
+        let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
         let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
         let copied = self.tickets[&ticket].iter().filter(|t| t.kind == Kind::Copy).map(|t| t.src.1);
-        let needed: Vec<u32> = tables.map(|block| block.0).chain(written).chain(copied).collect();
-        self.computed.clear();
+        let needed: Vec<u32> = tables.chain(written).chain(copied).collect();
         for at in 0..self.tickets[&ticket].len() {
             let transfer = self.tickets[&ticket][at];
             if transfer.kind != Kind::Copy && transfer.dst.0 == Tier::Device && needed.contains(&transfer.dst.1) {
@@ -70,30 +70,60 @@ impl World {
         }
     }
 
-    /// Writes this step's tokens, each of which is computed from all tokens before it in its sequence.
+    /// Writes this step's tokens, those of a sequence from what it needs of the tokens before them.
     fn compute(&mut self) {
         let mut pending: BTreeMap<i64, u64> = std::mem::take(&mut self.pending).into_iter().collect();
-        let sequences: Vec<SequenceId> = self.truth.keys().copied().collect();
-        for sequence in sequences {
-            if pending.is_empty() {
-                break;
-            }
-            if self.manager.tier(sequence).unwrap() != Tier::Device {
-                continue;
-            }
-            let (table, mut sound) = (self.manager.block_table(sequence).unwrap().to_vec(), true);
-            for (i, token) in self.truth[&sequence].clone().into_iter().enumerate() {
-                let (block, offset) = (table[i / BLOCK as usize], i % BLOCK as usize);
-                let slot = i64::from(block.0) * i64::from(BLOCK) + i64::try_from(offset).unwrap();
-                if pending.remove(&slot).is_some() {
-                    let mut bytes = self.memory[0][block.index()];
-                    bytes[offset] = if sound { token } else { GARBAGE[0] };
-                    self.put((Tier::Device, block.0), bytes);
+        let sound = self.tickets.values().flatten().all(|transfer| !transfer.lost);
+        let mut computed = std::mem::take(&mut self.computed);
+        computed.retain(|(sequence, _)| self.truth.contains_key(sequence) && !self.lost.contains(sequence));
+        computed.sort_by_key(|&(_, first)| first);
+        // Encoders' tokens, and those of sequences that are freed or have lost bytes.
+        let owned: BTreeSet<i64> = computed.iter().flat_map(|&(s, first)| self.slots_from(s, first)).collect();
+        for (&slot, &token) in pending.iter().filter(|(slot, _)| !owned.contains(slot)) {
+            self.write_slot(slot, token);
+        }
+        for &(sequence, first) in &computed {
+            let garbage = !self.finds(sequence, first..first);
+            for slot in self.slots_from(sequence, first) {
+                if let Some(token) = pending.remove(&slot) {
+                    self.write_slot(slot, if garbage { GARBAGE[0] } else { token });
                 }
-                sound &= self.memory[0][block.index()][offset] == token;
             }
         }
-        assert!(pending.is_empty(), "tokens that no sequence has are written");
+        for (sequence, first) in computed.into_iter().filter(|_| sound) {
+            self.read(sequence, first);
+        }
+    }
+
+    fn write_slot(&mut self, slot: i64, token: u64) {
+        let slot = u32::try_from(slot).unwrap();
+        let mut bytes = self.memory[0][(slot / BLOCK) as usize];
+        bytes[(slot % BLOCK) as usize] = token;
+        self.put((Tier::Device, slot / BLOCK), bytes);
+    }
+
+    /// Slots of a sequence's tokens from `first` on, of all groups.
+    fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<i64> {
+        let mut slots = Vec::new();
+        for (number, _) in self.growing() {
+            let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+            let tokens = first..self.truth[&sequence].len() as u32;
+            let slot = |i| i64::from(table[(i / BLOCK) as usize].0) * i64::from(BLOCK) + i64::from(i % BLOCK);
+            slots.extend(tokens.map(slot));
+        }
+        slots
+    }
+
+    /// Whether every group finds what computing the tokens of a range takes.
+    fn finds(&self, sequence: SequenceId, tokens: Range<u32>) -> bool {
+        let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+        self.growing().all(|(number, group)| {
+            let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+            needed(group, tokens.start, tokens.end).all(|i| {
+                let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
+                found == self.truth[&sequence][i as usize]
+            })
+        })
     }
 
     fn read_device(&mut self, ticket: TicketId) {
@@ -105,13 +135,13 @@ impl World {
         }
     }
 
-    fn read(&mut self, ticket: TicketId, at: usize) -> Bytes {
+    fn fetch(&mut self, ticket: TicketId, at: usize) -> Bytes {
         let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
         *transfer.bytes.get_or_insert(self.memory[transfer.src.0.index()][transfer.src.1 as usize])
     }
 
     fn land(&mut self, ticket: TicketId, at: usize) {
-        let bytes = self.read(ticket, at);
+        let bytes = self.fetch(ticket, at);
         let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
         if !std::mem::replace(&mut transfer.landed, true) {
             let (dst, bytes) = (transfer.dst, if transfer.lost { GARBAGE } else { bytes });
@@ -131,7 +161,7 @@ impl World {
     pub(crate) fn end(&mut self, ticket: TicketId) {
         let count = self.tickets[&ticket].len();
         for at in 0..count {
-            self.read(ticket, at);
+            self.fetch(ticket, at);
         }
         for at in 0..count {
             self.land(ticket, at);
@@ -152,11 +182,11 @@ impl World {
                 .flat_map(|p| p.ids.clone())
                 .map(|[_, to]| to)
                 .collect();
-            // A copy may be of a shared lookahead block, and no loss then.
-            let copied = transfers.iter().any(|t| t.lost && t.kind == Kind::Copy);
+            // A copy may be of a shared lookahead block, and a window may have passed over what is lost: no loss then.
+            let unsure = self.groups != [Group::Full] || transfers.iter().any(|t| t.lost && t.kind == Kind::Copy);
             for sequence in hit {
                 assert!(
-                    copied || self.lost.contains(&sequence) || !self.is_whole(sequence, &copies),
+                    unsure || self.lost.contains(&sequence) || !self.is_whole(sequence, &copies),
                     "{sequence} has lost nothing"
                 );
                 self.lost.push(sequence);
@@ -168,11 +198,11 @@ impl World {
     /// What chance alone seldom does: a sequence leaves, comes back and runs on in that step, perhaps with a loss. A fork
     /// copies what may be lost, and its ticket ends first.
     pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {
-        self.rest();
+        self.settle();
         if self.manager.swap_out(&[sequence]).is_err() {
             return;
         }
-        self.rest();
+        self.settle();
         if self.manager.swap_in(&[sequence]).is_err() {
             return;
         }
@@ -188,7 +218,7 @@ impl World {
     }
 
     /// Ends the step and all tickets.
-    pub(crate) fn rest(&mut self) {
+    pub(crate) fn settle(&mut self) {
         self.step(None);
         while let Some(ticket) = self.nth_ticket(0) {
             self.end(ticket);

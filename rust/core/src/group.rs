@@ -1,0 +1,192 @@
+//! Cache groups: the kinds of attention of a hybrid model, each with block tables and a match rule of its own.
+//!
+//! All groups share the blocks of one pool and the block size; a sequence has one table in each. What fell out of a table
+//! is shown as the null block, which is block 0 of every tier and never given out.
+
+use crate::error::{Error, Result};
+use crate::id::BlockId;
+use serde::{Deserialize, Serialize};
+
+/// Stands in block tables for what is no longer needed.
+pub const NULL_BLOCK: BlockId = BlockId(0);
+
+/// Most cache groups of one manager.
+pub const MAX_GROUPS: usize = 16;
+
+/// What the layers of one cache group need of the tokens before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Group {
+    /// All of them.
+    Full,
+    /// The token itself and the `window - 1` before it; blocks before those are given back.
+    SlidingWindow {
+        /// Tokens that one query sees, itself included.
+        window: u32,
+    },
+    /// One state, which a block holds after its last token. A step writes the state after its last token only, into the
+    /// block of that token, from the one of the token before.
+    Recurrent,
+    /// The tokens of an encoder, which are given once and never grow.
+    CrossAttention,
+}
+
+impl Group {
+    /// Blocks at the start of a table that no query at position `computed` or later needs.
+    #[inline]
+    pub(crate) fn unneeded(self, computed: u32, block_size: u32) -> usize {
+        let first = match self {
+            Self::Full | Self::CrossAttention => 0,
+            Self::SlidingWindow { window } => computed.saturating_add(1).saturating_sub(window),
+            Self::Recurrent => computed.saturating_sub(1),
+        };
+        (first / block_size) as usize
+    }
+
+    /// New table entries that stay empty when `count` tokens are put after `len`, in a table of `held` blocks: the states
+    /// that a recurrent group passes over.
+    #[inline]
+    pub(crate) fn skipped(self, len: u32, count: u32, held: usize, block_size: u32) -> usize {
+        if self != Self::Recurrent || count == 0 {
+            return 0;
+        }
+        let last = (u64::from(len) + u64::from(count) - 1) / u64::from(block_size);
+        usize::try_from(last).unwrap_or(usize::MAX).saturating_sub(held)
+    }
+
+    /// Blocks at the start of a table of `held` blocks of which some are left without the state after their last token when
+    /// `count` tokens are put after `len`; 0 if none are.
+    #[inline]
+    pub(crate) fn passed_over(self, len: u32, count: u32, held: usize, block_size: u32) -> u32 {
+        let last = len.saturating_add(count).saturating_sub(1) / block_size;
+        let passes = self == Self::Recurrent && last > len / block_size && held > (len / block_size) as usize;
+        if passes { last } else { 0 }
+    }
+
+    /// Most blocks that a sequence of `tokens` and `lookahead` holds at once if at most `chunk` tokens are put in at a time.
+    #[must_use]
+    pub fn peak_blocks(self, tokens: u32, lookahead: u32, chunk: u32, block_size: u32) -> usize {
+        let blocks = |tokens: u64| usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX);
+        let whole = blocks(u64::from(tokens) + u64::from(lookahead));
+        let step = u64::from(chunk.min(tokens)) + u64::from(lookahead);
+        match self {
+            Self::Full | Self::CrossAttention => whole,
+            Self::SlidingWindow { window } => whole.min(blocks(u64::from(window) - 1 + step) + 1),
+            Self::Recurrent if chunk >= tokens => whole.min(1 + blocks(u64::from(lookahead))),
+            Self::Recurrent => whole.min(2 + blocks(u64::from(lookahead))),
+        }
+    }
+
+    /// Whether table entries become the null block.
+    pub(crate) fn slides(self) -> bool {
+        matches!(self, Self::SlidingWindow { .. } | Self::Recurrent)
+    }
+}
+
+/// The groups of a manager, those that grow first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Groups {
+    all: Box<[Group]>,
+    growing: usize,
+    slide: bool,
+}
+
+impl Groups {
+    /// # Errors
+    /// There are none or too many, none grows, a window is empty, or an encoder's group is before another.
+    pub(crate) fn new(groups: &[Group]) -> Result<Self> {
+        let growing = groups.iter().take_while(|&&group| group != Group::CrossAttention).count();
+        let encoders = groups.len() - growing;
+        if growing == 0 || groups.len() > MAX_GROUPS || encoders > 1 {
+            return Err(Error::InvalidArgument {
+                what: "number of cache groups",
+                found: groups.len() as i128,
+                must: format!("1 to {MAX_GROUPS}, at most one of them cross attention, after at least one other"),
+            });
+        }
+        if groups.contains(&Group::SlidingWindow { window: 0 }) {
+            return Err(Error::InvalidArgument { what: "window", found: 0, must: "at least 1".to_owned() });
+        }
+        let slide = groups.iter().any(|group| group.slides());
+        Ok(Self { all: groups.into(), growing, slide })
+    }
+
+    pub(crate) fn all(&self) -> &[Group] {
+        &self.all
+    }
+
+    /// Groups whose tables grow with the sequence.
+    pub(crate) fn growing(&self) -> &[Group] {
+        &self.all[..self.growing]
+    }
+
+    /// Whether there is one table a sequence, as in most models.
+    #[inline]
+    pub(crate) fn is_single(&self) -> bool {
+        self.all.len() == 1
+    }
+
+    /// Whether tables have null blocks.
+    #[inline]
+    pub(crate) fn slide(&self) -> bool {
+        self.slide
+    }
+
+    /// Group of an encoder's tokens.
+    pub(crate) fn cross(&self) -> bool {
+        self.growing < self.all.len()
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, group: u8) -> Group {
+        self.all[usize::from(group)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_needs_the_blocks_of_its_tokens_and_no_others() {
+        let group = Group::SlidingWindow { window: 5 };
+        // The query at position 8 sees 4 to 8.
+        assert_eq!((group.unneeded(7, 4), group.unneeded(8, 4), group.unneeded(12, 4)), (0, 1, 2));
+        assert_eq!(Group::SlidingWindow { window: 1 }.unneeded(8, 4), 2);
+        assert_eq!(Group::Full.unneeded(1000, 4), 0);
+    }
+
+    #[test]
+    fn a_state_is_read_from_the_token_before_and_written_after_the_last() {
+        assert_eq!((Group::Recurrent.unneeded(8, 4), Group::Recurrent.unneeded(9, 4)), (1, 2));
+        assert_eq!(Group::Recurrent.skipped(0, 9, 0, 4), 2);
+        assert_eq!(Group::Recurrent.skipped(9, 3, 3, 4), 0);
+        assert_eq!((Group::Recurrent.skipped(8, 0, 2, 4), Group::Full.skipped(0, 9, 0, 4)), (0, 0));
+    }
+
+    #[test]
+    fn a_decoding_window_stays_within_the_cap_of_its_peers() {
+        for window in 1..40u32 {
+            for block_size in [1, 4, 16] {
+                let cap = (window / block_size + 2) as usize;
+                let most = (0..200).map(|p| p / block_size + 1 - window_start(p, window, block_size)).max();
+                assert!(most.unwrap() as usize <= cap, "window {window}, block size {block_size}");
+                assert!(Group::SlidingWindow { window }.peak_blocks(1000, 0, 1, block_size) <= cap);
+            }
+        }
+    }
+
+    /// First block held when the token at `position` is appended, blocks being given back when one begins.
+    fn window_start(position: u32, window: u32, block_size: u32) -> u32 {
+        let begun = position / block_size * block_size;
+        u32::try_from(Group::SlidingWindow { window }.unneeded(begun, block_size)).unwrap()
+    }
+
+    #[test]
+    fn groups_that_cannot_be_are_refused() {
+        let cross = Group::CrossAttention;
+        for groups in [&[][..], &[cross], &[cross, Group::Full], &[Group::Full, cross, cross], &[Group::Full; 17]] {
+            assert!(Groups::new(groups).is_err(), "{groups:?}");
+        }
+        assert!(Groups::new(&[Group::SlidingWindow { window: 0 }]).is_err());
+    }
+}

@@ -1,0 +1,74 @@
+//! What fell out of a window: blocks that no later token of a sequence needs go back to the pool while it runs.
+
+use super::{Manager, release};
+use crate::group::{Group, NULL_BLOCK};
+use crate::hash::Key;
+use crate::id::{BlockId, SequenceId, Tier};
+
+impl Manager {
+    /// Blocks at the start of a prompt, at most `keys.len()`, that all groups can serve. Writes the first group's table of
+    /// them to `found` and returns the others', null blocks where a group needs none.
+    pub(super) fn find_groups(&self, keys: &[Key], found: &mut Vec<BlockId>) -> (usize, Vec<Vec<BlockId>>) {
+        let groups = self.groups.growing();
+        let mut hits = keys.len();
+        loop {
+            let before = hits;
+            for (number, &group) in (0u8..).zip(groups) {
+                hits = self.served(number, group, &keys[..hits]);
+            }
+            if hits == before {
+                break;
+            }
+        }
+        let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+        let table = |(number, group): (u8, &Group)| {
+            let unneeded = group.unneeded(tokens, self.block_size).min(hits);
+            let blocks = keys[unneeded..hits].iter().filter_map(move |key| self.pools[0].find(&key.of_group(number)));
+            std::iter::repeat_n(NULL_BLOCK, unneeded).chain(blocks)
+        };
+        let mut tables = (0u8..).zip(groups).map(table);
+        found.extend(tables.next().into_iter().flatten());
+        (hits, tables.map(Iterator::collect).collect())
+    }
+
+    /// The most of the first `keys.len()` blocks that one group can serve: all that it still needs after them are cached.
+    fn served(&self, number: u8, group: Group, keys: &[Key]) -> usize {
+        let finds = |i: usize| self.pools[0].find(&keys[i].of_group(number)).is_some();
+        if !group.slides() {
+            return (0..keys.len()).take_while(|&i| finds(i)).count();
+        }
+        // From the end: `end` is served if what it needs, down to `first`, is there.
+        let mut end = keys.len();
+        let mut first = end;
+        while first > 0 {
+            let tokens = u32::try_from(end).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+            if first <= group.unneeded(tokens, self.block_size) {
+                break;
+            }
+            first -= 1;
+            if !finds(first) {
+                end = first;
+            }
+        }
+        end
+    }
+
+    /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
+    pub(super) fn slide(&mut self, sequence: SequenceId, computed: u32) {
+        let row = self.rows.at(sequence);
+        let (from, tier) = (row.slid as usize, row.tier);
+        let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());
+        // Who has lost bytes is known by its blocks, also by those that it needs no more but computed from.
+        if to <= from || tier != Tier::Device || !self.tickets.is_settled(row.ticket) {
+            return;
+        }
+        let row = self.rows.at_mut(sequence);
+        row.slid = u32::try_from(to).unwrap_or(u32::MAX);
+        let gone = row.table.blank(from, to, NULL_BLOCK);
+        self.pools[0].begin_chain();
+        self.pools[0].share(NULL_BLOCK, u32::try_from(gone.len()).unwrap_or(u32::MAX));
+        for block in gone.into_iter().rev() {
+            release(&mut self.pools, tier, block);
+        }
+    }
+}
