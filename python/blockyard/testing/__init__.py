@@ -3,7 +3,8 @@
 - `ReferenceManager`: a plain, slow model of `BlockManager`;
 - `ReferencePrefixCache`, `EventReplay`: what must hold of any prefix cache and of its events, whatever is evicted;
 - `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to carry decisions out on and read back from;
-- `blockyard.testing.machines`: hypothesis state machines that drive a manager, a prefix cache or a scheduler (needs hypothesis);
+- `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
+  (needs hypothesis);
 - `blockyard.testing.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
 - `blockyard.testing.tier_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
 

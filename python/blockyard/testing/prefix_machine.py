@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from blockyard._core import BlockManager, Pairs, StepDecision
-from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError, SnapshotError
+from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfBlocksError, SequenceStateError, SnapshotError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
 from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
 from blockyard.testing.simulation import LOST, LateMemory
@@ -28,7 +28,7 @@ _picks = st.lists(_pick, min_size=1, max_size=4)
 _salts = st.sampled_from([None, None, b"tenant"])
 # Prompts of a family are prefixes of each other, but for their last token.
 _prompts = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3)
-_losses = st.builds(list) | st.builds(list) | st.lists(_pick, min_size=1, max_size=2)
+_losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.lists(_pick, min_size=1, max_size=2)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +53,11 @@ class _Tracked:
 class PrefixMachine(RuleBasedStateMachine):
     """Random steps of an engine whose prompts begin alike.
 
-    Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has published
-    must be found while the sequence has it; counters, free blocks and events must say the same. Tokens that are computed
-    from garbage are garbage, so what was published too early is read back wrongly. Transfers run as late as the decisions
-    allow, and some fail. Where nothing is under way, the manager is made anew from its snapshot and must go on alike.
+    Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has
+    published must be found while the sequence has it; counters, free blocks and events must say the same. Tokens that
+    are computed from garbage are garbage, so what was published too early is read back wrongly. Transfers run as late
+    as the decisions allow, and some fail. Where nothing is under way, the manager is made anew from its snapshot, and
+    must be what it was and go on.
 
     Attributes:
         make_manager: makes the manager under test, which keeps so many events; `prefix_machine` sets it.
@@ -139,7 +140,8 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         _same("refused", found=False, expected=refused)
         for sequence in batch:
-            self.model.publish(sequence.tokens, salt=sequence.salt)
+            known = list(takewhile(lambda token: token >= 0, sequence.tokens))
+            self.model.publish(known, salt=sequence.salt)
             sequence.published = len(self.manager.common_computed_blocks([sequence.handle]))
             if sequence.lost or self.manager.tier(sequence.handle) != "device":
                 sequence.published = 0
@@ -251,11 +253,13 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         if settled:
             self.rest()
+        before = self.describe()
         try:
             self.manager = restore(self.manager)
         except SnapshotError:
             if settled:
                 raise
+        _same("the manager made anew", self.describe(), before)
 
     # ---- what must hold ----
 
@@ -290,6 +294,15 @@ class PrefixMachine(RuleBasedStateMachine):
             _same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
 
     # ---- helpers ----
+
+    def describe(self) -> list[object]:
+        """What a manager made anew must have kept."""
+        handles = [sequence.handle for sequence in self.sequences]
+        tables = [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
+        cached = [
+            self.manager.cached_tokens(tokens, salt=salt) for salt, tokens in sorted(self.model.computed, key=repr)
+        ]
+        return [tables, cached, self.manager.prefix_stats, [self.manager.num_free(tier) for tier in TIERS]]
 
     def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
         """Different live sequences for some numbers."""
@@ -377,19 +390,17 @@ def prefix_machine(
         >>> machine = prefix_machine(make, restore=lambda manager: BlockManager.restore(manager.snapshot()))
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
+    made = factory or (lambda config, events: BlockManager(**config.arguments(), prefix_caching=True, events=events))
+    again = restore or (_restored if factory is None else None)
+    members = {"make_manager": staticmethod(made), "restore": staticmethod(again) if again else None}
+    return type("PrefixMachineOf", (PrefixMachine,), members)
 
-    def own(config: Config, events: int) -> PrefixManagerLike:
-        return BlockManager(**config.arguments(), prefix_caching=True, events=events)
 
-    def again(manager: PrefixManagerLike) -> PrefixManagerLike:
-        return BlockManager.restore(manager.snapshot())
-
-    made = {"make_manager": staticmethod(factory or own), "restore": restore}
-    if factory is None:
-        made["restore"] = staticmethod(restore or again)
-    elif restore is not None:
-        made["restore"] = staticmethod(restore)
-    return type("PrefixMachineOf", (PrefixMachine,), made)
+def _restored(manager: PrefixManagerLike) -> PrefixManagerLike:
+    if not isinstance(manager, BlockManager):
+        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make it anew"
+        raise InvalidArgumentError(message)
+    return BlockManager.restore(manager.snapshot())
 
 
 def _same(what: str, found: object, expected: object) -> None:

@@ -48,7 +48,7 @@ class ReferencePrefixCache:
             self.computed.add((salt, tuple(tokens[:end])))
 
     def most(self, tokens: Sequence[int], *, salt: bytes | None = None) -> int:
-        """Tokens at the start of a prompt that may be found: whole blocks, each of which was computed after the others."""
+        """Tokens at the start of a prompt that may be found: whole blocks, all of which were computed."""
         found = 0
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             if (salt, tuple(tokens[:end])) not in self.computed:

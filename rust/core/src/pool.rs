@@ -1,7 +1,7 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`] and [`Pool::release`] are the
+//! but drains it is in `draining`; else its leases hold it. `Pool::take`, `Pool::claim` and `Pool::release` are the
 //! only ways in and out.
 
 use crate::error::{Error, Result};
@@ -20,7 +20,7 @@ mod snapshot;
 pub(crate) use publish::Published;
 pub(crate) use snapshot::PoolImage;
 
-/// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
+/// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 
 /// Most leases of one kind on one block.

@@ -22,6 +22,26 @@ pub struct BlockExtra<'a> {
 }
 
 /// A prompt to be admitted with whatever of it is cached.
+///
+/// ```
+/// use blockyard_core::{Config, KeySpec, Manager, Prompt};
+///
+/// # fn main() -> blockyard_core::Result<()> {
+/// let config = Config { block_size: 4, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
+/// let mut manager = Manager::new(config)?;
+/// let prompt = Prompt { tokens: &[1, 2, 3, 4, 5, 6], spec: KeySpec::default(), extras: &[] };
+/// let mut admitted = Vec::new();
+/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// let ticket = manager.take_decision().ticket; // the model computes all six tokens
+/// manager.complete(ticket)?;
+/// manager.mark_computed(&[admitted[0].0])?;
+/// manager.free(&[admitted[0].0])?;
+///
+/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// assert_eq!(admitted[1].1, 4); // the first block is found, two tokens are to be computed
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
     /// Token ids.
