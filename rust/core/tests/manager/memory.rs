@@ -236,8 +236,8 @@ impl World {
         };
         self.truth[&sequence].iter().enumerate().all(|(i, token)| {
             let (block, offset) = (table[i / BLOCK as usize], i % BLOCK as usize);
-            let copied = tier == Tier::Device && copies.contains(&block.0);
-            !copied && (memory[block.index()][offset] == *token || waits(block, offset))
+            let pending_copy = tier == Tier::Device && copies.contains(&block.0);
+            !pending_copy && (memory[block.index()][offset] == *token || waits(block, offset))
         })
     }
 }
