@@ -23,6 +23,8 @@ def calls(kind: type) -> set[str]:
 # The model keeps the books of a manager without a prefix cache, of which `prefix_model` says what must hold; what only
 # reports is not of it either.
 NOT_MODELLED = {
+    "groups",
+    "next_chunk",
     "allocate_prompts",
     "cached_tokens",
     "common_computed_blocks",

@@ -18,6 +18,7 @@ __all__ = [
     "AllocStatus",
     "BlockAllocator",
     "BlockManager",
+    "CacheGroup",
     "Completion",
     "DecodeBatch",
     "EventBatch",
@@ -219,6 +220,37 @@ class StepDecision:
     def __len__(self) -> int: ...
 
 @final
+class CacheGroup:
+    """What the layers of one cache group need of the tokens before."""
+
+    @staticmethod
+    def full_attention() -> CacheGroup:
+        """All of them."""
+    @staticmethod
+    def sliding_window(window: int) -> CacheGroup:
+        """The token itself and the `window - 1` before it; blocks before those are given back."""
+    @staticmethod
+    def recurrent() -> CacheGroup:
+        """One state, which a block holds after its last token.
+
+        A step reads it from the block of the token before and writes it into the block of its own last token; blocks
+        that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
+        """
+    @staticmethod
+    def cross_attention() -> CacheGroup:
+        """The tokens of an encoder, given once; forks share them. Not together with prefix caching."""
+    @property
+    def kind(self) -> Literal["full_attention", "sliding_window", "recurrent", "cross_attention"]: ...
+    @property
+    def window(self) -> int | None: ...
+    def peak_blocks(
+        self, num_tokens: int, *, block_size: int, lookahead: int = 0, chunk_tokens: int | None = None
+    ) -> int:
+        """Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
 class BlockManager:
     """The books of a paged KV cache: which blocks hold whose tokens, who may run, what is to be copied or moved.
 
@@ -237,6 +269,10 @@ class BlockManager:
             first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
             prompt's blocks go from its end.
         events: events of the prefix cache that wait for `take_events` at most; 0 for none at all.
+        sliding_window: tokens that a query sees, itself included, in a model whose layers are all alike: blocks that
+            fell out of the window are given back, and block 0 of each tier stands for them in block tables.
+        groups: what the layers of a hybrid model need; every sequence has a block table in each group, all over the
+            same pool. `[CacheGroup.full_attention()]` if not given.
     Raises:
         InvalidArgumentError: a size or the watermark is out of range, a policy has another name, or events are asked
             for without prefix caching.
@@ -254,6 +290,8 @@ class BlockManager:
         reuse_order: Literal["lowest", "fifo", "lru"] = "lowest",
         eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
         events: int = 0,
+        sliding_window: int | None = None,
+        groups: Sequence[CacheGroup] | None = None,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -287,17 +325,31 @@ class BlockManager:
             InvalidArgumentError: the priority is out of range.
             UnknownSequenceError: a handle is not in the books.
         """
-    def can_allocate(self, num_tokens: int, *, lookahead: int = 0) -> AllocStatus:
-        """Whether a new sequence may be admitted, the watermark kept."""
-    def allocate(self, num_tokens: _Counts) -> NDArray[np.uint64]:
+    @property
+    def groups(self) -> list[CacheGroup]:
+        """Cache groups, in the order of their numbers."""
+    def can_allocate(
+        self, num_tokens: int, *, lookahead: int = 0, encoder_tokens: int = 0, chunk_tokens: int | None = None
+    ) -> AllocStatus:
+        """Whether a new sequence may be admitted, the watermark kept.
+
+        Args:
+            num_tokens: its tokens.
+            lookahead: slots beyond them.
+            encoder_tokens: tokens of its encoder, for a group of cross attention.
+            chunk_tokens: most tokens that are put in at a time: of a window only what it holds at once counts then.
+        """
+    def allocate(self, num_tokens: _Counts, *, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]:
         """Open one sequence for each entry, with blocks for that many tokens.
 
         Args:
             num_tokens: tokens of each new sequence, uint32 `[n]`.
+            encoder_tokens: tokens of each one's encoder, uint32 `[n]`; for a group of cross attention, else not given.
         Returns:
             Handles, uint64 `[n]`.
         Raises:
             OutOfBlocksError: the device has too few blocks for the whole batch.
+            InvalidArgumentError: encoder lengths are missing, too many or not asked for.
         """
     def allocate_prompts(
         self,
@@ -306,6 +358,7 @@ class BlockManager:
         salt: bytes | None = None,
         lora_id: int = 0,
         extras: Sequence[tuple[int, int, int, bytes]] = ...,
+        chunk_tokens: int | None = None,
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
         """Open one sequence for each prompt, sharing the longest prefix of it that is cached.
 
@@ -315,6 +368,8 @@ class BlockManager:
             lora_id: adapter that the prompts run with; 0 for none.
             extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
                 rising block.
+            chunk_tokens: blocks are given to at most so many tokens of a prompt beyond the cached ones; the rest is put
+                in by `append`, as much at a time as `next_chunk` says. All at once if not given.
 
         Returns:
             Handles, uint64 `[n]`, and how many of each prompt's first tokens need not be computed, uint32 `[n]`; the
@@ -328,13 +383,24 @@ class BlockManager:
         self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> int:
         """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
-    def mark_computed(self, sequences: _Handles) -> None:
+    def next_chunk(self, sequence: int, budget: int) -> int:
+        """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
+
+        With a recurrent group and prefix caching a chunk ends with a block where it can: only states there are cached.
+        """
+    def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None:
         """Publish the full blocks of sequences whose tokens the model has computed.
 
-        A block whose key another block already has is given up for that one: block tables may change.
+        A block whose key another block already has is given up for that one, and what fell out of a window is given
+        back: block tables may change.
+
+        Args:
+            sequences: handles, uint64 `[n]`, none twice.
+            num_computed: how many of each one's first tokens are computed, uint32 `[n]`; all if not given.
 
         Raises:
             UnknownSequenceError: a handle is not in the books.
+            InvalidArgumentError: a sequence has fewer tokens, or there is not one number a sequence.
             SequenceStateError: a sequence has tokens that the present step is yet to write.
         """
     def common_computed_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
@@ -384,9 +450,11 @@ class BlockManager:
             block_tables: int32 `[n or more, max_blocks]`, C-contiguous, kept by the caller from call to call: row i
                 belongs to sequence i. What has changed since the sequence's last such call is written, at its first
                 one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
-            out: int64 array for the slots, one for each token.
+                With several cache groups, the rows of one group come after those of another, `n` each.
+            out: int64 array for the slots, one for each token and group.
         Returns:
-            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`.
+            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`; with several
+            cache groups `[groups, tokens]`, an encoder's left out.
         Raises:
             OutOfBlocksError: the device has too few blocks for the whole batch.
             UnknownSequenceError: a handle is not in the books.
@@ -404,21 +472,23 @@ class BlockManager:
             SequenceStateError: the sequence has lost bytes, or tokens that the present step is yet to write.
             InvalidArgumentError: the sequence is shorter.
         """
-    def num_tokens(self, sequence: int) -> int:
-        """Tokens in a sequence."""
+    def num_tokens(self, sequence: int, group: int = 0) -> int:
+        """Tokens in a sequence; those of its encoder in a group of cross attention."""
     def tier(self, sequence: int) -> _Tier:
         """Tier that a sequence's blocks are in."""
-    def block_table(self, sequence: int) -> NDArray[np.int32]:
-        """Blocks of a sequence in its present tier, int32 `[blocks]`."""
-    def block_tables(self, sequences: _Handles, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-        """Block tables of sequences on the device, int32 `[n, max_blocks]`, padded with 0.
+    def block_table(self, sequence: int, group: int = 0) -> NDArray[np.int32]:
+        """Blocks of a sequence in its present tier and one cache group, int32 `[blocks]`; 0 for what fell out of it."""
+    def block_tables(
+        self, sequences: _Handles, out: NDArray[np.int32] | None = None, *, group: int = 0
+    ) -> NDArray[np.int32]:
+        """Block tables of sequences on the device, of one cache group, int32 `[n, max_blocks]`, padded with 0.
 
         Raises:
             SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
             InvalidArgumentError: `out` has too few rows or columns.
         """
     def slot_mapping(
-        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None
+        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
     ) -> NDArray[np.int64]:
         """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
     def can_swap_out(self, sequences: _Handles) -> bool:
@@ -586,7 +656,8 @@ class EventBatch:
 
     - `kinds`: uint8 `[n]`, indexes `KINDS`; `tiers`: uint8 `[n]`, indexes `TIERS`; `blocks`: int32 `[n]`, -1 if
       cleared.
-    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it.
+    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it; `groups`, uint8 `[n]`, the block's cache
+      group: blocks of several groups have the same key.
     - Of `stored` alone: `parents`, uint8 `[n, 32]`, key of the block before, zeros for a sequence's first; `tokens`,
       uint32 `[n]`; `lora_ids`, uint64 `[n]`.
     - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
@@ -619,6 +690,8 @@ class EventBatch:
     def reasons(self) -> NDArray[np.uint8]: ...
     @property
     def remaining(self) -> NDArray[np.uint8]: ...
+    @property
+    def groups(self) -> NDArray[np.uint8]: ...
     def __len__(self) -> int: ...
 
 @final

@@ -7,6 +7,7 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
+mod group;
 mod manager;
 mod prefix;
 mod snapshot;
@@ -28,6 +29,8 @@ mod _core {
     use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
     #[pymodule_export]
     use crate::event::PyEventBatch;
+    #[pymodule_export]
+    use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]

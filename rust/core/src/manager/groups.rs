@@ -27,6 +27,12 @@ impl Manager {
         self.groups.all()
     }
 
+    /// Groups whose tables grow with a sequence: all but an encoder's.
+    #[must_use]
+    pub fn growing_groups(&self) -> usize {
+        self.groups.growing().len()
+    }
+
     /// Whether a new sequence may be admitted, the watermark kept. Of a prompt in chunks what its groups hold at once counts.
     #[must_use]
     pub fn can_admit(&self, demand: &Demand) -> AllocStatus {

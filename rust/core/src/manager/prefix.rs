@@ -299,7 +299,7 @@ impl Manager {
     fn opened(&self, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
-        (cached, length.min(cached.saturating_add(chunk)))
+        (cached, self.chunk_end(cached, length, chunk))
     }
 
     /// Blocks that a prompt takes beyond those found.

@@ -4,7 +4,7 @@ use super::{Manager, OpenStep, unlink};
 use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Held, Lease, LeaseKind};
+use crate::lease::{Bytes, Held, HeldRuns, LeaseKind};
 use crate::table::Row;
 use std::collections::HashSet;
 
@@ -26,10 +26,18 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
-        let leases = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        let held = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
-        for Lease { tier, kind, block } in leases.into_iter().rev() {
-            self.pools[tier.index()].end_lease(block, kind);
+        for held in held.iter().rev() {
+            match held {
+                Held::One(lease) => self.pools[lease.tier.index()].end_lease(lease.block, lease.kind),
+                Held::Runs(HeldRuns { from, reads, to, runs }) => {
+                    for run in runs.iter().rev() {
+                        self.pools[from.index()].end_leases(run.src..run.src + run.len, *reads);
+                        self.pools[to.index()].end_leases(run.dst..run.dst + run.len, LeaseKind::Write);
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -42,7 +50,7 @@ impl Manager {
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
         let leases = self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
-        let written = leases.iter().filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
+        let written = leases.filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
         let written: HashSet<(Tier, BlockId)> = written.collect();
         let blocks = lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
         let mut blocks: HashSet<(Tier, BlockId)> = blocks.collect();
@@ -51,7 +59,7 @@ impl Manager {
         }
         let copies = self.tickets.copies_since(ticket).into_iter().chain(self.copied(&self.step.transfers));
         let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
-        let mut lost: HashSet<Held> =
+        let mut lost: HashSet<Bytes> =
             on_device.map(|&(_, block)| (block, self.pools[0].leased_generation(block))).collect();
         for [from, to] in copies {
             if lost.contains(&from) && lost.insert(to) && self.pools[0].holds(to) {
@@ -79,7 +87,7 @@ impl Manager {
     }
 
     /// The copies among a step's transfers, whose leases all still hold.
-    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[Held; 2]> {
+    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[Bytes; 2]> {
         let held = |block| (BlockId(block), self.pools[0].leased_generation(BlockId(block)));
         let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
         copies.map(|&[from, to]| [held(from), held(to)]).collect()
