@@ -5,14 +5,14 @@ kept past `free` is recognised. Where a call takes `sequences`, a uint64 array i
 will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
+from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
@@ -30,10 +30,19 @@ __all__ = [
     "SlabStore",
     "StepDecision",
     "TierStats",
+    "V0BlockTable",
+    "V0CpuGpuBlockAllocator",
+    "V0NaiveBlock",
+    "V0NaiveBlockAllocator",
+    "V0NullBlock",
+    "V0PoolAllocator",
+    "V0PrefixCachingBlock",
+    "V0PrefixCachingBlockAllocator",
     "__version__",
     "chain_keys",
     "export_keys",
     "merge_runs",
+    "v0_hash_blocks",
 ]
 
 __version__: str
@@ -573,8 +582,9 @@ class DecodeBatch:
 
     Args:
         manager: the books of the sequences.
-        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here.
-        slots: int64 `[tokens]`, C-contiguous, written in place.
+        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here. With several cache
+            groups, one equal part for each that grows: the first group's rows, then the second's.
+        slots: int64 `[tokens]`, C-contiguous, written in place; in equal parts like the rows.
     Raises:
         InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap.
 
@@ -901,3 +911,258 @@ def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     Returns:
         `(from, to, length)`, int64 `[m, 3]`.
     """
+
+# The objects of vLLM V0's block manager (0.7.3), exported by `blockyard.integrations.vllm_v0`. A device is an enum's
+# member named `GPU` or `CPU`. Raises, as V0 does: `NoFreeBlocksError` where fewer blocks are free, AssertionError for a
+# broken rule of the call, ValueError for an id of nobody's; a failed call changes nothing.
+
+@disjoint_base
+class V0NaiveBlock:
+    """A block of token ids without a key."""
+
+    def __new__(
+        cls,
+        prev_block: Any | None,
+        token_ids: list[int],
+        block_size: int,
+        allocator: Any,
+        block_id: int | None = None,
+        _cow_target: Any | None = None,
+        extra_hash: int | None = None,
+    ) -> Self: ...
+    block_id: int | None
+    computed: bool
+    last_accessed: float
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def content_hash(self) -> int | None:
+        """The block's key, a SHA-256 chaining value; None until the block and those before it are full."""
+
+    @property
+    def extra_hash(self) -> int | None: ...
+    @property
+    def is_full(self) -> bool: ...
+    @property
+    def num_empty_slots(self) -> int: ...
+    @property
+    def num_tokens_total(self) -> int | None: ...
+    @property
+    def prev_block(self) -> Any | None: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    def append_token_ids(self, token_ids: list[int]) -> None: ...
+
+class V0PrefixCachingBlock(V0NaiveBlock):
+    """A block that others find by its key once it is full."""
+
+    def __new__(
+        cls,
+        prev_block: Any | None,
+        token_ids: list[int],
+        block_size: int,
+        allocator: Any,
+        block_id: int | None = None,
+        computed: bool = False,
+        extra_hash: int | None = None,
+    ) -> Self: ...
+    @classmethod
+    def hash_block_tokens(
+        cls,
+        is_first_block: bool,
+        prev_block_hash: int | None,
+        cur_block_token_ids: list[int],
+        extra_hash: int | None = None,
+    ) -> int:
+        """Key of a full block, from that of the block before it, its tokens and what else decides its bytes."""
+
+@final
+class V0NullBlock:
+    """Stands for blocks that fell out of a sliding window; wraps a block that is never written."""
+
+    def __new__(cls, proxy: Any) -> V0NullBlock: ...
+    block_id: int | None
+    def append_token_ids(self, token_ids: list[int]) -> None: ...
+
+_V0Block: TypeAlias = V0NaiveBlock | V0NullBlock
+
+@disjoint_base
+class V0PoolAllocator:
+    """What the two allocators of one device share."""
+
+    @property
+    def all_block_ids(self) -> frozenset[int]: ...
+    def allocate_immutable_block(
+        self,
+        prev_block: Any | None,
+        token_ids: list[int],
+        extra_hash: int | None = None,
+        device: None = None,
+    ) -> V0NaiveBlock: ...
+    def allocate_immutable_blocks(
+        self,
+        prev_block: Any | None,
+        block_token_ids: list[list[int]],
+        extra_hash: int | None = None,
+        device: None = None,
+    ) -> list[V0NaiveBlock]: ...
+    def allocate_mutable_block(
+        self, prev_block: Any | None, extra_hash: int | None = None, device: None = None
+    ) -> V0NaiveBlock: ...
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]: ...
+    def cow_block_if_not_appendable(self, block: V0NaiveBlock) -> int: ...
+    def find_cached_blocks_prefix(self, block_hashes: list[int]) -> list[int]: ...
+    def fork(self, last_block: V0NaiveBlock) -> list[V0NaiveBlock]: ...
+    def free(self, block: V0NaiveBlock, keep_block_object: bool = False) -> None: ...
+    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
+    def get_num_free_blocks(self, device: None = None) -> int: ...
+    def get_num_full_blocks_touched(self, blocks: list[V0NaiveBlock]) -> int: ...
+    def get_num_total_blocks(self) -> int: ...
+    def get_physical_block_id(self, absolute_id: int) -> int: ...
+    def get_prefix_cache_hit_rate(self) -> float: ...
+    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None: ...
+    def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
+        """Let blocks be found by their keys, those of these ids; all in use for an empty list, as V0 does."""
+
+    def promote_to_immutable_block(self, block: V0NaiveBlock) -> int: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def swap_in(self, blocks: list[V0NaiveBlock]) -> None: ...
+    def swap_out(self, blocks: list[V0NaiveBlock]) -> None: ...
+
+class V0NaiveBlockAllocator(V0PoolAllocator):
+    """Blocks without keys; ids that were freed last are reused first."""
+
+    def __new__(
+        cls,
+        create_block: Any,
+        num_blocks: int,
+        block_size: int,
+        block_ids: Iterable[int] | None = None,
+        block_pool: Any | None = None,
+    ) -> Self: ...
+
+class V0PrefixCachingBlockAllocator(V0PoolAllocator):
+    """Blocks that are found again by their keys; the least recently accessed go first, then the longest prefixes."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        block_ids: Iterable[int] | None = None,
+        eviction_policy: Any | None = None,
+    ) -> Self: ...
+    def block_is_computed(self, block_id: int) -> bool: ...
+    def is_block_cached(self, block: V0NaiveBlock) -> bool: ...
+
+@disjoint_base
+class V0CpuGpuBlockAllocator:
+    """The blocks of both devices under one count of ids: the GPU's first, then the CPU's."""
+
+    def __new__(cls, cpu_block_allocator: V0PoolAllocator, gpu_block_allocator: V0PoolAllocator) -> Self: ...
+    @staticmethod
+    def create(
+        allocator_type: str, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int
+    ) -> V0CpuGpuBlockAllocator:
+        """Make both allocators, `naive` or `prefix_caching`."""
+
+    @property
+    def all_block_ids(self) -> frozenset[int]: ...
+    def allocate_immutable_block(
+        self, prev_block: Any | None, token_ids: list[int], device: Any, extra_hash: int | None = None
+    ) -> V0NaiveBlock: ...
+    def allocate_immutable_blocks(
+        self, prev_block: Any | None, block_token_ids: list[list[int]], device: Any, extra_hash: int | None = None
+    ) -> list[V0NaiveBlock]: ...
+    def allocate_mutable_block(
+        self, prev_block: Any | None, device: Any, extra_hash: int | None = None
+    ) -> V0NaiveBlock: ...
+    def allocate_or_get_null_block(self) -> V0NullBlock: ...
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]: ...
+    def find_cached_blocks_prefix(self, block_hashes: list[int], device: Any | None = None) -> list[int]:
+        """The first of these keys, as many as computed blocks have; on the GPU if no device is named."""
+
+    def fork(self, last_block: _V0Block) -> list[V0NaiveBlock]: ...
+    def free(self, block: _V0Block) -> None:
+        """Give back one reference; a null block stays."""
+
+    def get_and_reset_swaps(self) -> list[tuple[int, int]]: ...
+    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
+    def get_num_free_blocks(self, device: Any) -> int: ...
+    def get_num_full_blocks_touched(self, blocks: Sequence[_V0Block], device: Any) -> int: ...
+    def get_num_total_blocks(self, device: Any) -> int: ...
+    def get_physical_block_id(self, device: Any, absolute_id: int) -> int: ...
+    def get_prefix_cache_hit_rate(self, device: Any) -> float: ...
+    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None: ...
+    def mark_blocks_as_computed(self, block_ids: list[int]) -> None: ...
+    def of(self, device: Any) -> V0PoolAllocator:
+        """The allocator of one device."""
+
+    def reset_prefix_cache(self) -> bool: ...
+    def swap(self, blocks: Sequence[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
+        """Move blocks to the other device, all or none; blocks that share a physical block go on sharing one.
+
+        A block that is still in prefill gets one of its own there: it must not overwrite the bytes of a block that has
+        its key and is complete.
+
+        Returns:
+            Physical block there for each one here, in the order of first use.
+        """
+
+@disjoint_base
+class V0BlockTable:
+    """The blocks of one sequence."""
+
+    def __new__(
+        cls,
+        block_size: int,
+        block_allocator: V0CpuGpuBlockAllocator,
+        _blocks: Sequence[_V0Block] | None = None,
+        max_block_sliding_window: int | None = None,
+    ) -> Self: ...
+    @staticmethod
+    def get_num_required_blocks(token_ids: Sequence[int], block_size: int, num_lookahead_slots: int = 0) -> int:
+        """Blocks for so many tokens and slots, hits left out of account."""
+
+    @property
+    def _num_empty_slots(self) -> int: ...
+    @property
+    def blocks(self) -> list[_V0Block]: ...
+    @property
+    def num_full_slots(self) -> int: ...
+    @property
+    def physical_block_ids(self) -> list[int]: ...
+    def allocate(self, token_ids: list[int], device: Any | None = None, extra_hash: int | None = None) -> None:
+        """Take blocks for all tokens, or none; on the GPU if no device is named."""
+
+    def append_token_ids(
+        self,
+        token_ids: list[int],
+        num_lookahead_slots: int = 0,
+        num_computed_slots: int | None = None,
+        extra_hash: int | None = None,
+    ) -> None:
+        """Append tokens and make room for more, all or nothing; shared blocks that are written are copied."""
+
+    def ensure_num_empty_slots(self, num_empty_slots: int, extra_hash: int | None = None) -> None:
+        """Take blocks until so many slots are empty, or none."""
+
+    def fork(self) -> V0BlockTable:
+        """Table over the same physical blocks."""
+
+    def free(self) -> None:
+        """Give all blocks back."""
+
+    def get_num_blocks_touched_by_append_slots(self, token_ids: Sequence[int], num_lookahead_slots: int) -> int:
+        """Blocks that appending may write or take, at worst."""
+
+    def get_unseen_token_ids(self, sequence_token_ids: list[int]) -> list[int]:
+        """Tokens that the table does not have yet."""
+
+    def mark_computed(self, num_tokens: int) -> None:
+        """Let the full blocks be found by their keys that end within the first `num_tokens` tokens."""
+
+    def update(self, blocks: Sequence[_V0Block]) -> None:
+        """Take over these blocks, or their new ids."""
+
+def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
+    """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""

@@ -13,6 +13,7 @@ mod prefix;
 mod snapshot;
 mod stats;
 mod store;
+mod v0;
 
 use pyo3::prelude::*;
 
@@ -39,9 +40,12 @@ mod _core {
     use crate::stats::PyManagerStats;
     #[pymodule_export]
     use crate::store::{PyCompletion, PySlabStore, PyTierStats};
+    #[pymodule_export]
+    use crate::v0::hash_blocks;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::v0::export(module)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

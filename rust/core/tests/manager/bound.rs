@@ -24,10 +24,6 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
 
 impl World {
     pub(crate) fn apply_bound(&mut self, op: Op) {
-        let bound = !matches!(op, Op::Truncate(..));
-        if bound && self.groups.len() > 1 {
-            return;
-        }
         match op {
             Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
             Op::Bind(s, n) => {
@@ -86,7 +82,9 @@ impl World {
         let tables = TableRows::new(&mut self.table, COLUMNS);
         match self.batch.add(&mut self.manager, sequences, tables) {
             Ok(first) => assert!(first + sequences.len() == self.batch.sequences().len()),
-            Err(Error::InvalidArgument { what, .. }) if what.starts_with("number") => assert!(rows > ROWS),
+            Err(Error::InvalidArgument { what, .. }) if what.starts_with("number") => {
+                assert!(rows > ROWS / self.growing().count());
+            }
             Err(Error::InvalidArgument { .. }) => {
                 let long = |s: &SequenceId| self.manager.block_table(*s).unwrap().len() > COLUMNS;
                 assert!(sequences.iter().any(long));
@@ -109,18 +107,25 @@ impl World {
     fn append_bound(&mut self, tokens: u32, lookahead: u32) {
         let sequences = self.batch.sequences().to_vec();
         let total = sequences.len() * tokens as usize;
-        let mut slots = vec![-1; total + 1];
+        let groups = self.growing().count();
+        let mut slots = vec![-1; groups * (total + 1)];
         let wanted = self.manager.blocks_to_append(&sequences, Counts::All(tokens), lookahead);
         let before = (self.manager.pool(Tier::Device).available(), self.table.clone());
         let tables = TableRows::new(&mut self.table, COLUMNS);
         match self.batch.append(&mut self.manager, Counts::All(tokens), lookahead, tables, &mut slots) {
             Ok(appended) => {
-                assert!(appended == total && slots[total] == -1);
+                assert!(appended == total);
+                let parts = slots.chunks_exact(total + 1);
+                let slots: Vec<i64> = parts.flat_map(|part| part.strip_suffix(&[-1]).unwrap().to_vec()).collect();
                 assert!(before.0.saturating_sub(self.manager.pool(Tier::Device).available()) <= wanted.unwrap());
-                self.appended(&sequences, tokens, false, &slots[..total]);
-                let mut expected = vec![0; sequences.len() * COLUMNS];
-                self.manager.block_tables(&sequences, COLUMNS, &mut expected).unwrap();
-                assert_eq!(self.table[..expected.len()], expected);
+                self.appended(&sequences, tokens, false, &slots);
+                for group in 0..groups {
+                    let rows: Vec<_> = sequences.iter().map(|&s| self.manager.table_of(s, group).unwrap()).collect();
+                    let mut expected = vec![0; rows.len() * COLUMNS];
+                    self.manager.block_tables(&rows, COLUMNS, &mut expected).unwrap();
+                    let first = group * (ROWS / groups) * COLUMNS;
+                    assert_eq!(self.table[first..first + expected.len()], expected);
+                }
             }
             Err(error) => {
                 assert_eq!(before, (self.manager.pool(Tier::Device).available(), self.table.clone()));
