@@ -8,7 +8,7 @@ use blockyard_core::{DecodeBatch, Error, Event, EventBatch, Manager, Prompt, Tie
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
     pub(crate) fn verify(&mut self) {
-        self.run_out();
+        self.settle();
         self.unpin_all();
         self.manager.check().unwrap();
         for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {

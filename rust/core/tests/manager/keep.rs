@@ -1,6 +1,6 @@
 //! Rules for what is kept: host copies that are made ahead of need, pins, deadlines and quotas.
 
-use super::{Bytes, GARBAGE, Transfer, World};
+use super::{Bytes, World};
 use blockyard_core::{BlockId, Error, Expired, KeySpec, PinId, TicketId, Tier};
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 pub(crate) enum Op {
     Offload(usize),
     /// Everything lands and is published, the oldest sequences go, what is cached goes to the host.
-    Settle(usize),
+    Demote(usize),
     Quota(u8, usize),
     Pin(usize, bool),
     Unpin(usize),
@@ -24,7 +24,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     let pick = 0usize..64;
     prop_oneof![
         4 => (1usize..8).prop_map(Op::Offload),
-        3 => (0usize..6).prop_map(Op::Settle),
+        3 => (0usize..6).prop_map(Op::Demote),
         1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
         2 => (pick.clone(), any::<bool>()).prop_map(|(s, submitted)| Op::Pin(s, submitted)),
         1 => pick.clone().prop_map(Op::Unpin),
@@ -59,7 +59,7 @@ impl World {
                     Err(_) => assert!(!self.manager.keeps_host_copies()),
                 }
             }
-            Op::Settle(count) => self.settle(count),
+            Op::Demote(count) => self.demote(count),
             Op::Quota(tenant, quota) => {
                 let salt = [tenant; 32];
                 let fits = quota <= self.manager.pool(Tier::Device).len() && !self.has_encoder();
@@ -90,21 +90,13 @@ impl World {
         }
     }
 
-    fn settle(&mut self, count: usize) {
-        self.run_out();
+    fn demote(&mut self, count: usize) {
+        self.settle();
         let all: Vec<_> = self.truth.keys().copied().collect();
         self.mark(&all);
         self.free(&all[..count.min(all.len())]);
         if self.manager.offload_cached(usize::MAX).is_ok() {
-            self.run_out();
-        }
-    }
-
-    /// Ends the step and all tickets.
-    pub(crate) fn run_out(&mut self) {
-        self.step();
-        while let Some(ticket) = self.nth_ticket(0) {
-            self.end(ticket, None);
+            self.settle();
         }
     }
 
@@ -165,12 +157,7 @@ impl World {
         }
         assert_eq!((tickets, overdue), (vec![ticket], vec![]));
         self.lost.extend(sequences);
-        let (_, transfers) = self.tickets.remove(&ticket).unwrap();
-        // What came ahead of the rest is as good as lost, too.
-        for Transfer { dst, src, .. } in transfers.iter().filter(|t| t.src != t.dst) {
-            assert_ne!(src.0, dst.0);
-            self.memory[dst.0.index()][dst.1 as usize] = GARBAGE;
-        }
+        self.never_ran(ticket);
         assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
     }
 
@@ -181,7 +168,7 @@ impl World {
         assert_eq!((expired.overdue, expired.tickets), (vec![ticket], vec![]));
         self.lost.extend(expired.sequences);
         let leased = |tier| self.manager.quarantined(tier).len();
-        let pairs: usize = self.tickets[&ticket].0.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        let pairs = self.tickets[&ticket].len();
         assert!(pairs == 0 || Tier::ALL.map(leased).iter().sum::<usize>() >= pairs);
     }
 }
