@@ -9,6 +9,13 @@ pub(crate) enum Op {
     Offload(usize),
     /// Everything lands and is published, the oldest sequences go, what is cached goes to the host.
     Demote(usize),
+    /// A prompt is computed, goes to the host and comes back by a load that may fail, beside another of its family.
+    Reload {
+        tokens: u32,
+        family: u32,
+        count: usize,
+        lost: Option<usize>,
+    },
     Quota(u8, usize),
     Pin(usize, bool),
     Unpin(usize),
@@ -25,6 +32,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => (1usize..8).prop_map(Op::Offload),
         3 => (0usize..6).prop_map(Op::Demote),
+        3 => (5u32..20, 0u32..3, 0usize..6, prop::option::of(pick.clone()))
+            .prop_map(|(tokens, family, count, lost)| Op::Reload { tokens, family, count, lost }),
         1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
         2 => (pick.clone(), any::<bool>()).prop_map(|(s, submitted)| Op::Pin(s, submitted)),
         1 => pick.clone().prop_map(Op::Unpin),
@@ -60,6 +69,7 @@ impl World {
                 }
             }
             Op::Demote(count) => self.demote(count),
+            Op::Reload { tokens, family, count, lost } => self.reload(tokens, family, count, lost),
             Op::Quota(tenant, quota) => {
                 let salt = [tenant; 32];
                 let fits = quota <= self.manager.pool(Tier::Device).len() && !self.has_encoder();
@@ -98,6 +108,22 @@ impl World {
         if self.manager.offload_cached(usize::MAX).is_ok() {
             self.settle();
         }
+    }
+
+    fn reload(&mut self, tokens: u32, family: u32, count: usize, lost: Option<usize>) {
+        self.prompt(tokens, family, u32::MAX);
+        self.demote(usize::MAX);
+        self.prompt(tokens, family, u32::MAX);
+        self.prompt(tokens, family, 3);
+        let others = self.pick(0, count);
+        if let Some((&first, rest)) = others.split_first() {
+            // The loads' sources must outlast what comes to the host in their step.
+            let _ = self.manager.swap_out(rest);
+            if count % 2 == 1 {
+                self.free(&[first]);
+            }
+        }
+        self.step(lost);
     }
 
     /// One of the tickets that have not ended.
