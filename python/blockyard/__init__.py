@@ -9,11 +9,13 @@ Importing it loads neither torch nor CUDA.
 from blockyard._core import (
     AllocStatus,
     BlockManager,
+    BlockObserver,
     CacheGroup,
     DecodeBatch,
     EventBatch,
     Expired,
     ManagerStats,
+    MovePlan,
     NaiveAllocator,
     Pairs,
     PrefixCachingAllocator,
@@ -23,7 +25,9 @@ from blockyard._core import (
     chain_keys,
     export_keys,
     merge_runs,
+    plan_moves,
 )
+from blockyard.defrag import OnlineDefragmenter
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -46,6 +50,7 @@ from blockyard.errors import (
 __all__ = [
     "AllocStatus",
     "BlockManager",
+    "BlockObserver",
     "BlockyardError",
     "CacheGroup",
     "DecodeBatch",
@@ -56,7 +61,9 @@ __all__ = [
     "LayoutError",
     "ManagerStats",
     "MappingError",
+    "MovePlan",
     "NaiveAllocator",
+    "OnlineDefragmenter",
     "OpLibraryError",
     "OutOfBlocksError",
     "Pairs",
@@ -76,4 +83,5 @@ __all__ = [
     "chain_keys",
     "export_keys",
     "merge_runs",
+    "plan_moves",
 ]

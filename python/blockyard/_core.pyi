@@ -8,7 +8,7 @@ will do. A failed call changes nothing. All classes may be used from several thr
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,14 @@ __all__ = [
     "AllocStatus",
     "BlockAllocator",
     "BlockManager",
+    "BlockObserver",
     "CacheGroup",
     "Completion",
     "DecodeBatch",
     "EventBatch",
     "Expired",
     "ManagerStats",
+    "MovePlan",
     "NaiveAllocator",
     "Pairs",
     "PrefixCachingAllocator",
@@ -43,6 +45,7 @@ __all__ = [
     "chain_keys",
     "export_keys",
     "merge_runs",
+    "plan_moves",
     "v0_hash_blocks",
 ]
 
@@ -1304,3 +1307,227 @@ class V0BlockTable:
 
 def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
     """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""
+
+_Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+_BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | Sequence[int]
+
+@final
+class MovePlan:
+    """Moves towards a goal; nothing has moved yet. No block is named twice.
+
+    Attributes:
+        pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
+        move: those whose destination holds nothing of worth.
+        exchange: those whose destination's bytes must be kept: the two change places.
+        left: moves that the goal needs beyond these.
+        stuck: live blocks in the way of the goal for which there is no hole.
+    """
+
+    @property
+    def pairs(self) -> NDArray[np.int64]: ...
+    @property
+    def move(self) -> NDArray[np.int64]: ...
+    @property
+    def exchange(self) -> NDArray[np.int64]: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def stuck(self) -> int: ...
+    def __len__(self) -> int: ...
+
+def plan_moves(
+    goal: _Goal,
+    number: int,
+    *,
+    num_blocks: int,
+    live: _BlockIds,
+    fixed: _BlockIds | None = None,
+    moves: int | None = None,
+) -> MovePlan:
+    """Plan the fewest moves that bring live blocks where the goal wants them.
+
+    However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
+
+    Args:
+        goal: `"max_id"`: none above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as low as
+            can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+        number: see above.
+        num_blocks: blocks of the pool.
+        live: block ids in use that can be moved.
+        fixed: block ids that are neither moved nor moved into: leased, pinned, the null block.
+        moves: budget of this plan; None means all that are needed.
+
+    Raises:
+        InvalidArgumentError: the goal is unknown, its page has no blocks, or a block is out of range.
+    """
+
+@final
+class BlockObserver:
+    """Where a foreign allocator's blocks lie, and where they should.
+
+    An *id* is what the allocator calls a block, a *block* is where the id's bytes lie: two permutations of each other.
+    Block 0 is the null block. Where a call takes ids, an int64 array `[n]` is quickest.
+
+    Args:
+        num_blocks: blocks of the pool, 1 to 2147483647; None means that ids become known as they are named.
+
+    Raises:
+        InvalidArgumentError: the number of blocks is out of range.
+    """
+
+    def __new__(cls, num_blocks: int | None = None) -> Self: ...
+    def __len__(self) -> int:
+        """Ids known so far."""
+
+    @property
+    def limit(self) -> int:
+        """Ids are below this."""
+
+    def set_limit(self, num_blocks: int) -> None:
+        """Say how many blocks there are.
+
+        Raises:
+            InvalidArgumentError: more are known.
+        """
+
+    def use_ids(self, ids: _BlockIds, *, fresh: bool = False) -> None:
+        """Add a reference to the blocks of ids.
+
+        Args:
+            ids: any number of times each.
+            fresh: what they hold is of no worth: those not in use are bound to the lowest blank blocks.
+
+        Raises:
+            InvalidArgumentError: an id is out of range; nothing was changed.
+        """
+
+    def release_ids(self, ids: _BlockIds, *, fresh: bool = False) -> None:
+        """Take a reference from the blocks of ids.
+
+        Args:
+            ids: any number of times each.
+            fresh: what they hold is of no worth once nobody refers to them: their blocks become blank.
+
+        Raises:
+            InvalidArgumentError: a block has fewer references; nothing was changed.
+        """
+
+    def forget_ids(self, ids: _BlockIds) -> None:
+        """Say that ids that are not in use hold nothing of worth.
+
+        Raises:
+            InvalidArgumentError: an id is out of range; nothing was changed.
+        """
+
+    def lease(self, ids: _BlockIds) -> int:
+        """Keep the blocks of ids where they are, bytes included, until `end_lease`.
+
+        Raises:
+            InvalidArgumentError: an id is out of range; nothing was changed.
+        """
+
+    def end_lease(self, lease: int) -> None:
+        """End a lease.
+
+        Raises:
+            InvalidArgumentError: it is not held.
+        """
+
+    def refs(self, block: int) -> int:
+        """References to a block."""
+
+    def set_refs(self, block: int, refs: int) -> None:
+        """Set the references to a block.
+
+        Raises:
+            InvalidArgumentError: it is out of range.
+        """
+
+    def add_ref(self, block: int, by: int) -> None:
+        """Add a reference to a block, or take one if `by` is negative.
+
+        Raises:
+            InvalidArgumentError: it is out of range, or has none to take.
+        """
+
+    def swap_refs(self, a: int, b: int) -> None:
+        """Exchange the references of two blocks.
+
+        Raises:
+            InvalidArgumentError: one is out of range.
+        """
+
+    def update_mapping(self, id: int, block: int) -> None:
+        """Put an id into a block; the id that was there gets the place that this one had.
+
+        Raises:
+            InvalidArgumentError: one is out of range, or one of them alone is the null block.
+        """
+
+    @overload
+    def resolve(
+        self, ids: NDArray[np.int64], *, out: NDArray[np.int64] | None = None, pass_negative: bool = False
+    ) -> NDArray[np.int64]: ...
+    @overload
+    def resolve(
+        self, ids: NDArray[np.int32], *, out: NDArray[np.int32] | None = None, pass_negative: bool = False
+    ) -> NDArray[np.int32]: ...
+    def resolve_rows(self, rows: Sequence[Sequence[int]], *, pass_negative: bool = False) -> list[list[int]]:
+        """Blocks of ids, for rows of ints.
+
+        Raises:
+            InvalidArgumentError: an id is out of range.
+        """
+
+    def unresolve(self, block: int) -> int:
+        """The id of a block.
+
+        Raises:
+            InvalidArgumentError: it is out of range.
+        """
+
+    @property
+    def forward(self) -> NDArray[np.int64]:
+        """The block of each id known so far: a copy."""
+
+    @property
+    def backward(self) -> NDArray[np.int64]:
+        """The id of each block known so far: a copy."""
+
+    def used(self) -> NDArray[np.int64]:
+        """Blocks with references, rising, and how many, int64 `[n, 2]`."""
+
+    def holes(self) -> NDArray[np.int64]:
+        """Blocks that nobody refers to or leases, rising, int64 `[n]`."""
+
+    @property
+    def gap(self) -> int:
+        """Ids between the highest block in use and the highest there need be."""
+
+    def plan(self, goal: _Goal, number: int, *, slack: int = 0, moves: int | None = None) -> MovePlan:
+        """Plan a step's moves; nothing changes until `commit`.
+
+        Args:
+            goal: see `plan_moves`.
+            number: see `plan_moves`.
+            slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
+                until the goal is met.
+            moves: budget of this step.
+
+        Raises:
+            InvalidArgumentError: the goal is unknown, or its page has no blocks.
+        """
+
+    def commit(self, plan: MovePlan) -> None:
+        """Take over a plan whose bytes have moved: the ids of each pair change places.
+
+        Raises:
+            InvalidArgumentError: the books have changed so that the plan no longer fits; nothing was changed.
+        """
+
+    def check(self) -> None:
+        """Count everything again.
+
+        Raises:
+            InvariantError: the books contradict themselves.
+        """

@@ -4,6 +4,7 @@
 pub mod allocator;
 mod check;
 pub mod decision;
+pub mod defrag;
 pub mod error;
 pub mod event;
 pub mod evict;

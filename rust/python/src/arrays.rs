@@ -226,7 +226,7 @@ pub(crate) fn output<'py, T: Element, D: Dimension>(
 }
 
 /// Type of a value, and dtype and shape of an array, for messages.
-fn describe(value: &Bound<'_, PyAny>) -> String {
+pub(crate) fn describe(value: &Bound<'_, PyAny>) -> String {
     let kind = value.get_type().name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string());
     match (value.getattr("dtype"), value.getattr("shape")) {
         (Ok(dtype), Ok(shape)) => format!("{kind} of {dtype} {shape}"),

@@ -4,6 +4,7 @@ mod allocator;
 mod arrays;
 mod batch;
 mod decision;
+mod defrag;
 mod errors;
 mod event;
 mod evict;
@@ -31,6 +32,8 @@ mod _core {
     use crate::batch::PyDecodeBatch;
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
+    #[pymodule_export]
+    use crate::defrag::{PyBlockObserver, PyMovePlan, plan_moves};
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]

@@ -9,8 +9,8 @@ use std::ops::Range;
 /// Level 0 holds one bit a block; each further level one bit a word of the level below, set iff that word is not zero.
 #[derive(Debug, Clone)]
 pub struct BlockSet {
-    levels: Vec<Vec<u64>>,
-    capacity: usize,
+    pub(super) levels: Vec<Vec<u64>>,
+    pub(super) capacity: usize,
     len: usize,
 }
 
@@ -219,7 +219,7 @@ impl BlockSet {
 
 /// The level-0 words that neighbours lie in, and their bits there.
 #[inline]
-fn words(run: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
+pub(super) fn words(run: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
     let run = run.start as usize..run.end as usize;
     (run.start / 64..run.end.div_ceil(64)).map(move |word| {
         let (first, end) = (run.start.saturating_sub(word * 64), (run.end - word * 64).min(64));
@@ -229,12 +229,12 @@ fn words(run: Range<u32>) -> impl Iterator<Item = (usize, u64)> {
 
 /// The bits `first..end` of a word; `first` is below 64, `end` from 1 to 64.
 #[inline]
-fn mask(first: usize, end: usize) -> u64 {
+pub(super) fn mask(first: usize, end: usize) -> u64 {
     (u64::MAX >> (64 - end)) & (u64::MAX << first)
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a set never holds more than u32::MAX ids")]
-fn block_at(index: usize) -> BlockId {
+pub(super) fn block_at(index: usize) -> BlockId {
     BlockId(index as u32)
 }
 

@@ -1,0 +1,430 @@
+"""Defragmentation beside an allocator that is not ours: its block ids stay as they are, the bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import BlockObserver
+from blockyard.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blockyard.transfer.mover import BlockMover, Move
+
+RequestKey = str | tuple[str, int]
+"""A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
+
+Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
+_Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
+
+
+class DefragStats(NamedTuple):
+    """What a defragmenter has done.
+
+    Attributes:
+        steps: calls of `defragment` that moved something.
+        moves: blocks that were moved one way.
+        exchanges: pairs of blocks that changed places.
+        num_bytes: bytes written, all layers.
+        gap: ids between the highest block in use and the highest there need be, now.
+    """
+
+    steps: int
+    moves: int
+    exchanges: int
+    num_bytes: int
+    gap: int
+
+
+class OnlineDefragmenter:
+    """Keeps the blocks in use at low places, whatever ids their allocator gives out.
+
+    The allocator's ids go in; `resolve` gives the blocks that attention must read and write. By default every id lies
+    where it says until `defragment` exchanges it for another, so that whatever an id is cached for stays with it.
+    Ids known to hold nothing of worth are bound to the lowest free block instead, and most steps need no move.
+    One thread at a time.
+
+    Args:
+        threshold: starts when the highest block in use is more than this above the number in use.
+        margin: ids above the number in use that may stay, once started.
+        enabled: if not, ids are blocks, and nothing is kept.
+        graphed: pass the same tensors to `exchange`, padded to 8, 16, ... 512 pairs.
+        prefix_caching: the allocator may find what is cached in freed ids. If it does not, all freed and new ids hold
+            nothing of worth; bytes that a connector loads into new ids must then come after `update_state`.
+        max_moves: most moves a step; all that are needed by default.
+        negative: what `resolve` does with negative ids, the padding of block tables: refuse them or pass them on.
+        exchange: see `BlockMover`; so for `move` and `wrap`.
+
+    Raises:
+        InvalidArgumentError: a number is negative, or `negative` is neither `"refuse"` nor `"pass"`.
+
+    Source: vllm-gaudi `extension/defragmentation.py`, OnlineDefragmenter, whose names these are.
+    """
+
+    def __init__(
+        self,
+        *,
+        threshold: int = 32,
+        margin: int = 0,
+        enabled: bool = True,
+        graphed: bool = False,
+        prefix_caching: bool = True,
+        max_moves: int | None = None,
+        negative: Literal["refuse", "pass"] = "refuse",
+        exchange: Move | None = None,
+        move: Move | None = None,
+        wrap: Callable[[Move], Move] | None = None,
+    ) -> None:
+        if min(threshold, margin, max_moves or 0) < 0:
+            raise InvalidArgumentError(
+                f"threshold, margin and max_moves are {threshold}, {margin} and {max_moves}, must be at least 0"
+            )
+        if negative not in {"refuse", "pass"}:
+            raise InvalidArgumentError(f"negative is {negative!r}, must be 'refuse' or 'pass'")
+        self.threshold = threshold
+        self.margin = margin
+        self.enabled = enabled
+        self.graphed = graphed
+        self.prefix_caching = prefix_caching
+        self.max_moves = max_moves
+        self.mover: BlockMover | None = None
+        self._passes = negative == "pass"
+        self._exchange, self._move, self._wrap = exchange, move, wrap
+        self._books = BlockObserver()
+        # Generations that are given here never repeat, so that a late report can name no later request.
+        self._generations = count()
+        self._requests: dict[str, dict[int, list[int]]] = {}
+        self._steps = self._moves = self._exchanges = 0
+
+    def initialize(self, kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_size: int) -> None:
+        """Say where the bytes are.
+
+        Args:
+            kv_caches: one entry a layer, `(keys, values)`, values None for MLA; the first dimension counts slots.
+            block_size: slots of a block; 1 if the first dimension counts blocks.
+
+        Raises:
+            LayoutError: a block of a tensor is not contiguous, or the tensors have unequal numbers of blocks.
+            InvalidArgumentError: ids beyond the tensors have been used already.
+        """
+        from blockyard.transfer.mover import BlockMover  # noqa: PLC0415 - loads torch
+
+        mover = BlockMover(
+            kv_caches, block_size, exchange=self._exchange, move=self._move, graphed=self.graphed, wrap=self._wrap
+        )
+        self._books.set_limit(mover.num_blocks)
+        self.mover = mover
+
+    # ---- what the engine reports ----
+
+    def update_state(
+        self,
+        new_blocks: Mapping[RequestKey, Blocks],
+        finished_reqs: Iterable[RequestKey],
+        *,
+        fresh: Collection[int] | None = None,
+    ) -> None:
+        """Take over a step of the allocator: requests that ended before it, then the blocks given out in it.
+
+        Args:
+            new_blocks: ids by request. An id and no generation means the request of that id that runs, or a new one.
+            finished_reqs: without a generation, the oldest request of that id that runs. Unknown ones are passed over:
+                they ended before they got blocks, or were released.
+            fresh: ids of `new_blocks` that hold nothing of worth; all, if there is no prefix caching.
+
+        Raises:
+            InvalidArgumentError: an id is out of range, or a generation is older than one that runs; nothing was
+                changed.
+        """
+        if not self.enabled:
+            return
+        given = {key: _listed(blocks) for key, blocks in new_blocks.items() if len(blocks)}
+        ids = list(chain.from_iterable(given.values()))
+        self._check_ids(ids)
+        ended = self._ended(finished_reqs)
+        ended_set = set(ended)
+        targets = {key: self._target(key, ended_set) for key in given}
+        self._books.release_ids(
+            list(chain.from_iterable(self._requests[name][generation] for name, generation in ended)),
+            fresh=not self.prefix_caching,
+        )
+        for name, generation in ended:
+            self._forget(name, generation)
+        if not self.prefix_caching or not fresh:
+            self._books.use_ids(ids, fresh=not self.prefix_caching)
+        else:
+            self._books.use_ids([b for b in ids if b not in fresh])
+            self._books.use_ids([b for b in ids if b in fresh], fresh=True)
+        for key, blocks in given.items():
+            name, generation = targets[key]
+            self._requests.setdefault(name, {}).setdefault(generation, []).extend(blocks)
+
+    def release(self, request: RequestKey, blocks: Blocks | None = None) -> None:
+        """Take blocks from a request that goes on: it is preempted, or they fell out of its window.
+
+        Args:
+            request: as in `finished_reqs`.
+            blocks: ids; None means all.
+
+        Raises:
+            InvalidArgumentError: the request is unknown, or does not have such a block; nothing was changed.
+        """
+        if not self.enabled:
+            return
+        found = self._ended([request])
+        if not found:
+            raise InvalidArgumentError(f"request {request!r} holds no blocks")
+        name, generation = found[0]
+        held = self._requests[name][generation]
+        given = held if blocks is None else _listed(blocks)
+        kept = [] if blocks is None else _without(held, given, request)
+        self._books.release_ids(given, fresh=not self.prefix_caching)
+        if kept:
+            self._requests[name][generation] = kept
+        else:
+            self._forget(name, generation)
+
+    def forget(self, blocks: Blocks) -> None:
+        """Say that these ids hold nothing of worth, as long as they are not in use: the allocator dropped them.
+
+        Raises:
+            InvalidArgumentError: an id is out of range; nothing was changed.
+        """
+        self._books.forget_ids(blocks)
+
+    def lease(self, blocks: Blocks) -> int:
+        """Keep ids where they are, bytes included, for a reader such as a connector, also when their request has ended.
+
+        Returns:
+            A number for `end_lease`.
+
+        Raises:
+            InvalidArgumentError: an id is out of range; nothing was changed.
+        """
+        return self._books.lease(blocks)
+
+    def end_lease(self, lease: int) -> None:
+        """End a lease.
+
+        Raises:
+            InvalidArgumentError: it is not held.
+        """
+        self._books.end_lease(lease)
+
+    def generation(self, request_id: str) -> int | None:
+        """Give the newest generation of a request that runs, None if there is none."""
+        return max(self._requests.get(request_id, ()), default=None)
+
+    # ---- moving ----
+
+    def defragment(self) -> int:
+        """Move blocks from high places to low ones, if enough is to be gained.
+
+        The books change when the bytes have been moved; if that fails, they do not.
+
+        Returns:
+            Blocks that came down.
+
+        Raises:
+            InvalidArgumentError: there is something to move, and no caches were given to `initialize`.
+        """
+        if not self.enabled:
+            return 0
+        slack = max(self.threshold - self.margin, 0)
+        plan = self._books.plan("dense", self.margin, slack=slack, moves=self.max_moves)
+        if not len(plan):
+            return 0
+        if self.mover is None:
+            raise InvalidArgumentError(f"{len(plan)} blocks should move: call initialize with the caches first")
+        move, exchange = plan.move, plan.exchange
+        self.mover.exchange(exchange)
+        self.mover.move(move)
+        self._books.commit(plan)
+        self._steps += 1
+        self._moves += len(move)
+        self._exchanges += len(exchange)
+        return len(plan)
+
+    def free_blocks(self) -> Iterator[int]:
+        """Blocks that nobody refers to or holds, rising; without end as long as `initialize` was not called."""
+        yield from self._books.holes().tolist()
+        if self.mover is None:
+            yield from count(len(self._books))
+
+    @property
+    def stats(self) -> DefragStats:
+        """What has been done, and the gap as it is."""
+        num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
+        return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._books.gap)
+
+    # ---- ids and blocks ----
+
+    def resolve(self, block_id: int) -> int:
+        """Give the block in which an id's bytes lie.
+
+        Raises:
+            InvalidArgumentError: the id is negative and those are refused, or out of range.
+        """
+        return self.resolve_all([[block_id]])[0][0]
+
+    @overload
+    def resolve_all(self, block_table_list: list[list[int]]) -> list[list[int]]: ...
+    @overload
+    def resolve_all(self, block_table_list: _Table, *, out: _Table | None = None) -> _Table: ...
+
+    def resolve_all(
+        self,
+        block_table_list: list[list[int]] | NDArray[np.int64] | NDArray[np.int32],
+        *,
+        out: NDArray[np.int64] | NDArray[np.int32] | None = None,
+    ) -> list[list[int]] | NDArray[np.int64] | NDArray[np.int32]:
+        """Give the blocks of whole block tables.
+
+        Args:
+            block_table_list: ids as rows of ints, or an int64 or int32 array of any shape.
+            out: for arrays: of the same shape and dtype, C-contiguous; may be the input itself.
+
+        Returns:
+            The same of blocks.
+
+        Raises:
+            InvalidArgumentError: an id is negative and those are refused, or out of range; `out` was not written.
+        """
+        if isinstance(block_table_list, np.ndarray):
+            if self.enabled:
+                return self._books.resolve(block_table_list, out=out, pass_negative=self._passes)
+            if out is None:
+                return block_table_list.copy()
+            out[...] = block_table_list
+            return out
+        if not self.enabled:
+            return [list(row) for row in block_table_list]
+        return self._books.resolve_rows(block_table_list, pass_negative=self._passes)
+
+    def unresolve(self, block_id: int) -> int:
+        """Give the id whose bytes lie in a block.
+
+        Raises:
+            InvalidArgumentError: the block is out of range.
+        """
+        return self._books.unresolve(block_id)
+
+    def update_mapping(self, orig_block: int, new_block: int) -> None:
+        """Say that an id's bytes lie in another block; the id that was there gets the place that this one had.
+
+        Raises:
+            InvalidArgumentError: one is out of range, or one of them alone is the null block.
+        """
+        self._books.update_mapping(orig_block, new_block)
+
+    @property
+    def fwd_mapping_table(self) -> list[int]:
+        """The block of each id known so far."""
+        return self._books.forward.tolist()
+
+    @property
+    def bwd_mapping_table(self) -> list[int]:
+        """The id of each block known so far."""
+        return self._books.backward.tolist()
+
+    # ---- references to blocks (not ids) ----
+
+    @property
+    def used_blocks(self) -> dict[int, int]:
+        """Blocks in use and their references."""
+        return dict(self._books.used().tolist())
+
+    @property
+    def req_blocks(self) -> dict[str, list[int]]:
+        """Ids of each request, its newest generation."""
+        return {name: list(found[max(found)]) for name, found in self._requests.items()}
+
+    def get_ref_count(self, block_id: int) -> int:
+        """Give the references to a block; 0 for one that was never used."""
+        return self._books.refs(block_id)
+
+    def set_ref_count(self, block_id: int, ref_count: int) -> None:
+        """Set the references to a block; less than 0 is 0."""
+        self._books.set_refs(block_id, max(ref_count, 0))
+
+    def swap_refs(self, block_a: int, block_b: int) -> None:
+        """Exchange the references of two blocks."""
+        self._books.swap_refs(block_a, block_b)
+
+    def use_block(self, block_id: int) -> None:
+        """Add a reference to a block."""
+        self._books.add_ref(block_id, 1)
+
+    def free_block(self, block_id: int) -> None:
+        """Take a reference from a block.
+
+        Raises:
+            InvalidArgumentError: it has none; nothing was changed.
+        """
+        self._books.add_ref(block_id, -1)
+
+    def check(self) -> None:
+        """Count everything again.
+
+        Raises:
+            InvariantError: the books contradict themselves.
+        """
+        self._books.check()
+
+    # ---- requests ----
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self._books.limit):
+            wrong = next(b for b in ids if not 0 <= b < self._books.limit)
+            raise InvalidArgumentError(f"block is {wrong}, must be 0 to {self._books.limit - 1}")
+
+    def _ended(self, requests: Iterable[RequestKey]) -> list[tuple[str, int]]:
+        """Running requests that these keys name, each once."""
+        ended: dict[tuple[str, int], None] = {}
+        for key in requests:
+            if isinstance(key, tuple):
+                name, generation = key
+                if generation in self._requests.get(name, ()):
+                    ended[name, generation] = None
+            elif running := [g for g in self._requests.get(key, ()) if (key, g) not in ended]:
+                ended[key, min(running)] = None
+        return list(ended)
+
+    def _target(self, key: RequestKey, ended: Collection[tuple[str, int]]) -> tuple[str, int]:
+        """The request that new blocks belong to once the ended ones are gone."""
+        name, generation = key if isinstance(key, tuple) else (key, None)
+        running = [g for g in self._requests.get(name, ()) if (name, g) not in ended]
+        if generation is None:
+            return name, max(running) if running else next(self._generations)
+        if generation not in running and running and generation < max(running):
+            raise InvalidArgumentError(
+                f"request {name!r} runs in generation {max(running)}, blocks are for {generation}"
+            )
+        return name, generation
+
+    def _forget(self, name: str, generation: int) -> None:
+        found = self._requests[name]
+        del found[generation]
+        if not found:
+            del self._requests[name]
+
+
+def _listed(blocks: Blocks) -> list[int]:
+    return blocks.tolist() if isinstance(blocks, np.ndarray) else list(blocks)
+
+
+def _without(held: list[int], given: list[int], request: RequestKey) -> list[int]:
+    """What a request has left."""
+    kept = list(held)
+    for block in given:
+        try:
+            kept.remove(block)
+        except ValueError:
+            raise InvalidArgumentError(f"request {request!r} holds no block {block}") from None
+    return kept

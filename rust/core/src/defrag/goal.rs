@@ -1,0 +1,86 @@
+//! What is wanted of the places of blocks.
+
+use super::places::Places;
+use crate::error::{Error, Result};
+
+/// What a defragmentation is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Goal {
+    /// No live block has an id above this one.
+    MaxId(u32),
+    /// The last blocks of the pool are free, as many as this.
+    FreeTail(u32),
+    /// Live blocks lie as low as can be, give or take this many ids at the top.
+    Dense(u32),
+    /// As few pages of this many blocks as can be hold a live or fixed block.
+    EmptyPages(u32),
+}
+
+impl Goal {
+    /// The goal's name in messages and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::MaxId(_) => "max_id",
+            Self::FreeTail(_) => "free_tail",
+            Self::Dense(_) => "dense",
+            Self::EmptyPages(_) => "empty_pages",
+        }
+    }
+
+    /// The goal's number.
+    #[must_use]
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::MaxId(n) | Self::FreeTail(n) | Self::Dense(n) | Self::EmptyPages(n) => n,
+        }
+    }
+
+    /// The goal of that name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there is none, or a page has no blocks.
+    pub fn from_name(name: &str, number: u32) -> Result<Self> {
+        match name {
+            "max_id" => Ok(Self::MaxId(number)),
+            "free_tail" => Ok(Self::FreeTail(number)),
+            "dense" => Ok(Self::Dense(number)),
+            "empty_pages" if number > 0 => Ok(Self::EmptyPages(number)),
+            "empty_pages" => {
+                Err(Error::InvalidArgument { what: "page_blocks", found: 0, must: "at least 1".to_owned() })
+            }
+            _ => Err(Error::InvalidArgument {
+                what: "goal",
+                found: number.into(),
+                must: format!("the number of max_id, free_tail, dense or empty_pages, not of {name:?}"),
+            }),
+        }
+    }
+
+    /// First id that must be free of live blocks; no meaning for pages.
+    pub(super) fn end(self, places: &Places) -> u32 {
+        match self {
+            Self::MaxId(n) => n.saturating_add(1).min(places.capacity()),
+            Self::FreeTail(k) => places.capacity().saturating_sub(k),
+            Self::Dense(margin) => {
+                let densest = places.densest().map_or(0, |block| block.0 + 1);
+                densest.saturating_add(margin).min(places.capacity())
+            }
+            Self::EmptyPages(_) => places.capacity(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_others_are_refused() {
+        for goal in [Goal::MaxId(3), Goal::FreeTail(0), Goal::Dense(64), Goal::EmptyPages(1)] {
+            assert_eq!(Goal::from_name(goal.name(), goal.number()), Ok(goal));
+        }
+        assert!(Goal::from_name("empty_pages", 0).is_err());
+        assert!(Goal::from_name("tidy", 1).is_err());
+    }
+}

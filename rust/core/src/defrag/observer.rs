@@ -1,0 +1,387 @@
+//! The books beside a foreign allocator: its block ids stay, the bytes move, two tables say where to.
+//!
+//! *Id* is what the foreign allocator calls a block, *block* is where its bytes lie. `forward` (id to block) and
+//! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
+//! references may still hold what its id is cached for; it is *blank* once the caller has said that it does not.
+
+use super::goal::Goal;
+use super::places::{Place, Places};
+use super::plan::Plan;
+use crate::error::{Error, Result};
+use crate::id::{BlockId, Tier};
+use crate::reuse::BlockSet;
+use std::collections::HashMap;
+
+/// Blocks that stay where they are for a reader outside of the books.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct LeaseId(pub u64);
+
+/// What is known of the bytes behind ids that come into use, or go out of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fresh {
+    /// They may matter: a prefix hit, a cached block.
+    No,
+    /// Nobody will read them: the id may be bound to any blank block.
+    Yes,
+}
+
+/// Where a foreign allocator's blocks lie.
+#[derive(Clone, Debug)]
+pub struct Observer {
+    forward: Vec<u32>,
+    backward: Vec<u32>,
+    refs: Vec<u32>,
+    leases: Vec<u32>,
+    places: Places,
+    /// Holes whose bytes nobody will read.
+    blank: BlockSet,
+    held: HashMap<LeaseId, Vec<u32>>,
+    next_lease: u64,
+    /// Most ids that there can be.
+    limit: u32,
+}
+
+impl Observer {
+    /// Ids `0..blocks`, each where it says; more come when they are named, below `limit`. Block 0 is the null block.
+    #[must_use]
+    pub fn new(blocks: u32, limit: u32) -> Self {
+        let mut observer = Self {
+            forward: Vec::new(),
+            backward: Vec::new(),
+            refs: Vec::new(),
+            leases: Vec::new(),
+            places: Places::new(0),
+            blank: BlockSet::empty(0),
+            held: HashMap::new(),
+            next_lease: 0,
+            limit: limit.max(1),
+        };
+        observer.extend(blocks.clamp(1, observer.limit));
+        observer.places.set(BlockId(0), Place::Fixed);
+        observer
+    }
+
+    /// Ids known so far.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.places.capacity()
+    }
+
+    /// Never: there is the null block.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Most ids that there can be.
+    #[must_use]
+    pub fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    /// Says how many blocks there are, once that is known.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if more have been named already.
+    pub fn set_limit(&mut self, blocks: u32) -> Result<()> {
+        if blocks < self.len() {
+            let must = format!("at least {}: so many ids have been named", self.len());
+            return Err(Error::InvalidArgument { what: "num_blocks", found: blocks.into(), must });
+        }
+        self.limit = blocks;
+        self.extend(blocks);
+        Ok(())
+    }
+
+    /// What may be done with each block.
+    #[must_use]
+    pub fn places(&self) -> &Places {
+        &self.places
+    }
+
+    /// Where each id's bytes lie; an id past the end lies where it says.
+    #[must_use]
+    pub fn forward(&self) -> &[u32] {
+        &self.forward
+    }
+
+    /// The id whose bytes lie in each block.
+    #[must_use]
+    pub fn backward(&self) -> &[u32] {
+        &self.backward
+    }
+
+    /// References to a block.
+    #[must_use]
+    pub fn refs(&self, block: BlockId) -> u32 {
+        self.refs.get(block.index()).copied().unwrap_or(0)
+    }
+
+    /// Blocks with references, and how many they have, rising.
+    pub fn used(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
+        let used = |(block, &refs): (u32, &u32)| (refs > 0).then_some((BlockId(block), refs));
+        (0..).zip(&self.refs).filter_map(used)
+    }
+
+    /// Gives the block of an id.
+    #[must_use]
+    #[inline]
+    pub fn resolve(&self, id: u32) -> u32 {
+        self.forward.get(id as usize).copied().unwrap_or(id)
+    }
+
+    /// Gives the id of a block.
+    #[must_use]
+    pub fn unresolve(&self, block: u32) -> u32 {
+        self.backward.get(block as usize).copied().unwrap_or(block)
+    }
+
+    /// Adds a reference to the blocks of ids. An id that is fresh, and was not in use, is bound to the lowest blank block.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
+    pub fn use_ids(&mut self, ids: &[u32], fresh: Fresh) -> Result<()> {
+        self.reach(ids)?;
+        for &id in ids {
+            let mut block = self.forward[id as usize];
+            if self.refs[block as usize] == 0 && self.leases[block as usize] == 0 && id != 0 {
+                if fresh == Fresh::Yes {
+                    block = self.bind(id, block);
+                }
+                self.blank.remove(BlockId(block));
+                self.places.set(BlockId(block), Place::Live);
+            }
+            self.refs[block as usize] += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes a reference from the blocks of ids. Those that nobody refers to any more may still hold what they are
+    /// cached for, unless the caller says [`Fresh::Yes`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] or [`Error::NotReferenced`]; nothing has changed.
+    pub fn release_ids(&mut self, ids: &[u32], fresh: Fresh) -> Result<()> {
+        for (done, &id) in ids.iter().enumerate() {
+            let block = self.resolve(id);
+            match self.refs.get_mut(block as usize) {
+                Some(refs) if *refs > 0 => *refs -= 1,
+                _ => {
+                    for &id in &ids[..done] {
+                        let block = self.resolve(id);
+                        self.refs[block as usize] += 1;
+                    }
+                    return Err(self.not_referenced(block, ids));
+                }
+            }
+        }
+        for &id in ids {
+            self.settle(self.forward[id as usize], fresh);
+        }
+        Ok(())
+    }
+
+    /// Says that nobody will read the bytes of these ids, as long as they are not in use.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
+    pub fn forget_ids(&mut self, ids: &[u32]) -> Result<()> {
+        self.reach(ids)?;
+        for &id in ids {
+            self.settle(self.forward[id as usize], Fresh::Yes);
+        }
+        Ok(())
+    }
+
+    /// Sets the references of a block.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the block is out of range.
+    pub fn set_refs(&mut self, block: BlockId, refs: u32) -> Result<()> {
+        self.reach(&[block.0])?;
+        self.refs[block.index()] = refs;
+        if refs > 0 && self.places.get(block) == Place::Hole {
+            self.blank.remove(block);
+            self.places.set(block, Place::Live);
+        }
+        self.settle(block.0, Fresh::No);
+        Ok(())
+    }
+
+    /// Exchanges the references of two blocks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if a block is out of range.
+    pub fn swap_refs(&mut self, a: BlockId, b: BlockId) -> Result<()> {
+        self.reach(&[a.0, b.0])?;
+        let (of_a, of_b) = (self.refs(a), self.refs(b));
+        self.set_refs(a, of_b)?;
+        self.set_refs(b, of_a)
+    }
+
+    /// Says that the bytes of `id` lie in `block`; the id that was there gets the place that `id` had.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if one is out of range, or one is the null block and the other is not.
+    pub fn update_mapping(&mut self, id: u32, block: u32) -> Result<()> {
+        self.reach(&[id, block])?;
+        if (id == 0) != (block == 0) {
+            let must = "0 for the null block and for no other".to_owned();
+            return Err(Error::InvalidArgument { what: "block", found: block.into(), must });
+        }
+        let (before, other) = (self.forward[id as usize], self.backward[block as usize]);
+        self.link(id, block);
+        self.link(other, before);
+        // What was said of the bytes of either no longer tells which.
+        self.blank.remove(BlockId(block));
+        self.blank.remove(BlockId(before));
+        Ok(())
+    }
+
+    /// Keeps the blocks of ids where they are and what they hold, also when nobody refers to them any more.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
+    pub fn lease(&mut self, ids: &[u32]) -> Result<LeaseId> {
+        self.reach(ids)?;
+        let blocks: Vec<u32> = ids.iter().map(|&id| self.forward[id as usize]).collect();
+        for &block in &blocks {
+            self.leases[block as usize] += 1;
+            self.blank.remove(BlockId(block));
+            self.places.set(BlockId(block), Place::Fixed);
+        }
+        let lease = LeaseId(self.next_lease);
+        self.next_lease += 1;
+        self.held.insert(lease, blocks);
+        Ok(lease)
+    }
+
+    /// Ends a lease.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if it is not held.
+    pub fn end_lease(&mut self, lease: LeaseId) -> Result<()> {
+        let Some(blocks) = self.held.remove(&lease) else {
+            let must = "a lease that is held".to_owned();
+            return Err(Error::InvalidArgument { what: "lease", found: lease.0.into(), must });
+        };
+        for block in blocks {
+            self.leases[block as usize] -= 1;
+            if self.leases[block as usize] == 0 && block != 0 {
+                let place = if self.refs[block as usize] > 0 { Place::Live } else { Place::Hole };
+                self.places.set(BlockId(block), place);
+            }
+        }
+        Ok(())
+    }
+
+    /// The moves that the goal asks for now; nothing changes until [`Observer::commit`].
+    #[must_use]
+    pub fn plan(&self, goal: Goal, budget: usize) -> Plan {
+        self.places.plan(goal, budget)
+    }
+
+    /// Whether a block is a hole whose bytes nobody will read: it can be moved into one way.
+    #[must_use]
+    pub fn is_blank(&self, block: BlockId) -> bool {
+        self.blank.contains(block)
+    }
+
+    /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the plan no longer fits the books; nothing has changed.
+    pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
+        self.places.check_pairs(pairs)?;
+        for &[from, to] in pairs {
+            let (id, other) = (self.backward[from as usize], self.backward[to as usize]);
+            self.link(id, to);
+            self.link(other, from);
+            self.refs.swap(from as usize, to as usize);
+            self.places.set(BlockId(from), Place::Hole);
+            self.places.set(BlockId(to), Place::Live);
+            if self.blank.remove(BlockId(to)) {
+                self.blank.insert(BlockId(from));
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts everything again and compares.
+    ///
+    /// # Errors
+    /// [`Error::Broken`] with the first contradiction.
+    pub fn check(&self) -> Result<()> {
+        for block in 0..self.len() {
+            let (id, i) = (BlockId(block), block as usize);
+            let must_be = match (block == 0 || self.leases[i] > 0, self.refs[i] > 0) {
+                (true, _) => Place::Fixed,
+                (false, true) => Place::Live,
+                (false, false) => Place::Hole,
+            };
+            let place = self.places.get(id);
+            let linked = self.forward.get(self.backward[i] as usize) == Some(&block);
+            if place != must_be || !linked || (self.blank.contains(id) && place != Place::Hole) {
+                let (refs, leases) = (self.refs[i], self.leases[i]);
+                let what = format!("block {block} is {place:?} with {refs} references and {leases} leases");
+                return Err(Error::Broken { what });
+            }
+        }
+        Ok(())
+    }
+
+    fn link(&mut self, id: u32, block: u32) {
+        self.forward[id as usize] = block;
+        self.backward[block as usize] = id;
+    }
+
+    /// Gives a fresh id the lowest blank block, if that is lower than its own.
+    fn bind(&mut self, id: u32, block: u32) -> u32 {
+        self.blank.insert(BlockId(block));
+        let Some(BlockId(lowest)) = self.blank.next(0).filter(|lowest| lowest.0 < block) else { return block };
+        let other = self.backward[lowest as usize];
+        self.link(id, lowest);
+        self.link(other, block);
+        lowest
+    }
+
+    /// Takes a block that nobody refers to any more out of use, unless it is held in place.
+    fn settle(&mut self, block: u32, fresh: Fresh) {
+        let free = self.refs[block as usize] == 0 && self.leases[block as usize] == 0 && block != 0;
+        if free {
+            self.places.set(BlockId(block), Place::Hole);
+            if fresh == Fresh::Yes {
+                self.blank.insert(BlockId(block));
+            }
+        }
+    }
+
+    /// Makes the ids known, if they are in range.
+    fn reach(&mut self, ids: &[u32]) -> Result<()> {
+        let Some(&highest) = ids.iter().max() else { return Ok(()) };
+        if highest >= self.limit {
+            let must = format!("below {}", self.limit);
+            return Err(Error::InvalidArgument { what: "block", found: highest.into(), must });
+        }
+        self.extend(highest + 1);
+        Ok(())
+    }
+
+    fn extend(&mut self, blocks: u32) {
+        let known = self.len();
+        if blocks > known {
+            self.forward.extend(known..blocks);
+            self.backward.extend(known..blocks);
+            self.refs.resize(blocks as usize, 0);
+            self.leases.resize(blocks as usize, 0);
+            self.places.grow(blocks);
+            self.blank.grow(blocks as usize);
+        }
+    }
+
+    fn not_referenced(&self, block: u32, ids: &[u32]) -> Error {
+        let wanted = ids.iter().filter(|&&id| self.resolve(id) == block).count();
+        Error::NotReferenced { tier: Tier::Device, block: BlockId(block), wanted, refs: self.refs(BlockId(block)) }
+    }
+}

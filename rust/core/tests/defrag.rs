@@ -1,0 +1,266 @@
+//! Plans against brute force on small pools, and the observer against bytes that really move.
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
+
+use blockyard_core::defrag::{Fresh, Goal, Hysteresis, Observer, Place, Places, Plan};
+use blockyard_core::{BlockId, merge_runs};
+use proptest::prelude::*;
+
+fn places(states: &[u8]) -> Places {
+    let mut places = Places::new(states.len());
+    for (block, &state) in (0..).zip(states) {
+        places.set(BlockId(block), [Place::Hole, Place::Live, Place::Fixed][usize::from(state)]);
+    }
+    places
+}
+
+/// Carries the plan out on the places; every pair must be sound.
+fn apply(places: &mut Places, plan: &Plan) {
+    places.check_pairs(&plan.pairs).unwrap();
+    for &[from, to] in &plan.pairs {
+        places.set(BlockId(from), Place::Hole);
+        places.set(BlockId(to), Place::Live);
+    }
+}
+
+/// Fewest pages in use, forced ones included, and fewest moves to get there: all subsets of pages are tried.
+fn best_pages(states: &[u8], page: usize) -> (usize, usize) {
+    let pages: Vec<(usize, usize, bool)> = states
+        .chunks(page)
+        .map(|page| {
+            let count = |wanted| page.iter().map(|&s| usize::from(s == wanted)).sum::<usize>();
+            (count(1), page.len() - count(2), count(2) > 0)
+        })
+        .collect();
+    let live: usize = pages.iter().map(|p| p.0).sum();
+    let mut best = (usize::MAX, usize::MAX);
+    for chosen in 0u32..1 << pages.len() {
+        let is_kept = |i: usize| chosen >> i & 1 == 1;
+        let kept: Vec<_> = (0..pages.len()).filter(|&i| is_kept(i)).map(|i| pages[i]).collect();
+        let forced_out = (0..pages.len()).any(|i| pages[i].2 && !is_kept(i));
+        if !forced_out && kept.iter().map(|p| p.1).sum::<usize>() >= live {
+            best = best.min((kept.len(), live - kept.iter().map(|p| p.0).sum::<usize>()));
+        }
+    }
+    best
+}
+
+fn used_pages(places: &Places, page: u32) -> usize {
+    let capacity = places.capacity();
+    (0..capacity)
+        .step_by(page as usize)
+        .filter(|&s| places.holes().count(s..s + page) < (capacity - s).min(page) as usize)
+        .count()
+}
+
+fn states() -> impl Strategy<Value = Vec<u8>> {
+    prop::collection::vec(prop_oneof![5 => Just(0u8), 5 => Just(1u8), 1 => Just(2u8)], 1..40)
+}
+
+proptest! {
+    #[test]
+    fn pages_are_emptied_with_the_fewest_moves(states in states(), page in 4u32..9, budget in 1usize..6) {
+        let (pages, moves) = best_pages(&states, page as usize);
+        let mut once = places(&states);
+        let plan = once.plan(Goal::EmptyPages(page), usize::MAX);
+        prop_assert_eq!((plan.pairs.len(), plan.left, plan.stuck), (moves, 0, 0));
+        apply(&mut once, &plan);
+        prop_assert!(used_pages(&once, page) <= pages, "{} pages in use, {} needed", used_pages(&once, page), pages);
+        prop_assert_eq!(once.excess(Goal::EmptyPages(page)), 0);
+
+        let (mut stepped, mut total) = (places(&states), 0);
+        while stepped.excess(Goal::EmptyPages(page)) > 0 {
+            let plan = stepped.plan(Goal::EmptyPages(page), budget);
+            prop_assert!(plan.pairs.len() == budget || plan.left == 0);
+            total += plan.pairs.len();
+            prop_assert_eq!(total + plan.left, moves);
+            apply(&mut stepped, &plan);
+        }
+        prop_assert_eq!(total, moves);
+    }
+
+    #[test]
+    fn ids_above_the_limit_come_down_with_one_move_each(states in states(), n in 0u32..40, budget in 1usize..9) {
+        let before = places(&states);
+        let capacity = before.capacity();
+        for (goal, end) in [
+            (Goal::MaxId(n), (n + 1).min(capacity)),
+            (Goal::FreeTail(n), capacity.saturating_sub(n)),
+            (Goal::Dense(0), before.densest().map_or(0, |b| b.0 + 1)),
+        ] {
+            let (above, room) = (before.live().count(end..capacity), before.holes().count(0..end));
+            let mut after = before.clone();
+            let mut total = 0;
+            loop {
+                let plan = after.plan(goal, budget);
+                prop_assert_eq!(plan.stuck, above.saturating_sub(room));
+                prop_assert_eq!(total + plan.pairs.len() + plan.left, above.min(room));
+                if plan.pairs.is_empty() { break; }
+                total += plan.pairs.len();
+                apply(&mut after, &plan);
+            }
+            prop_assert_eq!(total, above.min(room));
+            prop_assert_eq!(after.excess(goal) == 0, above <= room);
+            prop_assert!(matches!(goal, Goal::Dense(_)) <= (after.gap() == 0));
+        }
+    }
+
+    #[test]
+    fn a_plan_has_no_more_runs_than_rising_pairs_in_order(states in states(), n in 4u32..20) {
+        let before = places(&states);
+        let plan = before.plan(Goal::MaxId(n), usize::MAX);
+        let mut sources: Vec<u32> = plan.pairs.iter().map(|p| p[0]).collect();
+        sources.sort_unstable();
+        let in_order: Vec<_> = sources.iter().zip(before.holes().iter()).map(|(&a, b)| [a, b.0]).collect();
+        prop_assert!(merge_runs(&plan.pairs).len() <= merge_runs(&in_order).len());
+    }
+}
+
+#[test]
+fn hysteresis_waits_for_the_slack_and_then_finishes() {
+    let mut states = [0u8; 64];
+    states[8..12].fill(1);
+    let mut hysteresis = Hysteresis::new(8);
+    assert_eq!(hysteresis.plan(&places(&states), Goal::Dense(0), 1).pairs, [[11; 2]; 0]);
+    states[13] = 1;
+    let mut now = places(&states);
+    let mut moves = 0;
+    loop {
+        let plan = hysteresis.plan(&now, Goal::Dense(0), 1);
+        if plan.pairs.is_empty() {
+            break;
+        }
+        moves += plan.pairs.len();
+        apply(&mut now, &plan);
+    }
+    assert_eq!((moves, now.gap()), (5, 0));
+}
+
+/// The foreign side: which ids are referenced, and what each id's bytes must be if anybody may read them.
+struct World {
+    observer: Observer,
+    memory: Vec<u32>,
+    refs: Vec<u32>,
+    content: Vec<Option<u32>>,
+    leases: Vec<(blockyard_core::defrag::LeaseId, Vec<(u32, u32)>)>,
+    next: u32,
+}
+
+impl World {
+    fn new(blocks: u32) -> Self {
+        let size = blocks as usize;
+        let observer = Observer::new(blocks, blocks);
+        Self {
+            observer,
+            memory: vec![0; size],
+            refs: vec![0; size],
+            content: vec![None; size],
+            leases: Vec::new(),
+            next: 1,
+        }
+    }
+
+    fn write(&mut self, id: u32) {
+        self.memory[self.observer.resolve(id) as usize] = self.next;
+        self.content[id as usize] = Some(self.next);
+        self.next += 1;
+    }
+
+    fn step(&mut self, op: u8, id: u32) {
+        let i = id as usize;
+        let is_held = self.leases.iter().any(|(_, blocks)| blocks.iter().any(|b| b.0 == self.observer.resolve(id)));
+        match op {
+            // A fresh id: its old bytes do not matter. One that is leased is not handed out.
+            0 | 1 if self.refs[i] == 0 && !is_held => {
+                self.observer.use_ids(&[id], Fresh::Yes).unwrap();
+                self.refs[i] = 1;
+                self.write(id);
+            }
+            // A hit, or one more reference.
+            2 if !is_held => {
+                self.observer.use_ids(&[id], Fresh::No).unwrap();
+                self.refs[i] += 1;
+                if self.content[i].is_none() {
+                    self.write(id);
+                }
+            }
+            3 | 4 if self.refs[i] > 0 => {
+                let fresh = if op == 3 { Fresh::No } else { Fresh::Yes };
+                self.observer.release_ids(&[id], fresh).unwrap();
+                self.refs[i] -= 1;
+                if self.refs[i] == 0 && fresh == Fresh::Yes {
+                    self.content[i] = None;
+                }
+            }
+            5 if self.refs[i] > 0 => {
+                let lease = self.observer.lease(&[id, id]).unwrap();
+                let block = self.observer.resolve(id);
+                self.leases.push((lease, vec![(block, self.memory[block as usize])]));
+            }
+            6 if !self.leases.is_empty() => {
+                let (lease, _) = self.leases.swap_remove(i % self.leases.len());
+                self.observer.end_lease(lease).unwrap();
+            }
+            7 => self.defragment(id),
+            _ => assert!(self.refs[i] > 0 || self.observer.release_ids(&[id], Fresh::No).is_err()),
+        }
+    }
+
+    fn defragment(&mut self, id: u32) {
+        let goal = [Goal::Dense(0), Goal::EmptyPages(4), Goal::MaxId(id)][id as usize % 3];
+        let plan = self.observer.plan(goal, 1 + id as usize % 5);
+        for &[from, to] in &plan.pairs {
+            if self.observer.is_blank(BlockId(to)) {
+                self.memory[to as usize] = std::mem::replace(&mut self.memory[from as usize], u32::MAX);
+            } else {
+                self.memory.swap(from as usize, to as usize);
+            }
+        }
+        self.observer.commit(&plan.pairs).unwrap();
+    }
+
+    fn check(&self) {
+        self.observer.check().expect("the books hold");
+        assert_eq!(self.observer.resolve(0), 0);
+        for (id, content) in (0u32..).zip(&self.content) {
+            let block = self.observer.resolve(id);
+            assert_eq!(self.observer.refs(BlockId(block)), self.refs[id as usize]);
+            if let Some(content) = content {
+                assert_eq!(self.memory[block as usize], *content, "id {id} in block {block}");
+            }
+        }
+        for &(block, held) in self.leases.iter().flat_map(|(_, blocks)| blocks) {
+            assert_eq!(self.memory[block as usize], held, "leased block {block}");
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn bytes_follow_their_ids(steps in prop::collection::vec((0u8..8, 1u32..24), 0..200)) {
+        let mut world = World::new(24);
+        for (op, id) in steps {
+            world.step(op, id);
+            world.check();
+        }
+    }
+}
+
+#[test]
+fn what_is_out_of_range_or_stale_changes_nothing() {
+    let mut observer = Observer::new(1, 16);
+    observer.use_ids(&[3, 9], Fresh::No).unwrap();
+    let before = format!("{observer:?}");
+    assert!(observer.use_ids(&[4, 16], Fresh::Yes).is_err());
+    assert!(observer.release_ids(&[3, 9, 9], Fresh::Yes).is_err());
+    assert!(observer.update_mapping(0, 3).is_err());
+    assert!(observer.commit(&[[9, 4], [3, 4]]).is_err());
+    assert!(observer.commit(&[[9, 3]]).is_err());
+    assert!(observer.set_limit(9).is_err());
+    assert_eq!(format!("{observer:?}"), before);
+    let lease = observer.lease(&[9]).unwrap();
+    assert!(observer.commit(&[[9, 1]]).is_err());
+    observer.end_lease(lease).unwrap();
+    assert!(observer.end_lease(lease).is_err());
+    observer.commit(&[[9, 1]]).unwrap();
+    assert_eq!((observer.resolve(9), observer.unresolve(9)), (1, 1));
+}

@@ -1,0 +1,373 @@
+//! `BlockObserver` and `plan_moves`: the core's defragmentation behind one lock.
+//!
+//! The lock is held for one call and never while Python code runs.
+
+use crate::arrays::{count, describe, output};
+use crate::errors::{invalid, to_py};
+use blockyard_core::BlockId;
+use blockyard_core::defrag::{Fresh, Goal, Hysteresis, LeaseId, Observer, Place, Places};
+use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+type Table<'py> = Bound<'py, PyArray2<i64>>;
+
+/// Block ids: an int64 or int32 array `[n]` or a list of ints.
+pub(crate) enum Ids<'py> {
+    Wide(PyReadonlyArray1<'py, i64>),
+    List(Vec<u32>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Ids<'py> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(array) = value.extract() {
+            return Ok(Self::Wide(array));
+        }
+        if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
+            return array.as_array().iter().map(|&id| block(id.into())).collect::<PyResult<_>>().map(Self::List);
+        }
+        let ids: Vec<i64> = value.extract().map_err(|_| {
+            let found = describe(&value);
+            invalid(format!("block ids are {found}, must be an int64 or int32 array [n] or a list of ints"))
+        })?;
+        ids.into_iter().map(block).collect::<PyResult<_>>().map(Self::List)
+    }
+}
+
+impl Ids<'_> {
+    fn take(self) -> PyResult<Vec<u32>> {
+        match self {
+            Self::List(ids) => Ok(ids),
+            Self::Wide(array) => array.as_array().iter().map(|&id| block(id)).collect(),
+        }
+    }
+}
+
+fn block(id: i64) -> PyResult<u32> {
+    u32::try_from(id).map_err(|_| invalid(format!("block is {id}, must be 0 to {}", u32::MAX)))
+}
+
+fn fresh(fresh: bool) -> Fresh {
+    if fresh { Fresh::Yes } else { Fresh::No }
+}
+
+/// Reads one block id, which must not be negative.
+fn id(value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    count(value)
+}
+
+/// Moves towards a goal; nothing has moved yet.
+#[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
+pub(crate) struct PyMovePlan {
+    pairs: Vec<[u32; 2]>,
+    blank: Vec<bool>,
+    #[pyo3(get)]
+    left: usize,
+    #[pyo3(get)]
+    stuck: usize,
+}
+
+impl PyMovePlan {
+    fn table<'py>(&self, py: Python<'py>, wanted: impl Fn(bool) -> bool) -> PyResult<Table<'py>> {
+        let pairs = self.pairs.iter().zip(&self.blank).filter(|(_, blank)| wanted(**blank)).map(|(pair, _)| pair);
+        let ids: Vec<i64> = pairs.flatten().map(|&block| i64::from(block)).collect();
+        let rows = ids.len() / 2;
+        PyArray1::from_vec(py, ids).reshape([rows, 2])
+    }
+}
+
+#[pymethods]
+impl PyMovePlan {
+    #[getter]
+    fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        self.table(py, |_| true)
+    }
+
+    #[getter]
+    fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        self.table(py, |blank| blank)
+    }
+
+    #[getter]
+    fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        self.table(py, |blank| !blank)
+    }
+
+    fn __len__(&self) -> usize {
+        self.pairs.len()
+    }
+
+    fn __repr__(&self) -> String {
+        let exchanged = self.blank.iter().filter(|blank| !**blank).count();
+        let moved = self.pairs.len() - exchanged;
+        format!("MovePlan(move={moved}, exchange={exchanged}, left={}, stuck={})", self.left, self.stuck)
+    }
+}
+
+struct Books {
+    observer: Observer,
+    running: Option<(Goal, u32, Hysteresis)>,
+}
+
+/// Where a foreign allocator's blocks lie, and where they should.
+#[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
+pub(crate) struct PyBlockObserver {
+    inner: Mutex<Books>,
+}
+
+impl PyBlockObserver {
+    fn lock(&self) -> MutexGuard<'_, Books> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Blocks of a table of ids of any shape.
+    fn resolved<'py, T>(
+        &self,
+        ids: &Bound<'py, PyArrayDyn<T>>,
+        out: &Bound<'py, PyArrayDyn<T>>,
+        pass: bool,
+    ) -> PyResult<()>
+    where
+        T: Element + Copy + Into<i64> + TryFrom<i64>,
+    {
+        if ids.shape() != out.shape() {
+            return Err(invalid(format!("out has shape {:?}, must have {:?}", out.shape(), ids.shape())));
+        }
+        let copy = ids.try_readonly().map(|ids| ids.as_array().iter().copied().collect::<Vec<T>>());
+        let mut values = copy.map_err(|error| invalid(format!("ids cannot be read: {error}")))?;
+        let books = self.lock();
+        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
+        for value in &mut values {
+            let id: i64 = (*value).into();
+            let known = usize::try_from(id).ok().and_then(|id| forward.get(id));
+            match known {
+                Some(&block) => *value = T::try_from(i64::from(block)).unwrap_or(*value),
+                None if (pass && id < 0) || (0..limit).contains(&id) => {}
+                None => return Err(unresolvable(id, limit)),
+            }
+        }
+        drop(books);
+        let mut out = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
+        out.as_slice_mut()?.copy_from_slice(&values);
+        Ok(())
+    }
+}
+
+fn unresolvable(id: i64, limit: i64) -> PyErr {
+    invalid(format!("block is {id}, must be 0 to {}", limit - 1))
+}
+
+#[pymethods]
+impl PyBlockObserver {
+    #[new]
+    #[pyo3(signature = (num_blocks = None))]
+    fn new(num_blocks: Option<u32>) -> PyResult<Self> {
+        const MOST: u32 = u32::MAX / 2;
+        if num_blocks.is_some_and(|blocks| blocks == 0 || blocks > MOST) {
+            return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
+        }
+        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST));
+        Ok(Self { inner: Mutex::new(Books { observer, running: None }) })
+    }
+
+    fn __len__(&self) -> usize {
+        self.lock().observer.len() as usize
+    }
+
+    #[getter]
+    fn limit(&self) -> u32 {
+        self.lock().observer.limit()
+    }
+
+    fn set_limit(&self, #[pyo3(from_py_with = count)] num_blocks: u32) -> PyResult<()> {
+        self.lock().observer.set_limit(num_blocks).map_err(to_py)
+    }
+
+    #[pyo3(signature = (ids, *, fresh = false))]
+    fn use_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
+        let ids = ids.take()?;
+        self.lock().observer.use_ids(&ids, self::fresh(fresh)).map_err(to_py)
+    }
+
+    #[pyo3(signature = (ids, *, fresh = false))]
+    fn release_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
+        let ids = ids.take()?;
+        self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
+    }
+
+    fn forget_ids(&self, ids: Ids<'_>) -> PyResult<()> {
+        let ids = ids.take()?;
+        self.lock().observer.forget_ids(&ids).map_err(to_py)
+    }
+
+    fn lease(&self, ids: Ids<'_>) -> PyResult<u64> {
+        let ids = ids.take()?;
+        Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
+    }
+
+    fn end_lease(&self, lease: u64) -> PyResult<()> {
+        self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
+    }
+
+    fn refs(&self, #[pyo3(from_py_with = id)] block: u32) -> u32 {
+        self.lock().observer.refs(BlockId(block))
+    }
+
+    fn set_refs(&self, #[pyo3(from_py_with = id)] block: u32, #[pyo3(from_py_with = count)] refs: u32) -> PyResult<()> {
+        self.lock().observer.set_refs(BlockId(block), refs).map_err(to_py)
+    }
+
+    /// Adds a reference to a block, or takes one from it.
+    fn add_ref(&self, #[pyo3(from_py_with = id)] block: u32, by: i32) -> PyResult<()> {
+        let mut books = self.lock();
+        let id = books.observer.unresolve(block);
+        if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id], Fresh::No) }
+            .map_err(to_py)
+    }
+
+    fn swap_refs(&self, #[pyo3(from_py_with = id)] a: u32, #[pyo3(from_py_with = id)] b: u32) -> PyResult<()> {
+        self.lock().observer.swap_refs(BlockId(a), BlockId(b)).map_err(to_py)
+    }
+
+    fn update_mapping(
+        &self,
+        #[pyo3(from_py_with = id)] id: u32,
+        #[pyo3(from_py_with = id)] block: u32,
+    ) -> PyResult<()> {
+        self.lock().observer.update_mapping(id, block).map_err(to_py)
+    }
+
+    #[pyo3(signature = (ids, *, out = None, pass_negative = false))]
+    fn resolve<'py>(
+        &self,
+        ids: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+        pass_negative: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = ids.py();
+        if let Ok(ids) = ids.cast::<PyArrayDyn<i64>>() {
+            let out = match out {
+                Some(out) => output(out, "int64, as the ids")?,
+                None => PyArrayDyn::zeros(py, ids.shape(), false),
+            };
+            self.resolved(ids, &out, pass_negative)?;
+            return Ok(out.into_any());
+        }
+        if let Ok(ids) = ids.cast::<PyArrayDyn<i32>>() {
+            let out = match out {
+                Some(out) => output(out, "int32, as the ids")?,
+                None => PyArrayDyn::zeros(py, ids.shape(), false),
+            };
+            self.resolved(ids, &out, pass_negative)?;
+            return Ok(out.into_any());
+        }
+        Err(invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
+    }
+
+    /// As `resolve`, for rows of ints.
+    #[pyo3(signature = (rows, *, pass_negative = false))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn resolve_rows(&self, rows: Vec<Vec<i64>>, pass_negative: bool) -> PyResult<Vec<Vec<i64>>> {
+        let books = self.lock();
+        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
+        let one = |&id: &i64| match usize::try_from(id).ok().and_then(|id| forward.get(id)) {
+            Some(&block) => Ok(i64::from(block)),
+            None if (pass_negative && id < 0) || (0..limit).contains(&id) => Ok(id),
+            None => Err(unresolvable(id, limit)),
+        };
+        rows.iter().map(|row| row.iter().map(one).collect()).collect()
+    }
+
+    fn unresolve(&self, #[pyo3(from_py_with = id)] block: u32) -> PyResult<u32> {
+        let books = self.lock();
+        if block >= books.observer.limit() {
+            return Err(unresolvable(block.into(), books.observer.limit().into()));
+        }
+        Ok(books.observer.unresolve(block))
+    }
+
+    #[getter]
+    fn forward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        PyArray1::from_iter(py, self.lock().observer.forward().iter().map(|&block| i64::from(block)))
+    }
+
+    #[getter]
+    fn backward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        PyArray1::from_iter(py, self.lock().observer.backward().iter().map(|&id| i64::from(id)))
+    }
+
+    /// Blocks with references and their counts, int64 `[n, 2]`, rising.
+    fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        let used: Vec<i64> =
+            self.lock().observer.used().flat_map(|(block, refs)| [block.0, refs].map(i64::from)).collect();
+        let rows = used.len() / 2;
+        PyArray1::from_vec(py, used).reshape([rows, 2])
+    }
+
+    fn holes<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        let holes: Vec<i64> = self.lock().observer.places().holes().iter().map(|block| i64::from(block.0)).collect();
+        PyArray1::from_vec(py, holes)
+    }
+
+    #[getter]
+    fn gap(&self) -> u32 {
+        self.lock().observer.places().gap()
+    }
+
+    #[pyo3(signature = (goal, number, *, slack = 0, moves = None))]
+    fn plan(
+        &self,
+        goal: &str,
+        #[pyo3(from_py_with = count)] number: u32,
+        slack: u32,
+        moves: Option<usize>,
+    ) -> PyResult<PyMovePlan> {
+        let goal = Goal::from_name(goal, number).map_err(to_py)?;
+        let books = &mut *self.lock();
+        let mut hysteresis = match books.running {
+            Some((running, with, hysteresis)) if running == goal && with == slack => hysteresis,
+            _ => Hysteresis::new(slack),
+        };
+        let plan = hysteresis.plan(books.observer.places(), goal, moves.unwrap_or(usize::MAX));
+        books.running = Some((goal, slack, hysteresis));
+        let blank = plan.pairs.iter().map(|pair| books.observer.is_blank(BlockId(pair[1]))).collect();
+        Ok(PyMovePlan { pairs: plan.pairs, blank, left: plan.left, stuck: plan.stuck })
+    }
+
+    fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
+        self.lock().observer.commit(&plan.pairs).map_err(to_py)
+    }
+
+    fn check(&self) -> PyResult<()> {
+        self.lock().observer.check().map_err(to_py)
+    }
+}
+
+/// The fewest moves that bring live blocks where the goal wants them.
+#[pyfunction]
+#[pyo3(signature = (goal, number, *, num_blocks, live, fixed = None, moves = None))]
+pub(crate) fn plan_moves(
+    goal: &str,
+    #[pyo3(from_py_with = count)] number: u32,
+    #[pyo3(from_py_with = count)] num_blocks: u32,
+    live: Ids<'_>,
+    fixed: Option<Ids<'_>>,
+    moves: Option<usize>,
+) -> PyResult<PyMovePlan> {
+    let goal = Goal::from_name(goal, number).map_err(to_py)?;
+    let fixed = fixed.map_or_else(|| Ok(Vec::new()), Ids::take)?;
+    let mut places = Places::new(num_blocks as usize);
+    for (blocks, place) in [(live.take()?, Place::Live), (fixed, Place::Fixed)] {
+        for block in blocks {
+            if block >= num_blocks {
+                return Err(invalid(format!("block is {block}, must be below {num_blocks}")));
+            }
+            places.set(BlockId(block), place);
+        }
+    }
+    let plan = places.plan(goal, moves.unwrap_or(usize::MAX));
+    let blank = vec![true; plan.pairs.len()];
+    Ok(PyMovePlan { pairs: plan.pairs, blank, left: plan.left, stuck: plan.stuck })
+}
