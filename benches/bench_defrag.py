@@ -30,6 +30,7 @@ PROMPT_BLOCKS = 64
 BLOCK_SIZE = 16
 THRESHOLD = 48
 MARGIN = 16
+SPARE = 32
 
 
 class Step(NamedTuple):
@@ -51,8 +52,10 @@ class Churn:
         self._tokens: list[int] = []
 
     def step(self, *, tables: bool = False) -> Step:
+        """End, append, start; the blocks of those that start come first."""
         freed: list[int] = []
         new: list[int] = []
+        appended: list[int] = []
         if len(self._tables) + self._starts > RUNNING:
             for _ in range(self._starts):
                 i = self._rng.randrange(len(self._tables))
@@ -65,7 +68,7 @@ class Churn:
             self._tokens[at] += 1
             if self._tokens[at] > len(table) * BLOCK_SIZE:
                 table.append(self._free.popleft())
-                new.append(table[-1])
+                appended.append(table[-1])
         for _ in range(self._starts):
             self._tables.append([self._free.popleft() for _ in range(PROMPT_BLOCKS)])
             self._tokens.append(
@@ -73,7 +76,7 @@ class Churn:
             )
             new += self._tables[-1]
         copied = [list(table) for table in self._tables] if tables else None
-        return Step(np.array(freed, np.int64), np.array(new, np.int64), copied)
+        return Step(np.array(freed, np.int64), np.array(new + appended, np.int64), copied)
 
 
 def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True) -> dict[str, float]:
@@ -84,7 +87,7 @@ def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True
     for number in range(warm_up + steps):
         step = churn.step(tables=number % 16 == 0)
         books.release_ids(step.freed, fresh=fresh)
-        books.use_ids(step.new, fresh=fresh)
+        books.use_ids(step.new, fresh=fresh, spare=SPARE)
         plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN)
         books.commit(plan)
         if number < warm_up:
@@ -108,7 +111,7 @@ def cost(blocks: int, steps: int) -> dict[str, float]:
         step = churn.step()
         begin = clock()
         books.release_ids(step.freed, fresh=True)
-        books.use_ids(step.new, fresh=True)
+        books.use_ids(step.new, fresh=True, spare=SPARE)
         planned = clock()
         plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN)
         if len(plan):
@@ -119,15 +122,32 @@ def cost(blocks: int, steps: int) -> dict[str, float]:
         if number >= 2 * RUNNING // STARTS:
             plan_ns.append(done - planned)
             all_ns.append(end - begin)
-    return {
-        "plan_us": float(np.mean(plan_ns)) / 1000,
-        "plan_p99_us": float(np.percentile(plan_ns, 99)) / 1000,
-        "all_us": float(np.mean(all_ns)) / 1000,
-    }
+    return {"plan_us": float(np.mean(plan_ns)) / 1000, "all_us": float(np.mean(all_ns)) / 1000}
+
+
+def figures(repeats: int) -> dict[str, float]:
+    """All figures, by their names in BENCH_JSON."""
+    small = quality(32768, 2000)
+    large = [cost(262144, 2000) for _ in range(repeats)]
+    found = {f"w_defrag_32k_{name}": value for name, value in small.items()}
+    found |= {f"w_defrag_256k_{name}": min(run[name] for run in large) for name in large[0]}
+    crowd = quality(32768, 500, starts=16)
+    identity = quality(32768, 200, fresh=False)
+    found |= {f"w_defrag_32k_{name}_1024_new": value for name, value in crowd.items()}
+    return found | {f"w_defrag_32k_{name}_kept_ids": value for name, value in identity.items()}
+
+
+def main() -> None:
+    """Measure, print, and add to BENCH_JSON."""
+    gc.disable()  # its walks would be charged to whoever allocates next
+    found = figures(repeats=5)
+    for name, value in found.items():
+        print(f"{name:26} {value:10.4f}")
+    if path := os.environ.get("BENCH_JSON"):
+        file = Path(path)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(known | found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    for blocks in (32768, 262144):
-        print(quality(blocks, 2000), cost(blocks, 2000))
-    print(quality(32768, 500, starts=16))
-    print("identity", quality(32768, 300, fresh=False))
+    main()

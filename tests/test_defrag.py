@@ -448,9 +448,7 @@ def test_pages_are_emptied_down_to_the_fewest(states, page):
     assert len(used) <= max(0, -(-(len(live) - room) // page)) + (short > 0 and len(live) > room)
     if not short:
         assert len(used) == max(0, -(-(len(live) - room) // page)) or len(plan) == 0
-        counts = sorted((sum(b // page == p for b in live) for p in range(len(states) // page) if p not in forced))[
-            ::-1
-        ]
+        counts = sorted(sum(b // page == p for b in live) for p in range(len(states) // page) if p not in forced)[::-1]
         assert len(plan) == sum(counts[max(0, -(-(len(live) - room) // page)) :])
 
 

@@ -8,7 +8,7 @@ will do. A failed call changes nothing. All classes may be used from several thr
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final, overload
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -1390,12 +1390,13 @@ class BlockObserver:
             InvalidArgumentError: more are known.
         """
 
-    def use_ids(self, ids: _BlockIds, *, fresh: bool = False) -> None:
+    def use_ids(self, ids: _BlockIds, *, fresh: bool = False, spare: int = 0) -> None:
         """Add a reference to the blocks of ids.
 
         Args:
-            ids: any number of times each.
+            ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
             fresh: what they hold is of no worth: those not in use are bound to the lowest blank blocks.
+            spare: for fresh ids: how far past the lowest blank blocks longer runs of them are looked for.
 
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
@@ -1457,21 +1458,34 @@ class BlockObserver:
             InvalidArgumentError: one is out of range.
         """
 
-    def update_mapping(self, id: int, block: int) -> None:
+    def update_mapping(self, block_id: int, block: int) -> None:
         """Put an id into a block; the id that was there gets the place that this one had.
 
         Raises:
             InvalidArgumentError: one is out of range, or one of them alone is the null block.
         """
 
-    @overload
     def resolve(
-        self, ids: NDArray[np.int64], *, out: NDArray[np.int64] | None = None, pass_negative: bool = False
-    ) -> NDArray[np.int64]: ...
-    @overload
-    def resolve(
-        self, ids: NDArray[np.int32], *, out: NDArray[np.int32] | None = None, pass_negative: bool = False
-    ) -> NDArray[np.int32]: ...
+        self,
+        ids: NDArray[np.int64] | NDArray[np.int32],
+        *,
+        out: NDArray[np.int64] | NDArray[np.int32] | None = None,
+        pass_negative: bool = False,
+    ) -> NDArray[np.int64] | NDArray[np.int32]:
+        """Blocks of ids.
+
+        Args:
+            ids: of any shape.
+            out: of the same shape and dtype, C-contiguous; may be `ids`.
+            pass_negative: negative ids stay as they are.
+
+        Returns:
+            `out`, or a new array of the shape and dtype of `ids`.
+
+        Raises:
+            InvalidArgumentError: an id is out of range, or an array's shape or dtype is wrong; `out` was not written.
+        """
+
     def resolve_rows(self, rows: Sequence[Sequence[int]], *, pass_negative: bool = False) -> list[list[int]]:
         """Blocks of ids, for rows of ints.
 

@@ -22,6 +22,7 @@ RequestKey = str | tuple[str, int]
 
 Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
 _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
+_AnyTable = NDArray[np.int64] | NDArray[np.int32]
 
 
 class DefragStats(NamedTuple):
@@ -144,7 +145,9 @@ class OnlineDefragmenter:
         """
         if not self.enabled:
             return
-        given = {key: _listed(blocks) for key, blocks in new_blocks.items() if len(blocks)}
+        # Long runs of free blocks go to those who can use them.
+        longest = sorted(new_blocks.items(), key=lambda item: len(item[1]), reverse=True)
+        given = {key: _listed(blocks) for key, blocks in longest if len(blocks)}
         ids = list(chain.from_iterable(given.values()))
         self._check_ids(ids)
         ended = self._ended(finished_reqs)
@@ -156,11 +159,9 @@ class OnlineDefragmenter:
         )
         for name, generation in ended:
             self._forget(name, generation)
-        if not self.prefix_caching or not fresh:
-            self._books.use_ids(ids, fresh=not self.prefix_caching)
-        else:
-            self._books.use_ids([b for b in ids if b not in fresh])
-            self._books.use_ids([b for b in ids if b in fresh], fresh=True)
+        is_fresh = set(ids if not self.prefix_caching else fresh or ())
+        self._books.use_ids([b for b in ids if b not in is_fresh])
+        self._books.use_ids([b for b in ids if b in is_fresh], fresh=True, spare=self.threshold // 2)
         for key, blocks in given.items():
             name, generation = targets[key]
             self._requests.setdefault(name, {}).setdefault(generation, []).extend(blocks)
@@ -280,10 +281,10 @@ class OnlineDefragmenter:
 
     def resolve_all(
         self,
-        block_table_list: list[list[int]] | NDArray[np.int64] | NDArray[np.int32],
+        block_table_list: list[list[int]] | _AnyTable,
         *,
-        out: NDArray[np.int64] | NDArray[np.int32] | None = None,
-    ) -> list[list[int]] | NDArray[np.int64] | NDArray[np.int32]:
+        out: _AnyTable | None = None,
+    ) -> list[list[int]] | _AnyTable:
         """Give the blocks of whole block tables.
 
         Args:
@@ -297,12 +298,7 @@ class OnlineDefragmenter:
             InvalidArgumentError: an id is negative and those are refused, or out of range; `out` was not written.
         """
         if isinstance(block_table_list, np.ndarray):
-            if self.enabled:
-                return self._books.resolve(block_table_list, out=out, pass_negative=self._passes)
-            if out is None:
-                return block_table_list.copy()
-            out[...] = block_table_list
-            return out
+            return self._resolve_array(block_table_list, out)
         if not self.enabled:
             return [list(row) for row in block_table_list]
         return self._books.resolve_rows(block_table_list, pass_negative=self._passes)
@@ -326,19 +322,19 @@ class OnlineDefragmenter:
     @property
     def fwd_mapping_table(self) -> list[int]:
         """The block of each id known so far."""
-        return self._books.forward.tolist()
+        return list(map(int, self._books.forward))
 
     @property
     def bwd_mapping_table(self) -> list[int]:
         """The id of each block known so far."""
-        return self._books.backward.tolist()
+        return list(map(int, self._books.backward))
 
     # ---- references to blocks (not ids) ----
 
     @property
     def used_blocks(self) -> dict[int, int]:
         """Blocks in use and their references."""
-        return dict(self._books.used().tolist())
+        return {int(block): int(refs) for block, refs in self._books.used()}
 
     @property
     def req_blocks(self) -> dict[str, list[int]]:
@@ -376,6 +372,13 @@ class OnlineDefragmenter:
             InvariantError: the books contradict themselves.
         """
         self._books.check()
+
+    def _resolve_array(self, table: _AnyTable, out: _AnyTable | None) -> _AnyTable:
+        if self.enabled:
+            return self._books.resolve(table, out=out, pass_negative=self._passes)
+        found = np.empty_like(table) if out is None else out
+        found[...] = table
+        return found
 
     # ---- requests ----
 
@@ -423,8 +426,7 @@ def _without(held: list[int], given: list[int], request: RequestKey) -> list[int
     """What a request has left."""
     kept = list(held)
     for block in given:
-        try:
-            kept.remove(block)
-        except ValueError:
-            raise InvalidArgumentError(f"request {request!r} holds no block {block}") from None
+        if block not in kept:
+            raise InvalidArgumentError(f"request {request!r} holds no block {block}")
+        kept.remove(block)
     return kept

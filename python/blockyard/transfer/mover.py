@@ -58,9 +58,9 @@ class BlockMover:
         self.num_blocks = sizes.pop()
         self.bytes_per_block = sum(view.shape[1] for view in self.views)
         self.graphed = graphed
-        chosen = exchange or getattr(ops, "exchange_blocks", exchange_rows)
+        chosen: Move = exchange if exchange is not None else getattr(ops, "exchange_blocks", exchange_rows)
         self._exchange = wrap(chosen) if wrap is not None else chosen
-        self._move = move or ops.copy_blocks
+        self._move: Move = move if move is not None else ops.copy_blocks
         self._buffers: dict[int, Tensor] = {}
 
     def exchange(self, pairs: Ids) -> None:

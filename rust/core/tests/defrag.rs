@@ -171,13 +171,14 @@ impl World {
         match op {
             // A fresh id: its old bytes do not matter. One that is leased is not handed out.
             0 | 1 if self.refs[i] == 0 && !is_held => {
-                self.observer.use_ids(&[id], Fresh::Yes).unwrap();
+                self.observer.use_fresh(&[id, id], i % 3).unwrap();
+                self.observer.release_ids(&[id], Fresh::Yes).unwrap();
                 self.refs[i] = 1;
                 self.write(id);
             }
             // A hit, or one more reference.
             2 if !is_held => {
-                self.observer.use_ids(&[id], Fresh::No).unwrap();
+                self.observer.use_ids(&[id]).unwrap();
                 self.refs[i] += 1;
                 if self.content[i].is_none() {
                     self.write(id);
@@ -248,9 +249,9 @@ proptest! {
 #[test]
 fn what_is_out_of_range_or_stale_changes_nothing() {
     let mut observer = Observer::new(1, 16);
-    observer.use_ids(&[3, 9], Fresh::No).unwrap();
+    observer.use_ids(&[3, 9]).unwrap();
     let before = format!("{observer:?}");
-    assert!(observer.use_ids(&[4, 16], Fresh::Yes).is_err());
+    assert!(observer.use_fresh(&[4, 16], 0).is_err());
     assert!(observer.release_ids(&[3, 9, 9], Fresh::Yes).is_err());
     assert!(observer.update_mapping(0, 3).is_err());
     assert!(observer.commit(&[[9, 4], [3, 4]]).is_err());
@@ -263,4 +264,15 @@ fn what_is_out_of_range_or_stale_changes_nothing() {
     assert!(observer.end_lease(lease).is_err());
     observer.commit(&[[9, 1]]).unwrap();
     assert_eq!((observer.resolve(9), observer.unresolve(9)), (1, 1));
+}
+
+#[test]
+fn fresh_ids_take_the_longest_of_the_lowest_runs() {
+    let mut observer = Observer::new(64, 64);
+    observer.forget_ids(&[1, 3, 4, 5, 7, 8]).unwrap();
+    observer.use_fresh(&[40, 41, 42, 43, 44, 40, 3], 2).unwrap();
+    let blocks: Vec<u32> = [40, 41, 42, 43, 44, 3].map(|id| observer.resolve(id)).to_vec();
+    assert_eq!(blocks, [3, 4, 5, 7, 8, 1]);
+    assert_eq!((observer.refs(BlockId(3)), observer.refs(BlockId(4))), (2, 1));
+    observer.check().unwrap();
 }

@@ -185,10 +185,11 @@ impl PyBlockObserver {
         self.lock().observer.set_limit(num_blocks).map_err(to_py)
     }
 
-    #[pyo3(signature = (ids, *, fresh = false))]
-    fn use_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
+    #[pyo3(signature = (ids, *, fresh = false, spare = 0))]
+    fn use_ids(&self, ids: Ids<'_>, fresh: bool, spare: usize) -> PyResult<()> {
         let ids = ids.take()?;
-        self.lock().observer.use_ids(&ids, self::fresh(fresh)).map_err(to_py)
+        let observer = &mut self.lock().observer;
+        if fresh { observer.use_fresh(&ids, spare) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
@@ -223,8 +224,7 @@ impl PyBlockObserver {
     fn add_ref(&self, #[pyo3(from_py_with = id)] block: u32, by: i32) -> PyResult<()> {
         let mut books = self.lock();
         let id = books.observer.unresolve(block);
-        if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id], Fresh::No) }
-            .map_err(to_py)
+        if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id]) }.map_err(to_py)
     }
 
     fn swap_refs(&self, #[pyo3(from_py_with = id)] a: u32, #[pyo3(from_py_with = id)] b: u32) -> PyResult<()> {
@@ -233,10 +233,10 @@ impl PyBlockObserver {
 
     fn update_mapping(
         &self,
-        #[pyo3(from_py_with = id)] id: u32,
+        #[pyo3(from_py_with = id)] block_id: u32,
         #[pyo3(from_py_with = id)] block: u32,
     ) -> PyResult<()> {
-        self.lock().observer.update_mapping(id, block).map_err(to_py)
+        self.lock().observer.update_mapping(block_id, block).map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, out = None, pass_negative = false))]

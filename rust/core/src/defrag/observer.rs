@@ -10,19 +10,21 @@ use super::plan::Plan;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::reuse::BlockSet;
+use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// Blocks that stay where they are for a reader outside of the books.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct LeaseId(pub u64);
 
-/// What is known of the bytes behind ids that come into use, or go out of it.
+/// What is known of the bytes behind ids that go out of use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fresh {
-    /// They may matter: a prefix hit, a cached block.
+    /// They may matter: a cached block.
     No,
-    /// Nobody will read them: the id may be bound to any blank block.
+    /// Nobody will read them.
     Yes,
 }
 
@@ -137,22 +139,48 @@ impl Observer {
         self.backward.get(block as usize).copied().unwrap_or(block)
     }
 
-    /// Adds a reference to the blocks of ids. An id that is fresh, and was not in use, is bound to the lowest blank block.
+    /// Adds a reference to the blocks of ids.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
-    pub fn use_ids(&mut self, ids: &[u32], fresh: Fresh) -> Result<()> {
+    pub fn use_ids(&mut self, ids: &[u32]) -> Result<()> {
         self.reach(ids)?;
         for &id in ids {
-            let mut block = self.forward[id as usize];
-            if self.refs[block as usize] == 0 && self.leases[block as usize] == 0 && id != 0 {
-                if fresh == Fresh::Yes {
-                    block = self.bind(id, block);
-                }
-                self.blank.remove(BlockId(block));
-                self.places.set(BlockId(block), Place::Live);
+            self.take(self.forward[id as usize]);
+        }
+        Ok(())
+    }
+
+    /// As [`Observer::use_ids`], but what the ids hold is of no worth: those that were not in use are bound to blank
+    /// blocks, to the longest runs among the lowest ones. Ids of one sequence are given together, long sequences first.
+    ///
+    /// Up to `spare` ids past the lowest blocks are looked at, so that short runs can be left out.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
+    pub fn use_fresh(&mut self, ids: &[u32], spare: usize) -> Result<()> {
+        self.reach(ids)?;
+        let mut unused = Vec::with_capacity(ids.len());
+        for &id in ids {
+            let block = self.forward[id as usize];
+            if self.is_free(block) {
+                unused.push(id);
             }
             self.refs[block as usize] += 1;
+        }
+        for run in runs(unused.iter().map(|&id| self.forward[id as usize])) {
+            self.blank.insert_run(run);
+        }
+        let mut unused = unused.into_iter();
+        for run in self.blank_runs(unused.len(), spare) {
+            for (block, id) in run.clone().zip(unused.by_ref()) {
+                let (before, other) = (self.forward[id as usize], self.backward[block as usize]);
+                self.link(id, block);
+                self.link(other, before);
+                self.refs.swap(before as usize, block as usize);
+            }
+            self.blank.remove_run(run.clone());
+            self.places.fill_run(run);
         }
         Ok(())
     }
@@ -176,8 +204,13 @@ impl Observer {
                 }
             }
         }
-        for &id in ids {
-            self.settle(self.forward[id as usize], fresh);
+        let blocks = ids.iter().map(|&id| self.forward[id as usize]);
+        let freed: Vec<_> = runs(blocks.filter(|&block| self.is_free(block))).collect();
+        for run in freed {
+            if fresh == Fresh::Yes {
+                self.blank.insert_run(run.clone());
+            }
+            self.places.free_run(run);
         }
         Ok(())
     }
@@ -336,20 +369,47 @@ impl Observer {
         self.backward[block as usize] = id;
     }
 
-    /// Gives a fresh id the lowest blank block, if that is lower than its own.
-    fn bind(&mut self, id: u32, block: u32) -> u32 {
-        self.blank.insert(BlockId(block));
-        let Some(BlockId(lowest)) = self.blank.next(0).filter(|lowest| lowest.0 < block) else { return block };
-        let other = self.backward[lowest as usize];
-        self.link(id, lowest);
-        self.link(other, block);
-        lowest
+    /// Whether nobody refers to a block or holds it in place.
+    #[inline]
+    fn is_free(&self, block: u32) -> bool {
+        self.refs[block as usize] == 0 && self.leases[block as usize] == 0 && block != 0
+    }
+
+    /// Adds a reference to a block.
+    fn take(&mut self, block: u32) {
+        if self.is_free(block) {
+            self.blank.remove(BlockId(block));
+            self.places.set(BlockId(block), Place::Live);
+        }
+        self.refs[block as usize] += 1;
+    }
+
+    /// Runs of blank blocks, `count` blocks in all: the longest among the lowest, up to `spare` ids past what is needed.
+    fn blank_runs(&self, count: usize, spare: usize) -> Vec<Range<u32>> {
+        let (mut found, mut from, mut left, mut end) = (Vec::new(), 0, count, u32::MAX);
+        while let Some(mut run) = self.blank.next_run(from, u32::MAX).filter(|run| run.start < end) {
+            from = run.end;
+            if end == u32::MAX && run.len() >= left {
+                let needed = run.start.saturating_add(u32::try_from(left).unwrap_or(u32::MAX));
+                end = needed.saturating_add(u32::try_from(spare).unwrap_or(u32::MAX));
+            }
+            left = left.saturating_sub(run.len());
+            run.end = run.end.min(end);
+            found.push(run);
+        }
+        found.sort_unstable_by_key(|run| (Reverse(run.len()), run.start));
+        let mut left = u32::try_from(count).unwrap_or(u32::MAX);
+        for run in &mut found {
+            run.end = run.end.min(run.start.saturating_add(left));
+            left -= run.end - run.start;
+        }
+        found.retain(|run| !run.is_empty());
+        found
     }
 
     /// Takes a block that nobody refers to any more out of use, unless it is held in place.
     fn settle(&mut self, block: u32, fresh: Fresh) {
-        let free = self.refs[block as usize] == 0 && self.leases[block as usize] == 0 && block != 0;
-        if free {
+        if self.is_free(block) {
             self.places.set(BlockId(block), Place::Hole);
             if fresh == Fresh::Yes {
                 self.blank.insert(BlockId(block));
@@ -384,4 +444,17 @@ impl Observer {
         let wanted = ids.iter().filter(|&&id| self.resolve(id) == block).count();
         Error::NotReferenced { tier: Tier::Device, block: BlockId(block), wanted, refs: self.refs(BlockId(block)) }
     }
+}
+
+/// Merges blocks that follow one another.
+fn runs(blocks: impl Iterator<Item = u32>) -> impl Iterator<Item = Range<u32>> {
+    let mut blocks = blocks.peekable();
+    std::iter::from_fn(move || {
+        let start = blocks.next()?;
+        let mut end = start + 1;
+        while blocks.next_if_eq(&end).is_some() {
+            end += 1;
+        }
+        Some(start..end)
+    })
 }

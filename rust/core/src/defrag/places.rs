@@ -68,6 +68,18 @@ impl Places {
         }
     }
 
+    /// Live neighbours become holes.
+    pub(super) fn free_run(&mut self, run: Range<u32>) {
+        self.live.remove_run(run.clone());
+        self.holes.insert_run(run);
+    }
+
+    /// Neighbours that are holes become live.
+    pub(super) fn fill_run(&mut self, run: Range<u32>) {
+        self.holes.remove_run(run.clone());
+        self.live.insert_run(run);
+    }
+
     /// The blocks that are holes.
     #[must_use]
     pub fn holes(&self) -> &BlockSet {
