@@ -295,7 +295,7 @@ impl PyBlockObserver {
 
     #[getter]
     fn backward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        PyArray1::from_iter(py, self.lock().observer.backward().iter().map(|&id| i64::from(id)))
+        PyArray1::from_iter(py, self.lock().observer.backward().map(i64::from).collect::<Vec<_>>())
     }
 
     /// Blocks with references and their counts, int64 `[n, 2]`, rising.

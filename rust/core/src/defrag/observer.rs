@@ -28,13 +28,21 @@ pub enum Fresh {
     Yes,
 }
 
+/// What is known of a block, side by side: a step touches many blocks once each.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(16))]
+struct Block {
+    /// The id whose bytes lie here.
+    id: u32,
+    refs: u32,
+    leases: u32,
+}
+
 /// Where a foreign allocator's blocks lie.
 #[derive(Clone, Debug)]
 pub struct Observer {
     forward: Vec<u32>,
-    backward: Vec<u32>,
-    refs: Vec<u32>,
-    leases: Vec<u32>,
+    blocks: Vec<Block>,
     places: Places,
     /// Holes whose bytes nobody will read.
     blank: BlockSet,
@@ -50,9 +58,7 @@ impl Observer {
     pub fn new(blocks: u32, limit: u32) -> Self {
         let mut observer = Self {
             forward: Vec::new(),
-            backward: Vec::new(),
-            refs: Vec::new(),
-            leases: Vec::new(),
+            blocks: Vec::new(),
             places: Places::new(0),
             blank: BlockSet::empty(0),
             held: HashMap::new(),
@@ -109,21 +115,20 @@ impl Observer {
     }
 
     /// The id whose bytes lie in each block.
-    #[must_use]
-    pub fn backward(&self) -> &[u32] {
-        &self.backward
+    pub fn backward(&self) -> impl Iterator<Item = u32> + '_ {
+        self.blocks.iter().map(|block| block.id)
     }
 
     /// References to a block.
     #[must_use]
     pub fn refs(&self, block: BlockId) -> u32 {
-        self.refs.get(block.index()).copied().unwrap_or(0)
+        self.blocks.get(block.index()).map_or(0, |block| block.refs)
     }
 
     /// Blocks with references, and how many they have, rising.
     pub fn used(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
-        let used = |(block, &refs): (u32, &u32)| (refs > 0).then_some((BlockId(block), refs));
-        (0..).zip(&self.refs).filter_map(used)
+        let used = |(id, block): (u32, &Block)| (block.refs > 0).then_some((BlockId(id), block.refs));
+        (0..).zip(&self.blocks).filter_map(used)
     }
 
     /// Gives the block of an id.
@@ -136,7 +141,7 @@ impl Observer {
     /// Gives the id of a block.
     #[must_use]
     pub fn unresolve(&self, block: u32) -> u32 {
-        self.backward.get(block as usize).copied().unwrap_or(block)
+        self.blocks.get(block as usize).map_or(block, |block| block.id)
     }
 
     /// Adds a reference to the blocks of ids.
@@ -166,7 +171,7 @@ impl Observer {
             if self.is_free(block) {
                 unused.push(id);
             }
-            self.refs[block as usize] += 1;
+            self.blocks[block as usize].refs += 1;
         }
         for run in runs(unused.iter().map(|&id| self.forward[id as usize])) {
             self.blank.insert_run(run);
@@ -174,10 +179,10 @@ impl Observer {
         let mut unused = unused.into_iter();
         for run in self.blank_runs(unused.len(), spare) {
             for (block, id) in run.clone().zip(unused.by_ref()) {
-                let (before, other) = (self.forward[id as usize], self.backward[block as usize]);
+                let (before, other) = (self.forward[id as usize], self.blocks[block as usize].id);
                 self.link(id, block);
                 self.link(other, before);
-                self.refs.swap(before as usize, block as usize);
+                self.swap_counts(before, block);
             }
             self.blank.remove_run(run.clone());
             self.places.fill_run(run);
@@ -193,12 +198,12 @@ impl Observer {
     pub fn release_ids(&mut self, ids: &[u32], fresh: Fresh) -> Result<()> {
         for (done, &id) in ids.iter().enumerate() {
             let block = self.resolve(id);
-            match self.refs.get_mut(block as usize) {
-                Some(refs) if *refs > 0 => *refs -= 1,
+            match self.blocks.get_mut(block as usize) {
+                Some(block) if block.refs > 0 => block.refs -= 1,
                 _ => {
                     for &id in &ids[..done] {
                         let block = self.resolve(id);
-                        self.refs[block as usize] += 1;
+                        self.blocks[block as usize].refs += 1;
                     }
                     return Err(self.not_referenced(block, ids));
                 }
@@ -233,7 +238,7 @@ impl Observer {
     /// [`Error::InvalidArgument`] if the block is out of range.
     pub fn set_refs(&mut self, block: BlockId, refs: u32) -> Result<()> {
         self.reach(&[block.0])?;
-        self.refs[block.index()] = refs;
+        self.blocks[block.index()].refs = refs;
         if refs > 0 && self.places.get(block) == Place::Hole {
             self.blank.remove(block);
             self.places.set(block, Place::Live);
@@ -263,7 +268,7 @@ impl Observer {
             let must = "0 for the null block and for no other".to_owned();
             return Err(Error::InvalidArgument { what: "block", found: block.into(), must });
         }
-        let (before, other) = (self.forward[id as usize], self.backward[block as usize]);
+        let (before, other) = (self.forward[id as usize], self.blocks[block as usize].id);
         self.link(id, block);
         self.link(other, before);
         // What was said of the bytes of either no longer tells which.
@@ -280,7 +285,7 @@ impl Observer {
         self.reach(ids)?;
         let blocks: Vec<u32> = ids.iter().map(|&id| self.forward[id as usize]).collect();
         for &block in &blocks {
-            self.leases[block as usize] += 1;
+            self.blocks[block as usize].leases += 1;
             self.blank.remove(BlockId(block));
             self.places.set(BlockId(block), Place::Fixed);
         }
@@ -300,9 +305,9 @@ impl Observer {
             return Err(Error::InvalidArgument { what: "lease", found: lease.0.into(), must });
         };
         for block in blocks {
-            self.leases[block as usize] -= 1;
-            if self.leases[block as usize] == 0 && block != 0 {
-                let place = if self.refs[block as usize] > 0 { Place::Live } else { Place::Hole };
+            self.blocks[block as usize].leases -= 1;
+            if self.blocks[block as usize].leases == 0 && block != 0 {
+                let place = if self.blocks[block as usize].refs > 0 { Place::Live } else { Place::Hole };
                 self.places.set(BlockId(block), place);
             }
         }
@@ -328,10 +333,10 @@ impl Observer {
     pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
         self.places.check_pairs(pairs)?;
         for &[from, to] in pairs {
-            let (id, other) = (self.backward[from as usize], self.backward[to as usize]);
+            let (id, other) = (self.blocks[from as usize].id, self.blocks[to as usize].id);
             self.link(id, to);
             self.link(other, from);
-            self.refs.swap(from as usize, to as usize);
+            self.swap_counts(from, to);
             self.places.set(BlockId(from), Place::Hole);
             self.places.set(BlockId(to), Place::Live);
             if self.blank.remove(BlockId(to)) {
@@ -348,15 +353,15 @@ impl Observer {
     pub fn check(&self) -> Result<()> {
         for block in 0..self.len() {
             let (id, i) = (BlockId(block), block as usize);
-            let must_be = match (block == 0 || self.leases[i] > 0, self.refs[i] > 0) {
+            let must_be = match (block == 0 || self.blocks[i].leases > 0, self.blocks[i].refs > 0) {
                 (true, _) => Place::Fixed,
                 (false, true) => Place::Live,
                 (false, false) => Place::Hole,
             };
             let place = self.places.get(id);
-            let linked = self.forward.get(self.backward[i] as usize) == Some(&block);
+            let linked = self.forward.get(self.blocks[i].id as usize) == Some(&block);
             if place != must_be || !linked || (self.blank.contains(id) && place != Place::Hole) {
-                let (refs, leases) = (self.refs[i], self.leases[i]);
+                let (refs, leases) = (self.blocks[i].refs, self.blocks[i].leases);
                 let what = format!("block {block} is {place:?} with {refs} references and {leases} leases");
                 return Err(Error::Broken { what });
             }
@@ -364,15 +369,21 @@ impl Observer {
         Ok(())
     }
 
+    fn swap_counts(&mut self, a: u32, b: u32) {
+        let refs = self.blocks[a as usize].refs;
+        self.blocks[a as usize].refs = std::mem::replace(&mut self.blocks[b as usize].refs, refs);
+    }
+
     fn link(&mut self, id: u32, block: u32) {
         self.forward[id as usize] = block;
-        self.backward[block as usize] = id;
+        self.blocks[block as usize].id = id;
     }
 
     /// Whether nobody refers to a block or holds it in place.
     #[inline]
     fn is_free(&self, block: u32) -> bool {
-        self.refs[block as usize] == 0 && self.leases[block as usize] == 0 && block != 0
+        let Block { refs, leases, .. } = self.blocks[block as usize];
+        refs == 0 && leases == 0 && block != 0
     }
 
     /// Adds a reference to a block.
@@ -381,7 +392,7 @@ impl Observer {
             self.blank.remove(BlockId(block));
             self.places.set(BlockId(block), Place::Live);
         }
-        self.refs[block as usize] += 1;
+        self.blocks[block as usize].refs += 1;
     }
 
     /// Runs of blank blocks, `count` blocks in all: the longest among the lowest, up to `spare` ids past what is needed.
@@ -432,9 +443,7 @@ impl Observer {
         let known = self.len();
         if blocks > known {
             self.forward.extend(known..blocks);
-            self.backward.extend(known..blocks);
-            self.refs.resize(blocks as usize, 0);
-            self.leases.resize(blocks as usize, 0);
+            self.blocks.extend((known..blocks).map(|id| Block { id, refs: 0, leases: 0 }));
             self.places.grow(blocks);
             self.blank.grow(blocks as usize);
         }

@@ -1,6 +1,6 @@
 //! Which source goes to which hole, where any will do: as few runs of neighbours as a best fit gives.
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
 use std::ops::Range;
 
 /// Pairs every source with a hole, `(from, to)`, ordered by source; the holes must be enough.
@@ -14,26 +14,69 @@ pub(super) fn pair(mut sources: Vec<u32>, holes: &[Range<u32>]) -> Vec<[u32; 2]>
         return holes.iter().find(|run| !run.is_empty()).map(|run| [source, run.start]).into_iter().collect();
     }
     let mut runs: Vec<Range<u32>> = sources.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + len(run)).collect();
-    runs.sort_by_key(|run| std::cmp::Reverse(run.end - run.start));
-    let mut free: BTreeSet<(u32, u32)> = holes.iter().map(|run| (run.end - run.start, run.start)).collect();
+    runs.sort_unstable_by_key(|run| (Reverse(run.end - run.start), run.start));
+    let mut free = FreeRuns::new(holes);
     let mut pairs = Vec::with_capacity(sources.len());
     for run in runs {
         let mut from = run.start;
         while from < run.end {
             let wanted = run.end - from;
-            let best = free.range((wanted, 0)..).next().or_else(|| free.last()).copied();
-            let Some((room, to)) = best else { break };
-            free.remove(&(room, to));
-            let taken = wanted.min(room);
-            pairs.extend((0..taken).map(|i| [from + i, to + i]));
-            if room > taken {
-                free.insert((room - taken, to + taken));
-            }
+            let Some(room) = free.take(wanted) else { break };
+            let taken = wanted.min(room.end - room.start);
+            pairs.extend((0..taken).map(|i| [from + i, room.start + i]));
+            free.put(room.start + taken..room.end);
             from += taken;
         }
     }
     pairs.sort_unstable();
     pairs
+}
+
+/// Runs of holes by length, those of [`LONG`] and more together, so that a fit is found at once.
+struct FreeRuns {
+    by_length: Vec<Vec<Range<u32>>>,
+    /// Bit `n`: some run is of length `n`.
+    lengths: u64,
+}
+
+/// From this length on a fit need not be the best.
+const LONG: u32 = 63;
+
+impl FreeRuns {
+    fn new(holes: &[Range<u32>]) -> Self {
+        let mut free = Self { by_length: vec![Vec::new(); LONG as usize + 1], lengths: 0 };
+        // The lowest of a length are taken first.
+        holes.iter().rev().for_each(|run| free.put(run.clone()));
+        free
+    }
+
+    fn put(&mut self, run: Range<u32>) {
+        if !run.is_empty() {
+            let length = (run.end - run.start).min(LONG);
+            self.by_length[length as usize].push(run);
+            self.lengths |= 1 << length;
+        }
+    }
+
+    /// Takes the shortest run that holds `wanted` blocks, or else the longest.
+    fn take(&mut self, wanted: u32) -> Option<Range<u32>> {
+        let fitting = self.lengths & (u64::MAX << wanted.min(LONG));
+        let length = if fitting == 0 { self.lengths.checked_ilog2()? } else { fitting.trailing_zeros() };
+        let runs = &mut self.by_length[length as usize];
+        let run = if wanted > LONG {
+            let fit = runs.iter().enumerate().filter(|(_, run)| run.end - run.start >= wanted);
+            let best = fit.min_by_key(|(_, run)| run.end - run.start);
+            let longest = || runs.iter().enumerate().max_by_key(|(_, run)| run.end - run.start);
+            let index = best.or_else(longest)?.0;
+            runs.swap_remove(index)
+        } else {
+            runs.pop()?
+        };
+        if runs.is_empty() {
+            self.lengths &= !(1 << length);
+        }
+        Some(run)
+    }
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "distinct ids are at most 2^32")]
@@ -51,6 +94,14 @@ mod tests {
     fn a_run_goes_where_it_fits_whole() {
         let pairs = pair(vec![103, 101, 102, 100, 90], &[1..3, 5..6, 10..14]);
         assert_eq!(pairs, [[90, 5], [100, 10], [101, 11], [102, 12], [103, 13]]);
+    }
+
+    #[test]
+    fn long_runs_fit_too() {
+        let pairs = pair((1000..1100).chain(2000..2070).collect(), &[1..80, 100..300, 400..500]);
+        assert_eq!(merge_runs(&pairs).iter().map(|run| run.dst).collect::<Vec<_>>(), [400, 1]);
+        let cut = pair((1000..1100).collect(), &[1..20, 30..40, 50..80, 100..170]);
+        assert_eq!(merge_runs(&cut).len(), 2);
     }
 
     #[test]
