@@ -39,14 +39,6 @@ BatchCopy find_batch_copy() {
     return found;
 }
 
-cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
-    for (size_t i = 0; i < batch.count; ++i) {
-        const cudaError_t status = cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], batch.kind, stream);
-        if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
-}
-
 cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
     // The driver's signature wants integers it may write to.
     std::vector<CUdeviceptr> dsts(batch.count), srcs(batch.count);
@@ -103,6 +95,14 @@ bool is_capturing(cudaStream_t stream) {
 }
 
 }  // namespace
+
+cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
+    for (size_t i = 0; i < batch.count; ++i) {
+        const cudaError_t status = cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], batch.kind, stream);
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}
 
 cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream) {
     if (batch.count == 0) return cudaSuccess;

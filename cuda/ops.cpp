@@ -5,10 +5,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "check.h"
 #include "copy.h"
+#include "mapping.h"
 
 // A torch without CUDA lacks it; the library must load there too.
 #pragma weak aoti_torch_get_current_cuda_stream
@@ -32,22 +34,29 @@ cudaStream_t current_stream(int32_t device) {
     return static_cast<cudaStream_t>(stream);
 }
 
+// Pairs of views, one of each side; neighbours that lie side by side on both sides become one.
 std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     std::vector<CopyTensor> tensors;
     tensors.reserve(src.views.size());
     for (size_t i = 0; i < src.views.size(); ++i) {
         const View &from = src.views[i], &to = dst.views[i];
-        tensors.push_back({from.data, to.data, from.stride, to.stride, from.width});
+        CopyTensor* last = tensors.empty() ? nullptr : &tensors.back();
+        if (last != nullptr && from.stride == last->src_stride && to.stride == last->dst_stride &&
+            from.data == last->src + last->width && to.data == last->dst + last->width &&
+            last->width + from.width <= std::min(from.stride, to.stride)) {
+            last->width += from.width;
+        } else {
+            tensors.push_back({from.data, to.data, from.stride, to.stride, from.width});
+        }
     }
     return tensors;
 }
 
-void run_on_device(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
+void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(dst.device);
     const cudaStream_t stream = current_stream(dst.device);
-    check_cuda(copy_on_device(tensors.data(), tensors.size(), pairs.data(), pairs.size(), stream),
-               "copying blocks within the device");
+    check_cuda(copy_on_device(tensors.data(), tensors.size(), plan, stream), "copying blocks within the device");
 }
 
 bool is_pinned(const Side& host) {
@@ -97,29 +106,68 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
     check_cuda(copy_batch(batch, is_pinned(to_host ? dst : src), stream), "copying blocks between host and device");
 }
 
+// Copies between two sides that share no byte.
+void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
+    if (src.device == Side::kHost && dst.device == Side::kHost) {
+        fail("layout", "neither ", src.name, " nor ", dst.name, " is on a CUDA device");
+    }
+    const bool within = src.device == dst.device;
+    if (!within && src.device != Side::kHost && dst.device != Side::kHost) {
+        fail("layout", src.name, " is on CUDA device ", src.device, ", ", dst.name, " on ", dst.device);
+    }
+    if (pairs.empty()) return;
+    within ? run_on_device(src, dst, independent(pairs)) : run_between(src, dst, pairs);
+}
+
+// Makes steps within one side.
+void run_within(const Side& caches, const Steps& plan) {
+    if (caches.device == Side::kHost) fail("layout", caches.name, " are not on a CUDA device");
+    if (!plan.steps.empty()) run_on_device(caches, caches, plan);
+}
+
 // ---- the ops ----
 
 void swap_blocks(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
     const Side src("src", src_views), dst("dst", dst_views);
     check_swap(src, dst);
-    const std::vector<CopyPair> checked = read_pairs(pairs, src.blocks, dst.blocks, false);
-    if (src.device == Side::kHost && dst.device == Side::kHost) {
-        fail("layout", "neither src nor dst is on a CUDA device");
-    }
-    const bool within = src.device == dst.device;
-    if (!within && src.device != Side::kHost && dst.device != Side::kHost) {
-        fail("layout", "src is on CUDA device ", src.device, ", dst on ", dst.device);
-    }
-    if (checked.empty()) return;
-    within ? run_on_device(src, dst, checked) : run_between(src, dst, checked);
+    run(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
 }
 
 void copy_blocks(std::vector<Tensor> views, Tensor pairs) {
     const Side caches("caches", views);
     caches.check_apart();
-    const std::vector<CopyPair> checked = read_pairs(pairs, caches.blocks, caches.blocks, true);
-    if (caches.device == Side::kHost) fail("layout", "caches are not on a CUDA device");
-    if (!checked.empty()) run_on_device(caches, caches, checked);
+    const std::vector<CopyPair> checked = read_pairs(pairs, caches.blocks, caches.blocks);
+    check_parted(checked, caches.blocks);
+    run_within(caches, independent(checked));
+}
+
+void move_blocks(std::vector<Tensor> views, Tensor pairs) {
+    const Side caches("caches", views);
+    caches.check_apart();
+    const std::vector<CopyPair> checked = read_pairs(pairs, caches.blocks, caches.blocks);
+    run_within(caches, order_moves(checked, static_cast<size_t>(caches.blocks)));
+}
+
+void exchange_blocks(std::vector<Tensor> views, Tensor pairs) {
+    const Side caches("caches", views);
+    caches.check_apart();
+    run_within(caches, order_exchanges(read_exchanges(pairs, caches.blocks)));
+}
+
+void gather_blocks(std::vector<Tensor> views, Tensor staging, Tensor blocks) {
+    const Side caches("caches", views), rows("rows", {staging});
+    const Side pieces = rows.split(caches.views);
+    check_swap(caches, pieces);
+    run(caches, pieces, read_blocks(blocks, caches.blocks, rows.blocks, false));
+}
+
+void scatter_blocks(Tensor staging, std::vector<Tensor> views, Tensor blocks) {
+    const Side caches("caches", views), rows("rows", {staging});
+    const Side pieces = rows.split(caches.views);
+    check_swap(pieces, caches);
+    std::vector<CopyPair> pairs = read_blocks(blocks, caches.blocks, rows.blocks, true);
+    for (CopyPair& pair : pairs) std::swap(pair.src, pair.dst);
+    run(pieces, caches, pairs);
 }
 
 }  // namespace
@@ -128,4 +176,8 @@ void copy_blocks(std::vector<Tensor> views, Tensor pairs) {
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) {
     m.impl("swap_blocks", TORCH_BOX(&blockyard::swap_blocks));
     m.impl("copy_blocks", TORCH_BOX(&blockyard::copy_blocks));
+    m.impl("move_blocks", TORCH_BOX(&blockyard::move_blocks));
+    m.impl("exchange_blocks", TORCH_BOX(&blockyard::exchange_blocks));
+    m.impl("gather_blocks", TORCH_BOX(&blockyard::gather_blocks));
+    m.impl("scatter_blocks", TORCH_BOX(&blockyard::scatter_blocks));
 }
