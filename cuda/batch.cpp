@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "copy.h"
+#include "ways.h"
 
 namespace blockyard {
 namespace {
@@ -22,7 +23,6 @@ struct SideStream {
     cudaStream_t stream = nullptr;
     cudaEvent_t event = nullptr;
 };
-constexpr int kMaxDevices = 64;
 
 BatchCopy find_batch_copy() {
     static const BatchCopy found = [] {

@@ -11,6 +11,7 @@
 #include "check.h"
 #include "copy.h"
 #include "mapping.h"
+#include "ways.h"
 
 // A torch without CUDA lacks it; the library must load there too.
 #pragma weak aoti_torch_get_current_cuda_stream
@@ -71,6 +72,10 @@ bool is_pinned(const Side& host) {
     return true;
 }
 
+bool is_dense(const CopyTensor& tensor) {
+    return tensor.src_stride == tensor.width && tensor.dst_stride == tensor.width;
+}
+
 // Pieces of a copy between host and device; neighbours become one piece where rows follow one another on both sides.
 struct Pieces {
     std::vector<void*> dsts;
@@ -78,7 +83,7 @@ struct Pieces {
     std::vector<size_t> sizes;
 
     void add(const CopyTensor& tensor, const std::vector<CopyPair>& pairs) {
-        const bool dense = tensor.src_stride == tensor.width && tensor.dst_stride == tensor.width;
+        const bool dense = is_dense(tensor);
         for (size_t n = 0; n < pairs.size(); ++n) {
             const CopyPair pair = pairs[n];
             if (dense && n > 0 && pair.src == pairs[n - 1].src + 1 && pair.dst == pairs[n - 1].dst + 1) {
@@ -92,18 +97,42 @@ struct Pieces {
     }
 };
 
+Way way_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device, bool to_host) {
+    int64_t runs = 1, bytes = 0, count = 0;
+    for (size_t n = 1; n < pairs.size(); ++n) {
+        runs += pairs[n].src != pairs[n - 1].src + 1 || pairs[n].dst != pairs[n - 1].dst + 1;
+    }
+    const auto num_pairs = static_cast<int64_t>(pairs.size());
+    for (const CopyTensor& tensor : tensors) {
+        bytes += tensor.width * num_pairs;
+        count += is_dense(tensor) ? runs : num_pairs;
+    }
+    const Way way = choose_way(device, to_host, bytes / std::max<int64_t>(count, 1), count);
+    // Narrow accesses would waste most of what crosses the link.
+    const bool fits = way != Way::kKernel || misalignment(tensors.data(), tensors.size()) % 16 == 0;
+    return fits ? way : Way::kBatch;
+}
+
 void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
     const bool to_host = dst.device == Side::kHost;
     const int32_t device = to_host ? src.device : dst.device;
+    const std::vector<CopyTensor> tensors = join(src, dst);
+    const DeviceGuard guard(device);
+    const cudaStream_t stream = current_stream(device);
+    const bool pinned = is_pinned(to_host ? dst : src);
+    const Way way = pinned ? way_of(tensors, pairs, device, to_host) : Way::kLoop;
+    if (way == Way::kKernel) {
+        check_cuda(copy_far(tensors.data(), tensors.size(), independent(pairs), stream),
+                   "copying blocks between host and device by a kernel");
+        return;
+    }
     Pieces pieces;
-    for (const CopyTensor& tensor : join(src, dst)) {
+    for (const CopyTensor& tensor : tensors) {
         if (tensor.width > 0) pieces.add(tensor, pairs);
     }
     const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
-    const DeviceGuard guard(device);
-    const cudaStream_t stream = current_stream(device);
-    check_cuda(copy_batch(batch, is_pinned(to_host ? dst : src), stream), "copying blocks between host and device");
+    check_cuda(copy_batch(batch, way == Way::kBatch, stream), "copying blocks between host and device");
 }
 
 // Copies between two sides that share no byte.
@@ -170,8 +199,26 @@ void scatter_blocks(Tensor staging, std::vector<Tensor> views, Tensor blocks) {
     run(pieces, caches, pairs);
 }
 
+void set_device_ways(int64_t device, Tensor rules) {
+    if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
+    if (!rules.is_cpu() || rules.scalar_type() != torch::headeronly::ScalarType::Long || rules.dim() != 2 ||
+        rules.size(1) != 4 || rules.stride(1) != 1) {
+        fail("mapping", "rules are not int64 [n, 4] on the CPU");
+    }
+    const auto* first = static_cast<const int64_t*>(rules.const_data_ptr());
+    std::vector<WayRule> read;
+    for (int64_t n = 0; n < rules.size(0); ++n) {
+        const int64_t* rule = first + n * rules.stride(0);
+        if (rule[3] < 1 || rule[3] > 3) fail("mapping", "rule ", n, " names way ", rule[3], ", there are 3");
+        read.push_back({rule[0], rule[1], rule[2], static_cast<Way>(rule[3])});
+    }
+    set_ways(static_cast<int32_t>(device), read);
+}
+
 }  // namespace
 }  // namespace blockyard
+
+STABLE_TORCH_LIBRARY_IMPL(blockyard, CPU, m) { m.impl("set_ways", TORCH_BOX(&blockyard::set_device_ways)); }
 
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) {
     m.impl("swap_blocks", TORCH_BOX(&blockyard::swap_blocks));

@@ -24,6 +24,7 @@ from torch import Tensor
 from blockyard.errors import BlockyardError, LayoutError, MappingError
 from blockyard.transfer import fallback, host
 from blockyard.transfer.cuda import op_library
+from blockyard.transfer.ways import use_cached
 
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError}
 
@@ -45,6 +46,7 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> 
 
     Source: vLLM `csrc/cache_kernels.cu`, swap_blocks.
     """
+    _use_cached(dst)
     _call(torch.ops.blockyard.swap_blocks, list(src), list(dst), pairs)
 
 
@@ -127,7 +129,14 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
             nothing was copied.
         LayoutError: views and rows do not fit one another; nothing was copied.
     """
+    _use_cached(caches)
     _call(torch.ops.blockyard.scatter_blocks, rows, list(caches), blocks)
+
+
+def _use_cached(written: Sequence[Tensor]) -> None:
+    """Look for the calibrated table of a device that is written to for the first time."""
+    if written and written[0].is_cuda and op_library().loaded:
+        use_cached(written[0].device.index)
 
 
 def _call(op: Callable[..., object], *arguments: object) -> None:
@@ -197,6 +206,7 @@ def _register() -> torch.library.Library:
         if not op_library().loaded:
             library.impl(name, on_cuda, "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
+    library.define("set_ways(int device, Tensor rules) -> ()")
     return library
 
 
