@@ -119,6 +119,14 @@ impl Pool {
         self.cache.as_ref().and_then(|cache| cache.index.find(key))
     }
 
+    /// Reads the memory that publishing under a key is going to need.
+    #[inline]
+    pub(crate) fn look_ahead(&self, key: &Key) {
+        if let Some(cache) = &self.cache {
+            black_box(cache.index.look_ahead(key.tag()));
+        }
+    }
+
     /// Takes a reference to a block that is referenced or cached.
     #[inline]
     pub(crate) fn claim(&mut self, block: BlockId) {
