@@ -9,7 +9,7 @@ use crate::prefix::PrefixIndex;
 use std::hint::black_box;
 
 /// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
-const LOOK_AHEAD: usize = 32;
+const LOOK_AHEAD: usize = 64;
 
 /// What is published of a pool, and in which order it goes.
 #[derive(Debug, Clone)]
@@ -64,8 +64,12 @@ impl Pool {
             if out.len() == first {
                 return;
             }
-            let slots = out[first..].iter().map(|&block| cache.index.look_ahead(self.nodes[block.index()].tag));
-            black_box(slots.fold(0, |all, slot| all ^ slot));
+            let mut tags = [0; LOOK_AHEAD];
+            for (tag, block) in tags.iter_mut().zip(&out[first..]) {
+                *tag = self.nodes[block.index()].tag;
+            }
+            let tags = &tags[..out.len() - first];
+            black_box(tags.iter().fold(0, |all, &tag| all ^ cache.index.look_ahead(tag)));
             for &block in &out[first..] {
                 self.drop_bytes(block);
                 self.nodes[block.index()].refs = 1;
