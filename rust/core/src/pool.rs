@@ -265,7 +265,7 @@ impl Pool {
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.free.used(block);
-        self.settle(block);
+        self.settle(block, false);
         twin
     }
 
@@ -301,7 +301,7 @@ impl Pool {
         }
         if node.refs == 0 {
             self.begin_chain();
-            self.settle(block);
+            self.settle(block, true);
         }
     }
 
@@ -320,11 +320,14 @@ impl Pool {
         decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
     }
 
-    /// Puts a block without references where its leases say that it belongs.
-    fn settle(&mut self, block: BlockId) {
+    /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
+    #[inline]
+    fn settle(&mut self, block: BlockId, drained: bool) {
         let node = self.nodes[block.index()];
         if !node.is_leased() {
-            self.draining.remove(block);
+            if drained {
+                self.draining.remove(block);
+            }
             match &mut self.cache {
                 Some(cache) if node.tag != 0 => cache.policy.insert(block),
                 _ => self.free.insert(block),

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 /// Entries in a chunk: memory is taken and given back in pieces of 8 KiB.
 const CHUNK: usize = 1024;
 /// Entries whose blocks are looked at together.
-const TOGETHER: usize = 64;
+const TOGETHER: usize = 128;
 /// Entries looked at by one insertion while a sweep is due.
 const SWEPT: usize = 4;
 

@@ -12,6 +12,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::{PyInt, PyList};
+use std::ops::Range;
 
 /// An argument that is one number; what is no number, or out of range, gets an error that shows it.
 fn number<'py, T: FromPyObjectOwned<'py>>(value: Borrowed<'_, 'py, PyAny>, must: &str) -> PyResult<T> {
@@ -57,9 +58,14 @@ impl<'py> FromPyObject<'_, 'py> for Ticket {
     }
 }
 
+/// Items of a list that are fetched before the first of them is read.
+const AHEAD: usize = 64;
+
 /// Numbers of a batch: the caller's array, or a copy of another array or of a list.
 pub(crate) enum Numbers<'py, T: Element> {
     Array(PyReadonlyArray1<'py, T>),
+    /// A contiguous one that is not entered among those being read, which takes long where many are views of one.
+    Alone(Bound<'py, PyArray1<T>>),
     List(Vec<T>),
 }
 
@@ -100,6 +106,8 @@ where
     pub(crate) fn get(&self) -> PyResult<&[T]> {
         Ok(match self {
             Self::Array(array) => array.as_slice()?,
+            // SAFETY: the calls that take such arrays write to none, and run no Python code while they read.
+            Self::Alone(array) => unsafe { array.as_slice()? },
             Self::List(list) => list,
         })
     }
@@ -109,19 +117,43 @@ where
 /// or out of range: the slow way then finds what to do or to say.
 fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> Option<Vec<T>> {
     with_critical_section(list, || {
-        let mut numbers = Vec::with_capacity(list.len());
-        for i in (0..).take(list.len()) {
-            // SAFETY: the thread is attached and the list alive. Its items stay while no Python code runs, which neither
-            // call does and the critical section keeps others from; should there be no item, the second call fails.
-            let number = unsafe { ffi::PyLong_AsSsize_t(ffi::PyList_GetItem(list.as_ptr(), i)) };
-            let Ok(number) = T::try_from(number) else {
-                PyErr::take(list.py());
-                return None;
-            };
-            numbers.push(number);
+        let len = list.len();
+        let mut numbers = Vec::with_capacity(len);
+        let mut items = [[std::ptr::null_mut(); AHEAD]; 2];
+        fetch(list, 0..len.min(AHEAD), &mut items[0]);
+        while numbers.len() < len {
+            let (at, [now, next]) = (numbers.len(), &mut items);
+            let end = len.min(at + AHEAD);
+            fetch(list, end..len.min(end + AHEAD), next);
+            for &item in &now[..end - at] {
+                // SAFETY: the thread is attached. The list has held its items since they were read, as neither this call
+                // nor that of `fetch` runs Python code, and the critical section keeps others from changing it.
+                let number = unsafe { ffi::PyLong_AsSsize_t(item) };
+                let Ok(number) = T::try_from(number) else {
+                    PyErr::take(list.py());
+                    return None;
+                };
+                numbers.push(number);
+            }
+            items.swap(0, 1);
         }
         Some(numbers)
     })
+}
+
+/// Items of a list, valid as long as that holds them; their memory is fetched while the caller goes on.
+#[inline]
+fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::PyObject; AHEAD]) {
+    for (at, item) in range.zip(items) {
+        // SAFETY: the thread is attached and the list alive; past its end there would be null.
+        *item = unsafe { ffi::PyList_GetItem(list.as_ptr(), at.try_into().unwrap_or(isize::MAX)) };
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a hint, of any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(item.cast()) };
+        }
+    }
 }
 
 /// Handles of a batch of sequences.
@@ -147,6 +179,14 @@ pub(crate) struct TokenIds<'py>(Numbers<'py, u32>);
 impl<'py> TokenIds<'py> {
     pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
         Numbers::new(value, "token ids", "uint32: a numpy array or a list of ints").map(Self)
+    }
+
+    /// For calls that write to no array.
+    pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        match value.cast::<PyArray1<u32>>() {
+            Ok(array) if array.is_c_contiguous() => Ok(Self(Numbers::Alone(array.clone()))),
+            _ => Self::new(value),
+        }
     }
 
     pub(crate) fn get(&self) -> PyResult<&[u32]> {

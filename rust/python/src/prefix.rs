@@ -51,7 +51,7 @@ impl PyBlockManager {
         lora_id: u64,
         extras: Vec<PyExtra>,
     ) -> PyResult<Allocated<'py>> {
-        let tokens = prompts.iter().map(TokenIds::new).collect::<PyResult<Vec<_>>>()?;
+        let tokens = prompts.iter().map(TokenIds::only_read).collect::<PyResult<Vec<_>>>()?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
         if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
             return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
@@ -76,7 +76,7 @@ impl PyBlockManager {
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
     fn cached_tokens(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<u32> {
-        let tokens = TokenIds::new(prompt)?;
+        let tokens = TokenIds::only_read(prompt)?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         self.lock().cached_tokens(&prompt).map_err(to_py)

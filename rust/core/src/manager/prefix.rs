@@ -240,7 +240,7 @@ impl Manager {
         let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
-        let most = prompt.tokens.len().saturating_sub(1) / size;
+        let limit = prompt.tokens.len().saturating_sub(1) / size;
         let alone = self.groups.is_single() && !self.groups.slide();
         let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
         let (before_first, mut reserved) = (chain, has_reserved(pending));
@@ -275,12 +275,12 @@ impl Manager {
             return Err(invalid("block of an extra key", extra.block as i128, must));
         }
         let (hits, others) = if alone {
-            if found.len() + 1 == most.min(keys.len()) {
+            if found.len() + 1 == limit.min(keys.len()) {
                 found.extend(keys.get(found.len()).and_then(|key| self.pools[0].find(key)));
             }
             (found.len(), Vec::new())
         } else {
-            self.find_groups(&keys[..most], &mut found)
+            self.find_groups(&keys[..limit], &mut found)
         };
         let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
             let frames = chain.frames().saturating_sub(self.block_size.div_ceil(16));

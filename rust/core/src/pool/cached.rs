@@ -9,7 +9,7 @@ use crate::prefix::PrefixIndex;
 use std::hint::black_box;
 
 /// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
-const LOOK_AHEAD: usize = 64;
+const LOOK_AHEAD: usize = 128;
 
 /// What is published of a pool, and in which order it goes.
 #[derive(Debug, Clone)]
