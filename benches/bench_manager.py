@@ -21,6 +21,8 @@ SEQUENCES = 256
 PROMPT = 1024
 STEPS = 512
 BLOCK_SIZE = 16
+MANY_BLOCKS = 1 << 24
+SCATTER = 64
 
 
 def cpu_ns(run: Callable[[], None]) -> int:
@@ -30,9 +32,9 @@ def cpu_ns(run: Callable[[], None]) -> int:
     return time.thread_time_ns() - start
 
 
-def decode(kind: str) -> float:
+def decode(kind: str, manager: BlockManager | None = None) -> float:
     """W-decode: nanoseconds per sequence and step, over all steps; the arrays are right at the end."""
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
+    manager = manager or BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
     sequences = manager.allocate(np.full(SEQUENCES, PROMPT, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
     slots = np.zeros(SEQUENCES, dtype=np.int64)
@@ -56,6 +58,7 @@ def decode(kind: str) -> float:
     cost = cpu_ns({"append": append_alone, "stateless": stateless, "batch": bound}[kind]) / STEPS / SEQUENCES
     if kind != "append" and not np.array_equal(table, manager.block_tables(sequences)):
         raise AssertionError("the block table is not what the books say")
+    manager.free(sequences)
     return cost
 
 
@@ -99,6 +102,41 @@ def fork() -> float:
     return min(costs) / 1000
 
 
+def scattered() -> tuple[BlockManager, float, float]:
+    """A pool of 16M blocks of which each 64th is free, and nanoseconds per block to allocate and to free those."""
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=MANY_BLOCKS, watermark=0.0)
+    sequences = manager.allocate(np.zeros(SCATTER, dtype=np.uint32))
+    blocks = MANY_BLOCKS // SCATTER
+    for _ in range(blocks):
+        manager.append(sequences, BLOCK_SIZE)
+    if not np.array_equal(manager.block_table(int(sequences[0])), np.arange(blocks) * SCATTER):
+        raise AssertionError("the blocks of the first sequence are not scattered over the pool")
+    one = sequences[:1]
+    allocated, freed = [], []
+    for _ in range(5):
+        start = time.thread_time_ns()
+        manager.free(one)
+        middle = time.thread_time_ns()
+        one = manager.allocate([blocks * BLOCK_SIZE])
+        allocated.append((time.thread_time_ns() - middle) / blocks)
+        freed.append((middle - start) / blocks)
+        manager.complete(manager.take_decision().ticket)
+    manager.free(one)
+    return manager, min(allocated), min(freed)
+
+
+def many_blocks(repeats: int) -> dict[str, float]:
+    """A pool of 16M blocks: W-decode in its scattered free blocks against the pool of 32k; allocate and free there."""
+    manager, allocated, freed = scattered()
+    costs = [(decode("stateless", manager), decode("stateless")) for _ in range(repeats)]
+    large, small = (min(side) for side in zip(*costs, strict=True))
+    return {
+        "pool_16m_decode_ratio": large / small,
+        "pool_16m_allocate_ns": allocated,
+        "pool_16m_free_ns": freed,
+    }
+
+
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     repeats = 15
@@ -110,6 +148,7 @@ def main() -> None:
         "free_ns": min(allocate_and_free()[1] for _ in range(repeats)),
         "fork_1000_us": min(fork() for _ in range(repeats)),
         "w_swap_ns": min(swap() for _ in range(repeats)),
+        **many_blocks(repeats),
     }
     for name, value in figures.items():
         print(f"{name:24} {value:10.2f}")

@@ -22,6 +22,8 @@ def calls(kind: type) -> set[str]:
 
 # The model keeps the books of a manager without a prefix cache; what only reports is not of it either.
 NOT_MODELLED = {
+    "groups",
+    "next_chunk",
     "allocate_prompts",
     "cached_tokens",
     "common_computed_blocks",

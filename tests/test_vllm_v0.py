@@ -12,16 +12,11 @@ import pytest
 from blockyard.integrations.vllm_v0 import (
     AllocStatus,
     BlockAllocator,
-    BlockSpaceManager,
     BlockTable,
     ComputedBlocksTracker,
     CpuGpuBlockAllocator,
     Device,
-    NaiveBlock,
-    NaiveBlockAllocator,
     NullBlock,
-    PrefixCachingBlock,
-    PrefixCachingBlockAllocator,
     SelfAttnBlockSpaceManager,
 )
 
@@ -32,7 +27,11 @@ Status = enum.IntEnum("Status", ["WAITING", "RUNNING", "SWAPPED", "FINISHED"])
 class Sequence:
     def __init__(self, seq_id: int, num_tokens: int, first: int = 0):
         self.seq_id, self.tokens, self.status = seq_id, list(range(first, first + num_tokens)), Status.WAITING
-        self.data = SimpleNamespace(get_num_computed_tokens=lambda: len(self.tokens))
+        self.computed: int | None = None
+        self.data = SimpleNamespace(get_num_computed_tokens=self.num_computed)
+
+    def num_computed(self) -> int:
+        return len(self.tokens) if self.computed is None else self.computed
 
     def get_token_ids(self) -> list[int]:
         return self.tokens
@@ -146,34 +145,12 @@ def test_a_sequence_freed_while_swapped_out_returns_its_blocks_to_the_host(cachi
     assert sorted(books.get_block_table(again.seqs[0])) == [0, 1, 2, 3]
 
 
-def test_a_physical_id_costs_the_same_in_a_large_pool():
-    times = []
-    for blocks in (1_000, 1_000_000):
-        allocator = NaiveBlockAllocator(NaiveBlock, blocks, SIZE, range(blocks, 2 * blocks))
-        began = time.thread_time()
-        for _ in range(2_000):
-            assert allocator.get_physical_block_id(2 * blocks - 1) == blocks - 1
-        times.append(time.thread_time() - began)
-    assert times[1] < 20 * times[0]
-
-
 def test_a_sequence_that_was_never_looked_up_is_freed_with_prefix_caching():
     books = manager(enable_caching=True)
     group = running(books, Sequence(1, 9))
     books.free(group.seqs[0])
     books.free(group.seqs[0])
     assert free(books)[0] == 16
-
-
-def test_a_cached_block_whose_access_time_changed_is_still_evicted():
-    allocator = PrefixCachingBlockAllocator(2, SIZE)
-    blocks = allocator.allocate_immutable_blocks(None, [[1] * SIZE, [2] * SIZE])
-    ids = [block.block_id for block in blocks]
-    allocator.mark_blocks_as_computed([])
-    for block in blocks:
-        allocator.free(block)
-    allocator.mark_blocks_as_accessed([ids[1]], 7.0)
-    assert [allocator.allocate_mutable_block(None).block_id for _ in range(2)] == ids
 
 
 def test_a_table_with_null_blocks_is_forked_swapped_and_freed():
@@ -206,6 +183,57 @@ def test_a_block_freed_before_it_was_computed_is_no_hit():
     assert books.get_num_cached_tokens(other.seqs[0]) == 0
 
 
+def test_a_chunk_of_a_prefill_that_is_yet_to_be_computed_is_no_hit():
+    books = manager(enable_caching=True)
+    first, second = running(books, Sequence(1, 3 * SIZE + 1)), Sequence(2, 3 * SIZE + 1)
+    for computed, chunk, hits in [(0, SIZE + 1, 1), (SIZE + 1, SIZE, 2), (2 * SIZE + 1, SIZE, 3)]:
+        first.seqs[0].computed = computed
+        books.mark_blocks_as_computed(first, chunk)
+        assert books.get_num_cached_tokens(second) == hits * SIZE
+
+
+def half_prefilled(books: SelfAttnBlockSpaceManager) -> tuple[Group, list[int], Group]:
+    """A group whose two blocks are complete on the host, their ids there, and one that has half of the same."""
+    whole = running(books, Sequence(1, 2 * SIZE))
+    books.mark_blocks_as_computed(whole, 0)
+    copies = [target for _, target in books.swap_out(whole)]
+    books.free(running(books, Sequence(9, 4 * SIZE, first=100)).seqs[0])
+    half = running(books, Sequence(2, 2 * SIZE))
+    half.seqs[0].computed = 0
+    books.mark_blocks_as_computed(half, SIZE)
+    return whole.become(Status.SWAPPED), copies, half
+
+
+def test_a_half_prefilled_block_overwrites_no_complete_one_on_the_host():
+    books = manager(gpu=4, cpu=3, enable_caching=True)
+    _, copies, half = half_prefilled(books)
+    assert books.can_swap_out(half)
+    targets = [target for _, target in books.swap_out(half)]
+    assert targets[0] == copies[0]
+    assert targets[1] not in copies
+
+
+def test_a_half_prefilled_block_needs_a_host_block_of_its_own():
+    books = manager(gpu=4, cpu=2, enable_caching=True)
+    _, _, half = half_prefilled(books)
+    assert not books.can_swap_out(half)
+    with pytest.raises(BlockAllocator.NoFreeBlocksError):
+        books.swap_out(half)
+
+
+def test_a_half_prefilled_block_overwrites_no_complete_one_on_the_device():
+    books = manager(gpu=4, cpu=4, enable_caching=True)
+    whole, _, half = half_prefilled(books)
+    books.swap_out(half)
+    books.swap_in(whole)
+    books.mark_blocks_as_computed(whole, 0)
+    half.become(Status.SWAPPED)
+    assert books.can_swap_in(half, 0) is AllocStatus.OK
+    targets, complete = [target for _, target in books.swap_in(half)], books.get_block_table(whole.seqs[0])
+    assert targets[0] == complete[0]
+    assert targets[1] not in complete
+
+
 # ---- V0's rules ----
 
 
@@ -216,6 +244,33 @@ def test_admission_keeps_the_watermark():
     assert books.can_allocate(Group(Sequence(1, 90 * SIZE)), 1) is AllocStatus.NEVER
     running(books, Sequence(2, SIZE))
     assert books.can_allocate(Group(Sequence(1, 90 * SIZE))) is AllocStatus.LATER
+
+
+def test_admission_asks_for_the_first_waiting_sequence_and_the_encoder():
+    books = manager(gpu=5)
+    assert books.can_allocate(Group(Sequence(1, 5 * SIZE), Sequence(2, 9 * SIZE))) is AllocStatus.OK
+    assert books.can_allocate(Group(Sequence(1, 3 * SIZE), encoder=Sequence(2, 2 * SIZE))) is AllocStatus.OK
+    assert books.can_allocate(Group(Sequence(1, 3 * SIZE), encoder=Sequence(2, 3 * SIZE))) is AllocStatus.NEVER
+
+
+def test_admission_asks_for_no_more_than_the_window_holds():
+    books = manager(gpu=3, sliding_window=SIZE)
+    assert books.max_block_sliding_window == 3
+    assert books.can_allocate(Group(Sequence(1, 20 * SIZE))) is AllocStatus.OK
+
+
+def test_admission_leaves_hits_out_of_account():
+    books = manager(gpu=4, enable_caching=True)
+    running(books, Sequence(1, 3 * SIZE))
+    assert books.can_allocate(Group(Sequence(2, 3 * SIZE))) is AllocStatus.LATER
+
+
+def test_appending_knows_no_watermark():
+    books = manager(gpu=4, watermark=0.5)
+    group = running(books, Sequence(1, SIZE + 1))
+    for new, fits in [(3, True), (4, False)]:
+        group.seqs[0].tokens = list(range(SIZE + 1 + new))
+        assert books.can_append_slots(group, SIZE) is fits
 
 
 def test_a_second_table_for_a_sequence_is_refused():
@@ -256,6 +311,31 @@ def test_the_first_writer_of_a_shared_block_copies_it(caching: bool):
     assert [books.get_block_table(seq) for seq in group.seqs] == [[0, 2], [0, 1]]
 
 
+@both
+def test_a_lookahead_block_is_copied_on_its_first_write(caching: bool):
+    books = manager(enable_caching=caching)
+    parent, child = Sequence(1, SIZE), Sequence(2, SIZE)
+    running(books, parent)
+    books.append_slots(parent, 1)
+    books.fork(parent, child)
+    child.tokens.append(7)
+    assert books.append_slots(child, 0) == [(1, 2)]
+
+
+def test_the_null_block_is_taken_when_a_windowed_table_first_grows():
+    books = manager(gpu=16, sliding_window=SIZE)
+    seq = Sequence(1, 3 * SIZE)
+    running(books, seq)
+    assert free(books)[0] == 13
+    seq.tokens += range(SIZE)
+    seq.computed = 3 * SIZE
+    books.append_slots(seq, 0)
+    assert (free(books)[0], books.get_block_table(seq)) == (11, [0, 1, 2, 4])
+    seq.computed = 4 * SIZE
+    books.append_slots(seq, 0)
+    assert (free(books)[0], books.get_block_table(seq)) == (12, [3, 1, 2, 4])
+
+
 def test_freed_ids_are_reused_last_in_first_out():
     books = manager()
     first, second = running(books, Sequence(1, 9)), running(books, Sequence(2, 9, 50))
@@ -282,28 +362,15 @@ def test_hits_count_only_once_computed():
     assert manager().get_prefix_cache_hit_rate(Device.GPU) == -1
 
 
-def test_a_block_that_gets_full_takes_the_id_of_its_like():
-    allocator = CpuGpuBlockAllocator.create("prefix_caching", 8, 0, SIZE)
-    first = allocator.allocate_immutable_block(None, [1, 2, 3, 4], Device.GPU)
-    block = allocator.allocate_mutable_block(None, Device.GPU)
-    block.append_token_ids([1, 2, 3])
-    assert block.block_id != first.block_id
-    block.append_token_ids([4])
-    assert (block.block_id, block.content_hash) == (first.block_id, first.content_hash)
-    assert allocator.get_num_free_blocks(Device.GPU) == 7
-
-
-def test_keys_depend_on_what_is_before_and_on_the_extra_hash():
-    key = PrefixCachingBlock.hash_block_tokens
-    first = key(True, None, [1, 2, 3, 4])
-    keys = {first, key(False, first, [1, 2, 3, 4]), key(True, None, [1, 2, 3, 5]), key(True, None, [1, 2, 3, 4], 7)}
-    assert len(keys) == 4
-    assert key(True, None, [1, 2, 3, 4]) == first
-
-
-def test_a_token_that_is_not_known_yet_is_a_token_of_its_own():
-    key = PrefixCachingBlock.hash_block_tokens
-    assert len({key(True, None, [1, token]) for token in (-2, -1, 0, 1)}) == 4
+def test_the_time_of_access_counts_from_the_moment_of_freeing():
+    books = manager(gpu=4, enable_caching=True)
+    groups = [running(books, Sequence(i, 2 * SIZE, first=100 * i)) for i in (1, 2)]
+    for group, now in zip(groups, (2.0, 1.0), strict=True):
+        books.mark_blocks_as_computed(group, 0)
+        books.access_all_blocks_in_seq(group.seqs[0], now)
+        books.free(group.seqs[0])
+    # The one accessed first goes first, and of it the end of the longest prefix.
+    assert books.get_block_table(running(books, Sequence(3, 3 * SIZE, first=900)).seqs[0]) == [3, 2, 1]
 
 
 def test_every_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
@@ -335,6 +402,26 @@ def test_a_swap_out_knows_no_watermark(cpu: int, fits: bool):
     assert books.can_swap_out(running(books, Sequence(1, 3 * SIZE))) is fits
 
 
+def test_a_hit_on_the_target_costs_a_swap_nothing_only_while_it_is_used():
+    books = manager(gpu=4, cpu=8, enable_caching=True)
+    group = running(books, Sequence(1, 2 * SIZE))
+    books.mark_blocks_as_computed(group, 0)
+    books.swap_out(group)
+    blocks = books.block_tables[1].blocks
+    assert books.block_allocator.get_num_full_blocks_touched(blocks, Device.GPU) == 2
+    running(books, Sequence(2, 2 * SIZE))
+    assert books.block_allocator.get_num_full_blocks_touched(blocks, Device.GPU) == 0
+
+
+def test_swapped_pairs_are_in_table_order_and_counted_from_0_on_each_device():
+    books = manager(gpu=8, cpu=8)
+    books.free(running(books, Sequence(9, 2 * SIZE)).seqs[0])
+    group = running(books, Sequence(1, 3 * SIZE), Sequence(2, 3 * SIZE))
+    assert books.swap_out(group) == [(1, 0), (0, 1), (2, 2)]
+    assert books.get_block_table(group.seqs[1]) == [8, 9, 10]
+    assert books.swap_in(group.become(Status.SWAPPED)) == [(0, 2), (1, 0), (2, 1)]
+
+
 def test_a_swap_in_keeps_the_watermark():
     books = manager(gpu=6, watermark=0.5)
     group = running(books, Sequence(1, 3 * SIZE))
@@ -350,7 +437,7 @@ def test_a_swap_that_does_not_fit_changes_nothing():
     books = manager(cpu=2)
     group = running(books, Sequence(1, 3 * SIZE))
     before = list(books.get_block_table(group.seqs[0]))
-    with pytest.raises(BlockAllocator.NoFreeBlocksError):
+    with pytest.raises(BlockAllocator.NoFreeBlocksError, match="asked for 3 host blocks, 2 of 2 are free"):
         books.swap_out(group)
     assert (books.get_block_table(group.seqs[0]), free(books)) == (before, (13, 2))
 
@@ -360,33 +447,3 @@ def test_unknown_sequences_are_neither_freed_nor_forked():
     books.free(Sequence(1, 4))
     books.fork(Sequence(1, 4), Sequence(2, 4))
     assert not books.block_tables
-
-
-def test_a_block_is_freed_once():
-    allocator = CpuGpuBlockAllocator.create("naive", 4, 4, SIZE)
-    block = allocator.allocate_mutable_block(None, Device.CPU)
-    alias = NaiveBlock(None, [], SIZE, allocator.of(Device.CPU), block.block_id)
-    assert block.block_id == 4
-    allocator.free(block)
-    for freed in (block, alias):
-        with pytest.raises(AssertionError):
-            allocator.free(freed)
-    assert allocator.get_num_free_blocks(Device.CPU) == 4
-
-
-def test_errors_are_v0s():
-    allocator = PrefixCachingBlockAllocator(1, SIZE)
-    with pytest.raises(ValueError, match="not belonged to GPU"):
-        allocator.mark_blocks_as_accessed([0], 1.0)
-    with pytest.raises(ValueError, match="'magic'"):
-        CpuGpuBlockAllocator.create("magic", 1, 1, SIZE)
-    with pytest.raises(ValueError, match="'v3'"):
-        BlockSpaceManager.get_block_space_manager_class("v3")
-    assert BlockSpaceManager.get_block_space_manager_class("SelfAttn") is SelfAttnBlockSpaceManager
-    with pytest.raises(AssertionError):
-        allocator.allocate_immutable_block(None, [1])
-    null = CpuGpuBlockAllocator.create("naive", 1, 0, SIZE).allocate_or_get_null_block()
-    with pytest.raises(ValueError, match="null block"):
-        null.append_token_ids([1])
-    with pytest.raises(TypeError):
-        BlockAllocator()  # type: ignore[abstract]

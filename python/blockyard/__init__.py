@@ -9,6 +9,7 @@ Importing it loads neither torch nor CUDA.
 from blockyard._core import (
     AllocStatus,
     BlockManager,
+    CacheGroup,
     DecodeBatch,
     EventBatch,
     ManagerStats,
@@ -45,6 +46,7 @@ __all__ = [
     "AllocStatus",
     "BlockManager",
     "BlockyardError",
+    "CacheGroup",
     "DecodeBatch",
     "EventBatch",
     "InvalidArgumentError",

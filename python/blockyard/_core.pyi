@@ -5,19 +5,20 @@ kept past `free` is recognised. Where a call takes `sequences`, a uint64 array i
 will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
+from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
     "BlockAllocator",
     "BlockManager",
+    "CacheGroup",
     "Completion",
     "DecodeBatch",
     "EventBatch",
@@ -29,10 +30,19 @@ __all__ = [
     "SlabStore",
     "StepDecision",
     "TierStats",
+    "V0BlockTable",
+    "V0CpuGpuBlockAllocator",
+    "V0NaiveBlock",
+    "V0NaiveBlockAllocator",
+    "V0NullBlock",
+    "V0PoolAllocator",
+    "V0PrefixCachingBlock",
+    "V0PrefixCachingBlockAllocator",
     "__version__",
     "chain_keys",
     "export_keys",
     "merge_runs",
+    "v0_hash_blocks",
 ]
 
 __version__: str
@@ -219,6 +229,37 @@ class StepDecision:
     def __len__(self) -> int: ...
 
 @final
+class CacheGroup:
+    """What the layers of one cache group need of the tokens before."""
+
+    @staticmethod
+    def full_attention() -> CacheGroup:
+        """All of them."""
+    @staticmethod
+    def sliding_window(window: int) -> CacheGroup:
+        """The token itself and the `window - 1` before it; blocks before those are given back."""
+    @staticmethod
+    def recurrent() -> CacheGroup:
+        """One state, which a block holds after its last token.
+
+        A step reads it from the block of the token before and writes it into the block of its own last token; blocks
+        that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
+        """
+    @staticmethod
+    def cross_attention() -> CacheGroup:
+        """The tokens of an encoder, given once; forks share them. Not together with prefix caching."""
+    @property
+    def kind(self) -> Literal["full_attention", "sliding_window", "recurrent", "cross_attention"]: ...
+    @property
+    def window(self) -> int | None: ...
+    def peak_blocks(
+        self, num_tokens: int, *, block_size: int, lookahead: int = 0, chunk_tokens: int | None = None
+    ) -> int:
+        """Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
 class BlockManager:
     """The books of a paged KV cache: which blocks hold whose tokens, who may run, what is to be copied or moved.
 
@@ -237,6 +278,10 @@ class BlockManager:
             first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
             prompt's blocks go from its end.
         events: events of the prefix cache that wait for `take_events` at most; 0 for none at all.
+        sliding_window: tokens that a query sees, itself included, in a model whose layers are all alike: blocks that
+            fell out of the window are given back, and block 0 of each tier stands for them in block tables.
+        groups: what the layers of a hybrid model need; every sequence has a block table in each group, all over the
+            same pool. `[CacheGroup.full_attention()]` if not given.
     Raises:
         InvalidArgumentError: a size or the watermark is out of range, a policy has another name, or events are asked
             for without prefix caching.
@@ -254,6 +299,8 @@ class BlockManager:
         reuse_order: Literal["lowest", "fifo", "lru"] = "lowest",
         eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
         events: int = 0,
+        sliding_window: int | None = None,
+        groups: Sequence[CacheGroup] | None = None,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -287,17 +334,31 @@ class BlockManager:
             InvalidArgumentError: the priority is out of range.
             UnknownSequenceError: a handle is not in the books.
         """
-    def can_allocate(self, num_tokens: int, *, lookahead: int = 0) -> AllocStatus:
-        """Whether a new sequence may be admitted, the watermark kept."""
-    def allocate(self, num_tokens: _Counts) -> NDArray[np.uint64]:
+    @property
+    def groups(self) -> list[CacheGroup]:
+        """Cache groups, in the order of their numbers."""
+    def can_allocate(
+        self, num_tokens: int, *, lookahead: int = 0, encoder_tokens: int = 0, chunk_tokens: int | None = None
+    ) -> AllocStatus:
+        """Whether a new sequence may be admitted, the watermark kept.
+
+        Args:
+            num_tokens: its tokens.
+            lookahead: slots beyond them.
+            encoder_tokens: tokens of its encoder, for a group of cross attention.
+            chunk_tokens: most tokens that are put in at a time: of a window only what it holds at once counts then.
+        """
+    def allocate(self, num_tokens: _Counts, *, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]:
         """Open one sequence for each entry, with blocks for that many tokens.
 
         Args:
             num_tokens: tokens of each new sequence, uint32 `[n]`.
+            encoder_tokens: tokens of each one's encoder, uint32 `[n]`; for a group of cross attention, else not given.
         Returns:
             Handles, uint64 `[n]`.
         Raises:
             OutOfBlocksError: the device has too few blocks for the whole batch.
+            InvalidArgumentError: encoder lengths are missing, too many or not asked for.
         """
     def allocate_prompts(
         self,
@@ -306,6 +367,7 @@ class BlockManager:
         salt: bytes | None = None,
         lora_id: int = 0,
         extras: Sequence[tuple[int, int, int, bytes]] = ...,
+        chunk_tokens: int | None = None,
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
         """Open one sequence for each prompt, sharing the longest prefix of it that is cached.
 
@@ -315,6 +377,8 @@ class BlockManager:
             lora_id: adapter that the prompts run with; 0 for none.
             extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
                 rising block.
+            chunk_tokens: blocks are given to at most so many tokens of a prompt beyond the cached ones; the rest is put
+                in by `append`, as much at a time as `next_chunk` says. All at once if not given.
 
         Returns:
             Handles, uint64 `[n]`, and how many of each prompt's first tokens need not be computed, uint32 `[n]`; the
@@ -328,13 +392,24 @@ class BlockManager:
         self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> int:
         """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
-    def mark_computed(self, sequences: _Handles) -> None:
+    def next_chunk(self, sequence: int, budget: int) -> int:
+        """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
+
+        With a recurrent group and prefix caching a chunk ends with a block where it can: only states there are cached.
+        """
+    def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None:
         """Publish the full blocks of sequences whose tokens the model has computed.
 
-        A block whose key another block already has is given up for that one: block tables may change.
+        A block whose key another block already has is given up for that one, and what fell out of a window is given
+        back: block tables may change.
+
+        Args:
+            sequences: handles, uint64 `[n]`, none twice.
+            num_computed: how many of each one's first tokens are computed, uint32 `[n]`; all if not given.
 
         Raises:
             UnknownSequenceError: a handle is not in the books.
+            InvalidArgumentError: a sequence has fewer tokens, or there is not one number a sequence.
             SequenceStateError: a sequence has tokens that the present step is yet to write.
         """
     def common_computed_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
@@ -384,9 +459,11 @@ class BlockManager:
             block_tables: int32 `[n or more, max_blocks]`, C-contiguous, kept by the caller from call to call: row i
                 belongs to sequence i. What has changed since the sequence's last such call is written, at its first
                 one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
-            out: int64 array for the slots, one for each token.
+                With several cache groups, the rows of one group come after those of another, `n` each.
+            out: int64 array for the slots, one for each token and group.
         Returns:
-            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`.
+            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`; with several
+            cache groups `[groups, tokens]`, an encoder's left out.
         Raises:
             OutOfBlocksError: the device has too few blocks for the whole batch.
             UnknownSequenceError: a handle is not in the books.
@@ -404,21 +481,23 @@ class BlockManager:
             SequenceStateError: the sequence has lost bytes, or tokens that the present step is yet to write.
             InvalidArgumentError: the sequence is shorter.
         """
-    def num_tokens(self, sequence: int) -> int:
-        """Tokens in a sequence."""
+    def num_tokens(self, sequence: int, group: int = 0) -> int:
+        """Tokens in a sequence; those of its encoder in a group of cross attention."""
     def tier(self, sequence: int) -> _Tier:
         """Tier that a sequence's blocks are in."""
-    def block_table(self, sequence: int) -> NDArray[np.int32]:
-        """Blocks of a sequence in its present tier, int32 `[blocks]`."""
-    def block_tables(self, sequences: _Handles, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-        """Block tables of sequences on the device, int32 `[n, max_blocks]`, padded with 0.
+    def block_table(self, sequence: int, group: int = 0) -> NDArray[np.int32]:
+        """Blocks of a sequence in its present tier and one cache group, int32 `[blocks]`; 0 for what fell out of it."""
+    def block_tables(
+        self, sequences: _Handles, out: NDArray[np.int32] | None = None, *, group: int = 0
+    ) -> NDArray[np.int32]:
+        """Block tables of sequences on the device, of one cache group, int32 `[n, max_blocks]`, padded with 0.
 
         Raises:
             SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
             InvalidArgumentError: `out` has too few rows or columns.
         """
     def slot_mapping(
-        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None
+        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
     ) -> NDArray[np.int64]:
         """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
     def can_swap_out(self, sequences: _Handles) -> bool:
@@ -586,7 +665,8 @@ class EventBatch:
 
     - `kinds`: uint8 `[n]`, indexes `KINDS`; `tiers`: uint8 `[n]`, indexes `TIERS`; `blocks`: int32 `[n]`, -1 if
       cleared.
-    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it.
+    - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it; `groups`, uint8 `[n]`, the block's cache
+      group: blocks of several groups have the same key.
     - Of `stored` alone: `parents`, uint8 `[n, 32]`, key of the block before, zeros for a sequence's first; `tokens`,
       uint32 `[n]`; `lora_ids`, uint64 `[n]`.
     - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
@@ -619,6 +699,8 @@ class EventBatch:
     def reasons(self) -> NDArray[np.uint8]: ...
     @property
     def remaining(self) -> NDArray[np.uint8]: ...
+    @property
+    def groups(self) -> NDArray[np.uint8]: ...
     def __len__(self) -> int: ...
 
 @final
@@ -828,3 +910,258 @@ def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:
     Returns:
         `(from, to, length)`, int64 `[m, 3]`.
     """
+
+# The objects of vLLM V0's block manager (0.7.3), exported by `blockyard.integrations.vllm_v0`. A device is an enum's
+# member named `GPU` or `CPU`. Raises, as V0 does: `NoFreeBlocksError` where fewer blocks are free, AssertionError for a
+# broken rule of the call, ValueError for an id of nobody's; a failed call changes nothing.
+
+@disjoint_base
+class V0NaiveBlock:
+    """A block of token ids without a key."""
+
+    def __new__(
+        cls,
+        prev_block: Any | None,
+        token_ids: list[int],
+        block_size: int,
+        allocator: Any,
+        block_id: int | None = None,
+        _cow_target: Any | None = None,
+        extra_hash: int | None = None,
+    ) -> Self: ...
+    block_id: int | None
+    computed: bool
+    last_accessed: float
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def content_hash(self) -> int | None:
+        """The block's key, a SHA-256 chaining value; None until the block and those before it are full."""
+
+    @property
+    def extra_hash(self) -> int | None: ...
+    @property
+    def is_full(self) -> bool: ...
+    @property
+    def num_empty_slots(self) -> int: ...
+    @property
+    def num_tokens_total(self) -> int | None: ...
+    @property
+    def prev_block(self) -> Any | None: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    def append_token_ids(self, token_ids: list[int]) -> None: ...
+
+class V0PrefixCachingBlock(V0NaiveBlock):
+    """A block that others find by its key once it is full."""
+
+    def __new__(
+        cls,
+        prev_block: Any | None,
+        token_ids: list[int],
+        block_size: int,
+        allocator: Any,
+        block_id: int | None = None,
+        computed: bool = False,
+        extra_hash: int | None = None,
+    ) -> Self: ...
+    @classmethod
+    def hash_block_tokens(
+        cls,
+        is_first_block: bool,
+        prev_block_hash: int | None,
+        cur_block_token_ids: list[int],
+        extra_hash: int | None = None,
+    ) -> int:
+        """Key of a full block, from that of the block before it, its tokens and what else decides its bytes."""
+
+@final
+class V0NullBlock:
+    """Stands for blocks that fell out of a sliding window; wraps a block that is never written."""
+
+    def __new__(cls, proxy: Any) -> V0NullBlock: ...
+    block_id: int | None
+    def append_token_ids(self, token_ids: list[int]) -> None: ...
+
+_V0Block: TypeAlias = V0NaiveBlock | V0NullBlock
+
+@disjoint_base
+class V0PoolAllocator:
+    """What the two allocators of one device share."""
+
+    @property
+    def all_block_ids(self) -> frozenset[int]: ...
+    def allocate_immutable_block(
+        self,
+        prev_block: Any | None,
+        token_ids: list[int],
+        extra_hash: int | None = None,
+        device: None = None,
+    ) -> V0NaiveBlock: ...
+    def allocate_immutable_blocks(
+        self,
+        prev_block: Any | None,
+        block_token_ids: list[list[int]],
+        extra_hash: int | None = None,
+        device: None = None,
+    ) -> list[V0NaiveBlock]: ...
+    def allocate_mutable_block(
+        self, prev_block: Any | None, extra_hash: int | None = None, device: None = None
+    ) -> V0NaiveBlock: ...
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]: ...
+    def cow_block_if_not_appendable(self, block: V0NaiveBlock) -> int: ...
+    def find_cached_blocks_prefix(self, block_hashes: list[int]) -> list[int]: ...
+    def fork(self, last_block: V0NaiveBlock) -> list[V0NaiveBlock]: ...
+    def free(self, block: V0NaiveBlock, keep_block_object: bool = False) -> None: ...
+    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
+    def get_num_free_blocks(self, device: None = None) -> int: ...
+    def get_num_full_blocks_touched(self, blocks: list[V0NaiveBlock]) -> int: ...
+    def get_num_total_blocks(self) -> int: ...
+    def get_physical_block_id(self, absolute_id: int) -> int: ...
+    def get_prefix_cache_hit_rate(self) -> float: ...
+    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None: ...
+    def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
+        """Let blocks be found by their keys, those of these ids; all in use for an empty list, as V0 does."""
+
+    def promote_to_immutable_block(self, block: V0NaiveBlock) -> int: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def swap_in(self, blocks: list[V0NaiveBlock]) -> None: ...
+    def swap_out(self, blocks: list[V0NaiveBlock]) -> None: ...
+
+class V0NaiveBlockAllocator(V0PoolAllocator):
+    """Blocks without keys; ids that were freed last are reused first."""
+
+    def __new__(
+        cls,
+        create_block: Any,
+        num_blocks: int,
+        block_size: int,
+        block_ids: Iterable[int] | None = None,
+        block_pool: Any | None = None,
+    ) -> Self: ...
+
+class V0PrefixCachingBlockAllocator(V0PoolAllocator):
+    """Blocks that are found again by their keys; the least recently accessed go first, then the longest prefixes."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        block_ids: Iterable[int] | None = None,
+        eviction_policy: Any | None = None,
+    ) -> Self: ...
+    def block_is_computed(self, block_id: int) -> bool: ...
+    def is_block_cached(self, block: V0NaiveBlock) -> bool: ...
+
+@disjoint_base
+class V0CpuGpuBlockAllocator:
+    """The blocks of both devices under one count of ids: the GPU's first, then the CPU's."""
+
+    def __new__(cls, cpu_block_allocator: V0PoolAllocator, gpu_block_allocator: V0PoolAllocator) -> Self: ...
+    @staticmethod
+    def create(
+        allocator_type: str, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int
+    ) -> V0CpuGpuBlockAllocator:
+        """Make both allocators, `naive` or `prefix_caching`."""
+
+    @property
+    def all_block_ids(self) -> frozenset[int]: ...
+    def allocate_immutable_block(
+        self, prev_block: Any | None, token_ids: list[int], device: Any, extra_hash: int | None = None
+    ) -> V0NaiveBlock: ...
+    def allocate_immutable_blocks(
+        self, prev_block: Any | None, block_token_ids: list[list[int]], device: Any, extra_hash: int | None = None
+    ) -> list[V0NaiveBlock]: ...
+    def allocate_mutable_block(
+        self, prev_block: Any | None, device: Any, extra_hash: int | None = None
+    ) -> V0NaiveBlock: ...
+    def allocate_or_get_null_block(self) -> V0NullBlock: ...
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]: ...
+    def find_cached_blocks_prefix(self, block_hashes: list[int], device: Any | None = None) -> list[int]:
+        """The first of these keys, as many as computed blocks have; on the GPU if no device is named."""
+
+    def fork(self, last_block: _V0Block) -> list[V0NaiveBlock]: ...
+    def free(self, block: _V0Block) -> None:
+        """Give back one reference; a null block stays."""
+
+    def get_and_reset_swaps(self) -> list[tuple[int, int]]: ...
+    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
+    def get_num_free_blocks(self, device: Any) -> int: ...
+    def get_num_full_blocks_touched(self, blocks: Sequence[_V0Block], device: Any) -> int: ...
+    def get_num_total_blocks(self, device: Any) -> int: ...
+    def get_physical_block_id(self, device: Any, absolute_id: int) -> int: ...
+    def get_prefix_cache_hit_rate(self, device: Any) -> float: ...
+    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None: ...
+    def mark_blocks_as_computed(self, block_ids: list[int]) -> None: ...
+    def of(self, device: Any) -> V0PoolAllocator:
+        """The allocator of one device."""
+
+    def reset_prefix_cache(self) -> bool: ...
+    def swap(self, blocks: Sequence[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
+        """Move blocks to the other device, all or none; blocks that share a physical block go on sharing one.
+
+        A block that is still in prefill gets one of its own there: it must not overwrite the bytes of a block that has
+        its key and is complete.
+
+        Returns:
+            Physical block there for each one here, in the order of first use.
+        """
+
+@disjoint_base
+class V0BlockTable:
+    """The blocks of one sequence."""
+
+    def __new__(
+        cls,
+        block_size: int,
+        block_allocator: V0CpuGpuBlockAllocator,
+        _blocks: Sequence[_V0Block] | None = None,
+        max_block_sliding_window: int | None = None,
+    ) -> Self: ...
+    @staticmethod
+    def get_num_required_blocks(token_ids: Sequence[int], block_size: int, num_lookahead_slots: int = 0) -> int:
+        """Blocks for so many tokens and slots, hits left out of account."""
+
+    @property
+    def _num_empty_slots(self) -> int: ...
+    @property
+    def blocks(self) -> list[_V0Block]: ...
+    @property
+    def num_full_slots(self) -> int: ...
+    @property
+    def physical_block_ids(self) -> list[int]: ...
+    def allocate(self, token_ids: list[int], device: Any | None = None, extra_hash: int | None = None) -> None:
+        """Take blocks for all tokens, or none; on the GPU if no device is named."""
+
+    def append_token_ids(
+        self,
+        token_ids: list[int],
+        num_lookahead_slots: int = 0,
+        num_computed_slots: int | None = None,
+        extra_hash: int | None = None,
+    ) -> None:
+        """Append tokens and make room for more, all or nothing; shared blocks that are written are copied."""
+
+    def ensure_num_empty_slots(self, num_empty_slots: int, extra_hash: int | None = None) -> None:
+        """Take blocks until so many slots are empty, or none."""
+
+    def fork(self) -> V0BlockTable:
+        """Table over the same physical blocks."""
+
+    def free(self) -> None:
+        """Give all blocks back."""
+
+    def get_num_blocks_touched_by_append_slots(self, token_ids: Sequence[int], num_lookahead_slots: int) -> int:
+        """Blocks that appending may write or take, at worst."""
+
+    def get_unseen_token_ids(self, sequence_token_ids: list[int]) -> list[int]:
+        """Tokens that the table does not have yet."""
+
+    def mark_computed(self, num_tokens: int) -> None:
+        """Let the full blocks be found by their keys that end within the first `num_tokens` tokens."""
+
+    def update(self, blocks: Sequence[_V0Block]) -> None:
+        """Take over these blocks, or their new ids."""
+
+def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
+    """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""

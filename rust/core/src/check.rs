@@ -32,7 +32,7 @@ impl Manager {
         }
         let mut leases: HashMap<BlockId, [u16; 3]> = HashMap::new();
         for Lease { kind, block, .. } in self.tickets().leases().filter(|lease| lease.tier == tier) {
-            let counters = leases.entry(*block).or_default();
+            let counters = leases.entry(block).or_default();
             match kind {
                 LeaseKind::Drain => counters[0] += 1,
                 LeaseKind::Read => counters[1] += 1,

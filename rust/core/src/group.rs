@@ -53,6 +53,15 @@ impl Group {
         usize::try_from(last).unwrap_or(usize::MAX).saturating_sub(held)
     }
 
+    /// Blocks at the start of a table of `held` blocks of which some are left without the state after their last token when
+    /// `count` tokens are put after `len`; 0 if none are.
+    #[inline]
+    pub(crate) fn passed_over(self, len: u32, count: u32, held: usize, block_size: u32) -> u32 {
+        let last = len.saturating_add(count).saturating_sub(1) / block_size;
+        let passes = self == Self::Recurrent && last > len / block_size && held > (len / block_size) as usize;
+        if passes { last } else { 0 }
+    }
+
     /// Most blocks that a sequence of `tokens` and `lookahead` holds at once if at most `chunk` tokens are put in at a time.
     #[must_use]
     pub fn peak_blocks(self, tokens: u32, lookahead: u32, chunk: u32, block_size: u32) -> usize {

@@ -2,6 +2,7 @@
 //! reads or writes it has finished.
 
 use crate::id::{BlockId, TicketId, Tier};
+use crate::plan::Run;
 use std::collections::BTreeMap;
 
 /// What a transfer does with a block, and so what the block may be used for meanwhile.
@@ -31,7 +32,7 @@ pub struct Lease {
 #[derive(Debug, Clone)]
 pub(crate) struct Tickets {
     open: TicketId,
-    collected: Vec<Lease>,
+    collected: Vec<Held>,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[u32; 2]>>,
@@ -40,8 +41,53 @@ pub(crate) struct Tickets {
 /// What one ticket holds, and which device blocks its copies read and wrote.
 #[derive(Debug, Clone)]
 struct Ticket {
-    leases: Vec<Lease>,
+    held: Vec<Held>,
     copies: Vec<[u32; 2]>,
+}
+
+/// What a ticket holds, in the order in which it was collected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Held {
+    One(Lease),
+    Runs(HeldRuns),
+}
+
+/// Leases on all blocks of some runs: those read, and those written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct HeldRuns {
+    pub(crate) from: Tier,
+    /// What the transfer does with the blocks that it reads.
+    pub(crate) reads: LeaseKind,
+    pub(crate) to: Tier,
+    pub(crate) runs: Vec<Run>,
+}
+
+impl Held {
+    fn leases(&self) -> impl Iterator<Item = Lease> {
+        let (one, held) = match self {
+            Self::One(lease) => (Some(*lease), None),
+            Self::Runs(held) => (None, Some(held)),
+        };
+        let of_runs = held.into_iter().flat_map(|held| held.runs.iter().flat_map(|run| held.of(*run)));
+        one.into_iter().chain(of_runs)
+    }
+
+    fn drains(&self) -> bool {
+        match self {
+            Self::One(lease) => lease.kind == LeaseKind::Drain,
+            Self::Runs(held) => held.reads == LeaseKind::Drain,
+        }
+    }
+}
+
+impl HeldRuns {
+    fn of(&self, run: Run) -> impl Iterator<Item = Lease> + use<> {
+        let Self { from, reads, to, .. } = *self;
+        (0..run.len).flat_map(move |i| {
+            let read = Lease { tier: from, kind: reads, block: BlockId(run.src + i) };
+            [read, Lease { tier: to, kind: LeaseKind::Write, block: BlockId(run.dst + i) }]
+        })
+    }
 }
 
 impl Tickets {
@@ -66,14 +112,22 @@ impl Tickets {
 
     /// Notes a lease of the present step.
     pub(crate) fn collect(&mut self, lease: Lease) {
-        self.collected.push(lease);
+        self.collected.push(Held::One(lease));
+    }
+
+    /// Notes leases of the present step on all blocks of a run.
+    pub(crate) fn collect_run(&mut self, from: Tier, reads: LeaseKind, to: Tier, run: Run) {
+        match self.collected.last_mut() {
+            Some(Held::Runs(held)) if (held.from, held.reads, held.to) == (from, reads, to) => held.runs.push(run),
+            _ => self.collected.push(Held::Runs(HeldRuns { from, reads, to, runs: vec![run] })),
+        }
     }
 
     /// Ends the present step: its leases belong to the returned ticket from now on.
     pub(crate) fn submit(&mut self, copies: Vec<[u32; 2]>) -> TicketId {
         let ticket = self.open;
-        let leases = std::mem::take(&mut self.collected);
-        self.submitted.insert(ticket, Ticket { leases, copies });
+        let held = std::mem::take(&mut self.collected);
+        self.submitted.insert(ticket, Ticket { held, copies });
         self.open = TicketId(ticket.0 + 1);
         ticket
     }
@@ -94,19 +148,19 @@ impl Tickets {
     }
 
     /// Leases of a submitted ticket.
-    pub(crate) fn get(&self, ticket: TicketId) -> Option<&[Lease]> {
-        self.submitted.get(&ticket).map(|ticket| ticket.leases.as_slice())
+    pub(crate) fn get(&self, ticket: TicketId) -> Option<impl Iterator<Item = Lease>> {
+        self.submitted.get(&ticket).map(|ticket| ticket.held.iter().flat_map(Held::leases))
     }
 
-    /// Closes a submitted ticket and gives its leases back.
-    pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Lease>> {
-        let Ticket { leases, copies } = self.submitted.remove(&ticket)?;
+    /// Closes a submitted ticket and gives back what it held.
+    pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Held>> {
+        let Ticket { held, copies } = self.submitted.remove(&ticket)?;
         let first = self.submitted.keys().next().copied().unwrap_or(self.open);
         if first < ticket && !copies.is_empty() {
             self.ended_copies.insert(ticket, copies);
         }
         self.ended_copies = self.ended_copies.split_off(&first);
-        Some(leases)
+        Some(held)
     }
 
     /// Copies of a submitted ticket and of those after it, in their order.
@@ -119,13 +173,13 @@ impl Tickets {
 
     /// Submitted tickets that read device blocks which may already have been given out again.
     pub(crate) fn draining(&self) -> Vec<TicketId> {
-        let drains = |ticket: &Ticket| ticket.leases.iter().any(|l| l.kind == LeaseKind::Drain);
+        let drains = |ticket: &Ticket| ticket.held.iter().any(Held::drains);
         self.submitted.iter().filter(|(_, ticket)| drains(ticket)).map(|(&ticket, _)| ticket).collect()
     }
 
     /// Every lease held, the present step's included.
-    pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
-        self.submitted.values().flat_map(|ticket| &ticket.leases).chain(&self.collected)
+    pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> {
+        self.submitted.values().flat_map(|ticket| &ticket.held).chain(&self.collected).flat_map(Held::leases)
     }
 }
 
@@ -146,6 +200,24 @@ mod tests {
         assert_eq!(tickets.close(open).unwrap().len(), 1);
         assert!(!tickets.in_flight(open));
         assert_eq!(tickets.close(open), None);
+    }
+
+    #[test]
+    fn runs_hold_both_their_sides_and_stay_in_the_order_of_what_was_collected() {
+        let mut tickets = Tickets::new();
+        let one = Lease { tier: Tier::Device, kind: LeaseKind::Read, block: BlockId(9) };
+        tickets.collect_run(Tier::Device, LeaseKind::Drain, Tier::Host, Run { src: 1, dst: 4, len: 2 });
+        tickets.collect_run(Tier::Device, LeaseKind::Drain, Tier::Host, Run { src: 7, dst: 6, len: 1 });
+        tickets.collect(one);
+        tickets.collect_run(Tier::Host, LeaseKind::Read, Tier::Device, Run { src: 0, dst: 3, len: 1 });
+        let ticket = tickets.submit(Vec::new());
+        let leases: Vec<_> = tickets.get(ticket).unwrap().collect();
+        assert!(leases.iter().copied().eq(tickets.leases()));
+        assert_eq!(leases.iter().map(|lease| lease.block.0).collect::<Vec<_>>(), [1, 4, 2, 5, 7, 6, 9, 0, 3]);
+        assert_eq!(leases[2], Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(2) });
+        assert_eq!(leases[3], Lease { tier: Tier::Host, kind: LeaseKind::Write, block: BlockId(5) });
+        assert_eq!(tickets.draining(), [ticket]);
+        assert_eq!(tickets.close(ticket).unwrap().len(), 3);
     }
 
     #[test]

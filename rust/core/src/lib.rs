@@ -29,7 +29,8 @@ pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Manager, PrefixStats, Prompt, Stats, TableRows, TierUse,
+    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Manager, PrefixStats, Prompt, Stats, TableRows,
+    TierUse,
 };
 pub use plan::{Run, merge_runs};
 pub use pool::Policies;

@@ -14,18 +14,15 @@ pub struct Run {
 /// Merges pairs whose source and destination both continue the pair before; the order is kept.
 #[must_use]
 pub fn merge_runs(pairs: &[[u32; 2]]) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    for &[src, dst] in pairs {
-        match runs.last_mut() {
-            Some(run) if continues(run.src, run.len, src) && continues(run.dst, run.len, dst) => run.len += 1,
-            _ => runs.push(Run { src, dst, len: 1 }),
-        }
-    }
-    runs
+    runs(pairs).collect()
 }
 
-fn continues(first: u32, len: u32, next: u32) -> bool {
-    first.checked_add(len) == Some(next)
+/// As [`merge_runs`], one by one.
+pub(crate) fn runs(pairs: &[[u32; 2]]) -> impl Iterator<Item = Run> {
+    let next = |id: u32| id.checked_add(1);
+    let neighbours = pairs.chunk_by(move |a, b| next(a[0]) == Some(b[0]) && next(a[1]) == Some(b[1]));
+    #[expect(clippy::cast_possible_truncation, reason = "ids rise along a run and are below 2^32")]
+    neighbours.map(|run| Run { src: run[0][0], dst: run[0][1], len: run.len() as u32 })
 }
 
 #[cfg(test)]

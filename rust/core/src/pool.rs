@@ -1,8 +1,8 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`] and [`Pool::release`] are the
-//! only ways in and out.
+//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`], [`Pool::release`] and the calls
+//! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
 use crate::event::Removals;
@@ -14,6 +14,7 @@ use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
 
+mod bulk;
 mod cached;
 mod publish;
 mod snapshot;
@@ -187,15 +188,26 @@ impl Pool {
     /// Takes `count` blocks with one reference each: free ones, lowest ids first, then draining ones, then cached ones, least
     /// recently used first. Returns whether any was draining. The caller has called [`Pool::require`].
     pub(crate) fn take(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
+        self.take_as(count, 0, out)
+    }
+
+    /// As [`Pool::take`], with a write lease on each block.
+    pub(crate) fn take_to_write(&mut self, count: usize, out: &mut Vec<BlockId>) -> bool {
+        self.take_as(count, WRITING, out)
+    }
+
+    #[inline]
+    fn take_as(&mut self, count: usize, leases: u16, out: &mut Vec<BlockId>) -> bool {
         let first = out.len();
-        let nodes = &mut self.nodes;
-        self.free.take(count, |block| {
-            if block.index() >= nodes.len() {
-                nodes.resize(grown(block, nodes.capacity()), Node::default());
-            }
-            nodes[block.index()].refs = 1;
-            out.push(block);
+        let mut end = 0;
+        self.free.take_runs(count, |run| {
+            end = end.max(run.end);
+            out.extend(run.map(BlockId));
         });
+        if end as usize > self.nodes.len() {
+            self.nodes.resize(grown(BlockId(end - 1), self.nodes.capacity()), Node::default());
+        }
+        self.open(&out[first..], leases);
         let ready = out.len() - first;
         if ready == count {
             self.note_peak();
@@ -209,6 +221,9 @@ impl Pool {
             self.nodes[block.index()].refs = 1;
         }
         self.evict(first + count - out.len(), out);
+        for &block in &out[first + ready..] {
+            self.nodes[block.index()].drains |= leases;
+        }
         self.note_peak();
         drained
     }
@@ -229,9 +244,11 @@ impl Pool {
         self.nodes[block.index()].refs = 1;
     }
 
-    /// Takes block 0 out of use for good: it stands in tables for what is not there.
+    /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
     pub(crate) fn reserve_null(&mut self) {
-        self.take_free(NULL_BLOCK);
+        let mut first = Vec::with_capacity(1);
+        self.take(1, &mut first);
+        debug_assert!(first == [NULL_BLOCK], "the pool has been used");
     }
 
     /// Twins of blocks that were evicted since the last call.

@@ -1,13 +1,17 @@
 //! Which free block is taken next: the free-block generators, chosen by [`ReuseOrder`].
 //!
-//! [`BlockSet`] is a set of block ids kept as a hierarchical bitmap: insert, remove and find-lowest cost O(log64 n), so the
-//! lowest id goes first and the pool stays dense. The other orders are a queue of the blocks that came back.
+//! [`BlockSet`] finds its lowest member at once, so that the lowest id goes first and the pool stays dense. The other orders
+//! are a queue of the blocks that came back.
 
 use crate::id::BlockId;
 use crate::ring::Rings;
 use crate::snapshot::Contents;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::ops::Range;
+
+mod set;
+pub use set::BlockSet;
 
 /// Orders in which free blocks are taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -100,12 +104,32 @@ impl FreeBlocks {
         }
     }
 
-    /// Takes the `count` blocks that go first, or as many as there are, and hands each to `take`.
+    /// The last use of neighbours has ended, of the last one first; they may be free only later.
     #[inline]
-    pub(crate) fn take(&mut self, count: usize, mut take: impl FnMut(BlockId)) {
+    pub(crate) fn used_run(&mut self, run: Range<u32>) {
+        if let Self::Queue(queue) = self {
+            run.rev().map(BlockId).for_each(|block| queue.used(block));
+        }
+    }
+
+    /// As [`FreeBlocks::insert`], of neighbours, of the last one first.
+    #[inline]
+    pub(crate) fn insert_run(&mut self, run: Range<u32>) {
         match self {
-            Self::Lowest(set) => set.take_lowest(count, take),
-            Self::Queue(queue) => std::iter::from_fn(|| queue.pop()).take(count).for_each(&mut take),
+            Self::Lowest(set) => set.insert_run(run),
+            Self::Queue(queue) => run.rev().map(BlockId).for_each(|block| queue.insert(block)),
+        }
+    }
+
+    /// Takes the `count` blocks that go first, or as many as there are, and hands them to `take` as runs of neighbours.
+    #[inline]
+    pub(crate) fn take_runs(&mut self, count: usize, mut take: impl FnMut(Range<u32>)) {
+        match self {
+            Self::Lowest(set) => set.take_runs(count, take),
+            Self::Queue(queue) => {
+                let blocks = std::iter::from_fn(|| queue.pop()).take(count);
+                blocks.for_each(|block| take(block.0..block.0 + 1));
+            }
         }
     }
 
@@ -237,213 +261,10 @@ impl FreeQueue {
     }
 }
 
-/// A set of block ids that gives its lowest member first.
-///
-/// Level 0 holds one bit a block; each further level one bit a word of the level below, set iff that word is not zero.
-#[derive(Debug, Clone)]
-pub struct BlockSet {
-    levels: Vec<Vec<u64>>,
-    capacity: usize,
-    len: usize,
-}
-
-impl BlockSet {
-    /// An empty set over ids `0..capacity`.
-    #[must_use]
-    pub fn empty(capacity: usize) -> Self {
-        let mut levels = Vec::new();
-        let mut bits = capacity.max(1);
-        loop {
-            let words = bits.div_ceil(64);
-            levels.push(vec![0; words]);
-            if words == 1 {
-                break;
-            }
-            bits = words;
-        }
-        Self { levels, capacity, len: 0 }
-    }
-
-    /// The set of all ids `0..capacity`.
-    #[must_use]
-    pub fn full(capacity: usize) -> Self {
-        let mut set = Self::empty(capacity);
-        let mut bits = capacity;
-        for level in &mut set.levels {
-            let whole = bits / 64;
-            level[..whole].fill(u64::MAX);
-            if bits % 64 != 0 {
-                level[whole] = (1 << (bits % 64)) - 1;
-            }
-            bits = bits.div_ceil(64);
-        }
-        set.len = capacity;
-        set
-    }
-
-    /// Members of the set.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether the set has no members.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Ids that the set can hold: `0..capacity`.
-    #[must_use]
-    pub fn capacity(&self) -> usize {
-        self.capacity
-    }
-
-    /// Whether the block is a member.
-    #[must_use]
-    pub fn contains(&self, block: BlockId) -> bool {
-        let i = block.index();
-        i < self.capacity && self.levels[0][i / 64] >> (i % 64) & 1 == 1
-    }
-
-    /// Adds a block; returns whether it was absent.
-    pub fn insert(&mut self, block: BlockId) -> bool {
-        let mut i = block.index();
-        debug_assert!(i < self.capacity);
-        let word = &mut self.levels[0][i / 64];
-        let (before, bit) = (*word, 1 << (i % 64));
-        if before & bit != 0 {
-            return false;
-        }
-        *word |= bit;
-        self.len += 1;
-        if before == 0 {
-            for level in &mut self.levels[1..] {
-                i /= 64;
-                let before = level[i / 64];
-                level[i / 64] |= 1 << (i % 64);
-                if before != 0 {
-                    break;
-                }
-            }
-        }
-        true
-    }
-
-    /// Removes a block; returns whether it was a member.
-    pub fn remove(&mut self, block: BlockId) -> bool {
-        if !self.contains(block) {
-            return false;
-        }
-        let i = block.index();
-        self.levels[0][i / 64] &= !(1 << (i % 64));
-        self.len -= 1;
-        if self.levels[0][i / 64] == 0 {
-            self.clear_above(i / 64);
-        }
-        true
-    }
-
-    /// Takes the `count` lowest members out, in rising order, and hands each to `take`.
-    ///
-    /// Takes fewer if the set has fewer.
-    pub fn take_lowest(&mut self, count: usize, mut take: impl FnMut(BlockId)) {
-        let mut left = count.min(self.len);
-        self.len -= left;
-        while left > 0 {
-            let word_index = self.lowest_word();
-            let mut word = self.levels[0][word_index];
-            while word != 0 && left > 0 {
-                take(block_at(word_index * 64 + word.trailing_zeros() as usize));
-                word &= word - 1;
-                left -= 1;
-            }
-            self.levels[0][word_index] = word;
-            if word == 0 {
-                self.clear_above(word_index);
-            }
-        }
-    }
-
-    /// Members in rising order; nothing is taken.
-    pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.levels[0].iter().enumerate().flat_map(|(i, &word)| {
-            std::iter::successors((word != 0).then_some(word), |&w| {
-                let rest = w & (w - 1);
-                (rest != 0).then_some(rest)
-            })
-            .map(move |w| block_at(i * 64 + w.trailing_zeros() as usize))
-        })
-    }
-
-    /// Index of the first level-0 word that is not zero; the set must not be empty.
-    fn lowest_word(&self) -> usize {
-        let mut i = 0;
-        for level in self.levels[1..].iter().rev() {
-            i = i * 64 + level[i].trailing_zeros() as usize;
-        }
-        i
-    }
-
-    /// Tells the levels above that level-0 word `i` became zero.
-    fn clear_above(&mut self, mut i: usize) {
-        for level in &mut self.levels[1..] {
-            level[i / 64] &= !(1 << (i % 64));
-            if level[i / 64] != 0 {
-                break;
-            }
-            i /= 64;
-        }
-    }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a set never holds more than u32::MAX ids")]
-fn block_at(index: usize) -> BlockId {
-    BlockId(index as u32)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::BTreeSet;
-
-    #[test]
-    fn full_set_gives_ids_in_rising_order() {
-        for capacity in [0, 1, 63, 64, 65, 4096, 4097, 300_000] {
-            let mut set = BlockSet::full(capacity);
-            assert_eq!(set.len(), capacity);
-            let mut taken = Vec::new();
-            set.take_lowest(capacity + 1, |b| taken.push(b.0));
-            assert!(taken.iter().copied().eq(0..u32::try_from(capacity).unwrap()));
-            assert!(set.is_empty());
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn agrees_with_a_sorted_set(capacity in 1u32..9000, ops in prop::collection::vec((0u8..4, 0u32..9000), 0..300)) {
-            let mut set = BlockSet::empty(capacity as usize);
-            let mut model = BTreeSet::new();
-            for (op, x) in ops {
-                let block = BlockId(x % capacity);
-                match op {
-                    0 | 1 => prop_assert_eq!(set.insert(block), model.insert(block)),
-                    2 => prop_assert_eq!(set.remove(block), model.remove(&block)),
-                    _ => {
-                        let count = (x % 70) as usize;
-                        let mut taken = Vec::new();
-                        set.take_lowest(count, |b| taken.push(b));
-                        let expected: Vec<_> = model.iter().copied().take(count).collect();
-                        for b in &expected { model.remove(b); }
-                        prop_assert_eq!(taken, expected);
-                    }
-                }
-                prop_assert_eq!(set.len(), model.len());
-            }
-            prop_assert!(set.iter().eq(model.iter().copied()));
-        }
-    }
 
     proptest! {
         #[test]

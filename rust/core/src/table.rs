@@ -291,8 +291,10 @@ impl Rows {
         });
         let row = &mut self.entries[index as usize];
         let generation = row.generation.wrapping_add(1);
-        *row = Row { generation, tier, ..Row::unused() };
-        row.table.blocks = table;
+        // Versions go on from one sequence to the next, so that one tells the two apart.
+        let mut versions = std::mem::take(&mut row.table);
+        versions.set(table);
+        *row = Row { generation, tier, table: versions, ..Row::unused() };
         SequenceId::new(index, generation)
     }
 
@@ -394,6 +396,17 @@ mod tests {
         assert!(rows.get(first).is_err());
         assert!(rows.get(second).is_ok());
         assert!(rows.get(SequenceId::new(first.row(), 2)).is_err());
+    }
+
+    #[test]
+    fn a_row_used_again_goes_on_counting_versions() {
+        let mut rows = Rows::new();
+        let first = rows.open(Tier::Device, vec![BlockId(5)]);
+        let version = rows.at(first).table.version();
+        rows.close(first);
+        let second = rows.open(Tier::Device, vec![BlockId(5)]);
+        assert_eq!(first.row(), second.row());
+        assert!(rows.at(second).table.version() > version);
     }
 
     #[test]

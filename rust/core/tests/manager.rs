@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StepDecision,
-    TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, KeySpec, Kind, Manager, Prompt,
+    SequenceId, StepDecision, TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -19,6 +19,8 @@ use std::collections::BTreeMap;
 mod books;
 #[path = "manager/bound.rs"]
 mod bound;
+#[path = "manager/groups.rs"]
+mod groups;
 #[path = "manager/ops.rs"]
 mod ops;
 
@@ -56,7 +58,12 @@ pub(crate) struct World {
     ids: BTreeMap<SequenceId, Vec<u32>>,
     lost: Vec<SequenceId>,
     /// Sequences whose tokens this step computes, and which it reads whole.
-    computed: Vec<SequenceId>,
+    computed: Vec<(SequenceId, u32)>,
+    groups: &'static [Group],
+    /// What is left to put in of prompts that come in chunks.
+    rest: BTreeMap<SequenceId, Vec<u32>>,
+    /// What each sequence must read of its encoder.
+    encoded: BTreeMap<SequenceId, Vec<u64>>,
     /// Sequences with tokens that this step is to write.
     dirty: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
@@ -67,7 +74,7 @@ pub(crate) struct World {
     table: Vec<i32>,
     next: u64,
     /// What the events say can be found, and how many events there were.
-    findable: BTreeMap<[u8; 32], BlockId>,
+    findable: BTreeMap<(u8, [u8; 32]), BlockId>,
     events: u64,
 }
 
@@ -76,10 +83,13 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 8;
 
 impl World {
-    pub(crate) fn new(Setup { blocks, policies }: Setup) -> Self {
-        let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching: true };
-        let mut manager = Manager::with_policies(config, policies).unwrap();
-        manager.record_events(1 << 16).unwrap();
+    pub(crate) fn new(Setup { blocks, policies, groups }: Setup) -> Self {
+        let prefix_caching = !groups.contains(&Group::CrossAttention);
+        let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching };
+        let mut manager = Manager::with_groups(config, policies, groups).unwrap();
+        if prefix_caching {
+            manager.record_events(1 << 16).unwrap();
+        }
         let memory = blocks.map(|n| vec![GARBAGE; n]);
         Self {
             manager,
@@ -88,6 +98,9 @@ impl World {
             ids: BTreeMap::new(),
             lost: vec![],
             computed: vec![],
+            groups,
+            rest: BTreeMap::new(),
+            encoded: BTreeMap::new(),
             dirty: vec![],
             pending: vec![],
             tickets: BTreeMap::new(),
@@ -107,7 +120,7 @@ impl World {
         (0..count.min(all.len())).map(|i| all[(first + i) % all.len()]).collect()
     }
 
-    fn tokens(&mut self, count: u32) -> Vec<u64> {
+    pub(crate) fn tokens(&mut self, count: u32) -> Vec<u64> {
         (0..count)
             .map(|_| {
                 self.next += 1;
@@ -117,58 +130,84 @@ impl World {
     }
 
     /// What `count` more tokens of a sequence write: what all ids before them say, where the ids are known.
-    fn content(&mut self, sequence: SequenceId, count: u32, known: bool) -> Vec<u64> {
-        if known {
+    pub(crate) fn content(&mut self, sequence: SequenceId, next: &[u32], known: bool) -> Vec<u64> {
+        let planned = self.rest.get_mut(&sequence).map(|rest| {
+            let planned = next.len().min(rest.len());
+            rest.drain(..planned);
+            planned
+        });
+        let followed = if known { next.len() } else { planned.unwrap_or(0) };
+        let mut content = Vec::new();
+        if followed > 0 {
             let ids = self.ids.get_mut(&sequence).unwrap();
-            ids.extend((0..count).map(|_| count));
-            return values(ids).split_off(ids.len() - count as usize);
+            ids.extend(&next[..followed]);
+            content = values(ids).split_off(ids.len() - followed);
         }
-        if count > 0 {
+        if followed < next.len() {
             self.ids.remove(&sequence);
+            self.rest.remove(&sequence);
+            content.extend(self.tokens((next.len() - followed) as u32));
         }
-        self.tokens(count)
+        content
     }
 
-    fn write(&mut self, sequence: SequenceId, first: u32) {
-        let tokens = self.truth[&sequence][first as usize..].to_vec();
-        let mut slots = vec![0; tokens.len()];
-        self.manager.slot_mapping(sequence, first, &mut slots).unwrap();
-        self.dirty.push(sequence);
-        self.pending.extend(slots.into_iter().zip(tokens));
+    /// Ids of the next `count` tokens of a sequence: what is left of its prompt, then others.
+    pub(crate) fn next_ids(&self, sequence: SequenceId, count: u32) -> Vec<u32> {
+        let rest = self.rest.get(&sequence).into_iter().flatten().copied();
+        rest.chain(std::iter::repeat(count)).take(count as usize).collect()
     }
 
     fn allocate(&mut self, tokens: u32) {
-        let (free, wanted) = (self.manager.pool(Tier::Device).available(), tokens.div_ceil(BLOCK) as usize);
-        let status = self.manager.can_allocate(tokens, 0);
+        let before = self.manager.pool(Tier::Device).available();
+        let encoder_tokens = if self.has_encoder() { tokens % 7 } else { 0 };
+        let status = self.manager.can_admit(&Demand { tokens, encoder_tokens, ..Demand::default() });
         let mut out = Vec::new();
-        match self.manager.allocate(&[tokens], &mut out) {
+        let result = if self.has_encoder() {
+            self.manager.allocate_encoded(&[tokens], &[encoder_tokens], &mut out)
+        } else {
+            self.manager.allocate(&[tokens], &mut out)
+        };
+        match result {
             Ok(()) => {
                 assert_eq!(status, AllocStatus::Ok);
                 let content = self.tokens(tokens);
                 self.truth.insert(out[0], content);
                 self.write(out[0], 0);
+                if self.has_encoder() {
+                    self.encode(out[0], encoder_tokens);
+                }
             }
-            Err(error) => {
-                assert!(matches!(error, Error::OutOfBlocks { .. }) && wanted > free && status != AllocStatus::Ok);
+            Err(Error::OutOfBlocks { wanted, free, .. }) => {
+                assert!(free == before && wanted > free && status != AllocStatus::Ok);
             }
+            Err(error) => unreachable!("{error}"),
         }
     }
 
     /// A prompt of one of a few families: those of a family are prefixes of each other.
-    fn prompt(&mut self, tokens: u32, family: u32) {
+    fn prompt(&mut self, tokens: u32, family: u32, chunk: u32) {
         let ids: Vec<u32> = (0..tokens).map(|i| family + i / 9).collect();
         let prompt = Prompt { tokens: &ids, spec: KeySpec::default(), extras: &[] };
         let cached = self.manager.cached_tokens(&prompt).unwrap();
         let before = self.manager.pool(Tier::Device).available();
         let mut out = Vec::new();
-        match self.manager.allocate_prompts(&[prompt], &mut out) {
+        match self.manager.allocate_chunks(&[prompt], chunk, &mut out) {
             Ok(()) => {
                 let (sequence, hit) = out[0];
                 assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
-                self.truth.insert(sequence, values(&ids));
-                self.ids.insert(sequence, ids);
+                let (opened, most) =
+                    (self.manager.num_tokens(sequence).unwrap(), tokens.min(hit.saturating_add(chunk)));
+                // A chunk with states may end with a block before.
+                let aligned = opened % BLOCK == 0 && opened > hit && self.groups.contains(&Group::Recurrent);
+                assert!(opened == most || (opened < most && aligned), "{opened} tokens of {most}");
+                assert!(opened == tokens || self.manager.next_chunk(sequence, chunk).unwrap() > 0);
+                let opened = opened as usize;
+                self.truth.insert(sequence, values(&ids[..opened]));
+                self.rest.insert(sequence, ids[opened..].to_vec());
+                self.ids.insert(sequence, ids[..opened].to_vec());
                 self.write(sequence, hit);
             }
+            Err(Error::InvalidArgument { .. }) => assert!(self.has_encoder()),
             Err(error) => assert!(matches!(error, Error::OutOfBlocks { free, .. } if free == before), "{error}"),
         }
     }
@@ -181,6 +220,15 @@ impl World {
         }
     }
 
+    /// Marks the first tokens of a sequence, as of one whose prompt is computed in chunks.
+    fn mark_to(&mut self, sequence: SequenceId, tokens: u32) {
+        match self.manager.mark_computed_to(&[sequence], Some(&[tokens])) {
+            Ok(()) => assert!(!self.dirty.contains(&sequence) && tokens as usize <= self.truth[&sequence].len()),
+            Err(Error::InvalidArgument { .. }) => assert!(tokens as usize > self.truth[&sequence].len()),
+            Err(error) => assert!(error == Error::Unwritten { sequence } && self.dirty.contains(&sequence)),
+        }
+    }
+
     fn fork(&mut self, sequence: SequenceId, count: u32) {
         let mut out = Vec::new();
         match self.manager.fork(sequence, count, &mut out) {
@@ -189,6 +237,12 @@ impl World {
                     self.truth.insert(child, self.truth[&sequence].clone());
                     if let Some(ids) = self.ids.get(&sequence).cloned() {
                         self.ids.insert(child, ids);
+                    }
+                    if let Some(rest) = self.rest.get(&sequence).cloned() {
+                        self.rest.insert(child, rest);
+                    }
+                    if let Some(encoded) = self.encoded.get(&sequence).cloned() {
+                        self.encoded.insert(child, encoded);
                     }
                     if self.dirty.contains(&sequence) {
                         self.dirty.push(child);
@@ -206,17 +260,20 @@ impl World {
             let mut content = self.truth[&sequence][..shared as usize].to_vec();
             content.extend(self.tokens(extra));
             self.truth.insert(child, content);
+            if let Some(encoded) = self.encoded.get(&sequence).cloned() {
+                self.encoded.insert(child, encoded);
+            }
             self.write(child, shared);
         }
     }
 
     fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32) {
-        let mut slots = vec![0; sequences.len() * tokens as usize];
+        let mut slots = vec![0; self.growing().count() * sequences.len() * tokens as usize];
         let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
         let before = self.manager.pool(Tier::Device).available();
         // Token ids are given where the cache follows the whole batch; who gets others is followed no longer.
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
-        let ids = vec![tokens; slots.len()];
+        let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
             self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, None, &mut slots)
         } else {
@@ -224,7 +281,7 @@ impl World {
         };
         match result {
             Ok(()) => {
-                let taken = before - self.manager.pool(Tier::Device).available();
+                let taken = before.saturating_sub(self.manager.pool(Tier::Device).available());
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
                 self.appended(sequences, tokens, known, &slots);
             }
@@ -240,6 +297,8 @@ impl World {
         for sequence in sequences {
             self.truth.remove(sequence);
             self.ids.remove(sequence);
+            self.rest.remove(sequence);
+            self.encoded.remove(sequence);
             assert_eq!(self.manager.free(&[*sequence]), Err(Error::UnknownSequence { sequence: *sequence }));
         }
         self.lost.retain(|s| !sequences.contains(s));
@@ -269,11 +328,9 @@ impl World {
             self.read_device(*ticket);
         }
         // What this step computes or copies waits for its loads.
-        let manager = &self.manager;
-        let tables = self.computed.iter().filter_map(|&sequence| manager.block_table(sequence).ok()).flatten();
+        let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
         let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
-        let read: Vec<u32> = tables.map(|block| block.0).chain(written).collect();
-        self.computed.clear();
+        let read: Vec<u32> = tables.chain(written).collect();
         let copied: Vec<u32> = transfers.iter().filter(|(k, _)| *k == Kind::Copy).map(|(_, t)| t.src.1).collect();
         let (_, mine) = self.tickets.get_mut(&decision.ticket).unwrap();
         for transfer in mine {
@@ -290,6 +347,11 @@ impl World {
         for (slot, token) in std::mem::take(&mut self.pending) {
             let slot = u32::try_from(slot).unwrap();
             self.memory[0][(slot / BLOCK) as usize][(slot % BLOCK) as usize] = token;
+        }
+        for (sequence, first) in std::mem::take(&mut self.computed) {
+            if self.truth.contains_key(&sequence) && !self.lost.contains(&sequence) {
+                self.read(sequence, first);
+            }
         }
     }
 
@@ -349,13 +411,15 @@ impl World {
     pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
-            Op::Prompt(n, family) => self.prompt(n, family),
+            Op::Prompt { tokens, family, chunk } => self.prompt(tokens, family, chunk),
             Op::Mark(s, n) => {
                 let s = self.pick(s, n);
                 self.mark(&s);
             }
+            Op::MarkTo(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.mark_to(s, n)),
             Op::Reset => {
-                let idle = self.manager.pool(Tier::Device).free() == self.manager.pool(Tier::Device).len();
+                let pool = self.manager.pool(Tier::Device);
+                let idle = pool.free() + self.null_blocks(Tier::Device) == pool.len();
                 assert_eq!(self.manager.reset_prefix_cache(), idle);
             }
             Op::Priority(s, n, priority) => self.manager.set_priority(&self.pick(s, n), priority).unwrap(),

@@ -14,7 +14,9 @@ pub(crate) fn tier(name: &str) -> PyResult<Tier> {
 
 /// An int64 array `[n, 2]` of pairs.
 fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
-    PyArray1::from_iter(py, ids.iter().flatten().map(|&id| i64::from(id))).reshape([ids.len(), 2])
+    // A vector of known length is written by whole registers, and the array takes it over.
+    let numbers: Vec<_> = ids.as_flattened().iter().map(|&id| i64::from(id)).collect();
+    PyArray1::from_vec(py, numbers).reshape([ids.len(), 2])
 }
 
 /// Pairs of block ids between two tiers, `(from, to)`.

@@ -22,6 +22,7 @@ pub(crate) struct PyEventBatch {
     lora_ids: Py<PyArray1<u64>>,
     reasons: Py<PyArray1<u8>>,
     remaining: Py<PyArray1<u8>>,
+    groups: Py<PyArray1<u8>>,
 }
 
 impl PyEventBatch {
@@ -60,6 +61,10 @@ impl PyEventBatch {
             remaining: column(py, events, |event| match event {
                 Event::Removed { remaining, .. } => *remaining,
                 _ => 0,
+            }),
+            groups: column(py, events, |event| match event {
+                Event::Stored { group, .. } | Event::Removed { group, .. } => *group,
+                Event::Cleared { .. } => 0,
             }),
         })
     }

@@ -7,11 +7,13 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
+mod group;
 mod manager;
 mod prefix;
 mod snapshot;
 mod stats;
 mod store;
+mod v0;
 
 use pyo3::prelude::*;
 
@@ -29,6 +31,8 @@ mod _core {
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
+    use crate::group::PyCacheGroup;
+    #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
@@ -36,9 +40,12 @@ mod _core {
     use crate::stats::PyManagerStats;
     #[pymodule_export]
     use crate::store::{PyCompletion, PySlabStore, PyTierStats};
+    #[pymodule_export]
+    use crate::v0::hash_blocks;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::v0::export(module)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

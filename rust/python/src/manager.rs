@@ -5,8 +5,9 @@
 use crate::arrays::{self, Handle, Sequences, Table, Ticket, TokenIds, Tokens, count};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
+use crate::group::{self, PyCacheGroup, optional_count, row_in, rows_in};
 use blockyard_core as core;
-use blockyard_core::{BlockId, Config, Manager, SequenceId, Tier};
+use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, Tier};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -70,7 +71,8 @@ pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, Py
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0))]
+        prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0, sliding_window = None,
+        groups = None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
@@ -82,11 +84,14 @@ impl PyBlockManager {
         reuse_order: &str,
         eviction: &str,
         #[pyo3(from_py_with = count)] events: u32,
+        #[pyo3(from_py_with = optional_count)] sliding_window: Option<u32>,
+        groups: Option<Vec<PyCacheGroup>>,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
         let policies = crate::evict::policies(reuse_order, eviction)?;
-        let mut manager = Manager::with_policies(config, policies).map_err(to_py)?;
+        let groups = group::groups(groups, sliding_window)?;
+        let mut manager = Manager::with_groups(config, policies, &groups).map_err(to_py)?;
         if events > 0 {
             manager.record_events(events as usize).map_err(to_py)?;
         }
@@ -118,19 +123,35 @@ impl PyBlockManager {
         Ok(self.lock().pool(self::tier(tier)?).free())
     }
 
-    #[pyo3(signature = (num_tokens, *, lookahead = 0))]
+    #[pyo3(signature = (num_tokens, *, lookahead = 0, encoder_tokens = 0, chunk_tokens = None))]
     fn can_allocate(
         &self,
         #[pyo3(from_py_with = count)] num_tokens: u32,
         #[pyo3(from_py_with = count)] lookahead: u32,
-    ) -> PyAllocStatus {
-        self.lock().can_allocate(num_tokens, lookahead).into()
+        #[pyo3(from_py_with = count)] encoder_tokens: u32,
+        #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
+    ) -> PyResult<PyAllocStatus> {
+        if chunk_tokens == Some(0) {
+            return Err(invalid("chunk_tokens is 0, must be at least 1".to_owned()));
+        }
+        let (tokens, chunk) = (num_tokens, chunk_tokens.unwrap_or(0));
+        Ok(self.lock().can_admit(&Demand { tokens, lookahead, encoder_tokens, chunk }).into())
     }
 
-    fn allocate<'py>(&self, num_tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    #[pyo3(signature = (num_tokens, *, encoder_tokens = None))]
+    fn allocate<'py>(
+        &self,
+        num_tokens: &Bound<'py, PyAny>,
+        encoder_tokens: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let tokens = Tokens::new(num_tokens)?.to_vec()?;
+        let encoder_tokens = encoder_tokens.map(|tokens| Tokens::new(tokens)?.to_vec()).transpose()?;
         let mut out = Vec::with_capacity(tokens.len());
-        self.lock().allocate(&tokens, &mut out).map_err(to_py)?;
+        match encoder_tokens {
+            None => self.lock().allocate(&tokens, &mut out),
+            Some(encoder) => self.lock().allocate_encoded(&tokens, &encoder, &mut out),
+        }
+        .map_err(to_py)?;
         Ok(handles(num_tokens.py(), &out))
     }
 
@@ -193,13 +214,15 @@ impl PyBlockManager {
         #[pyo3(from_py_with = count)] lookahead: u32,
         block_tables: Option<&Bound<'py, PyAny>>,
         out: Option<Bound<'py, PyAny>>,
-    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = sequences.py();
         let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
         let (sequences, counts) = (Sequences::new(sequences)?, tokens.get()?);
         let sequences = sequences.get()?;
         let total = counts.total(sequences.len()).map_err(to_py)?;
-        let len = usize::try_from(total).map_err(|_| invalid(format!("{total} tokens are too many for one call")))?;
+        let groups = self.lock().growing_groups();
+        let len = usize::try_from(total).ok().and_then(|total| total.checked_mul(groups));
+        let len = len.ok_or_else(|| invalid(format!("{total} tokens are too many for one call")))?;
         let out = arrays::slots(py, len, out)?;
         let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let written = slots.as_slice_mut()?;
@@ -216,37 +239,44 @@ impl PyBlockManager {
         }
         .map_err(to_py)?;
         drop(slots);
-        Ok(out)
+        if groups == 1 { Ok(out.into_any()) } else { Ok(out.reshape([groups, len / groups])?.into_any()) }
     }
 
     fn truncate(&self, sequence: Handle, #[pyo3(from_py_with = count)] num_tokens: u32) -> PyResult<()> {
         self.lock().truncate(sequence.0, num_tokens).map_err(to_py)
     }
 
-    fn num_tokens(&self, sequence: Handle) -> PyResult<u32> {
-        self.lock().num_tokens(sequence.0).map_err(to_py)
-    }
-
     fn tier(&self, sequence: Handle) -> PyResult<&'static str> {
         self.lock().tier(sequence.0).map(Tier::name).map_err(to_py)
     }
 
-    fn block_table<'py>(&self, py: Python<'py>, sequence: Handle) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let table = self.lock().block_table(sequence.0).map(<[BlockId]>::to_vec).map_err(to_py)?;
+    #[pyo3(signature = (sequence, group = 0))]
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: Handle,
+        #[pyo3(from_py_with = count)] group: u32,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let manager = self.lock();
+        let row = row_in(&manager, sequence.0, group)?;
+        let table = manager.block_table(row).map(<[BlockId]>::to_vec).map_err(to_py)?;
+        drop(manager);
         #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
         let ids = table.iter().map(|block| block.0 as i32);
         Ok(PyArray1::from_iter(py, ids))
     }
 
-    #[pyo3(signature = (sequences, out = None))]
+    #[pyo3(signature = (sequences, out = None, *, group = 0))]
     fn block_tables<'py>(
         &self,
         sequences: &Bound<'py, PyAny>,
         out: Option<Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = count)] group: u32,
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let py = sequences.py();
         let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
+        let rows = rows_in(&self.lock(), sequences.get()?, group)?;
+        let sequences = rows.as_slice();
         let out: Bound<'py, PyArray2<i32>> = match out {
             None => {
                 let width = self.lock().max_blocks(sequences).map_err(to_py)?;
@@ -262,7 +292,7 @@ impl PyBlockManager {
         Ok(out)
     }
 
-    #[pyo3(signature = (sequence, first, last, out = None))]
+    #[pyo3(signature = (sequence, first, last, out = None, *, group = 0))]
     fn slot_mapping<'py>(
         &self,
         py: Python<'py>,
@@ -270,15 +300,17 @@ impl PyBlockManager {
         #[pyo3(from_py_with = count)] first: u32,
         #[pyo3(from_py_with = count)] last: u32,
         out: Option<Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = count)] group: u32,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let len = self.lock().num_tokens(sequence.0).map_err(to_py)?;
+        let row = row_in(&self.lock(), sequence.0, group)?;
+        let len = self.lock().num_tokens(row).map_err(to_py)?;
         if first > last || last > len {
             return Err(invalid(format!("tokens {first} to {last} of a sequence of {len}")));
         }
         let out = arrays::slots(py, (last - first) as usize, out)?;
         let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let written = slots.as_slice_mut()?;
-        self.lock().slot_mapping(sequence.0, first, written).map_err(to_py)?;
+        self.lock().slot_mapping(row, first, written).map_err(to_py)?;
         drop(slots);
         Ok(out)
     }

@@ -1,7 +1,8 @@
 //! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
 
-use crate::arrays::{Sequences, TokenIds, count};
+use crate::arrays::{Handle, Sequences, TokenIds, Tokens, count};
 use crate::errors::{invalid, to_py};
+use crate::group::optional_count;
 use crate::manager::{PyBlockManager, handles};
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
@@ -41,7 +42,7 @@ impl PyPrefixStats {
 
 #[pymethods]
 impl PyBlockManager {
-    #[pyo3(signature = (prompts, *, salt = None, lora_id = 0, extras = Vec::new()))]
+    #[pyo3(signature = (prompts, *, salt = None, lora_id = 0, extras = Vec::new(), chunk_tokens = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn allocate_prompts<'py>(
         &self,
@@ -50,6 +51,7 @@ impl PyBlockManager {
         salt: Option<&[u8]>,
         lora_id: u64,
         extras: Vec<PyExtra>,
+        #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
     ) -> PyResult<Allocated<'py>> {
         let tokens = prompts.iter().map(TokenIds::only_read).collect::<PyResult<Vec<_>>>()?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
@@ -68,7 +70,8 @@ impl PyBlockManager {
             prompts.push(Prompt { tokens: tokens.get()?, spec, extras });
         }
         let mut out = Vec::with_capacity(prompts.len());
-        self.lock().allocate_prompts(&prompts, &mut out).map_err(to_py)?;
+        let chunk = chunk_tokens.unwrap_or(u32::MAX);
+        self.lock().allocate_chunks(&prompts, chunk, &mut out).map_err(to_py)?;
         let cached = PyArray1::from_iter(py, out.iter().map(|(_, cached)| *cached));
         let ids: Vec<_> = out.iter().map(|(sequence, _)| *sequence).collect();
         Ok((handles(py, &ids), cached))
@@ -82,10 +85,16 @@ impl PyBlockManager {
         self.lock().cached_tokens(&prompt).map_err(to_py)
     }
 
-    fn mark_computed(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn next_chunk(&self, sequence: Handle, #[pyo3(from_py_with = count)] budget: u32) -> PyResult<u32> {
+        self.lock().next_chunk(sequence.0, budget).map_err(to_py)
+    }
+
+    #[pyo3(signature = (sequences, num_computed = None))]
+    fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let sequences = Sequences::new(sequences)?;
         let sequences = sequences.get()?;
-        self.lock().mark_computed(sequences).map_err(to_py)
+        let computed = num_computed.map(|computed| Tokens::new(computed)?.to_vec()).transpose()?;
+        self.lock().mark_computed_to(sequences, computed.as_deref()).map_err(to_py)
     }
 
     fn common_computed_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {

@@ -4,12 +4,13 @@ An engine takes `AllocStatus` and `BlockSpaceManager` from here instead of from 
 engine is imported, its sequences are taken as they are.
 """
 
-from blockyard.integrations.vllm_v0.blocks import (
-    NaiveBlock,
-    NaiveBlockAllocator,
-    PrefixCachingBlock,
-    PrefixCachingBlockAllocator,
-)
+from blockyard._core import V0BlockTable as BlockTable
+from blockyard._core import V0CpuGpuBlockAllocator as CpuGpuBlockAllocator
+from blockyard._core import V0NaiveBlock as NaiveBlock
+from blockyard._core import V0NaiveBlockAllocator as NaiveBlockAllocator
+from blockyard._core import V0NullBlock as NullBlock
+from blockyard._core import V0PrefixCachingBlock as PrefixCachingBlock
+from blockyard._core import V0PrefixCachingBlockAllocator as PrefixCachingBlockAllocator
 from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
     Block,
@@ -23,7 +24,6 @@ from blockyard.integrations.vllm_v0.manager import (
     LastAccessBlocksTracker,
     SelfAttnBlockSpaceManager,
 )
-from blockyard.integrations.vllm_v0.table import BlockTable, CpuGpuBlockAllocator, NullBlock
 
 __all__ = [
     "AllocStatus",

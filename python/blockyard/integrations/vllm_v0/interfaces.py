@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from blockyard import _core
 from blockyard.errors import OutOfBlocksError
 
 
@@ -70,12 +71,14 @@ class Block(ABC):
     token_ids: list[int]
 
 
+class NoFreeBlocksError(OutOfBlocksError, ValueError):
+    """Fewer blocks are free than the call needs; nothing was changed."""
+
+
 class BlockAllocator(ABC):
     """Blocks of one device."""
 
-    class NoFreeBlocksError(OutOfBlocksError, ValueError):
-        """Fewer blocks are free than the call needs; nothing was changed."""
-
+    NoFreeBlocksError = NoFreeBlocksError
     allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = _abstract
     free = fork = swap_out = swap_in = clear_copy_on_writes = _abstract
     get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = _abstract
@@ -113,3 +116,9 @@ class BlockSpaceManager(ABC):
         if version.lower() != "selfattn":
             raise ValueError(f"version is {version!r}, must be 'selfattn'")
         return SelfAttnBlockSpaceManager
+
+
+for _kind in (_core.V0NaiveBlock, _core.V0NullBlock):
+    Block.register(_kind)
+BlockAllocator.register(_core.V0PoolAllocator)
+DeviceAwareBlockAllocator.register(_core.V0CpuGpuBlockAllocator)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from blockyard.integrations.vllm_v0.blocks import _require, hash_blocks
+from blockyard import _core
 from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
     BlockSpaceManager,
@@ -13,19 +13,32 @@ from blockyard.integrations.vllm_v0.interfaces import (
     Sequence,
     SequenceGroup,
 )
-from blockyard.integrations.vllm_v0.table import BlockTable, CpuGpuBlockAllocator
+
+BlockTable = _core.V0BlockTable
+hash_blocks = _core.v0_hash_blocks
+_Allocator: TypeAlias = DeviceAwareBlockAllocator | _core.V0CpuGpuBlockAllocator
+
+
+def _require(holds: object, message: str) -> None:
+    # V0 asserts; its callers may rely on the exception, also under python -O.
+    if not holds:
+        raise AssertionError(message)
 
 
 class ComputedBlocksTracker:
     """How much of each sequence is cached; every token is hashed once."""
 
-    def __init__(self, allocator: DeviceAwareBlockAllocator, block_size: int, enable_caching: bool) -> None:
+    def __init__(self, allocator: _Allocator, block_size: int, enable_caching: bool) -> None:
         self._allocator, self._block_size, self._enable_caching = allocator, block_size, enable_caching
         self._hashes: dict[int, list[int]] = {}
         self._num_cached: dict[int, int] = {}
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of the longest computed prefix; while a sequence is in prefill, as many as at its first call."""
+        """Tokens of the longest computed prefix; while a sequence is in prefill, at most as many as at its first call.
+
+        V0 keeps that count while the sequence waits, although the blocks may be evicted meanwhile, and asserts that a
+        prefill which was swapped out has computed no more.
+        """
         if not self._enable_caching:
             return 0
         hashes, token_ids, size = self._hashes.setdefault(seq.seq_id, []), seq.get_token_ids(), self._block_size
@@ -33,9 +46,11 @@ class ComputedBlocksTracker:
         if len(token_ids) >= (len(hashes) + 1) * size:
             parent = hashes[-1] if hashes else None
             hashes += hash_blocks(parent, token_ids[len(hashes) * size :], size, seq.extra_hash())
-        if seq.seq_id not in self._num_cached or not seq.is_prefill():
-            self._num_cached[seq.seq_id] = len(self._allocator.find_cached_blocks_prefix(hashes)) * size
-        return self._num_cached[seq.seq_id]
+        if (prefill := seq.is_prefill()) and (first := self._num_cached.get(seq.seq_id)) is not None:
+            hashes = hashes[: first // size]
+        found = self._allocator.find_cached_blocks_prefix(hashes) if hashes else ()
+        cached = self._num_cached[seq.seq_id] = len(found) * size
+        return max(cached, seq.data.get_num_computed_tokens()) if prefill else cached
 
     def remove_seq(self, seq_id: int) -> None:
         """Forget a sequence, known or not."""
@@ -46,7 +61,7 @@ class ComputedBlocksTracker:
 class LastAccessBlocksTracker:
     """When each sequence was last scheduled; its blocks learn it when they are freed."""
 
-    def __init__(self, allocator: DeviceAwareBlockAllocator) -> None:
+    def __init__(self, allocator: _Allocator) -> None:
         self._allocator = allocator
         self._seq_last_access: dict[int, float | None] = {}
 
@@ -101,9 +116,9 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         # A window that does not begin at a block's start touches one block more, and one is being filled.
         self.max_block_sliding_window = None if sliding_window is None else sliding_window // block_size + 2
         kind = "prefix_caching" if enable_caching else "naive"
-        self.block_allocator = CpuGpuBlockAllocator.create(kind, num_gpu_blocks, num_cpu_blocks, block_size)
-        self.block_tables: dict[int, BlockTable] = {}
-        self.cross_block_tables: dict[str, BlockTable] = {}
+        self.block_allocator = _core.V0CpuGpuBlockAllocator.create(kind, num_gpu_blocks, num_cpu_blocks, block_size)
+        self.block_tables: dict[int, _core.V0BlockTable] = {}
+        self.cross_block_tables: dict[str, _core.V0BlockTable] = {}
         self._computed_blocks_tracker = ComputedBlocksTracker(self.block_allocator, block_size, enable_caching)
         self._last_access_blocks_tracker = LastAccessBlocksTracker(self.block_allocator)
 
@@ -132,7 +147,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         enough = self.get_num_free_gpu_blocks() - required >= self.watermark_blocks
         return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def _allocate_sequence(self, seq: Sequence) -> BlockTable:
+    def _allocate_sequence(self, seq: Sequence) -> _core.V0BlockTable:
         table = BlockTable(self.block_size, self.block_allocator, None, self.max_block_sliding_window)
         if tokens := seq.get_token_ids():
             table.allocate(tokens, extra_hash=seq.extra_hash())
@@ -205,7 +220,13 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
             self._last_access_blocks_tracker.update_last_access(seq.seq_id, now)
 
     def mark_blocks_as_computed(self, seq_group: SequenceGroup, token_chunk_size: int) -> None:
-        self.block_allocator.mark_blocks_as_computed([])
+        """Let the full blocks be found whose tokens are computed once the step that is being scheduled has run.
+
+        V0 marks every block that it has allocated, also those of a prefill's later chunks, whose bytes are not there.
+        """
+        for seq in seq_group.get_seqs() if self.enable_caching else ():
+            if (table := self.block_tables.get(seq.seq_id)) is not None:
+                table.mark_computed(seq.data.get_num_computed_tokens() + token_chunk_size)
 
     def get_common_computed_block_ids(self, seqs: list[Sequence]) -> list[int]:
         """Blocks at the start of all these sequences that need no prefill."""

@@ -1,13 +1,13 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
-use super::pass::{self, Batch, Slow, Work, fits, pass};
+use super::pass::{self, Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
 use super::{
     Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
     write_slots,
 };
 use crate::decision::Kind;
 use crate::error::{Error, Result};
-use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::LeaseKind;
 use crate::table::Row;
 
@@ -80,7 +80,7 @@ impl Manager {
     /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; where
     /// there are several cache groups, those of one group after those of another.
     ///
-    /// All tokens before must be computed by the time the new ones are: what fell out of a window is given back.
+    /// What falls out of a window is given back: tokens appended in earlier steps are computed before these.
     /// A shared block that would be written is copied first, by a copy of this step. `lookahead` more slots a sequence
     /// get blocks, but no tokens.
     ///
@@ -130,7 +130,11 @@ impl Manager {
             tables.require_rows(sequences.len())?;
         }
         self.rows.begin_batch();
-        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })
+        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })?;
+        if self.groups.cross() {
+            self.await_encoders(sequences);
+        }
+        Ok(())
     }
 
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one over
@@ -147,14 +151,14 @@ impl Manager {
         let result = if passed.rows < batch.sequences.len() {
             // What is wrong with a row before comes first.
             let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
-            self.slow_needs(&batch, &work, &mut Vec::new()).and(Err(repeated))
+            self.slow_needs(&batch, &mut work, &mut Vec::new()).and(Err(repeated))
         } else if work.slow.is_empty() {
             Ok(())
         } else {
             self.append_slow(&mut batch, &mut work)
         };
         if result.is_err() {
-            self.undo(&batch, passed.rows, &work);
+            self.undo(&batch, &passed, &work);
         }
         self.work = work;
         result
@@ -171,7 +175,11 @@ impl Manager {
             if self.groups.slide() {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
-                    self.slide(sequence, self.rows.at(sequence).len);
+                    let row = self.rows.at(sequence);
+                    // Tokens that this step is yet to compute keep what they need.
+                    if row.written != self.tickets.open() {
+                        self.slide(sequence, row.len);
+                    }
                 }
             }
             self.append_checked(batch, work, new, &mut blocks)
@@ -181,12 +189,13 @@ impl Manager {
     }
 
     /// New blocks that the noted rows need; `shared` gets the shared blocks that they would write.
-    fn slow_needs(&self, batch: &Batch<'_>, work: &Work, shared: &mut Vec<BlockId>) -> Result<usize> {
-        let mut new = 0;
+    fn slow_needs(&self, batch: &Batch<'_>, work: &mut Work, shared: &mut Vec<BlockId>) -> Result<usize> {
+        let (mut new, mut ended) = (0, 0);
         for &Slow { index, .. } in &work.slow {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             let row = self.rows.get(sequence)?;
             let need = if count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size) {
+                ended += 1;
                 Need { blocks: 1, entries: 1 }
             } else {
                 self.need(sequence, count, batch.lookahead, shared)?
@@ -196,6 +205,7 @@ impl Manager {
             }
             new += need.blocks;
         }
+        work.ended = ended;
         Ok(new)
     }
 
@@ -207,12 +217,16 @@ impl Manager {
         new: usize,
         blocks: &mut Vec<BlockId>,
     ) -> Result<()> {
+        let (open, size) = (self.tickets.open(), self.block_size);
         if blocks.is_empty() {
             self.step.reuses_drained |= take(&mut self.pools, Tier::Device, new, blocks);
+            if work.ended == work.slow.len() {
+                next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
+                return Ok(());
+            }
         } else {
             blocks.clear();
         }
-        let (open, size) = (self.tickets.open(), self.block_size);
         let mut fresh = blocks.iter();
         for &Slow { index, at } in &work.slow {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
@@ -237,13 +251,13 @@ impl Manager {
 
     /// Takes back what the first pass has done to the rows before `passed`.
     #[cold]
-    fn undo(&mut self, batch: &Batch<'_>, passed: usize, work: &Work) {
+    fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before, .. }: &Passed, work: &Work) {
         let mut slow = work.slow.iter().map(|slow| slow.index).peekable();
-        for (i, &sequence) in batch.sequences[..passed].iter().enumerate() {
+        for (i, &sequence) in batch.sequences[..rows].iter().enumerate() {
             if slow.next_if_eq(&i).is_none() {
                 let row = self.rows.at_mut(sequence);
                 row.len -= batch.counts.at(i);
-                row.written = work.before[i];
+                row.written = before;
             }
         }
     }
@@ -339,7 +353,9 @@ impl Manager {
                 }
             });
         }
+        let group = self.groups.get(self.rows.at(sequence).group);
         let row = self.rows.at_mut(sequence);
+        row.published = row.published.max(group.passed_over(len, count, blocks, size));
         write_slots(row, len, size, slots);
         row.len = len + count;
         row.written = open;
@@ -348,7 +364,9 @@ impl Manager {
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            if !row.moving && self.pools[0].is_exclusive(block) {
+            // Who writes what a transfer still reads must say so, and the first pass does not ask.
+            let own = self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
+            if !row.moving && own {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }
@@ -404,14 +422,4 @@ fn check_slots(sequences: &[SequenceId], counts: Counts<'_>, slots: &[i64]) -> R
 fn ends_block(row: &Row, size: u32) -> bool {
     let held = row.table.len() as u64 * u64::from(size);
     row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
-}
-
-/// Begins a row's next block with one token.
-#[inline]
-fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketId) {
-    row.table.extend_with(|table| table.push(block));
-    row.slot_base = i64::from(block.0) * i64::from(size) - i64::from(row.len);
-    row.writable = row.len + size;
-    row.len += 1;
-    row.written = open;
 }

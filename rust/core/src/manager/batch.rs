@@ -11,11 +11,34 @@ use crate::table::Shown;
 
 /// A batch of sequences whose block table and slot mapping are kept incrementally, in memory of the caller's.
 ///
-/// Every call must be given the same table and the same manager; one restored from a snapshot is another.
-#[derive(Debug, Clone, Default)]
+/// Every call must be given the same table and the same manager; one restored from a snapshot is another. With several
+/// cache groups table and slot mapping are cut into one equal part for each group that grows.
+#[derive(Debug, Clone)]
 pub struct DecodeBatch {
-    sequences: Vec<SequenceId>,
+    /// One a cache group; the first group's rows are the sequences.
+    parts: Vec<Part>,
+}
+
+/// One group's part of a batch.
+#[derive(Debug, Clone, Default)]
+struct Part {
+    rows: Vec<SequenceId>,
     shown: Vec<Shown>,
+}
+
+impl Part {
+    fn add(&mut self, manager: &Manager, row: SequenceId, mut tables: TableRows<'_>) {
+        let mut shown = Shown::nothing();
+        manager.rows.at(row).table.show(&mut shown, tables.row(self.rows.len()));
+        self.rows.push(row);
+        self.shown.push(shown);
+    }
+}
+
+impl Default for DecodeBatch {
+    fn default() -> Self {
+        Self { parts: vec![Part::default()] }
+    }
 }
 
 impl DecodeBatch {
@@ -28,7 +51,7 @@ impl DecodeBatch {
     /// The sequences, by row.
     #[must_use]
     pub fn sequences(&self) -> &[SequenceId] {
-        &self.sequences
+        &self.parts[0].rows
     }
 
     /// Adds sequences, on the device, at the end, and writes their rows; returns the first one's.
@@ -37,22 +60,25 @@ impl DecodeBatch {
     /// A sequence is unknown, named twice, in the batch already, not on the device, still loading or has lost bytes; the
     /// table has too few rows, or too short ones.
     pub fn add(&mut self, manager: &mut Manager, sequences: &[SequenceId], mut tables: TableRows<'_>) -> Result<usize> {
-        let first = self.sequences.len();
-        tables.require_rows(first + sequences.len())?;
+        let (first, groups) = (self.sequences().len(), manager.growing_groups());
+        let mut all = Vec::new();
+        let members = manager.growing(sequences, &mut all)?;
+        tables.part(0, groups).require_rows(first + sequences.len())?;
         manager.rows.begin_batch();
-        for &sequence in &self.sequences {
+        for &sequence in self.sequences() {
             // One that was freed meanwhile can be named by nobody.
             let _ = manager.rows.next_in_batch(sequence);
         }
-        for &sequence in sequences {
-            manager.rows.next_in_batch(sequence)?;
-            tables.require_width(sequence, manager.readable(sequence)?.table.len())?;
+        for &row in members {
+            manager.rows.next_in_batch(row)?;
+            tables.require_width(row, manager.readable(row)?.table.len())?;
         }
-        for &sequence in sequences {
-            let mut shown = Shown::nothing();
-            manager.rows.at(sequence).table.show(&mut shown, tables.row(self.sequences.len()));
-            self.sequences.push(sequence);
-            self.shown.push(shown);
+        self.parts.resize_with(groups, Part::default);
+        for (group, (part, rows)) in self.parts.iter_mut().zip(members.chunks_exact(sequences.len().max(1))).enumerate()
+        {
+            for &row in rows {
+                part.add(manager, row, tables.part(group, groups));
+            }
         }
         Ok(first)
     }
@@ -63,20 +89,27 @@ impl DecodeBatch {
     /// # Errors
     /// There is no such row.
     pub fn remove(&mut self, index: usize, mut tables: TableRows<'_>) -> Result<Option<usize>> {
-        let Some(last) = self.sequences.len().checked_sub(1).filter(|&last| index <= last) else {
-            let must = format!("below {}, the sequences of the batch", self.sequences.len());
-            return Err(invalid("row of the batch", index as i128, must));
+        let (count, groups) = (self.sequences().len(), self.parts.len());
+        let Some(last) = count.checked_sub(1).filter(|&last| index <= last) else {
+            return Err(invalid(
+                "row of the batch",
+                index as i128,
+                format!("below {count}, the sequences of the batch"),
+            ));
         };
-        tables.require_rows(last + 1)?;
-        self.sequences.swap_remove(index);
-        self.shown.swap_remove(index);
-        tables.copy_row(last, index);
-        tables.row(last).fill(0);
+        tables.part(0, groups).require_rows(last + 1)?;
+        for (group, part) in self.parts.iter_mut().enumerate() {
+            let mut tables = tables.part(group, groups);
+            part.rows.swap_remove(index);
+            part.shown.swap_remove(index);
+            tables.copy_row(last, index);
+            tables.row(last).fill(0);
+        }
         Ok((index != last).then_some(last))
     }
 
     /// Appends tokens to all sequences: writes the slot of each token, sequence by sequence, and what has changed of the
-    /// block table. Returns the number of tokens; `slots` beyond them are left as they are.
+    /// block table. Returns the number of tokens; `slots` beyond them, in each group's part, are left as they are.
     ///
     /// # Errors
     /// As [`Manager::append_with_tables`].
@@ -85,19 +118,29 @@ impl DecodeBatch {
         manager: &mut Manager,
         counts: Counts<'_>,
         lookahead: u32,
-        tables: TableRows<'_>,
+        mut tables: TableRows<'_>,
         slots: &mut [i64],
     ) -> Result<usize> {
-        let total = counts.total(self.sequences.len())?;
-        tables.require_rows(self.sequences.len())?;
-        let have = slots.len();
-        let slots = usize::try_from(total).ok().and_then(|total| slots.get_mut(..total));
-        let Some(slots) = slots else {
+        let groups = self.parts.len();
+        let total = counts.total(self.sequences().len())?;
+        tables.part(0, groups).require_rows(self.sequences().len())?;
+        let have = slots.len() / groups;
+        let Some(tokens) = usize::try_from(total).ok().filter(|&total| total <= have) else {
             return Err(invalid("number of slots", have as i128, format!("at least {total}, the tokens")));
         };
-        let tokens = slots.len();
-        let (sequences, shown) = (&self.sequences, Some(self.shown.as_mut_slice()));
-        manager.append_batch(Batch { sequences, counts, lookahead, slots, tables: Some(tables), shown })?;
+        if groups > 1 {
+            // Then no group can fail where another has not.
+            let wanted = manager.blocks_to_append(self.sequences(), counts, lookahead)?;
+            manager.pools[0].require(wanted, true)?;
+        }
+        for (group, Part { rows, shown }) in self.parts.iter_mut().enumerate() {
+            let slots = &mut slots[group * have..group * have + tokens];
+            let (tables, shown) = (Some(tables.part(group, groups)), Some(shown.as_mut_slice()));
+            manager.append_batch(Batch { sequences: rows, counts, lookahead, slots, tables, shown })?;
+        }
+        if manager.groups.cross() {
+            manager.await_encoders(self.sequences());
+        }
         Ok(tokens)
     }
 
@@ -106,12 +149,16 @@ impl DecodeBatch {
     /// # Errors
     /// A sequence is unknown, not on the device, still loading or has lost bytes; a row is too short.
     pub fn refresh(&mut self, manager: &Manager, mut tables: TableRows<'_>) -> Result<()> {
-        tables.require_rows(self.sequences.len())?;
-        for &sequence in &self.sequences {
-            tables.require_width(sequence, manager.readable(sequence)?.table.len())?;
+        let groups = self.parts.len();
+        tables.part(0, groups).require_rows(self.sequences().len())?;
+        for &row in self.parts.iter().flat_map(|part| &part.rows) {
+            tables.require_width(row, manager.readable(row)?.table.len())?;
         }
-        for (i, (&sequence, shown)) in self.sequences.iter().zip(&mut self.shown).enumerate() {
-            manager.rows.at(sequence).table.show(shown, tables.row(i));
+        for (group, part) in self.parts.iter_mut().enumerate() {
+            let mut tables = tables.part(group, groups);
+            for (i, (&row, shown)) in part.rows.iter().zip(&mut part.shown).enumerate() {
+                manager.rows.at(row).table.show(shown, tables.row(i));
+            }
         }
         Ok(())
     }
@@ -121,6 +168,6 @@ impl DecodeBatch {
     /// # Errors
     /// The batch has no such sequence.
     pub fn find(&self, sequence: SequenceId) -> Result<usize> {
-        self.sequences.iter().position(|&s| s == sequence).ok_or(Error::UnknownSequence { sequence })
+        self.sequences().iter().position(|&s| s == sequence).ok_or(Error::UnknownSequence { sequence })
     }
 }

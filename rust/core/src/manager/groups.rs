@@ -27,6 +27,12 @@ impl Manager {
         self.groups.all()
     }
 
+    /// Groups whose tables grow with a sequence: all but an encoder's.
+    #[must_use]
+    pub fn growing_groups(&self) -> usize {
+        self.groups.growing().len()
+    }
+
     /// Whether a new sequence may be admitted, the watermark kept. Of a prompt in chunks what its groups hold at once counts.
     #[must_use]
     pub fn can_admit(&self, demand: &Demand) -> AllocStatus {
@@ -175,6 +181,17 @@ impl Manager {
         }
     }
 
+    /// A step that computes sequences waits for their encoders' loads, too.
+    pub(super) fn await_encoders(&mut self, sequences: &[SequenceId]) {
+        for &sequence in sequences {
+            let row = self.rows.at(sequence);
+            let (moving, last) = (row.moving, row.family.as_deref().and_then(<[SequenceId]>::last).copied());
+            if let Some(last) = last {
+                self.rows.at_mut(last).moving &= moving;
+            }
+        }
+    }
+
     /// Blocks of one group's table for a new sequence.
     pub(super) fn blocks_at_start(&self, group: Group, tokens: u32) -> usize {
         blocks_for(u64::from(tokens), self.block_size) - group.skipped(0, tokens, 0, self.block_size)
@@ -262,7 +279,7 @@ impl Manager {
             let grown = self.groups.growing().len() > usize::from(number.max(row.group));
             other.family.as_ref() == Some(family)
                 && other.group == number
-                && (other.tier, other.lost, other.moving) == (row.tier, row.lost, row.moving)
+                && (other.tier, other.lost) == (row.tier, row.lost)
                 && (!grown || other.len == row.len)
         };
         let whole = family.len() == self.groups.all().len() && (0u8..).zip(family.iter()).all(relative);

@@ -9,6 +9,7 @@
 
 mod append;
 mod batch;
+mod chunk;
 mod groups;
 mod pass;
 mod prefix;
@@ -19,6 +20,7 @@ mod stats;
 mod tables;
 mod ticket;
 mod truncate;
+mod twins;
 mod window;
 
 use crate::decision::{Kind, Pairs};
@@ -30,6 +32,7 @@ use crate::lease::{Lease, LeaseKind, Tickets};
 use crate::pool::{Policies, Pool, Twin};
 use crate::table::{Row, Rows};
 use std::collections::HashSet;
+use twins::{link, part_orphans, release, release_all, take, unlink};
 
 pub use append::Counts;
 pub use batch::DecodeBatch;
@@ -327,9 +330,8 @@ impl Manager {
             let tier = self.rows.at(sequence).tier;
             self.begin_release(sequence);
             // The last block goes first, so that a cached chain is evicted from its end.
-            for block in self.rows.close(sequence).into_iter().rev() {
-                release(&mut self.pools, tier, block);
-            }
+            let table = self.rows.close(sequence);
+            release_all(&mut self.pools, tier, &table);
         }
         Ok(())
     }
@@ -451,39 +453,6 @@ fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
         }
         *slot = i64::from(row.table[index].0) * size + offset;
         offset += 1;
-    }
-}
-
-/// Takes blocks; the twins of those that were cached forget them. Returns whether any was draining.
-fn take(pools: &mut [Pool; 3], tier: Tier, count: usize, out: &mut Vec<BlockId>) -> bool {
-    let drained = pools[tier.index()].take(count, out);
-    for (other, twin) in pools[tier.index()].take_orphans() {
-        pools[other.index()].set_twin(twin, None);
-    }
-    drained
-}
-
-/// Drops one reference; the twin of a block that goes free forgets it.
-fn release(pools: &mut [Pool; 3], tier: Tier, block: BlockId) {
-    if let Some((tier, twin)) = pools[tier.index()].release(block) {
-        pools[tier.index()].set_twin(twin, None);
-    }
-}
-
-/// Makes two blocks that hold the same bytes each other's twin, and of no other.
-fn link(pools: &mut [Pool; 3], a: Twin, b: Twin) {
-    for (one, other) in [(a, b), (b, a)] {
-        if let Some((tier, former)) = pools[one.0.index()].set_twin(one.1, Some(other)) {
-            if (tier, former) != other {
-                pools[tier.index()].set_twin(former, None);
-            }
-        }
-    }
-}
-
-fn unlink(pools: &mut [Pool; 3], tier: Tier, block: BlockId) {
-    if let Some((tier, twin)) = pools[tier.index()].set_twin(block, None) {
-        pools[tier.index()].set_twin(twin, None);
     }
 }
 

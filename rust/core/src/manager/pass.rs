@@ -4,7 +4,7 @@
 //! to a row takes that block away (`writable` is 0 then), and a freed row has another generation.
 
 use super::{Counts, TableRows};
-use crate::id::{SequenceId, TicketId};
+use crate::id::{BlockId, SequenceId, TicketId};
 use crate::table::{Row, Rows, Shown};
 
 /// One call's worth of appending.
@@ -30,8 +30,10 @@ pub(super) struct Slow {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Work {
     pub(super) slow: Vec<Slow>,
-    /// Step in which the rows of the first pass were written before.
-    pub(super) before: Vec<TicketId>,
+    /// How many of these rows get one token, and have just filled the last block that they have.
+    pub(super) ended: usize,
+    /// Rows of a batch that moves whose blocks nothing else uses.
+    pub(super) plain: Vec<bool>,
 }
 
 /// Nothing but slots is wanted.
@@ -45,19 +47,23 @@ pub(super) const BOUND: u8 = 2;
 pub(super) struct Passed {
     pub(super) rows: usize,
     pub(super) slow: usize,
+    /// Step in which the rows that were not left were written before, all of them: so the pass can be undone.
+    pub(super) before: TicketId,
 }
+
+/// No row has been seen.
+const NEVER: TicketId = TicketId(u64::MAX);
 
 /// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and notes the others.
 pub(super) fn pass<const KIND: u8>(rows: &mut Rows, open: TicketId, batch: &mut Batch<'_>, work: &mut Work) -> Passed {
     let count = batch.sequences.len();
-    work.before.resize(count, open);
     work.slow.resize(count, Slow { index: 0, at: 0 });
     let (rows, epoch) = rows.entries();
-    let first = First { rows, epoch, open, slow: &mut work.slow, passed: Passed { rows: 0, slow: 0 } };
+    let first = First { rows, epoch, open, left: Left { slow: &mut work.slow, len: 0 } };
     match (batch.counts, batch.lookahead, &batch.shown) {
-        (Counts::All(1), 0, Some(shown)) => first.one_bound(batch.sequences, shown, batch.slots, &mut work.before),
-        (Counts::All(1), 0, None) => first.one::<KIND>(batch.sequences, batch.slots, &mut work.before),
-        _ => first.several::<KIND>(batch, &mut work.before),
+        (Counts::All(1), 0, Some(shown)) => first.one_bound(batch.sequences, shown, batch.slots),
+        (Counts::All(1), 0, None) => first.one::<KIND>(batch.sequences, batch.slots),
+        _ => first.several::<KIND>(batch),
     }
 }
 
@@ -66,15 +72,29 @@ struct First<'a> {
     rows: &'a mut [Row],
     epoch: u32,
     open: TicketId,
+    left: Left<'a>,
+}
+
+/// Rows that are left to the second pass.
+struct Left<'a> {
     slow: &'a mut [Slow],
-    passed: Passed,
+    len: usize,
+}
+
+impl Left<'_> {
+    #[inline]
+    fn push(&mut self, index: usize, at: usize) {
+        if let Some(slow) = self.slow.get_mut(self.len) {
+            *slow = Slow { index, at };
+            self.len += 1;
+        }
+    }
 }
 
 /// Gives a row's next token its slot.
 #[inline]
-fn advance(row: &mut Row, slot: &mut i64, before: &mut TicketId, open: TicketId) {
+fn advance(row: &mut Row, slot: &mut i64, open: TicketId) {
     *slot = row.slot_base.wrapping_add(i64::from(row.len));
-    *before = row.written;
     row.written = open;
     row.len = row.len.wrapping_add(1);
 }
@@ -82,98 +102,98 @@ fn advance(row: &mut Row, slot: &mut i64, before: &mut TicketId, open: TicketId)
 impl First<'_> {
     /// One token a row, as in every decode step. No instruction here is for nothing.
     #[inline(never)]
-    fn one<const KIND: u8>(mut self, sequences: &[SequenceId], slots: &mut [i64], before: &mut [TicketId]) -> Passed {
-        for ((&sequence, slot), before) in sequences.iter().zip(slots).zip(before) {
-            match self.rows.get_mut(sequence.row() as usize) {
+    fn one<const KIND: u8>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
+        let Self { rows, epoch, open, mut left } = self;
+        let (mut index, mut before) = (0_usize, NEVER);
+        for (&sequence, slot) in sequences.iter().zip(slots) {
+            match rows.get_mut(sequence.row() as usize) {
                 Some(row) if row.generation == sequence.generation() => {
-                    if row.stamp == self.epoch {
-                        return self.passed;
+                    if row.stamp == epoch {
+                        return Passed { rows: index, slow: left.len, before };
                     }
-                    row.stamp = self.epoch;
-                    if is_shown::<KIND>(row, None) && row.len < row.writable {
-                        advance(row, slot, before, self.open);
+                    row.stamp = epoch;
+                    if is_shown::<KIND>(row, None) && row.len < row.writable && joins(row, &mut before) {
+                        advance(row, slot, open);
                     } else {
-                        self.leave(self.passed.rows);
+                        left.push(index, index);
                     }
                 }
-                _ => self.leave(self.passed.rows),
+                _ => left.push(index, index),
             }
-            self.passed.rows = self.passed.rows.wrapping_add(1);
+            index = index.wrapping_add(1);
         }
-        self.passed
+        Passed { rows: index, slow: left.len, before }
     }
 
-    /// As [`First::one`], for a batch object.
+    /// As [`First::one`], for a batch object: of a row that is used again, the version of the table is another, too.
     #[inline(never)]
-    fn one_bound(
-        mut self,
-        sequences: &[SequenceId],
-        shown: &[Shown],
-        slots: &mut [i64],
-        before: &mut [TicketId],
-    ) -> Passed {
-        for (((&sequence, shown), slot), before) in sequences.iter().zip(shown).zip(slots).zip(before) {
-            match self.rows.get_mut(sequence.row() as usize) {
+    fn one_bound(self, sequences: &[SequenceId], shown: &[Shown], slots: &mut [i64]) -> Passed {
+        let Self { rows, open, mut left, .. } = self;
+        let (mut index, mut before) = (0_usize, NEVER);
+        for ((&sequence, shown), slot) in sequences.iter().zip(shown).zip(slots) {
+            match rows.get_mut(sequence.row() as usize) {
                 Some(row)
-                    if row.generation == sequence.generation()
-                        && shown.version == row.table.version()
-                        && row.len < row.writable =>
+                    if shown.version == row.table.version() && row.len < row.writable && joins(row, &mut before) =>
                 {
-                    advance(row, slot, before, self.open);
+                    advance(row, slot, open);
                 }
-                _ => self.leave(self.passed.rows),
+                _ => left.push(index, index),
             }
-            self.passed.rows = self.passed.rows.wrapping_add(1);
+            index = index.wrapping_add(1);
         }
-        self.passed
-    }
-
-    /// Leaves the present row to the second pass.
-    #[inline]
-    fn leave(&mut self, at: usize) {
-        if let Some(slow) = self.slow.get_mut(self.passed.slow) {
-            *slow = Slow { index: self.passed.rows, at };
-            self.passed.slow += 1;
-        }
+        Passed { rows: index, slow: left.len, before }
     }
 
     /// Any number of tokens a row, and lookahead.
     #[inline(never)]
-    fn several<const KIND: u8>(mut self, batch: &mut Batch<'_>, before: &mut [TicketId]) -> Passed {
+    fn several<const KIND: u8>(self, batch: &mut Batch<'_>) -> Passed {
+        let Self { rows, epoch, open, mut left } = self;
         let shown = batch.shown.as_deref();
-        let mut at = 0;
-        for (&sequence, before) in batch.sequences.iter().zip(before) {
-            let index = self.passed.rows;
+        let (mut at, mut before) = (0, NEVER);
+        for (index, &sequence) in batch.sequences.iter().enumerate() {
             let count = batch.counts.at(index);
             let end = at + count as usize;
-            match self.rows.get_mut(sequence.row() as usize) {
+            match rows.get_mut(sequence.row() as usize) {
                 Some(row) if row.generation == sequence.generation() => {
                     if KIND != BOUND {
-                        if row.stamp == self.epoch {
-                            return self.passed;
+                        if row.stamp == epoch {
+                            return Passed { rows: index, slow: left.len, before };
                         }
-                        row.stamp = self.epoch;
+                        row.stamp = epoch;
                     }
                     if is_shown::<KIND>(row, shown.and_then(|shown| shown.get(index)))
                         && fits(row.len, count, batch.lookahead, row.writable)
+                        && joins(row, &mut before)
                     {
                         for (slot, position) in batch.slots[at..end].iter_mut().zip(i64::from(row.len)..) {
                             *slot = row.slot_base + position;
                         }
-                        *before = row.written;
-                        row.written = self.open;
+                        row.written = open;
                         row.len += count;
                     } else {
-                        self.leave(at);
+                        left.push(index, at);
                     }
                 }
-                _ => self.leave(at),
+                _ => left.push(index, at),
             }
-            self.passed.rows += 1;
             at = end;
         }
-        self.passed
+        Passed { rows: batch.sequences.len(), slow: left.len, before }
     }
+}
+
+/// Whether a row was written in the same step before as the others of the pass. One that was not is left, like any row
+/// that is not as most are.
+#[inline]
+fn joins(row: &Row, before: &mut TicketId) -> bool {
+    if row.written == *before {
+        return true;
+    }
+    let first = *before == NEVER;
+    if first {
+        *before = row.written;
+    }
+    first
 }
 
 /// Whether the block table that is kept of a row, if any is, shows what the row has now.
@@ -190,4 +210,36 @@ fn is_shown<const KIND: u8>(row: &Row, bound: Option<&Shown>) -> bool {
 #[inline]
 pub(super) fn fits(len: u32, count: u32, lookahead: u32, writable: u32) -> bool {
     writable != 0 && u64::from(len) + u64::from(count) + u64::from(lookahead) <= u64::from(writable)
+}
+
+/// Begins a row's next block with one token.
+#[inline]
+pub(super) fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketId) {
+    row.table.extend_with(|table| table.push(block));
+    row.slot_base = i64::from(block.0) * i64::from(size) - i64::from(row.len);
+    row.writable = row.len + size;
+    row.len += 1;
+    row.written = open;
+}
+
+/// The second pass, where all rows that are left to it have filled their last blocks: each gets one of `blocks`.
+#[inline(never)]
+pub(super) fn next_blocks(
+    rows: &mut Rows,
+    batch: &mut Batch<'_>,
+    slow: &[Slow],
+    blocks: &[BlockId],
+    size: u32,
+    open: TicketId,
+) {
+    let (rows, _) = rows.entries();
+    for (&Slow { index, at }, &block) in slow.iter().zip(blocks) {
+        let row = &mut rows[batch.sequences[index].row() as usize];
+        next_block(row, block, size, open);
+        batch.slots[at] = i64::from(block.0) * i64::from(size);
+        if let Some(tables) = &mut batch.tables {
+            let shown = batch.shown.as_deref_mut().map_or(&mut row.shown, |shown| &mut shown[index]);
+            row.table.show(shown, tables.row(index));
+        }
+    }
 }

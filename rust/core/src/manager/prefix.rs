@@ -5,7 +5,7 @@
 use super::{Manager, blocks_for, invalid, refuse_loading, release};
 use crate::error::{Error, Result};
 use crate::event::Publication;
-use crate::group::Group;
+use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pool::Published;
@@ -123,7 +123,7 @@ impl Manager {
     /// sequence.
     ///
     /// # Errors
-    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as slots.
+    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as tokens.
     pub fn append_tokens(
         &mut self,
         sequences: &[SequenceId],
@@ -133,8 +133,9 @@ impl Manager {
         tables: Option<super::TableRows<'_>>,
         slots: &mut [i64],
     ) -> Result<()> {
-        if tokens.len() != slots.len() {
-            return Err(invalid("number of token ids", tokens.len() as i128, format!("{}, the slots", slots.len())));
+        let total = counts.total(sequences.len())?;
+        if tokens.len() as u64 != total {
+            return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
         refuse_reserved(tokens)?;
         self.append_shown(sequences, counts, lookahead, tables, slots)?;
@@ -295,7 +296,7 @@ impl Manager {
     fn opened(&self, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
-        (cached, length.min(cached.saturating_add(chunk)))
+        (cached, self.chunk_end(cached, length, chunk))
     }
 
     /// Blocks that a prompt takes beyond those found.
@@ -363,16 +364,15 @@ impl Manager {
         if row.tier != Tier::Device || row.lost || loading {
             return;
         }
-        let group = row.group;
-        let (mut at, mut end) = (row.published.max(row.slid) as usize, (computed / self.block_size) as usize);
-        if self.groups.get(group) == Group::Recurrent {
-            // Only now is it known that the state is that after a block's last token.
-            at = at.max(end.saturating_sub(1));
-            end = if computed % self.block_size == 0 { end } else { at };
-        }
-        end = end.min(keys.keys.len());
+        let (group, slide) = (row.group, self.groups.slide());
+        let end = keys.keys.len().min((computed / self.block_size) as usize);
+        let mut at = row.published.max(row.slid) as usize;
         while at < end {
             let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
+            if slide && block == NULL_BLOCK {
+                at += 1;
+                continue;
+            }
             if self.pools[0].is_writing(block) {
                 break;
             }

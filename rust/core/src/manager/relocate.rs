@@ -1,10 +1,14 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
-use super::{AllocStatus, Manager, blocks_for, link, refuse_lost, release, require_tier, take, unlink};
+use super::{
+    AllocStatus, Manager, blocks_for, link, part_orphans, refuse_lost, release, release_all, require_tier, unlink,
+};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::LeaseKind;
+use crate::lease::{Lease, LeaseKind};
+use crate::plan::runs;
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,23 +170,30 @@ impl Manager {
         self.rows.begin_batch();
         let mut sources = std::mem::take(&mut self.scratch);
         sources.clear();
-        let mut result = Ok(());
+        self.work.plain.clear();
+        let (mut alone, mut result) = (0, Ok(()));
         for &sequence in sequences {
-            result = self.rows.next_in_batch(sequence).map(|_| ());
-            result = result.and_then(|()| self.sources(sequence, route, &mut sources));
-            if result.is_err() {
-                break;
+            let found = self.rows.next_in_batch(sequence).map(|_| ());
+            match found.and_then(|()| self.sources(sequence, route, &mut sources)) {
+                Ok(blocks) => {
+                    self.work.plain.push(blocks > 0);
+                    alone += blocks;
+                }
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
             }
         }
         sources.sort_unstable();
         sources.dedup();
-        let wanted = sources.len();
+        let wanted = alone + sources.len();
         self.scratch = sources;
         result.map(|()| wanted)
     }
 
-    /// Checks one row and appends the blocks that it needs moved.
-    fn sources(&self, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<()> {
+    /// Checks one row and appends the blocks that it needs moved, or returns their number if all are its alone.
+    fn sources(&self, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, route.from)?;
@@ -193,6 +204,9 @@ impl Manager {
             return Err(Error::InFlight { sequence, ticket: row.ticket });
         }
         let held = blocks_for(u64::from(row.len), self.block_size);
+        if self.pools[route.from.index()].are_plain(&row.table[..held]) {
+            return Ok(held);
+        }
         for &block in &row.table[..held] {
             if self.pools[route.from.index()].is_writing(block) {
                 return Err(Error::InFlight { sequence, ticket: row.ticket });
@@ -204,7 +218,7 @@ impl Manager {
                 Some(_) => {}
             }
         }
-        Ok(())
+        Ok(0)
     }
 
     /// The block that already holds the same bytes in the other tier, or will within this step. A link outlives its call
@@ -226,14 +240,22 @@ impl Manager {
         self.pools[route.to.index()].require(wanted, route.takes_draining)?;
         let kept = self.claim_twins(sequences, route);
         let mut targets = Vec::with_capacity(wanted);
-        let drained = take(&mut self.pools, route.to, wanted - kept.len(), &mut targets);
-        self.step.reuses_drained |= drained;
-        let mut targets = targets.into_iter();
-        let mut partial = Vec::new();
-        for &sequence in sequences {
-            self.relocate_row(sequence, route, &mut targets, &mut partial)?;
+        let pool = &mut self.pools[route.to.index()];
+        self.step.reuses_drained |= pool.take_to_write(wanted - kept.len(), &mut targets);
+        part_orphans(&mut self.pools, route.to);
+        if !targets.is_empty() {
+            self.step.pairs(route.kind, route.from, route.to).reserve(targets.len());
         }
-        debug_assert!(targets.next().is_none(), "more blocks were taken than moved");
+        let mut rest = targets.iter();
+        let mut partial = Vec::new();
+        for (i, &sequence) in sequences.iter().enumerate() {
+            if self.work.plain[i] {
+                self.relocate_plain(sequence, route, &mut rest);
+            } else {
+                self.relocate_row(sequence, route, &mut rest, &mut partial)?;
+            }
+        }
+        debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
         for block in kept {
             release(&mut self.pools, route.to, block);
         }
@@ -247,7 +269,8 @@ impl Manager {
     /// Claims the cached blocks that the rows will share, so that making room does not evict them.
     fn claim_twins(&mut self, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
         let mut kept = Vec::new();
-        for &sequence in sequences {
+        let shared = sequences.iter().zip(&self.work.plain).filter(|&(_, &plain)| !plain);
+        for (&sequence, _) in shared {
             let row = self.rows.at(sequence);
             let held = blocks_for(u64::from(row.len), self.block_size);
             for &block in &row.table[..held] {
@@ -268,26 +291,21 @@ impl Manager {
         &mut self,
         sequence: SequenceId,
         route: Route,
-        targets: &mut impl Iterator<Item = BlockId>,
+        targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
     ) -> Result<()> {
-        let (open, size) = (self.tickets.open(), self.block_size);
-        let row = self.rows.at_mut(sequence);
-        let full = (row.len / size) as usize;
-        let held = blocks_for(u64::from(row.len), size);
-        let mut table = row.table.take();
-        for unfilled in table.drain(held..) {
-            release(&mut self.pools, route.from, unfilled);
-        }
+        let full = (self.rows.at(sequence).len / self.block_size) as usize;
+        let mut table = self.take_filled(sequence, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
             if let Some(twin) = self.shareable(source, route) {
                 self.pools[route.to.index()].claim(twin);
                 *block = twin;
-            } else if let Some(target) = targets.next() {
+            } else if let Some(&target) = targets.next() {
                 self.step.pairs(route.kind, route.from, route.to).push([source.0, target.0]);
                 self.lease(route.from, source, route.reads)?;
-                self.lease(route.to, target, LeaseKind::Write)?;
+                // The pool gave the block out with its lease.
+                self.tickets.collect(Lease { tier: route.to, kind: LeaseKind::Write, block: target });
                 let pool = &self.pools[route.from.index()];
                 if pool.refs(source) > 1 || (i < full && pool.is_published(source)) {
                     link(&mut self.pools, (route.from, source), (route.to, target));
@@ -300,13 +318,47 @@ impl Manager {
             }
             release(&mut self.pools, route.from, source);
         }
+        self.arrive(sequence, route.to, table);
+        Ok(())
+    }
+
+    /// Moves one row whose blocks nothing else uses.
+    fn relocate_plain(&mut self, sequence: SequenceId, route: Route, targets: &mut std::slice::Iter<'_, BlockId>) {
+        let mut table = self.take_filled(sequence, route.from);
+        let (to, rest) = targets.as_slice().split_at(table.len());
+        *targets = rest.iter();
+        let pairs = self.step.pairs(route.kind, route.from, route.to);
+        let first = pairs.len();
+        pairs.extend(table.iter().zip(to).map(|(source, target)| [source.0, target.0]));
+        for run in runs(&pairs[first..]) {
+            self.pools[route.from.index()].depart(run.src..run.src + run.len, route.reads);
+            self.tickets.collect_run(route.from, route.reads, route.to, run);
+        }
+        table.copy_from_slice(to);
+        self.arrive(sequence, route.to, table);
+    }
+
+    /// Takes a row's table out of it; blocks without tokens are released, they hold nothing to be moved.
+    fn take_filled(&mut self, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
         let row = self.rows.at_mut(sequence);
+        let held = blocks_for(u64::from(row.len), self.block_size);
+        let mut table = row.table.take();
+        release_all(&mut self.pools, tier, &table[held..]);
+        table.truncate(held);
+        table
+    }
+
+    /// Gives a row its table in the tier that it has moved to under the present step's ticket.
+    fn arrive(&mut self, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
+        let (open, size) = (self.tickets.open(), self.block_size);
+        let row = self.rows.at_mut(sequence);
+        let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
-        row.tier = route.to;
+        row.tier = tier;
         row.ticket = open;
         row.moving = true;
         row.writable = 0;
-        row.published = 0;
-        Ok(())
+        // Of the states that a row has only its last is known to be that of a block's last token.
+        row.published = if recurrent { row.len.saturating_sub(1) / size } else { 0 };
     }
 }

@@ -4,7 +4,7 @@ use super::{Manager, OpenStep, unlink};
 use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Lease, LeaseKind};
+use crate::lease::{Held, HeldRuns, LeaseKind};
 use crate::table::Row;
 use std::collections::HashSet;
 
@@ -27,10 +27,18 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
-        let leases = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        let held = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
-        for Lease { tier, kind, block } in leases.into_iter().rev() {
-            self.pools[tier.index()].end_lease(block, kind);
+        for held in held.iter().rev() {
+            match held {
+                Held::One(lease) => self.pools[lease.tier.index()].end_lease(lease.block, lease.kind),
+                Held::Runs(HeldRuns { from, reads, to, runs }) => {
+                    for run in runs.iter().rev() {
+                        self.pools[from.index()].end_leases(run.src..run.src + run.len, *reads);
+                        self.pools[to.index()].end_leases(run.dst..run.dst + run.len, LeaseKind::Write);
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -43,7 +51,7 @@ impl Manager {
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
         let leases = self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
-        let written = leases.iter().filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
+        let written = leases.filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
         let written: HashSet<(Tier, BlockId)> = written.collect();
         let blocks = lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
         let mut blocks: HashSet<(Tier, BlockId)> = blocks.collect();

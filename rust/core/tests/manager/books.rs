@@ -1,5 +1,6 @@
 //! What the simulated world checks of events and snapshots after each operation.
 
+use super::groups::needed;
 use super::{BLOCK, World};
 use blockyard_core::hash::Chain;
 use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Prompt, Tier};
@@ -13,19 +14,15 @@ impl World {
         }
         self.manager.check().unwrap();
         for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
-            let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
-            let table = self.manager.block_table(sequence).unwrap();
-            for (i, token) in tokens.iter().enumerate() {
-                let block = table[i / BLOCK as usize];
-                assert_eq!(memory[block.index()][i % BLOCK as usize], *token, "token {i} of {sequence}");
-            }
+            self.read(sequence, tokens.len() as u32);
         }
         let all: Vec<_> = self.truth.keys().copied().collect();
         self.free(&all);
         self.follow();
         self.snapshot();
         for tier in Tier::ALL {
-            assert_eq!(self.manager.pool(tier).free(), self.manager.pool(tier).len(), "{tier} blocks leaked");
+            let pool = self.manager.pool(tier);
+            assert_eq!(pool.free() + self.null_blocks(tier), pool.len(), "{tier} blocks leaked");
         }
     }
 
@@ -36,12 +33,14 @@ impl World {
         self.events += events.len() as u64;
         for event in events {
             match event {
-                Event::Stored { key, parent, block, tokens, .. } => {
+                Event::Stored { key, parent, block, tokens, group, .. } => {
                     assert_eq!(tokens, BLOCK);
-                    assert!(self.findable.insert(key.0, block).is_none(), "stored twice");
+                    assert!(self.findable.insert((group, key.0), block).is_none(), "stored twice");
                     assert!(parent.is_none_or(|parent| parent != key));
                 }
-                Event::Removed { key, block, .. } => assert_eq!(self.findable.remove(&key.0), Some(block)),
+                Event::Removed { key, block, group, .. } => {
+                    assert_eq!(self.findable.remove(&(group, key.0)), Some(block));
+                }
                 Event::Cleared { .. } => self.findable.clear(),
             }
         }
@@ -50,10 +49,17 @@ impl World {
             let prompt = Prompt { tokens: ids, spec: KeySpec::default(), extras: &[] };
             let cached = self.manager.cached_tokens(&prompt).unwrap();
             let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
-            for (i, tokens) in ids.chunks_exact(BLOCK as usize).enumerate() {
+            let mut keys = Vec::new();
+            for tokens in ids.chunks_exact(BLOCK as usize) {
                 chain.block(tokens, &[]).unwrap();
-                let found = self.findable.contains_key(&chain.export().0);
-                assert!(found || i >= (cached / BLOCK) as usize, "block {i} of {sequence} is cached without an event");
+                keys.push(chain.export().0);
+            }
+            for (number, group) in self.growing() {
+                for token in needed(group, cached, cached) {
+                    let block = (token / BLOCK) as usize;
+                    let found = self.findable.contains_key(&(number as u8, keys[block]));
+                    assert!(found, "block {block} of {sequence} is cached without an event in group {number}");
+                }
             }
         }
     }

@@ -39,13 +39,16 @@ impl World {
     pub(crate) fn appended(&mut self, sequences: &[SequenceId], tokens: u32, known: bool, slots: &[i64]) {
         self.dirty.extend(sequences);
         if tokens > 0 {
-            self.computed.extend(sequences);
+            self.computed.extend(sequences.iter().map(|s| (*s, self.truth[s].len() as u32)));
         }
         for (i, sequence) in sequences.iter().enumerate() {
-            let content = self.content(*sequence, tokens, known);
-            let at = i * tokens as usize;
-            let slots = &slots[at..at + tokens as usize];
-            self.pending.extend(slots.iter().zip(&content).map(|(&slot, &token)| (slot, token)));
+            let next = self.next_ids(*sequence, tokens);
+            let content = self.content(*sequence, &next, known);
+            let groups = self.growing().zip(slots.chunks_exact((sequences.len() * tokens as usize).max(1)));
+            for ((_, group), slots) in groups {
+                let at = i * tokens as usize;
+                self.place(group, &slots[at..at + tokens as usize], &content);
+            }
             self.truth.get_mut(sequence).unwrap().extend(content);
         }
     }
@@ -62,8 +65,12 @@ impl World {
                 if let Some(ids) = self.ids.get_mut(&sequence) {
                     ids.truncate(kept as usize);
                 }
+                if kept < len {
+                    self.rest.remove(&sequence);
+                }
             }
             Err(Error::Unwritten { .. }) => assert!(self.dirty.contains(&sequence)),
+            Err(Error::InvalidArgument { .. }) => assert!(kept < len && self.null_blocks(Tier::Device) > 0),
             Err(error) => assert_eq!(error, Error::Lost { sequence }),
         }
         let error = self.manager.truncate(sequence, len + 1).unwrap_err();
@@ -75,7 +82,9 @@ impl World {
         let tables = TableRows::new(&mut self.table, COLUMNS);
         match self.batch.add(&mut self.manager, sequences, tables) {
             Ok(first) => assert!(first + sequences.len() == self.batch.sequences().len()),
-            Err(Error::InvalidArgument { what, .. }) if what.starts_with("number") => assert!(rows > ROWS),
+            Err(Error::InvalidArgument { what, .. }) if what.starts_with("number") => {
+                assert!(rows > ROWS / self.growing().count());
+            }
             Err(Error::InvalidArgument { .. }) => {
                 let long = |s: &SequenceId| self.manager.block_table(*s).unwrap().len() > COLUMNS;
                 assert!(sequences.iter().any(long));
@@ -98,18 +107,25 @@ impl World {
     fn append_bound(&mut self, tokens: u32, lookahead: u32) {
         let sequences = self.batch.sequences().to_vec();
         let total = sequences.len() * tokens as usize;
-        let mut slots = vec![-1; total + 1];
+        let groups = self.growing().count();
+        let mut slots = vec![-1; groups * (total + 1)];
         let wanted = self.manager.blocks_to_append(&sequences, Counts::All(tokens), lookahead);
         let before = (self.manager.pool(Tier::Device).available(), self.table.clone());
         let tables = TableRows::new(&mut self.table, COLUMNS);
         match self.batch.append(&mut self.manager, Counts::All(tokens), lookahead, tables, &mut slots) {
             Ok(appended) => {
-                assert!(appended == total && slots[total] == -1);
-                assert!(before.0 - self.manager.pool(Tier::Device).available() <= wanted.unwrap());
-                self.appended(&sequences, tokens, false, &slots[..total]);
-                let mut expected = vec![0; sequences.len() * COLUMNS];
-                self.manager.block_tables(&sequences, COLUMNS, &mut expected).unwrap();
-                assert_eq!(self.table[..expected.len()], expected);
+                assert!(appended == total);
+                let parts = slots.chunks_exact(total + 1);
+                let slots: Vec<i64> = parts.flat_map(|part| part.strip_suffix(&[-1]).unwrap().to_vec()).collect();
+                assert!(before.0.saturating_sub(self.manager.pool(Tier::Device).available()) <= wanted.unwrap());
+                self.appended(&sequences, tokens, false, &slots);
+                for group in 0..groups {
+                    let rows: Vec<_> = sequences.iter().map(|&s| self.manager.table_of(s, group).unwrap()).collect();
+                    let mut expected = vec![0; rows.len() * COLUMNS];
+                    self.manager.block_tables(&rows, COLUMNS, &mut expected).unwrap();
+                    let first = group * (ROWS / groups) * COLUMNS;
+                    assert_eq!(self.table[first..first + expected.len()], expected);
+                }
             }
             Err(error) => {
                 assert_eq!(before, (self.manager.pool(Tier::Device).available(), self.table.clone()));

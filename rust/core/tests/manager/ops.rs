@@ -1,7 +1,7 @@
 //! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
-use super::bound;
-use blockyard_core::{Eviction, Policies, ReuseOrder};
+use super::{bound, groups};
+use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
 use proptest::prelude::*;
 
 /// Blocks of the three tiers, and the policies.
@@ -9,22 +9,26 @@ use proptest::prelude::*;
 pub(crate) struct Setup {
     pub(crate) blocks: [usize; 3],
     pub(crate) policies: Policies,
+    pub(crate) groups: &'static [Group],
 }
 
 pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
-    (3usize..24, 0usize..16, 0usize..16, reuse, eviction).prop_map(|(device, host, external, reuse, eviction)| Setup {
+    let blocks = (3usize..24, 0usize..16, 0usize..16);
+    (blocks, reuse, eviction, groups::groups()).prop_map(|((device, host, external), reuse, eviction, groups)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
+        groups,
     })
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Allocate(u32),
-    Prompt(u32, u32),
+    Prompt { tokens: u32, family: u32, chunk: u32 },
     Mark(usize, usize),
+    MarkTo(usize, u32),
     Reset,
     Priority(usize, usize, u8),
     Fork(usize, u32),
@@ -46,8 +50,10 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     let pick = 0usize..64;
     prop_oneof![
         3 => (0u32..14).prop_map(Op::Allocate),
-        5 => (0u32..20, 0u32..3).prop_map(|(n, family)| Op::Prompt(n, family)),
+        5 => (0u32..20, 0u32..3, prop_oneof![3 => Just(u32::MAX), 1 => 1u32..9])
+            .prop_map(|(tokens, family, chunk)| Op::Prompt { tokens, family, chunk }),
         6 => (pick.clone(), 1usize..6).prop_map(|(s, n)| Op::Mark(s, n)),
+        2 => (pick.clone(), 0u32..20).prop_map(|(s, n)| Op::MarkTo(s, n)),
         1 => Just(Op::Reset),
         1 => (pick.clone(), 1usize..4, 0u8..16).prop_map(|(s, n, p)| Op::Priority(s, n, p)),
         3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),

@@ -1,0 +1,125 @@
+//! Chunked prefill: how much of a prompt is put in next.
+
+use super::Manager;
+use crate::error::Result;
+use crate::group::Group;
+use crate::id::SequenceId;
+
+impl Manager {
+    /// Tokens of a sequence's prompt to put in next with [`Manager::append`], at most `budget`; 0 once all are in. With a
+    /// recurrent group and the prefix cache a chunk ends with a block where it can: only states there are cached.
+    ///
+    /// # Errors
+    /// The sequence is unknown.
+    pub fn next_chunk(&self, sequence: SequenceId, budget: u32) -> Result<u32> {
+        let row = self.rows.get(sequence)?;
+        let known = row.keys.as_ref().map_or(0, |keys| keys.keys.len() * self.block_size as usize + keys.pending.len());
+        let known = u32::try_from(known).unwrap_or(u32::MAX).max(row.len);
+        Ok(self.chunk_end(row.len, known, budget) - row.len)
+    }
+
+    /// Where a chunk of at most `budget` tokens ends that begins after the first `start` of `length`.
+    pub(super) fn chunk_end(&self, start: u32, length: u32, budget: u32) -> u32 {
+        let end = length.min(start.saturating_add(budget));
+        let last = end / self.block_size * self.block_size;
+        let states = self.pools[0].is_caching() && self.groups.growing().contains(&Group::Recurrent);
+        if states && last > start && budget != u32::MAX { last } else { end }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Config, Counts, Group, KeySpec, Manager, Policies, Prompt};
+
+    fn manager(groups: &[Group]) -> Manager {
+        let config = Config { block_size: 4, blocks: [32, 0, 0], watermark: 0.0, prefix_caching: true };
+        Manager::with_groups(config, Policies::default(), groups).unwrap()
+    }
+
+    /// Puts a prompt in by chunks of at most `budget`; returns what was cached, and the lengths after each chunk.
+    fn run(manager: &mut Manager, tokens: &[u32], budget: u32) -> (u32, Vec<u32>) {
+        let mut out = Vec::new();
+        let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[] };
+        manager.allocate_chunks(&[prompt], budget, &mut out).unwrap();
+        let (sequence, cached) = out[0];
+        let mut lengths = vec![];
+        loop {
+            lengths.push(manager.num_tokens(sequence).unwrap());
+            let ticket = manager.take_decision().ticket;
+            manager.complete(ticket).unwrap();
+            manager.mark_computed(&[sequence]).unwrap();
+            manager.check().unwrap();
+            let chunk = manager.next_chunk(sequence, budget).unwrap();
+            if chunk == 0 {
+                manager.free(&[sequence]).unwrap();
+                return (cached, lengths);
+            }
+            let mut slots = vec![0; chunk as usize * manager.groups().len()];
+            manager.append(&[sequence], Counts::All(chunk), 0, &mut slots).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_chunks_of_a_prompt_are_cached_as_they_are_computed() {
+        let mut manager = manager(&[Group::Full]);
+        let tokens: Vec<u32> = (0..18).collect();
+        assert_eq!(run(&mut manager, &tokens, 7), (0, vec![7, 14, 18]));
+        assert_eq!(run(&mut manager, &tokens, 7), (16, vec![18]));
+    }
+
+    #[test]
+    fn states_are_cached_where_a_chunk_ends_with_a_block() {
+        let mut manager = manager(&[Group::Full, Group::Recurrent]);
+        let tokens: Vec<u32> = (0..18).collect();
+        assert_eq!(run(&mut manager, &tokens, 7), (0, vec![4, 8, 12, 16, 18]));
+        assert_eq!(run(&mut manager, &tokens, 100), (16, vec![18]));
+        // All groups must serve a hit: the state after the first 12 tokens is there, that after 13 is not.
+        assert_eq!(run(&mut manager, &tokens[..14], 100).0, 12);
+    }
+
+    #[test]
+    fn a_state_in_the_middle_of_a_block_that_was_passed_over_is_never_cached() {
+        let tokens: Vec<u32> = (0..9).collect();
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        let config = Config { block_size: 4, blocks: [32, 8, 0], watermark: 0.0, prefix_caching: true };
+        for swapped in [false, true] {
+            let mut manager = Manager::with_groups(config, Policies::default(), &[Group::Recurrent]).unwrap();
+            let mut out = Vec::new();
+            // Nobody aligns these chunks: 6 tokens, then 3.
+            manager.allocate_prompts(&[Prompt { tokens: &tokens[..6], ..prompt }], &mut out).unwrap();
+            let sequence = out[0].0;
+            let step = |manager: &mut Manager| {
+                let ticket = manager.take_decision().ticket;
+                manager.complete(ticket).unwrap();
+            };
+            step(&mut manager);
+            manager.append_tokens(&[sequence], Counts::All(3), 0, &tokens[6..], None, &mut [0; 3]).unwrap();
+            step(&mut manager);
+            if swapped {
+                manager.swap_out(&[sequence]).unwrap();
+                step(&mut manager);
+                manager.swap_in(&[sequence]).unwrap();
+                step(&mut manager);
+            }
+            manager.mark_computed(&[sequence]).unwrap();
+            assert_eq!(manager.cached_tokens(&prompt).unwrap(), 0, "swapped {swapped}");
+        }
+    }
+
+    #[test]
+    fn a_window_gives_its_blocks_back_chunk_by_chunk() {
+        let mut manager = manager(&[Group::SlidingWindow { window: 6 }]);
+        let tokens: Vec<u32> = (0..60).collect();
+        let mut out = Vec::new();
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        manager.allocate_chunks(&[prompt], 8, &mut out).unwrap();
+        let most = Group::SlidingWindow { window: 6 }.peak_blocks(60, 0, 8, 4);
+        while manager.num_tokens(out[0].0).unwrap() < 60 {
+            let ticket = manager.take_decision().ticket;
+            manager.complete(ticket).unwrap();
+            let chunk = manager.next_chunk(out[0].0, 8).unwrap();
+            manager.append(&[out[0].0], Counts::All(chunk), 0, &mut vec![0; chunk as usize]).unwrap();
+            assert!(manager.stats().tiers[0].used <= most, "{} of {most}", manager.stats().tiers[0].used);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Rules for cache groups: what each sequence must find in the tables of its groups when it computes.
+
+use super::{BLOCK, World};
+use blockyard_core::{Group, SequenceId, Tier};
+use proptest::prelude::*;
+use std::ops::Range;
+
+const FULL: Group = Group::Full;
+const WINDOW: Group = Group::SlidingWindow { window: 6 };
+const STATE: Group = Group::Recurrent;
+
+/// Models with one group that gives blocks back, and with several.
+const SINGLE: [&[Group]; 3] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE]];
+const HYBRID: [&[Group]; 5] = [
+    &[FULL, WINDOW],
+    &[FULL, STATE],
+    &[WINDOW, STATE, FULL],
+    &[FULL, Group::CrossAttention],
+    &[Group::SlidingWindow { window: 9 }, Group::SlidingWindow { window: 4 }, Group::CrossAttention],
+];
+
+/// Groups of the models that are tried; most have one.
+pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
+    let single = prop::sample::select(&SINGLE[..]);
+    prop_oneof![6 => Just(&[FULL][..]), 2 => single, 3 => prop::sample::select(&HYBRID[..])]
+}
+
+/// Tokens of `len` that a group needs when those from `first` on are computed.
+pub(crate) fn needed(group: Group, first: u32, len: u32) -> Range<u32> {
+    match group {
+        Group::SlidingWindow { window } => (first + 1).saturating_sub(window)..len,
+        // What is in between is passed over.
+        Group::Recurrent => first.saturating_sub(1)..first.min(len),
+        _ => 0..len,
+    }
+}
+
+impl World {
+    pub(crate) fn growing(&self) -> impl Iterator<Item = (usize, Group)> + use<> {
+        self.groups.iter().copied().enumerate().filter(|&(_, group)| group != Group::CrossAttention)
+    }
+
+    pub(crate) fn has_encoder(&self) -> bool {
+        self.groups.last() == Some(&Group::CrossAttention)
+    }
+
+    /// Blocks that take no part: one a tier where there is a null block.
+    pub(crate) fn null_blocks(&self, tier: Tier) -> usize {
+        let slides = |group: &&Group| matches!(group, Group::SlidingWindow { .. } | Group::Recurrent);
+        usize::from(self.groups.iter().any(|group| slides(&group)) && !self.manager.pool(tier).is_empty())
+    }
+
+    /// Notes what the tokens of one append write: of a recurrent group the last one's state alone.
+    pub(crate) fn place(&mut self, group: Group, slots: &[i64], content: &[u64]) {
+        let first = if group == Group::Recurrent { slots.len().saturating_sub(1) } else { 0 };
+        self.pending.extend(slots[first..].iter().copied().zip(content[first..].iter().copied()));
+    }
+
+    /// Writes the tokens of a new sequence from `first` on in all groups, its encoder's too.
+    pub(crate) fn write(&mut self, sequence: SequenceId, first: u32) {
+        let tokens = self.truth[&sequence][first as usize..].to_vec();
+        for (number, group) in self.growing() {
+            let row = self.manager.table_of(sequence, number).unwrap();
+            let mut slots = vec![0; tokens.len()];
+            self.manager.slot_mapping(row, first, &mut slots).unwrap();
+            self.place(group, &slots, &tokens);
+        }
+        self.dirty.push(sequence);
+        self.computed.push((sequence, first));
+    }
+
+    /// Gives a new sequence an encoder's tokens.
+    pub(crate) fn encode(&mut self, sequence: SequenceId, tokens: u32) {
+        let content = self.tokens(tokens);
+        let row = self.manager.table_of(sequence, self.groups.len() - 1).unwrap();
+        let mut slots = vec![0; content.len()];
+        self.manager.slot_mapping(row, 0, &mut slots).unwrap();
+        self.place(Group::CrossAttention, &slots, &content);
+        self.encoded.insert(sequence, content);
+    }
+
+    /// Reads in every group what computing the tokens from `first` on takes.
+    pub(crate) fn read(&self, sequence: SequenceId, first: u32) {
+        let tokens = &self.truth[&sequence];
+        for (number, group) in self.growing() {
+            let range = needed(group, first, tokens.len() as u32);
+            self.compare(sequence, number, range, tokens);
+        }
+        if let Some(tokens) = self.encoded.get(&sequence) {
+            self.compare(sequence, self.groups.len() - 1, 0..tokens.len() as u32, tokens);
+        }
+    }
+
+    fn compare(&self, sequence: SequenceId, number: usize, range: Range<u32>, tokens: &[u64]) {
+        let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+        let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+        for i in range {
+            let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
+            assert_eq!(found, tokens[i as usize], "token {i} of {sequence} in group {number}");
+        }
+    }
+
+    /// Blocks of the tables of all groups.
+    pub(crate) fn blocks_of(&self, sequence: SequenceId) -> Vec<u32> {
+        let rows = (0..self.groups.len()).filter_map(|group| self.manager.table_of(sequence, group).ok());
+        let tables = rows.filter_map(|row| self.manager.block_table(row).ok());
+        tables.flatten().map(|block| block.0).collect()
+    }
+}

@@ -1,0 +1,115 @@
+//! `CacheGroup`, and what `BlockManager` does with several of them.
+
+use crate::arrays::{Handle, count};
+use crate::errors::{invalid, to_py};
+use crate::manager::PyBlockManager;
+use blockyard_core::{Group, Manager, SequenceId};
+use pyo3::prelude::*;
+
+/// What the layers of one cache group need of the tokens before.
+#[pyclass(frozen, eq, hash, from_py_object, name = "CacheGroup", module = "blockyard._core")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PyCacheGroup(Group);
+
+#[pymethods]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
+impl PyCacheGroup {
+    #[staticmethod]
+    fn full_attention() -> Self {
+        Self(Group::Full)
+    }
+
+    #[staticmethod]
+    fn sliding_window(#[pyo3(from_py_with = count)] window: u32) -> Self {
+        Self(Group::SlidingWindow { window })
+    }
+
+    #[staticmethod]
+    fn recurrent() -> Self {
+        Self(Group::Recurrent)
+    }
+
+    #[staticmethod]
+    fn cross_attention() -> Self {
+        Self(Group::CrossAttention)
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        match self.0 {
+            Group::Full => "full_attention",
+            Group::SlidingWindow { .. } => "sliding_window",
+            Group::Recurrent => "recurrent",
+            Group::CrossAttention => "cross_attention",
+        }
+    }
+
+    #[getter]
+    fn window(&self) -> Option<u32> {
+        match self.0 {
+            Group::SlidingWindow { window } => Some(window),
+            _ => None,
+        }
+    }
+
+    #[pyo3(signature = (num_tokens, *, block_size, lookahead = 0, chunk_tokens = None))]
+    fn peak_blocks(
+        &self,
+        #[pyo3(from_py_with = count)] num_tokens: u32,
+        #[pyo3(from_py_with = count)] block_size: u32,
+        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
+    ) -> PyResult<usize> {
+        if block_size == 0 {
+            return Err(invalid("block_size is 0, must be at least 1".to_owned()));
+        }
+        Ok(self.0.peak_blocks(num_tokens, lookahead, chunk_tokens.unwrap_or(num_tokens), block_size))
+    }
+
+    fn __repr__(&self) -> String {
+        let window = self.window().map(|window| window.to_string()).unwrap_or_default();
+        format!("CacheGroup.{}({window})", self.kind())
+    }
+}
+
+/// A count, or none.
+pub(crate) fn optional_count(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    if value.is_none() { Ok(None) } else { count(value).map(Some) }
+}
+
+/// The groups that a manager is made for.
+pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>, sliding_window: Option<u32>) -> PyResult<Vec<Group>> {
+    match (groups, sliding_window) {
+        (None, None) => Ok(vec![Group::Full]),
+        (None, Some(window)) => Ok(vec![Group::SlidingWindow { window }]),
+        (Some(groups), None) => Ok(groups.into_iter().map(|group| group.0).collect()),
+        (Some(groups), Some(window)) => {
+            Err(invalid(format!("sliding_window {window} is given, and {} groups: give one of them", groups.len())))
+        }
+    }
+}
+
+/// The rows of sequences in one group.
+pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<SequenceId>> {
+    sequences.iter().map(|&sequence| row_in(manager, sequence, group)).collect()
+}
+
+/// The row of a sequence in one group.
+pub(crate) fn row_in(manager: &Manager, sequence: SequenceId, group: u32) -> PyResult<SequenceId> {
+    manager.table_of(sequence, group as usize).map_err(to_py)
+}
+
+#[pymethods]
+impl PyBlockManager {
+    #[getter]
+    fn groups(&self) -> Vec<PyCacheGroup> {
+        self.lock().groups().iter().copied().map(PyCacheGroup).collect()
+    }
+
+    #[pyo3(signature = (sequence, group = 0))]
+    fn num_tokens(&self, sequence: Handle, #[pyo3(from_py_with = count)] group: u32) -> PyResult<u32> {
+        let manager = self.lock();
+        let row = row_in(&manager, sequence.0, group)?;
+        manager.num_tokens(row).map_err(to_py)
+    }
+}

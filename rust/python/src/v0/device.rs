@@ -1,0 +1,308 @@
+//! The allocators of both devices behind one.
+
+use super::allocator::of_kind;
+use super::block::{Block, PyNaiveBlock, PyNullBlock};
+use super::pool::PyPoolAllocator;
+use super::{freed, lock, require};
+use blockyard_core::Tier;
+use pyo3::exceptions::PyKeyError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyFrozenSet};
+use std::collections::HashMap;
+use std::sync::{Mutex, OnceLock};
+
+/// A device; by name, since an engine has an enum of its own.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Device {
+    Gpu,
+    Cpu,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Device {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let name: String = value.getattr(intern!(value.py(), "name"))?.extract()?;
+        match name.as_str() {
+            "GPU" => Ok(Self::Gpu),
+            "CPU" => Ok(Self::Cpu),
+            _ => Err(PyKeyError::new_err(name)),
+        }
+    }
+}
+
+type Pool<'py> = Bound<'py, PyPoolAllocator>;
+
+/// The blocks of both devices under one count of ids: the GPU's first, then the CPU's.
+#[pyclass(frozen, subclass, name = "CpuGpuBlockAllocator", module = "blockyard.integrations.vllm_v0")]
+pub(crate) struct PyCpuGpuBlockAllocator {
+    gpu: Py<PyPoolAllocator>,
+    cpu: Py<PyPoolAllocator>,
+    swaps: Mutex<Vec<(i64, i64)>>,
+    null: OnceLock<Py<PyNullBlock>>,
+}
+
+/// The blocks that can move or go: all but null blocks.
+pub(super) fn live<'py>(blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<Block<'py>>> {
+    let not_null = blocks.iter().filter(|block| !block.is_instance_of::<PyNullBlock>());
+    not_null.map(|block| Ok(block.cast::<PyNaiveBlock>()?.clone())).collect()
+}
+
+impl PyCpuGpuBlockAllocator {
+    pub(super) fn of<'py>(&self, py: Python<'py>, device: Device) -> Pool<'py> {
+        if device == Device::Gpu { self.gpu.bind(py).clone() } else { self.cpu.bind(py).clone() }
+    }
+
+    /// The allocator that an id belongs to.
+    fn owner<'py>(&self, py: Python<'py>, id: Option<i64>) -> PyResult<Pool<'py>> {
+        let id = id.ok_or_else(freed)?;
+        let owner = [Device::Gpu, Device::Cpu].map(|device| self.of(py, device));
+        owner.into_iter().find(|pool| pool.get().owns(id)).ok_or_else(|| PyKeyError::new_err(id))
+    }
+
+    pub(super) fn has_null_block(&self) -> bool {
+        self.null.get().is_some()
+    }
+
+    pub(super) fn null_block<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyNullBlock>> {
+        if let Some(null) = self.null.get() {
+            return Ok(null.bind(py).clone());
+        }
+        let gpu = self.of(py, Device::Gpu);
+        let proxy = PyPoolAllocator::allocate_mutable_block(&gpu, None, None, None)?;
+        let null = Py::new(py, PyNullBlock::new(proxy.clone().into_any().unbind()))?;
+        if self.null.set(null).is_err() {
+            gpu.get().release(&[proxy])?; // another thread was first
+        }
+        self.null_block(py)
+    }
+
+    /// Gives back one reference each; null blocks stay.
+    pub(super) fn release(&self, py: Python<'_>, blocks: &[Bound<'_, PyAny>]) -> PyResult<()> {
+        let live = live(blocks)?;
+        let Some(first) = live.first() else { return Ok(()) };
+        self.owner(py, first.get().id())?.get().release(&live)
+    }
+
+    /// New blocks over the same physical ones; null blocks are themselves.
+    pub(super) fn share<'py>(&self, py: Python<'py>, blocks: &[Bound<'py, PyAny>]) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let live = live(blocks)?;
+        let Some(first) = live.first() else { return Ok(blocks.to_vec()) };
+        let mut copies = PyPoolAllocator::share(&self.owner(py, first.get().id())?, &live)?.into_iter();
+        let copy = |block: &Bound<'py, PyAny>| {
+            let own = if block.is_instance_of::<PyNullBlock>() { None } else { copies.next() };
+            own.map_or_else(|| block.clone(), Bound::into_any)
+        };
+        Ok(blocks.iter().map(copy).collect())
+    }
+
+    /// Whether a block's bytes are all there. One that is still in prefill is nobody else's on the other device: it
+    /// must neither overwrite the bytes of one that has its key and all of them, nor stand for it.
+    fn complete(&self, block: &Block<'_>) -> PyResult<bool> {
+        let Some(id) = block.get().id() else { return Ok(true) };
+        self.owner(block.py(), Some(id))?.get().computed(id)
+    }
+}
+
+#[pymethods]
+impl PyCpuGpuBlockAllocator {
+    #[new]
+    fn new(cpu_block_allocator: Pool<'_>, gpu_block_allocator: Pool<'_>) -> PyResult<Self> {
+        let ids = cpu_block_allocator.get().all_ids();
+        let both = ids.iter().filter(|&&id| gpu_block_allocator.get().owns(id)).count();
+        require(both == 0, || format!("{both} block ids belong to both devices"))?;
+        let (gpu, cpu) = (gpu_block_allocator.unbind(), cpu_block_allocator.unbind());
+        Ok(Self { gpu, cpu, swaps: Mutex::default(), null: OnceLock::new() })
+    }
+
+    /// Makes both allocators, `naive` or `prefix_caching`.
+    #[staticmethod]
+    #[expect(clippy::similar_names, reason = "V0's signature")]
+    fn create(
+        py: Python<'_>,
+        allocator_type: &str,
+        num_gpu_blocks: usize,
+        num_cpu_blocks: usize,
+        block_size: usize,
+    ) -> PyResult<Self> {
+        let gpu = of_kind(py, allocator_type, block_size, 0, num_gpu_blocks, Tier::Device)?;
+        let cpu = of_kind(py, allocator_type, block_size, num_gpu_blocks, num_cpu_blocks, Tier::Host)?;
+        Self::new(cpu, gpu)
+    }
+
+    /// The allocator of one device.
+    #[pyo3(name = "of")]
+    fn py_of<'py>(&self, py: Python<'py>, device: Device) -> Pool<'py> {
+        self.of(py, device)
+    }
+
+    fn allocate_or_get_null_block<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyNullBlock>> {
+        self.null_block(py)
+    }
+
+    #[pyo3(signature = (prev_block, device, extra_hash=None))]
+    fn allocate_mutable_block<'py>(
+        &self,
+        py: Python<'py>,
+        prev_block: Option<Bound<'py, PyAny>>,
+        device: Device,
+        extra_hash: Option<i64>,
+    ) -> PyResult<Block<'py>> {
+        PyPoolAllocator::allocate_mutable_block(&self.of(py, device), prev_block, extra_hash, None)
+    }
+
+    #[pyo3(signature = (prev_block, block_token_ids, device, extra_hash=None))]
+    fn allocate_immutable_blocks<'py>(
+        &self,
+        py: Python<'py>,
+        prev_block: Option<Bound<'py, PyAny>>,
+        block_token_ids: Vec<Vec<i64>>,
+        device: Device,
+        extra_hash: Option<i64>,
+    ) -> PyResult<Vec<Block<'py>>> {
+        let pool = self.of(py, device);
+        PyPoolAllocator::allocate_immutable_blocks(&pool, prev_block, block_token_ids, extra_hash, None)
+    }
+
+    #[pyo3(signature = (prev_block, token_ids, device, extra_hash=None))]
+    fn allocate_immutable_block<'py>(
+        &self,
+        py: Python<'py>,
+        prev_block: Option<Bound<'py, PyAny>>,
+        token_ids: Vec<i64>,
+        device: Device,
+        extra_hash: Option<i64>,
+    ) -> PyResult<Block<'py>> {
+        PyPoolAllocator::allocate_immutable_block(&self.of(py, device), prev_block, token_ids, extra_hash, None)
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
+    fn free(&self, block: Bound<'_, PyAny>) -> PyResult<()> {
+        self.release(block.py(), std::slice::from_ref(&block))
+    }
+
+    fn fork<'py>(&self, py: Python<'py>, last_block: Bound<'py, PyAny>) -> PyResult<Vec<Block<'py>>> {
+        let is_null = last_block.is_instance_of::<PyNullBlock>();
+        require(!is_null, || "the null block is not forked".to_owned())?;
+        let block = last_block.cast_into::<PyNaiveBlock>()?;
+        PyPoolAllocator::fork(&self.owner(py, block.get().id())?, block)
+    }
+
+    /// Moves blocks to the other device, all or none; those that share a physical block go on sharing one. Returns the
+    /// physical block there for each one here, in the order of first use.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
+    fn swap<'py>(
+        &self,
+        py: Python<'py>,
+        blocks: Vec<Bound<'py, PyAny>>,
+        src_device: Device,
+        dst_device: Device,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let (src, dst, live) = (self.of(py, src_device), self.of(py, dst_device), live(&blocks)?);
+        let (src, dst) = (src.get(), dst.get());
+        src.require_refs(&live)?;
+        let (mut place, mut first, mut again) = (HashMap::with_capacity(live.len()), Vec::new(), Vec::new());
+        for block in &live {
+            let id = block.get().id().ok_or_else(freed)?;
+            let next = first.len();
+            if *place.entry(id).or_insert(next) == next {
+                first.push(block.clone());
+            } else {
+                again.push((place[&id], block.clone()));
+            }
+        }
+        let keys = src.places(&first, |block| self.complete(block))?;
+        let sources: Vec<i64> = first.iter().filter_map(|block| block.get().id()).collect();
+        let targets = dst.take(&keys)?;
+        src.release(&live)?;
+        for (block, &id) in first.iter().zip(&targets) {
+            block.get().set_id(Some(id));
+        }
+        for (place, block) in &again {
+            block.get().set_id(Some(targets[*place]));
+        }
+        dst.add_refs(&again.into_iter().map(|(_, block)| block).collect::<Vec<_>>())?;
+        if dst_device == Device::Cpu {
+            // On the GPU the manager says so, at the end of the step that brings the bytes.
+            let landed: Vec<i64> = keys.iter().zip(&targets).filter_map(|(key, &id)| key.map(|_| id)).collect();
+            dst.mark_computed(Some(&landed))?;
+        }
+        let mapping = PyDict::new(py);
+        sources.iter().zip(&targets).try_for_each(|(source, target)| mapping.set_item(source, target))?;
+        lock(&self.swaps).extend(sources.into_iter().zip(targets));
+        Ok(mapping)
+    }
+
+    fn get_and_reset_swaps(&self) -> Vec<(i64, i64)> {
+        std::mem::take(&mut *lock(&self.swaps))
+    }
+
+    fn get_num_free_blocks(&self, py: Python<'_>, device: Device) -> usize {
+        self.of(py, device).get().free_count()
+    }
+
+    fn get_num_total_blocks(&self, py: Python<'_>, device: Device) -> usize {
+        self.of(py, device).get().total()
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
+    fn get_num_full_blocks_touched(
+        &self,
+        py: Python<'_>,
+        blocks: Vec<Bound<'_, PyAny>>,
+        device: Device,
+    ) -> PyResult<usize> {
+        self.of(py, device).get().touched(&live(&blocks)?, |block| self.complete(block))
+    }
+
+    fn get_physical_block_id(&self, py: Python<'_>, device: Device, absolute_id: i64) -> PyResult<u32> {
+        self.of(py, device).get().get_physical_block_id(absolute_id)
+    }
+
+    #[getter]
+    fn all_block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyFrozenSet>> {
+        let mut ids = self.gpu.get().all_ids();
+        ids.extend(self.cpu.get().all_ids());
+        PyFrozenSet::new(py, ids)
+    }
+
+    fn clear_copy_on_writes(&self) -> Vec<(i64, i64)> {
+        self.gpu.get().clear_copy_on_writes()
+    }
+
+    fn mark_blocks_as_accessed(&self, py: Python<'_>, block_ids: Vec<i64>, now: f64) -> PyResult<()> {
+        // The last one is no null block, so it says where the sequence is.
+        let Some(&last) = block_ids.last() else { return Ok(()) };
+        let owner = self.owner(py, Some(last))?;
+        let own = block_ids.into_iter().filter(|&id| owner.get().owns(id)).collect();
+        owner.get().mark_blocks_as_accessed(own, now)
+    }
+
+    fn mark_blocks_as_computed(&self, block_ids: Vec<i64>) -> PyResult<()> {
+        self.gpu.get().mark_blocks_as_computed(block_ids)
+    }
+
+    fn get_common_computed_block_ids(&self, computed_seq_block_ids: Vec<Vec<i64>>) -> Vec<i64> {
+        self.gpu.get().get_common_computed_block_ids(computed_seq_block_ids)
+    }
+
+    fn get_prefix_cache_hit_rate(&self, py: Python<'_>, device: Device) -> f64 {
+        self.of(py, device).get().get_prefix_cache_hit_rate()
+    }
+
+    fn reset_prefix_cache(&self) -> bool {
+        let done = [&self.gpu, &self.cpu].map(|pool| pool.get().reset_prefix_cache());
+        done == [true, true]
+    }
+
+    #[pyo3(signature = (block_hashes, device=None))]
+    fn find_cached_blocks_prefix<'py>(
+        &self,
+        py: Python<'py>,
+        block_hashes: Vec<Bound<'py, PyAny>>,
+        device: Option<Device>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        self.of(py, device.unwrap_or(Device::Gpu)).get().find_cached_blocks_prefix(block_hashes)
+    }
+}

@@ -1,0 +1,59 @@
+//! The objects of vLLM V0's block manager (0.7.3) over the core's allocators: blocks, allocators, block tables.
+//!
+//! Ids are the engine's, counted over both devices; those of the core's pools, from 0 on each, stay inside. Locks are
+//! held for one call into the core and never while Python code runs.
+
+mod allocator;
+mod block;
+mod device;
+mod key;
+mod pool;
+mod table;
+
+use blockyard_core::Error;
+use pyo3::exceptions::PyAssertionError;
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub(crate) use key::hash_blocks;
+
+mod classes {
+    pyo3::import_exception!(blockyard.integrations.vllm_v0.interfaces, NoFreeBlocksError);
+}
+
+/// V0 asserts; its callers may rely on the exception, also under `python -O`.
+fn require(holds: bool, message: impl FnOnce() -> String) -> PyResult<()> {
+    if holds { Ok(()) } else { Err(PyAssertionError::new_err(message())) }
+}
+
+/// The exception that V0 has for an error of the core.
+#[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
+fn to_v0(error: Error) -> PyErr {
+    match error {
+        Error::OutOfBlocks { tier, wanted, free, total } => {
+            classes::NoFreeBlocksError::new_err((error.to_string(), tier.name(), wanted, free, total))
+        }
+        _ => PyAssertionError::new_err(error.to_string()),
+    }
+}
+
+fn freed() -> PyErr {
+    PyAssertionError::new_err("a block has no physical block, it has been freed")
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Puts the classes into `_core`, under names that say whose they are; to Python users they are the integration's.
+pub(crate) fn export(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("V0NaiveBlock", py.get_type::<block::PyNaiveBlock>())?;
+    module.add("V0PrefixCachingBlock", py.get_type::<block::PyPrefixCachingBlock>())?;
+    module.add("V0NullBlock", py.get_type::<block::PyNullBlock>())?;
+    module.add("V0PoolAllocator", py.get_type::<pool::PyPoolAllocator>())?;
+    module.add("V0NaiveBlockAllocator", py.get_type::<allocator::PyNaiveBlockAllocator>())?;
+    module.add("V0PrefixCachingBlockAllocator", py.get_type::<allocator::PyPrefixCachingBlockAllocator>())?;
+    module.add("V0CpuGpuBlockAllocator", py.get_type::<device::PyCpuGpuBlockAllocator>())?;
+    module.add("V0BlockTable", py.get_type::<table::PyBlockTable>())
+}

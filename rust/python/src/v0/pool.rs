@@ -1,0 +1,347 @@
+//! The pool of one device under the engine's ids: what the allocators' verbs are made of.
+
+use super::block::{Block, Parts, PyNaiveBlock, PyPrefixCachingBlock, key_of};
+use super::key;
+use super::{freed, lock, require, to_v0};
+use crate::errors::to_py;
+use blockyard_core as core;
+use blockyard_core::allocator::{Eviction, Reuse};
+use blockyard_core::{BlockAllocator, BlockId, Error, Key, Keyed, Tier};
+use pyo3::PyTypeInfo;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::IntoPyDict;
+use std::collections::{HashMap, HashSet};
+use std::sync::Mutex;
+
+/// The engine's ids of a pool's blocks, in the pool's order.
+pub(super) enum Ids {
+    From(i64, usize),
+    Listed(Vec<i64>, HashMap<i64, usize>),
+}
+
+impl Ids {
+    pub(super) fn new(ids: Option<&Bound<'_, PyAny>>, blocks: usize) -> PyResult<Self> {
+        let Some(ids) = ids else { return Ok(Self::From(0, blocks)) };
+        let mut ids = ids.try_iter()?.map(|id| id?.extract()).collect::<PyResult<Vec<i64>>>()?;
+        ids.sort_unstable();
+        ids.dedup();
+        require(ids.len() == blocks, || format!("{} block ids, must be {blocks}", ids.len()))?;
+        match (ids.first(), ids.last()) {
+            (Some(&first), Some(&last)) if last.abs_diff(first) != ids.len() as u64 - 1 => {
+                let index = ids.iter().enumerate().map(|(index, &id)| (id, index)).collect();
+                Ok(Self::Listed(ids, index))
+            }
+            (first, _) => Ok(Self::From(first.copied().unwrap_or(0), blocks)),
+        }
+    }
+
+    #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
+    pub(super) fn all(&self) -> Vec<i64> {
+        match self {
+            Self::From(first, blocks) => (*first..first + *blocks as i64).collect(),
+            Self::Listed(ids, _) => ids.clone(),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::From(_, blocks) => *blocks,
+            Self::Listed(ids, _) => ids.len(),
+        }
+    }
+
+    fn local(&self, id: i64) -> Option<usize> {
+        match self {
+            Self::From(first, blocks) => {
+                id.checked_sub(*first).and_then(|local| usize::try_from(local).ok()).filter(|local| local < blocks)
+            }
+            Self::Listed(_, index) => index.get(&id).copied(),
+        }
+    }
+
+    pub(super) fn id(&self, block: BlockId) -> i64 {
+        match self {
+            Self::From(first, _) => first + i64::from(block.0),
+            Self::Listed(ids, _) => ids[block.0 as usize],
+        }
+    }
+}
+
+/// What both allocators share.
+#[pyclass(frozen, subclass, name = "PoolAllocator", module = "blockyard.integrations.vllm_v0")]
+pub(crate) struct PyPoolAllocator {
+    pub(super) pool: Mutex<Box<dyn BlockAllocator>>,
+    pub(super) ids: Ids,
+    pub(super) block_size: usize,
+    pub(super) create_block: Py<PyAny>,
+    pub(super) caching: bool,
+    pub(super) copies: Mutex<Vec<(i64, i64)>>,
+}
+
+impl PyPoolAllocator {
+    pub(super) fn naive(create_block: Py<PyAny>, block_size: usize, ids: Ids, tier: Tier) -> PyResult<Self> {
+        let pool = core::NaiveAllocator::new(tier, ids.len(), Reuse::Lifo).map_err(to_py)?;
+        Ok(Self::over(Box::new(pool), create_block, block_size, ids, false))
+    }
+
+    pub(super) fn caching(py: Python<'_>, block_size: usize, ids: Ids, tier: Tier) -> PyResult<Self> {
+        let pool = core::PrefixCachingAllocator::new(tier, ids.len(), Reuse::Lifo, Eviction::Accessed);
+        let create_block = PyPrefixCachingBlock::type_object(py).into_any().unbind();
+        Ok(Self::over(Box::new(pool.map_err(to_py)?), create_block, block_size, ids, true))
+    }
+
+    fn over(pool: Box<dyn BlockAllocator>, create: Py<PyAny>, block_size: usize, ids: Ids, caching: bool) -> Self {
+        let (pool, copies) = (Mutex::new(pool), Mutex::default());
+        Self { pool, ids, block_size, create_block: create, caching, copies }
+    }
+
+    pub(super) fn local(&self, id: i64) -> PyResult<BlockId> {
+        let local = self.ids.local(id).and_then(|local| u32::try_from(local).ok()).map(BlockId);
+        local.ok_or_else(|| {
+            let blocks = self.total();
+            PyValueError::new_err(format!("block {id} is not one of the {blocks} of this allocator"))
+        })
+    }
+
+    pub(super) fn locals(&self, ids: &[i64]) -> PyResult<Vec<BlockId>> {
+        ids.iter().map(|&id| self.local(id)).collect()
+    }
+
+    fn blocks(&self, blocks: &[Block<'_>]) -> PyResult<Vec<BlockId>> {
+        blocks.iter().map(|block| self.local(block.get().id().ok_or_else(freed)?)).collect()
+    }
+
+    pub(super) fn owns(&self, id: i64) -> bool {
+        self.ids.local(id).is_some()
+    }
+
+    pub(super) fn total(&self) -> usize {
+        lock(&self.pool).pool().len()
+    }
+
+    pub(super) fn free_count(&self) -> usize {
+        lock(&self.pool).pool().free()
+    }
+
+    pub(super) fn all_ids(&self) -> Vec<i64> {
+        self.ids.all()
+    }
+
+    /// Fails unless so many blocks are free.
+    pub(super) fn require_free(&self, wanted: usize) -> PyResult<()> {
+        let (free, total) = (self.free_count(), self.total());
+        let tier = lock(&self.pool).pool().tier();
+        if wanted > free { Err(to_v0(Error::OutOfBlocks { tier, wanted, free, total })) } else { Ok(()) }
+    }
+
+    /// Whether others use a block too.
+    pub(super) fn is_shared(&self, block: &Block<'_>) -> PyResult<bool> {
+        let local = self.local(block.get().id().ok_or_else(freed)?)?;
+        Ok(lock(&self.pool).pool().refs(local) > 1)
+    }
+
+    /// Fails unless each physical block has as many references as blocks here name it.
+    pub(super) fn require_refs(&self, blocks: &[Block<'_>]) -> PyResult<()> {
+        let blocks = self.blocks(blocks)?;
+        lock(&self.pool).require(&blocks).map_err(to_v0)
+    }
+
+    /// Takes one more reference for each block.
+    pub(super) fn add_refs(&self, blocks: &[Block<'_>]) -> PyResult<()> {
+        let blocks = self.blocks(blocks)?;
+        lock(&self.pool).share(&blocks).map_err(to_v0)
+    }
+
+    /// Gives back one reference each, all or none.
+    pub(super) fn release(&self, blocks: &[Block<'_>]) -> PyResult<()> {
+        let locals = self.blocks(blocks)?;
+        lock(&self.pool).free(&locals).map_err(to_v0)?;
+        for block in blocks {
+            block.get().set_id(None);
+        }
+        Ok(())
+    }
+
+    /// One physical block for each place, the one that has its key where it has one and there is such a block; all or
+    /// none.
+    pub(super) fn take(&self, places: &[Option<Keyed>]) -> PyResult<Vec<i64>> {
+        let keys: Vec<Keyed> = places.iter().copied().flatten().collect();
+        let (plain, mut taken) = (places.len() - keys.len(), Vec::with_capacity(places.len()));
+        let mut pool = lock(&self.pool);
+        if self.caching {
+            pool.allocate_keyed(&keys, plain, &mut taken).map(|_| ()).map_err(to_v0)?;
+        } else {
+            pool.allocate(places.len(), &mut taken).map_err(to_v0)?;
+            return Ok(taken.into_iter().map(|block| self.ids.id(block)).collect());
+        }
+        let (mut keyed, mut plain) = (0, keys.len());
+        let next = |place: &Option<Keyed>| {
+            let at = if place.is_some() { &mut keyed } else { &mut plain };
+            *at += 1;
+            self.ids.id(taken[*at - 1])
+        };
+        Ok(places.iter().map(next).collect())
+    }
+
+    pub(super) fn computed(&self, id: i64) -> PyResult<bool> {
+        let local = self.local(id)?;
+        Ok(lock(&self.pool).is_computed(local))
+    }
+
+    /// Lets blocks be found by their keys, those of these ids or all in use.
+    pub(super) fn mark_computed(&self, ids: Option<&[i64]>) -> PyResult<()> {
+        let blocks = ids.map(|ids| self.locals(ids)).transpose()?;
+        lock(&self.pool).mark_computed(blocks.as_deref());
+        Ok(())
+    }
+
+    /// Blocks that taking these keys would use up.
+    pub(super) fn cost(&self, keys: &[Key]) -> usize {
+        lock(&self.pool).cost(keys)
+    }
+
+    pub(super) fn keyed(block: &Block<'_>) -> PyResult<Option<Keyed>> {
+        let depth = block.get().end().map_or(0, |end| u32::try_from(end).unwrap_or(u32::MAX));
+        Ok(key_of(block)?.map(|key| Keyed { key, depth }))
+    }
+
+    /// The keys of blocks that come from another device, of those that `complete` says yes to.
+    pub(super) fn places(
+        &self,
+        blocks: &[Block<'_>],
+        complete: impl Fn(&Block<'_>) -> PyResult<bool>,
+    ) -> PyResult<Vec<Option<Keyed>>> {
+        let place = |block| if self.caching && complete(block)? { Self::keyed(block) } else { Ok(None) };
+        blocks.iter().map(place).collect()
+    }
+
+    pub(super) fn create<'py>(slf: &Bound<'py, Self>, parts: Parts<'py>) -> PyResult<Block<'py>> {
+        let (py, this) = (slf.py(), slf.get());
+        if this.caching {
+            return Ok(Bound::new(py, PyPrefixCachingBlock::with(parts, false)?)?.into_super());
+        }
+        let create_block = this.create_block.bind(py);
+        if create_block.is(PyNaiveBlock::type_object(py)) {
+            return Bound::new(py, PyNaiveBlock::naive(parts, None)?);
+        }
+        let options = [
+            ("prev_block", parts.prev.into_pyobject(py)?),
+            ("token_ids", parts.tokens.into_pyobject(py)?),
+            ("block_size", parts.block_size.into_pyobject(py)?.into_any()),
+            ("allocator", parts.allocator),
+            ("block_id", parts.id.into_pyobject(py)?),
+            ("extra_hash", parts.extra.into_pyobject(py)?),
+        ];
+        Ok(create_block.call((), Some(&options.into_py_dict(py)?))?.cast_into()?)
+    }
+
+    pub(super) fn parts<'py>(
+        slf: &Bound<'py, Self>,
+        prev: Option<Bound<'py, PyAny>>,
+        tokens: Vec<i64>,
+        id: i64,
+        extra: Option<i64>,
+    ) -> Parts<'py> {
+        let (block_size, allocator) = (slf.get().block_size, slf.clone().into_any());
+        Parts { prev, tokens, block_size, allocator, id: Some(id), extra }
+    }
+
+    /// Chain of new blocks over the physical blocks of others.
+    pub(super) fn share<'py>(slf: &Bound<'py, Self>, blocks: &[Block<'py>]) -> PyResult<Vec<Block<'py>>> {
+        let this = slf.get();
+        this.add_refs(blocks)?;
+        let ids: Vec<i64> = blocks.iter().filter_map(|block| block.get().id()).collect();
+        let mut copies: Vec<Block<'py>> = Vec::with_capacity(blocks.len());
+        for (block, &id) in blocks.iter().zip(&ids) {
+            let other = block.get();
+            let prev = copies.last().map_or_else(|| other.prev(slf.py()), |prev| Some(prev.clone().into_any()));
+            let copy = Self::create(slf, Self::parts(slf, prev, other.tokens(), id, other.extra()));
+            let copy = this.or_give_back(&ids, copy)?;
+            if let Some(key) = key_of(block)? {
+                copy.get().set_key(key);
+            }
+            copies.push(copy);
+        }
+        Ok(copies)
+    }
+
+    /// Blocks for full chunks of tokens and a last one that is not full, all or none.
+    pub(super) fn allocate_chain<'py>(
+        slf: &Bound<'py, Self>,
+        prev: Option<&Bound<'py, PyAny>>,
+        full: Vec<Vec<i64>>,
+        tail: Vec<i64>,
+        extra: Option<i64>,
+    ) -> PyResult<Vec<Block<'py>>> {
+        let this = slf.get();
+        let keys = if this.caching { this.keys(prev, &full, extra)? } else { vec![None; full.len()] };
+        let mut places = keys;
+        places.extend((!tail.is_empty()).then_some(None));
+        let ids = this.take(&places)?;
+        let chunks = full.into_iter().chain([tail]).zip(ids.iter().copied()).zip(places);
+        let made = Self::create_chain(slf, prev, chunks, extra);
+        this.or_give_back(&ids, made)
+    }
+
+    /// What was made, or if it could not be made, no blocks.
+    pub(super) fn or_give_back<T>(&self, ids: &[i64], made: PyResult<T>) -> PyResult<T> {
+        if made.is_err() {
+            lock(&self.pool).free(&self.locals(ids)?).map_err(to_v0)?;
+        }
+        made
+    }
+
+    fn create_chain<'py>(
+        slf: &Bound<'py, Self>,
+        prev: Option<&Bound<'py, PyAny>>,
+        chunks: impl Iterator<Item = ((Vec<i64>, i64), Option<Keyed>)>,
+        extra: Option<i64>,
+    ) -> PyResult<Vec<Block<'py>>> {
+        let mut blocks: Vec<Block<'py>> = Vec::new();
+        for ((tokens, id), key) in chunks {
+            let before = blocks.last().map_or_else(|| prev.cloned(), |block| Some(block.clone().into_any()));
+            let block = Self::create(slf, Self::parts(slf, before, tokens, id, extra))?;
+            if let Some(Keyed { key, .. }) = key {
+                block.get().set_key(key);
+            }
+            blocks.push(block);
+        }
+        Ok(blocks)
+    }
+
+    fn keys(
+        &self,
+        prev: Option<&Bound<'_, PyAny>>,
+        full: &[Vec<i64>],
+        extra: Option<i64>,
+    ) -> PyResult<Vec<Option<Keyed>>> {
+        let fits = full.iter().all(|tokens| tokens.len() == self.block_size);
+        require(fits, || "an immutable block must be full".to_owned())?;
+        let (mut parent, mut end) = (None, 0);
+        if let Some(prev) = prev {
+            let block = prev.cast::<PyNaiveBlock>()?;
+            end = block.get().end().unwrap_or(0);
+            parent = key_of(block)?;
+            let is_full = parent.is_some() || full.is_empty();
+            require(is_full, || "the block before an immutable one must be full".to_owned())?;
+        }
+        let keys = key::chain(parent, &full.concat(), self.block_size, extra)?;
+        let ends = (1..).map(|blocks| u32::try_from(end + blocks * self.block_size).unwrap_or(u32::MAX));
+        Ok(keys.into_iter().zip(ends).map(|(key, depth)| Some(Keyed { key, depth })).collect())
+    }
+
+    /// Blocks that full blocks use up on this device; those that `complete` says yes to are found by their keys.
+    pub(super) fn touched(
+        &self,
+        blocks: &[Block<'_>],
+        complete: impl Fn(&Block<'_>) -> PyResult<bool>,
+    ) -> PyResult<usize> {
+        let full: Vec<Block<'_>> = blocks.iter().filter(|block| block.get().full()).cloned().collect();
+        let places = self.places(&full, complete)?;
+        let alone = full.iter().zip(&places).filter(|(_, place)| place.is_none());
+        let alone: HashSet<Option<i64>> = alone.map(|(block, _)| block.get().id()).collect();
+        let keys: Vec<Key> = places.iter().flatten().map(|keyed| keyed.key).collect();
+        Ok(alone.len() + self.cost(&keys))
+    }
+}

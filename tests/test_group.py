@@ -1,0 +1,171 @@
+"""Cache groups: sliding windows, recurrent states, cross attention, and models that have several."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blockyard import AllocStatus, BlockManager, CacheGroup, InvalidArgumentError, UnknownSequenceError
+
+FULL = CacheGroup.full_attention()
+STATE = CacheGroup.recurrent()
+
+
+def settle(manager: BlockManager) -> None:
+    manager.complete(manager.take_decision().ticket)
+    manager.check()
+
+
+def test_a_window_holds_no_more_blocks_than_it_needs_however_long_it_decodes() -> None:
+    manager = BlockManager(block_size=16, device_blocks=64, watermark=0.0, sliding_window=40)
+    (sequence,) = manager.allocate([1])
+    cap = 40 // 16 + 2
+    for _ in range(3000):
+        settle(manager)
+        manager.append([sequence])
+        assert manager.num_blocks() - 1 - manager.num_free() <= cap
+    table = manager.block_table(sequence)
+    assert len(table) == -(-3001 // 16)
+    assert np.count_nonzero(table) <= cap
+    assert not table[:-cap].any()
+
+
+def test_what_a_window_gave_back_is_used_by_others() -> None:
+    manager = BlockManager(block_size=4, device_blocks=9, watermark=0.0, sliding_window=8)
+    (first,) = manager.allocate([32])
+    settle(manager)
+    assert manager.can_allocate(4) == AllocStatus.LATER
+    manager.mark_computed([first])
+    settle(manager)
+    (second,) = manager.allocate([20])
+    assert not set(manager.block_table(second)) & (set(manager.block_table(first)) - {0})
+
+
+def test_a_prompt_longer_than_the_device_fits_through_a_window_by_chunks() -> None:
+    manager = BlockManager(block_size=4, device_blocks=12, watermark=0.0, sliding_window=10, prefix_caching=True)
+    assert manager.can_allocate(400) == AllocStatus.NEVER
+    assert manager.can_allocate(400, chunk_tokens=16) == AllocStatus.OK
+    (sequence,), _ = manager.allocate_prompts([np.arange(400, dtype=np.uint32)], chunk_tokens=16)
+    while (chunk := manager.next_chunk(sequence, 16)) > 0:
+        settle(manager)
+        manager.mark_computed([sequence])
+        slots = manager.append([sequence], chunk)
+        assert len(np.unique(slots)) == chunk
+        assert slots.min() >= 4, "a token was written to the null block"
+    assert manager.num_tokens(sequence) == 400
+
+
+def test_hits_are_what_all_groups_can_serve() -> None:
+    manager = BlockManager(
+        block_size=4,
+        device_blocks=64,
+        watermark=0.0,
+        prefix_caching=True,
+        groups=[FULL, CacheGroup.sliding_window(6)],
+    )
+    prompt = np.arange(41, dtype=np.uint32)
+    (first,), cached = manager.allocate_prompts([prompt])
+    assert cached[0] == 0
+    settle(manager)
+    manager.mark_computed([first])
+    assert np.count_nonzero(manager.block_table(first, 1)) < len(manager.block_table(first, 0))
+    (second,), cached = manager.allocate_prompts([prompt])
+    assert cached[0] == 40
+    full, window = manager.block_table(second, 0), manager.block_table(second, 1)
+    assert np.count_nonzero(full[:10]) == 10
+    assert np.count_nonzero(window[:10]) == 2, "six tokens before the 41st, two blocks"
+    assert set(full[:10]) == set(manager.block_table(first, 0)[:10])
+    slots = manager.slot_mapping(second, 40, 41), manager.slot_mapping(second, 40, 41, group=1)
+    assert slots[0][0] != slots[1][0]
+    # All full blocks were cached before the window gave its own back.
+    manager.free([first, second])
+    assert (manager.cached_tokens(prompt), manager.cached_tokens(prompt[:20])) == (40, 16)
+
+
+def test_append_gives_each_group_its_slots() -> None:
+    manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6), STATE])
+    sequences = manager.allocate([5, 9])
+    settle(manager)
+    slots = manager.append(sequences, [2, 1])
+    assert slots.shape == (3, 3)
+    for group in range(3):
+        rows = [
+            manager.slot_mapping(sequences[0], 5, 7, group=group),
+            manager.slot_mapping(sequences[1], 9, 10, group=group),
+        ]
+        assert np.array_equal(slots[group], np.concatenate(rows))
+    assert manager.num_sequences == 2
+    tables = np.full((6, 4), -1, dtype=np.int32)
+    settle(manager)
+    manager.append(sequences, block_tables=tables)
+    for group in range(3):
+        assert np.array_equal(tables[2 * group : 2 * group + 2, :3], manager.block_tables(sequences, group=group))
+
+
+def test_a_recurrent_group_holds_two_states_at_most_and_a_fork_copies_the_one_it_writes() -> None:
+    manager = BlockManager(block_size=4, device_blocks=16, groups=[STATE])
+    (sequence,) = manager.allocate([30])
+    assert np.count_nonzero(manager.block_table(sequence)) == 1
+    settle(manager)
+    (child,) = manager.fork(sequence)
+    manager.append([sequence, child])
+    assert len(manager.take_decision().blocks_to_copy) == 1
+    manager.check()
+    with pytest.raises(InvalidArgumentError, match="cache group 0"):
+        manager.truncate(sequence, 30)
+
+
+def test_an_encoders_blocks_are_shared_by_forks_and_move_with_the_sequence() -> None:
+    manager = BlockManager(
+        block_size=4, device_blocks=32, host_blocks=32, watermark=0.0, groups=[FULL, CacheGroup.cross_attention()]
+    )
+    (sequence,) = manager.allocate([3], encoder_tokens=[10])
+    assert (manager.num_tokens(sequence), manager.num_tokens(sequence, 1)) == (3, 10)
+    settle(manager)
+    children = manager.fork(sequence, 3)
+    everyone = [sequence, *children]
+    assert manager.append(everyone).shape == (4,)
+    settle(manager)
+    assert all(np.array_equal(manager.block_table(s, 1), manager.block_table(sequence, 1)) for s in children)
+    assert len(manager.block_table(sequence, 1)) == 3
+    manager.swap_out(everyone)
+    assert len(manager.take_decision().blocks_to_swap_out) == 4 + 3
+    assert manager.tier(sequence) == "host"
+    manager.free(everyone)
+    with pytest.raises(UnknownSequenceError):
+        manager.block_table(sequence, 1)
+
+
+def test_groups_and_lengths_that_cannot_be_are_refused_with_the_numbers() -> None:
+    cross = CacheGroup.cross_attention()
+    with pytest.raises(InvalidArgumentError, match="window"):
+        BlockManager(block_size=4, device_blocks=8, sliding_window=0)
+    with pytest.raises(InvalidArgumentError, match="sliding_window 4 is given, and 1 groups"):
+        BlockManager(block_size=4, device_blocks=8, sliding_window=4, groups=[FULL])
+    with pytest.raises(InvalidArgumentError, match="at most one of them cross attention"):
+        BlockManager(block_size=4, device_blocks=8, groups=[cross])
+    with pytest.raises(InvalidArgumentError, match="cross attention"):
+        BlockManager(block_size=4, device_blocks=8, prefix_caching=True, groups=[FULL, cross])
+    manager = BlockManager(block_size=4, device_blocks=8, watermark=0.0, groups=[FULL, cross])
+    with pytest.raises(InvalidArgumentError, match="encoder"):
+        manager.allocate([3])
+    with pytest.raises(InvalidArgumentError, match="encoder"):
+        manager.allocate([3, 4], encoder_tokens=[5])
+    with pytest.raises(InvalidArgumentError, match="encoder"):
+        BlockManager(block_size=4, device_blocks=8).allocate([3], encoder_tokens=[5])
+    (sequence,) = manager.allocate([3], encoder_tokens=[5])
+    with pytest.raises(InvalidArgumentError, match="cache group is 2, must be below 2"):
+        manager.block_table(sequence, 2)
+    with pytest.raises(UnknownSequenceError):
+        manager.free([int(sequence) + 1])
+    assert manager.can_allocate(16, encoder_tokens=17) == AllocStatus.NEVER
+    manager.check()
+
+
+def test_a_group_says_what_it_is() -> None:
+    window = CacheGroup.sliding_window(9)
+    assert (window.kind, window.window, repr(window)) == ("sliding_window", 9, "CacheGroup.sliding_window(9)")
+    assert window == CacheGroup.sliding_window(9)
+    assert len({window, CacheGroup.sliding_window(9), FULL}) == 2
+    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).groups == [FULL, window]
+    assert window.peak_blocks(1000, block_size=4, chunk_tokens=1) == 9 // 4 + 2
