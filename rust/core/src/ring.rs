@@ -148,7 +148,7 @@ impl Rings {
         self.each[ring].rest.push((block, self.clock));
         self.len += 1;
         self.entries += 1;
-        if self.entries > self.len + self.len / 4 + 64 {
+        if self.entries > self.len + self.len / 2 + 64 {
             self.sweep();
         }
     }

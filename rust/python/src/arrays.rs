@@ -82,6 +82,12 @@ where
         Some(if array.is_c_contiguous() { Self::Array(array) } else { Self::List(array.as_array().to_vec()) })
     }
 
+    /// A contiguous array, for calls that write to none.
+    fn alone(value: &Bound<'py, PyAny>) -> Option<Self> {
+        let array = value.cast::<PyArray1<T>>().ok()?;
+        array.is_c_contiguous().then(|| Self::Alone(array.clone()))
+    }
+
     /// Any sequence of numbers; `what` and `must` are for the message.
     fn new(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Self> {
         if let Some(numbers) = Self::usual(value) {
@@ -106,7 +112,8 @@ where
     pub(crate) fn get(&self) -> PyResult<&[T]> {
         Ok(match self {
             Self::Array(array) => array.as_slice()?,
-            // SAFETY: the calls that take such arrays write to none, and run no Python code while they read.
+            // SAFETY: the calls that take such arrays write to none while they read. Threads that write to the caller's
+            // arrays at the same time are his to keep away, as they are from numpy.
             Self::Alone(array) => unsafe { array.as_slice()? },
             Self::List(list) => list,
         })
@@ -166,6 +173,11 @@ impl<'py> Sequences<'py> {
         Ok(Self(handles.map_or_else(|handles| handles, |handle| Numbers::List(vec![handle]))))
     }
 
+    /// For calls that write to no array.
+    pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Numbers::alone(value).map_or_else(|| Self::new(value), |numbers| Ok(Self(numbers)))
+    }
+
     pub(crate) fn get(&self) -> PyResult<&[SequenceId]> {
         let handles = self.0.get()?;
         // SAFETY: `SequenceId` is a transparent wrapper of `u64`, so the two slices have one layout.
@@ -183,10 +195,7 @@ impl<'py> TokenIds<'py> {
 
     /// For calls that write to no array.
     pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        match value.cast::<PyArray1<u32>>() {
-            Ok(array) if array.is_c_contiguous() => Ok(Self(Numbers::Alone(array.clone()))),
-            _ => Self::new(value),
-        }
+        Numbers::alone(value).map_or_else(|| Self::new(value), |numbers| Ok(Self(numbers)))
     }
 
     pub(crate) fn get(&self) -> PyResult<&[u32]> {

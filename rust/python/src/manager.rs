@@ -58,7 +58,7 @@ impl PyBlockManager {
         sequences: &Bound<'_, PyAny>,
         call: impl FnOnce(&mut Manager, &[SequenceId]) -> core::Result<T>,
     ) -> PyResult<T> {
-        let sequences = Sequences::new(sequences)?;
+        let sequences = Sequences::only_read(sequences)?;
         call(&mut self.lock(), sequences.get()?).map_err(to_py)
     }
 }

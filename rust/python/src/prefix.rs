@@ -91,9 +91,9 @@ impl PyBlockManager {
 
     #[pyo3(signature = (sequences, num_computed = None))]
     fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
+        let sequences = Sequences::only_read(sequences)?;
         let computed = num_computed.map(|computed| Tokens::new(computed)?.to_vec()).transpose()?;
+        let sequences = sequences.get()?;
         self.lock().mark_computed_to(sequences, computed.as_deref()).map_err(to_py)
     }
 
