@@ -20,7 +20,8 @@ def calls(kind: type) -> set[str]:
     return {name for name in vars(kind) if not name.startswith("_")}
 
 
-# The model keeps the books of a manager without a prefix cache; what only reports is not of it either.
+# The model keeps the books of a manager without a prefix cache, of which `prefix_model` says what must hold; what only
+# reports is not of it either.
 NOT_MODELLED = {
     "groups",
     "next_chunk",

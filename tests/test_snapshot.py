@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from blockyard import BlockManager, SnapshotError
+from blockyard import BlockManager, CacheGroup, SnapshotError
 
 
 def step(books: BlockManager) -> None:
@@ -77,12 +77,27 @@ def test_every_flipped_byte_and_every_other_length_is_refused() -> None:
 
 
 def sealed(payload: bytes) -> bytes:
-    head = b"BLKYSNAP" + (2).to_bytes(4, "little") + len(payload).to_bytes(8, "little") + payload
+    version = BlockManager(block_size=1, device_blocks=1).snapshot()[8:12]
+    head = b"BLKYSNAP" + version + len(payload).to_bytes(8, "little") + payload
     return head + hashlib.sha256(head).digest()
 
 
-def test_a_forged_payload_is_refused_or_gives_sound_books() -> None:
-    data = used()[0].snapshot()
+def hybrid() -> BlockManager:
+    """Books of two groups, with null blocks, a fork and a swapped sequence."""
+    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(5)]
+    books = BlockManager(block_size=4, device_blocks=32, host_blocks=16, prefix_caching=True, groups=groups)
+    handles = books.allocate_prompts([list(range(18)), list(range(30, 35))])[0]
+    step(books)
+    books.mark_computed(handles)
+    books.fork(handles[0])
+    books.swap_out(handles[1])
+    step(books)
+    return books
+
+
+@pytest.mark.parametrize("books", [used()[0], hybrid()])
+def test_a_forged_payload_is_refused_or_gives_sound_books(books: BlockManager) -> None:
+    data = books.snapshot()
     assert sealed(data[20:-32]) == data
     for at in range(20, len(data) - 32):
         payload = bytearray(data[20:-32])

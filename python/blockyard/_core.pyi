@@ -582,8 +582,9 @@ class DecodeBatch:
 
     Args:
         manager: the books of the sequences.
-        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here.
-        slots: int64 `[tokens]`, C-contiguous, written in place.
+        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here. With several cache
+            groups, one equal part for each that grows: the first group's rows, then the second's.
+        slots: int64 `[tokens]`, C-contiguous, written in place; in equal parts like the rows.
     Raises:
         InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap.
 

@@ -28,6 +28,40 @@ pub enum Departure {
 ///
 /// A block is published, becomes evictable when its last user goes, is hit any number of times, and is popped or gone.
 /// What has been inserted and not been removed must be popped at some time, or the pool runs dry.
+///
+/// ```
+/// use blockyard_core::{BlockId, Config, Departure, Eviction, Evictor, Manager, Policies};
+/// use std::collections::BTreeSet;
+///
+/// /// The lowest id goes first.
+/// #[derive(Clone, Debug, Default)]
+/// struct Lowest(BTreeSet<BlockId>);
+///
+/// impl Evictor for Lowest {
+///     fn len(&self) -> usize {
+///         self.0.len()
+///     }
+///     fn contains(&self, block: BlockId) -> bool {
+///         self.0.contains(&block)
+///     }
+///     fn insert(&mut self, block: BlockId) {
+///         self.0.insert(block);
+///     }
+///     fn remove(&mut self, block: BlockId, _departure: Departure) -> bool {
+///         self.0.remove(&block)
+///     }
+///     fn pop(&mut self) -> Option<BlockId> {
+///         self.0.pop_first()
+///     }
+///     fn boxed_clone(&self) -> Box<dyn Evictor> {
+///         Box::new(self.clone())
+///     }
+/// }
+///
+/// let policies = Policies { eviction: Eviction::Custom(|_blocks| Box::new(Lowest::default())), ..Policies::default() };
+/// let config = Config { block_size: 16, blocks: [64, 0, 0], watermark: 0.0, prefix_caching: true };
+/// assert!(Manager::with_policies(config, policies).is_ok());
+/// ```
 pub trait Evictor: fmt::Debug + Send + Sync {
     /// Blocks that can be evicted.
     fn len(&self) -> usize;

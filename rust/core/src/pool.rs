@@ -1,7 +1,7 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`], [`Pool::release`] and the calls
+//! but drains it is in `draining`; else its leases hold it. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
 //! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use crate::event::Removals;
 use crate::evict::Eviction;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
-use crate::lease::LeaseKind;
+use crate::lease::{Bytes, LeaseKind};
 use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
@@ -21,7 +21,7 @@ mod snapshot;
 pub(crate) use publish::Published;
 pub(crate) use snapshot::PoolImage;
 
-/// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
+/// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 
 /// Most leases of one kind on one block.
@@ -158,6 +158,18 @@ impl Pool {
     #[must_use]
     pub fn generation(&self, block: BlockId) -> u32 {
         self.node(block).generation
+    }
+
+    /// The generation of the bytes that a leased block holds, which may have been freed, but not given out again.
+    pub(crate) fn leased_generation(&self, block: BlockId) -> u32 {
+        let node = self.node(block);
+        node.generation.wrapping_sub(u32::from(node.refs == 0))
+    }
+
+    /// Whether a block still holds the bytes that it had in that generation, for sequences.
+    pub(crate) fn holds(&self, (block, generation): Bytes) -> bool {
+        let node = self.node(block);
+        node.refs > 0 && node.generation == generation
     }
 
     /// Whether the block's one owner may write it in place: nobody else refers to it or can find it.

@@ -2,7 +2,7 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::{Manager, blocks_for, invalid, refuse_loading, release};
+use super::{Manager, blocks_for, invalid, release};
 use crate::error::{Error, Result};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
@@ -22,6 +22,26 @@ pub struct BlockExtra<'a> {
 }
 
 /// A prompt to be admitted with whatever of it is cached.
+///
+/// ```
+/// use blockyard_core::{Config, KeySpec, Manager, Prompt};
+///
+/// # fn main() -> blockyard_core::Result<()> {
+/// let config = Config { block_size: 4, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
+/// let mut manager = Manager::new(config)?;
+/// let prompt = Prompt { tokens: &[1, 2, 3, 4, 5, 6], spec: KeySpec::default(), extras: &[] };
+/// let mut admitted = Vec::new();
+/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// let ticket = manager.take_decision().ticket; // the model computes all six tokens
+/// manager.complete(ticket)?;
+/// manager.mark_computed(&[admitted[0].0])?;
+/// manager.free(&[admitted[0].0])?;
+///
+/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// assert_eq!(admitted[1].1, 4); // the first block is found, two tokens are to be computed
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
     /// Token ids.
@@ -360,8 +380,8 @@ impl Manager {
     /// Publishes what has landed of one row on the device, and is computed.
     fn publish_row(&mut self, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
-        let loading = refuse_loading(sequence, row, &self.tickets).is_err();
-        if row.tier != Tier::Device || row.lost || loading {
+        // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
+        if row.tier != Tier::Device || row.lost || !self.tickets.is_settled(row.ticket) {
             return;
         }
         let (group, slide) = (row.group, self.groups.slide());

@@ -4,7 +4,7 @@ use super::{Manager, OpenStep, unlink};
 use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Held, HeldRuns, LeaseKind};
+use crate::lease::{Bytes, Held, HeldRuns, LeaseKind};
 use crate::table::Row;
 use std::collections::HashSet;
 
@@ -16,8 +16,7 @@ impl Manager {
         for (kind, pairs) in &transfers {
             self.decided[*kind as usize] += pairs.ids.len() as u64;
         }
-        let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
-        let ticket = self.tickets.submit(copies.copied().collect());
+        let ticket = self.tickets.submit(self.copied(&transfers));
         let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };
         StepDecision { ticket, after, transfers }
     }
@@ -58,10 +57,13 @@ impl Manager {
         if let Some(&(tier, block)) = blocks.iter().find(|&block| !written.contains(block)) {
             return Err(Error::NotInTicket { ticket, tier, block });
         }
-        let open = self.step.transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
-        for [from, to] in self.tickets.copies_since(ticket).into_iter().chain(open.copied()) {
-            if blocks.contains(&(Tier::Device, BlockId(from))) {
-                blocks.insert((Tier::Device, BlockId(to)));
+        let copies = self.tickets.copies_since(ticket).into_iter().chain(self.copied(&self.step.transfers));
+        let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
+        let mut lost: HashSet<Bytes> =
+            on_device.map(|&(_, block)| (block, self.pools[0].leased_generation(block))).collect();
+        for [from, to] in copies {
+            if lost.contains(&from) && lost.insert(to) && self.pools[0].holds(to) {
+                blocks.insert((Tier::Device, to.0));
             }
         }
         for &(tier, block) in &blocks {
@@ -82,5 +84,12 @@ impl Manager {
         }
         self.complete(ticket)?;
         Ok(sequences)
+    }
+
+    /// The copies among a step's transfers, whose leases all still hold.
+    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[Bytes; 2]> {
+        let held = |block| (BlockId(block), self.pools[0].leased_generation(BlockId(block)));
+        let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
+        copies.map(|&[from, to]| [held(from), held(to)]).collect()
     }
 }

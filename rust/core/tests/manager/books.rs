@@ -8,10 +8,7 @@ use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Pr
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
     pub(crate) fn verify(&mut self) {
-        self.step();
-        while let Some(ticket) = self.nth_ticket(0) {
-            self.end(ticket, None);
-        }
+        self.settle();
         self.manager.check().unwrap();
         for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
             self.read(sequence, tokens.len() as u32);

@@ -26,23 +26,38 @@ pub(crate) fn setup() -> impl Strategy<Value = Setup> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Allocate(u32),
-    Prompt { tokens: u32, family: u32, chunk: u32 },
+    Prompt {
+        tokens: u32,
+        family: u32,
+        chunk: u32,
+    },
     Mark(usize, usize),
     MarkTo(usize, u32),
     Reset,
     Priority(usize, usize, u8),
     Fork(usize, u32),
     ForkPrefix(usize, u32),
-    Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
+    Append {
+        first: usize,
+        count: usize,
+        tokens: u32,
+        lookahead: u32,
+    },
     Bound(bound::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
     Spill(usize, usize),
     Fetch(usize, usize, bool),
-    Step,
+    /// With the transfer that will fail, if there is one of that number.
+    Step(Option<usize>),
     End(usize),
-    Fail(usize, usize),
+    /// A sequence leaves and comes back, and what it runs on in is copied before the load has ended, or failed.
+    Return {
+        pick: usize,
+        lost: Option<usize>,
+        tokens: u32,
+    },
     Snapshot,
 }
 
@@ -66,9 +81,11 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
         3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Spill(s, n)),
         3 => (pick.clone(), 1usize..4, any::<bool>()).prop_map(|(s, n, d)| Op::Fetch(s, n, d)),
-        12 => Just(Op::Step),
+        12 => Just(Op::Step(None)),
+        2 => pick.clone().prop_map(|n| Op::Step(Some(n))),
         8 => pick.clone().prop_map(Op::End),
-        1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
+        2 => (pick.clone(), prop::option::of(pick.clone()), 1u32..9)
+            .prop_map(|(pick, lost, tokens)| Op::Return { pick, lost, tokens }),
         2 => Just(Op::Snapshot),
     ]
 }
