@@ -268,7 +268,8 @@ impl Pool {
         std::mem::take(&mut self.orphans)
     }
 
-    fn note_peak(&mut self) {
+    /// Notes how many blocks are not free, where a call has made them more.
+    pub(crate) fn note_peak(&mut self) {
         self.peak = self.peak.max(self.len() - self.free());
     }
 

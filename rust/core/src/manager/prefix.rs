@@ -409,6 +409,8 @@ impl Manager {
                     self.pools[0].claim(canonical);
                     row.table.replace(at, canonical);
                     release(&mut self.pools, Tier::Device, block);
+                    // Where others still use the block given up, there is one more in use.
+                    self.pools[0].note_peak();
                     self.stats.merged += 1;
                 }
             }
