@@ -17,6 +17,7 @@ use cached::Cache;
 mod bulk;
 mod cached;
 mod publish;
+mod quota;
 mod snapshot;
 pub(crate) use publish::Published;
 pub(crate) use snapshot::PoolImage;

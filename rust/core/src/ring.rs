@@ -122,6 +122,11 @@ impl Rings {
         Self { each: rings, stamps: vec![0; blocks], clock: 0, len: 0, entries: 0, sweeping: 0 }
     }
 
+    /// Makes room for more rings.
+    pub(crate) fn grow(&mut self, rings: usize) {
+        self.each.resize(rings.max(self.each.len()), Ring::default());
+    }
+
     /// Blocks in all rings.
     pub(crate) fn len(&self) -> usize {
         self.len

@@ -26,6 +26,7 @@ pub(crate) struct PyPrefixStats {
     tokens: u64,
     hit_tokens: u64,
     merged: u64,
+    loaded: u64,
     evicted: u64,
     cached_blocks: usize,
 }
@@ -114,10 +115,10 @@ impl PyBlockManager {
     #[getter]
     fn prefix_stats(&self) -> PyPrefixStats {
         let manager = self.lock();
-        let PrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged } = manager.prefix_stats();
+        let PrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = manager.prefix_stats();
         let pool = manager.pool(blockyard_core::Tier::Device);
         let (evicted, cached_blocks) = (pool.evictions(), pool.published());
-        PyPrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, evicted, cached_blocks }
+        PyPrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded, evicted, cached_blocks }
     }
 }
 

@@ -25,6 +25,11 @@ impl Cache {
 }
 
 impl Pool {
+    /// Lets blocks be published from now on; the least recently used goes first.
+    pub(crate) fn start_caching(&mut self) {
+        self.cache = Some(Cache::new(self.blocks, Eviction::Lru));
+    }
+
     /// Cached blocks that nothing references and nothing leases.
     #[must_use]
     pub fn evictable(&self) -> usize {
@@ -47,6 +52,12 @@ impl Pool {
     #[must_use]
     pub fn peak(&self) -> usize {
         self.peak
+    }
+
+    /// Key by which a block can be found.
+    pub(crate) fn key(&self, block: BlockId) -> Option<Key> {
+        let cache = self.cache.as_ref().filter(|_| self.is_published(block))?;
+        cache.index.key(block).copied()
     }
 
     /// Whether a block can be found by its key.
