@@ -8,7 +8,7 @@ will do. A failed call changes nothing. All classes may be used from several thr
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,6 +226,28 @@ class StepDecision:
         """Copy-on-write on the device, int64 `[n, 2]`; vLLM's name."""
     def transfers(self) -> list[tuple[str, Pairs]]:
         """All kinds and pairs, in the order in which they are safe to run one after another."""
+    MAX_BYTES: ClassVar[int]
+    """Bytes of the longest decision that is written or read."""
+    def to_bytes(self) -> bytes:
+        """The decision as bytes with version and checksum, the same in every process, less entries without pairs.
+
+        Raises:
+            MappingError: it cannot be carried out as it is written, as `from_bytes` says, or is too long.
+        """
+    @staticmethod
+    def from_bytes(data: bytes) -> StepDecision:
+        """The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
+
+        The checksum finds damage, not a forger who makes it anew: bytes of unknown origin need a signature of yours.
+        Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
+
+        Args:
+            data: what `to_bytes` gave.
+        Raises:
+            MappingError: the bytes are not whole or of another version, a kind is out of order or there twice for its
+                tiers, or joins other tiers, a block is written twice or both copied and written, or the ticket waits
+                for a later one.
+        """
     def __len__(self) -> int: ...
 
 @final

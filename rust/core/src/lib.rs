@@ -4,6 +4,7 @@
 pub mod allocator;
 mod check;
 pub mod decision;
+mod envelope;
 pub mod error;
 pub mod event;
 pub mod evict;
@@ -21,7 +22,7 @@ pub mod snapshot;
 mod table;
 
 pub use allocator::{AllocatorPair, BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
-pub use decision::{Kind, Pairs, StepDecision};
+pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};

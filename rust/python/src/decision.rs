@@ -1,11 +1,11 @@
 //! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
 
 use crate::arrays;
-use crate::errors::invalid;
-use blockyard_core::{Kind, StepDecision, Tier, merge_runs};
+use crate::errors::{invalid, to_py};
+use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier, merge_runs};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 /// The tier of that name.
 pub(crate) fn tier(name: &str) -> PyResult<Tier> {
@@ -88,6 +88,16 @@ impl PyStepDecision {
             after: decision.after.iter().map(|ticket| ticket.0).collect(),
             transfers: transfers.collect::<PyResult<_>>()?,
         })
+    }
+
+    /// The decision without entries that have no pairs, in the order of kinds and tiers.
+    fn to_core(&self, py: Python<'_>) -> PyResult<StepDecision> {
+        let entries = self.transfers.iter().map(|(kind, pairs)| Ok((*kind, pairs.get().to_core(py)?)));
+        let mut transfers = entries.collect::<PyResult<Vec<_>>>()?;
+        transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
+        transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        let after = self.after.iter().copied().map(TicketId).collect();
+        Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers })
     }
 
     fn of<'py>(&self, py: Python<'py>, kind: Kind) -> PyResult<Bound<'py, PyTuple>> {
@@ -178,6 +188,24 @@ impl PyStepDecision {
 
     fn transfers(&self, py: Python<'_>) -> Vec<(&'static str, Py<PyPairs>)> {
         self.transfers.iter().map(|(kind, pairs)| (kind.name(), pairs.clone_ref(py))).collect()
+    }
+
+    #[classattr]
+    #[pyo3(name = "MAX_BYTES")]
+    const fn max_bytes() -> usize {
+        MAX_DECISION_BYTES
+    }
+
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let decision = self.to_core(py)?;
+        let bytes = py.detach(|| decision.to_bytes()).map_err(to_py)?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        let decision = py.detach(|| StepDecision::from_bytes(data)).map_err(to_py)?;
+        Self::from_core(py, &decision)
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {
