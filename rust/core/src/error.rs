@@ -125,6 +125,12 @@ pub enum Error {
         /// Why.
         what: String,
     },
+    /// Block ids make no mapping.
+    #[error("{what}")]
+    BadMapping {
+        /// Why.
+        what: String,
+    },
     /// A decision cannot be carried out as it is written, or its bytes cannot be trusted.
     #[error("the decision is refused: {what}")]
     BadDecision {

@@ -8,6 +8,7 @@ mod envelope;
 pub mod error;
 pub mod event;
 pub mod evict;
+pub mod fill;
 pub mod group;
 pub mod hash;
 pub mod id;
@@ -26,6 +27,7 @@ pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecisi
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
+pub use fill::FillMap;
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, SequenceId, TicketId, Tier};
@@ -33,6 +35,6 @@ pub use manager::{
     AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Manager, PrefixStats, Prompt, Stats, TableRows,
     TierUse,
 };
-pub use plan::{Run, merge_runs};
+pub use plan::{End, Pieces, Region, Route, Run, Side, Span, merge_runs, order_moves, orders};
 pub use pool::Policies;
 pub use reuse::ReuseOrder;

@@ -2,7 +2,7 @@
 
 use crate::arrays;
 use crate::errors::{invalid, to_py};
-use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier, merge_runs};
+use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -13,7 +13,7 @@ pub(crate) fn tier(name: &str) -> PyResult<Tier> {
 }
 
 /// An int64 array `[n, 2]` of pairs.
-fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
+pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
     // A vector of known length is written by whole registers, and the array takes it over.
     let numbers: Vec<_> = ids.as_flattened().iter().map(|&id| i64::from(id)).collect();
     PyArray1::from_vec(py, numbers).reshape([ids.len(), 2])
@@ -90,12 +90,10 @@ impl PyStepDecision {
         })
     }
 
-    /// The decision without entries that have no pairs, in the order of kinds and tiers.
-    fn to_core(&self, py: Python<'_>) -> PyResult<StepDecision> {
+    /// The decision, entry by entry.
+    pub(crate) fn to_core(&self, py: Python<'_>) -> PyResult<StepDecision> {
         let entries = self.transfers.iter().map(|(kind, pairs)| Ok((*kind, pairs.get().to_core(py)?)));
-        let mut transfers = entries.collect::<PyResult<Vec<_>>>()?;
-        transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
-        transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        let transfers = entries.collect::<PyResult<_>>()?;
         let after = self.after.iter().copied().map(TicketId).collect();
         Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers })
     }
@@ -197,7 +195,9 @@ impl PyStepDecision {
     }
 
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let decision = self.to_core(py)?;
+        let mut decision = self.to_core(py)?;
+        decision.transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
+        decision.transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         let bytes = py.detach(|| decision.to_bytes()).map_err(to_py)?;
         Ok(PyBytes::new(py, &bytes))
     }
@@ -219,13 +219,4 @@ impl PyStepDecision {
         }
         Ok(format!("StepDecision(ticket={}, {counts})", self.ticket))
     }
-}
-
-/// Merges pairs whose source and destination both continue the pair before; the order is kept.
-#[pyfunction]
-#[pyo3(name = "merge_runs")]
-pub(crate) fn py_merge_runs<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i64>>> {
-    let runs = merge_runs(&arrays::pairs(ids)?);
-    let numbers = runs.iter().flat_map(|run| [run.src, run.dst, run.len].map(i64::from));
-    PyArray1::from_iter(ids.py(), numbers).reshape([runs.len(), 3])
 }
