@@ -1,8 +1,10 @@
 """The test kit: property tests of your own scheduler or block manager, with what Blockyard's own are tested with.
 
 - `ReferenceManager`: a plain, slow model of `BlockManager`;
+- `ReferencePrefixCache`, `EventReplay`: what must hold of any prefix cache and of its events, whatever is evicted;
 - `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to carry decisions out on and read back from;
-- `blockyard.testing.machines`: hypothesis state machines that drive a manager or a scheduler (needs hypothesis);
+- `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
+  (needs hypothesis);
 - `blockyard.testing.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
 - `blockyard.testing.tier_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
 
@@ -31,17 +33,21 @@ Example:
     [11, 12, 13, 14, 15, 16]
 """
 
-from blockyard.testing.interfaces import Config, ManagerLike, SchedulerLike
+from blockyard.testing.interfaces import Config, ManagerLike, PrefixManagerLike, SchedulerLike
 from blockyard.testing.model import ReferenceManager
+from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
 from blockyard.testing.simulation import EMPTY, LOST, LateMemory, SimulatedMemory
 
 __all__ = [
     "EMPTY",
     "LOST",
     "Config",
+    "EventReplay",
     "LateMemory",
     "ManagerLike",
+    "PrefixManagerLike",
     "ReferenceManager",
+    "ReferencePrefixCache",
     "SchedulerLike",
     "SimulatedMemory",
 ]

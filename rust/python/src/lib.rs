@@ -9,9 +9,12 @@ mod event;
 mod evict;
 mod fill;
 mod group;
+mod hostcache;
 mod manager;
+mod pin;
 mod plan;
 mod prefix;
+mod quota;
 mod snapshot;
 mod stats;
 mod store;
@@ -38,6 +41,8 @@ mod _core {
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::pin::PyExpired;
     #[pymodule_export]
     use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
     #[pymodule_export]
