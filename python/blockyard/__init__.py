@@ -7,6 +7,7 @@ Importing it loads neither torch nor CUDA.
 """
 
 from blockyard._core import (
+    AllocatorPair,
     AllocStatus,
     BlockManager,
     CacheGroup,
@@ -44,6 +45,7 @@ from blockyard.errors import (
 
 __all__ = [
     "AllocStatus",
+    "AllocatorPair",
     "BlockManager",
     "BlockyardError",
     "CacheGroup",

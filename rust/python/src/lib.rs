@@ -7,8 +7,10 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
+mod free;
 mod group;
 mod manager;
+mod pair;
 mod prefix;
 mod snapshot;
 mod stats;
@@ -31,9 +33,13 @@ mod _core {
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
+    use crate::free::PyFreeBlocks;
+    #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::pair::PyAllocatorPair;
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]
