@@ -33,6 +33,7 @@ NOT_MODELLED = {
     "reset_prefix_cache",
     "set_priority",
     "free_block_ids",
+    "iter_free_blocks",
     "stats",
     "take_events",
     "snapshot",

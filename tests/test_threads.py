@@ -3,6 +3,7 @@
 The schedules are the machine's; those that `shuttle` chooses are in `rust/locks/src/tests.rs`.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -31,14 +32,12 @@ def _switch_often() -> Iterator[None]:
 def hammer(*work: Callable[[], None]) -> None:
     """Repeats each of these in a thread of its own until the time is over."""
     end = time.monotonic() + SECONDS
-    errors: list[BaseException] = []
+    done: list[bool] = []
 
     def run(once: Callable[[], None]) -> None:
-        try:
-            while time.monotonic() < end and not errors:
-                once()
-        except BaseException as error:
-            errors.append(error)
+        while time.monotonic() < end:
+            once()
+        done.append(True)
 
     threads = [threading.Thread(target=run, args=(once,), daemon=True) for once in work]
     for thread in threads:
@@ -46,8 +45,8 @@ def hammer(*work: Callable[[], None]) -> None:
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive(), "a thread waits for ever"
-    if errors:
-        raise errors[0]
+    # What a thread raised, pytest reports as a warning, which fails the test.
+    assert len(done) == len(work)
 
 
 def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
@@ -78,10 +77,9 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
             batch.remove(0)
         group = np.concatenate([handles, child])
         if swap:
-            try:
+            # No room, or another thread's step is under way.
+            with contextlib.suppress(OutOfBlocksError, SequenceStateError):
                 books.swap_out(group)
-            except (OutOfBlocksError, SequenceStateError):  # no room, or another thread's step is under way
-                pass
         books.free(group)
         books.complete(books.take_decision().ticket)
 

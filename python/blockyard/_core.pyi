@@ -232,10 +232,10 @@ class AllocatorPair:
 class FreeBlocks:
     """Free blocks in the order in which they would be given out, one by one; nothing is taken.
 
-    Ids are read ahead in chunks, 64 first and each chunk twice the one before, so the first few cost little in a pool of
-    any size. Where the pool changes meanwhile, ids read ahead are those of before the change, and the next chunk goes on
-    at the same place of the order that is then in force: ids may be missed or come twice. For one moment's whole take
-    `free_block_ids` or `upcoming`.
+    Ids are read ahead in chunks, 64 first and each chunk twice the one before, so the first few cost little in a pool
+    of any size. Where the pool changes meanwhile, ids read ahead are those of before the change, and the next chunk
+    goes on at the same place of the order that is then in force: ids may be missed or come twice. For one moment's
+    whole take `free_block_ids` or `upcoming`.
     """
 
     def __iter__(self) -> FreeBlocks: ...

@@ -1,5 +1,4 @@
 //! The real books under the real locks, in schedules of `shuttle`'s choosing, and faults that it must notice.
-#![expect(clippy::unwrap_used, reason = "test code")]
 
 use crate::sync::Mutex;
 use crate::{InnerLock, OuterLock, debug_assert_none_held, with_both};

@@ -6,8 +6,8 @@
 use crate::arrays::{TokenIds, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
-use crate::free::{PyFreeBlocks, Source};
 use crate::pair::{Pair, PyAllocatorPair};
+use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;

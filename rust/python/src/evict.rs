@@ -3,8 +3,8 @@
 use crate::arrays::{Sequences, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
-use crate::free::{PyFreeBlocks, Source};
 use crate::manager::PyBlockManager;
+use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core::{Eviction, MAX_PRIORITY, Policies, ReuseOrder};
 use numpy::PyArray1;
 use pyo3::prelude::*;

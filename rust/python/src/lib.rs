@@ -7,11 +7,11 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
-mod free;
 mod group;
 mod manager;
 mod pair;
 mod prefix;
+mod reuse;
 mod snapshot;
 mod stats;
 mod store;
@@ -33,8 +33,6 @@ mod _core {
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
-    use crate::free::PyFreeBlocks;
-    #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
@@ -42,6 +40,8 @@ mod _core {
     use crate::pair::PyAllocatorPair;
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
+    #[pymodule_export]
+    use crate::reuse::PyFreeBlocks;
     #[pymodule_export]
     use crate::stats::PyManagerStats;
     #[pymodule_export]

@@ -1,6 +1,5 @@
 //! The store's threads and callers in schedules of `shuttle`'s choosing. There no wait times out, so a wake-up that is
 //! missing shows as a deadlock.
-#![expect(clippy::unwrap_used, reason = "test code")]
 
 use super::{SlabStore, StoreOptions};
 use crate::device::BlockDevice;
