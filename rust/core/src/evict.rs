@@ -4,11 +4,13 @@
 
 mod leveled;
 mod policy;
+mod quota;
 
 mod s3fifo;
 
 use crate::id::BlockId;
 use policy::{Adaptive, Lru, Priority};
+pub(crate) use quota::Quotas;
 use s3fifo::S3Fifo;
 use std::fmt;
 
@@ -152,6 +154,8 @@ pub(crate) enum Policy {
     Adaptive(Adaptive),
     Priority(Priority),
     Custom(Box<dyn Evictor>),
+    /// One of the others, under quotas.
+    Quotas(Box<Quotas>),
 }
 
 /// Calls a method of whichever policy it is.
@@ -163,6 +167,7 @@ macro_rules! dispatch {
             Policy::Adaptive($inner) => $call,
             Policy::Priority($inner) => $call,
             Policy::Custom($inner) => $call,
+            Policy::Quotas($inner) => $call,
         }
     };
 }
@@ -193,6 +198,7 @@ impl Policy {
             Self::Adaptive(_) => Eviction::Adaptive.name(),
             Self::Priority(_) => Eviction::Priority.name(),
             Self::Custom(_) => "custom",
+            Self::Quotas(policy) => policy.inner.name(),
         }
     }
 
@@ -201,9 +207,50 @@ impl Policy {
         let mut order = Vec::with_capacity(self.len());
         match self {
             Self::Lru(policy) => order.extend(policy.iter()),
+            Self::Quotas(policy) => return policy.inner.order(),
             _ => self.clone().pop_into(self.len(), &mut order),
         }
         order
+    }
+
+    /// The first blocks in their order; those of policies other than `lru` are found in time that rises with the pool.
+    pub(crate) fn upcoming(&self, count: usize) -> Vec<BlockId> {
+        match self {
+            Self::Lru(policy) => policy.iter().take(count).collect(),
+            Self::Quotas(policy) => policy.inner.upcoming(count),
+            _ => {
+                let mut first = Vec::new();
+                self.clone().pop_into(count, &mut first);
+                first
+            }
+        }
+    }
+
+    /// Sets a tenant's quota, in a pool of so many blocks; tenants are numbered from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
+        if !matches!(self, Self::Quotas(_)) {
+            let inner = std::mem::replace(self, Self::Lru(Lru::new(0)));
+            *self = Self::Quotas(Box::new(Quotas::new(inner, blocks)));
+        }
+        if let Self::Quotas(policy) = self {
+            policy.set(tenant, quota);
+        }
+    }
+
+    /// The quotas, if there are any.
+    pub(crate) fn quotas(&self) -> Option<&Quotas> {
+        match self {
+            Self::Quotas(policy) => Some(policy),
+            _ => None,
+        }
+    }
+
+    /// The quotas, if there are any.
+    pub(crate) fn quotas_mut(&mut self) -> Option<&mut Quotas> {
+        match self {
+            Self::Quotas(policy) => Some(policy),
+            _ => None,
+        }
     }
 
     #[inline]
@@ -247,6 +294,7 @@ impl Clone for Policy {
             Self::Adaptive(policy) => Self::Adaptive(policy.clone()),
             Self::Priority(policy) => Self::Priority(policy.clone()),
             Self::Custom(policy) => Self::Custom(policy.boxed_clone()),
+            Self::Quotas(policy) => Self::Quotas(policy.clone()),
         }
     }
 }

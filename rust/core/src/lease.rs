@@ -155,6 +155,13 @@ impl Tickets {
         self.submitted.get(&ticket).map(|ticket| ticket.held.iter().flat_map(Held::leases))
     }
 
+    /// Leases of a submitted ticket or of the present step's.
+    pub(crate) fn of(&self, ticket: TicketId) -> impl Iterator<Item = Lease> {
+        let submitted = self.submitted.get(&ticket).map(|ticket| &ticket.held);
+        let held = if ticket == self.open { Some(&self.collected) } else { submitted };
+        held.into_iter().flatten().flat_map(Held::leases)
+    }
+
     /// Closes a submitted ticket and gives back what it held.
     pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Held>> {
         let Ticket { held, copies } = self.submitted.remove(&ticket)?;

@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, KeySpec, Manager, Prompt, SequenceId,
-    TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, SequenceId, TicketId,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -21,6 +21,8 @@ mod books;
 mod bound;
 #[path = "manager/groups.rs"]
 mod groups;
+#[path = "manager/keep.rs"]
+mod keep;
 #[path = "manager/memory.rs"]
 mod memory;
 #[path = "manager/ops.rs"]
@@ -69,8 +71,9 @@ pub(crate) struct World {
     table: Vec<i32>,
     next: u64,
     /// What the events say can be found, and how many events there were.
-    findable: BTreeMap<(u8, [u8; 32]), BlockId>,
+    findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
     events: u64,
+    pins: Vec<keep::Held>,
 }
 
 /// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
@@ -78,10 +81,13 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 8;
 
 impl World {
-    pub(crate) fn new(Setup { blocks, policies, groups }: Setup) -> Self {
+    pub(crate) fn new(Setup { blocks, policies, groups, host_cache }: Setup) -> Self {
         let prefix_caching = !groups.contains(&Group::CrossAttention);
         let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching };
         let mut manager = Manager::with_groups(config, policies, groups).unwrap();
+        if host_cache {
+            manager.keep_host_copies().unwrap();
+        }
         if prefix_caching {
             manager.record_events(1 << 16).unwrap();
         }
@@ -104,6 +110,7 @@ impl World {
             next: 0,
             findable: BTreeMap::new(),
             events: 0,
+            pins: vec![],
         }
     }
 
@@ -182,7 +189,7 @@ impl World {
     /// A prompt of one of a few families: those of a family are prefixes of each other.
     fn prompt(&mut self, tokens: u32, family: u32, chunk: u32) {
         let ids: Vec<u32> = (0..tokens).map(|i| family + i / 9).collect();
-        let prompt = Prompt { tokens: &ids, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[] };
         let cached = self.manager.cached_tokens(&prompt).unwrap();
         let before = self.manager.pool(Tier::Device).available();
         let mut out = Vec::new();
@@ -303,10 +310,6 @@ impl World {
         self.pending.retain(|&(slot, _)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0);
     }
 
-    fn nth_ticket(&self, n: usize) -> Option<TicketId> {
-        self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
-    }
-
     pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
@@ -316,11 +319,7 @@ impl World {
                 self.mark(&s);
             }
             Op::MarkTo(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.mark_to(s, n)),
-            Op::Reset => {
-                let pool = self.manager.pool(Tier::Device);
-                let idle = pool.free() + self.null_blocks(Tier::Device) == pool.len();
-                assert_eq!(self.manager.reset_prefix_cache(), idle);
-            }
+            Op::Reset => self.reset(),
             Op::Priority(s, n, priority) => self.manager.set_priority(&self.pick(s, n), priority).unwrap(),
             Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n, &mut Vec::new())),
             Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
@@ -329,6 +328,7 @@ impl World {
                 self.append(&sequences, tokens, lookahead);
             }
             Op::Bound(op) => self.apply_bound(op),
+            Op::Keep(op) => self.apply_keep(op),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);
@@ -366,6 +366,7 @@ impl World {
         }
         self.manager.check().unwrap();
         self.follow();
+        self.watch_pins();
     }
 }
 

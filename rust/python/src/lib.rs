@@ -8,9 +8,12 @@ mod errors;
 mod event;
 mod evict;
 mod group;
+mod hostcache;
 mod manager;
 mod pair;
+mod pin;
 mod prefix;
+mod quota;
 mod reuse;
 mod snapshot;
 mod stats;
@@ -38,6 +41,8 @@ mod _core {
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
     use crate::pair::PyAllocatorPair;
+    #[pymodule_export]
+    use crate::pin::PyExpired;
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]

@@ -195,6 +195,13 @@ impl World {
         assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
     }
 
+    /// Nothing of a ticket has landed, whatever this memory has done ahead of time.
+    pub(crate) fn never_ran(&mut self, ticket: TicketId) {
+        for Transfer { dst, .. } in self.tickets.remove(&ticket).unwrap() {
+            self.put(dst, GARBAGE);
+        }
+    }
+
     /// What chance alone seldom does: a sequence leaves, comes back and runs on in that step, perhaps with a loss. A fork
     /// copies what may be lost, and its ticket ends first.
     pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {

@@ -1,6 +1,6 @@
 //! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
-use super::{bound, groups};
+use super::{bound, groups, keep};
 use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
 use proptest::prelude::*;
 
@@ -10,16 +10,20 @@ pub(crate) struct Setup {
     pub(crate) blocks: [usize; 3],
     pub(crate) policies: Policies,
     pub(crate) groups: &'static [Group],
+    /// Whether host copies are kept as a second level of the prefix cache.
+    pub(crate) host_cache: bool,
 }
 
 pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (3usize..24, 0usize..16, 0usize..16);
-    (blocks, reuse, eviction, groups::groups()).prop_map(|((device, host, external), reuse, eviction, groups)| Setup {
+    let made = (blocks, reuse, eviction, groups::groups(), any::<bool>());
+    made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
         groups,
+        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
     })
 }
 
@@ -44,6 +48,7 @@ pub(crate) enum Op {
         lookahead: u32,
     },
     Bound(bound::Op),
+    Keep(keep::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -76,6 +81,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
         13 => bound::op().prop_map(Op::Bound),
+        7 => keep::op().prop_map(Op::Keep),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
