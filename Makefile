@@ -2,7 +2,7 @@
 #
 #   make demo [ARGS="..."]         the main job: a model served from three tiers, compared token by token
 #   make test                      lint, Rust tests, Python tests; what CI runs
-#   make test-all                  the same with the slow tests and many more random cases
+#   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
 #   make test-gpu                  the tests that need a CUDA device
 #   make lint | fmt                check | repair style
 #   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, chosen by libFuzzer
@@ -74,6 +74,7 @@ test-python: dev
 test-all: lint
 	PROPTEST_CASES=4096 cargo test --workspace --locked --no-fail-fast
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	$(MAKE) fuzz FUZZ_SECONDS=30
 
 test-gpu: dev
 	BLOCKYARD_TEST_GPU=require $(BIN)/python -m pytest -m gpu tests/gpu

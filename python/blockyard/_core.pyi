@@ -16,6 +16,7 @@ from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
+    "AllocatorPair",
     "BlockAllocator",
     "BlockManager",
     "CacheGroup",
@@ -23,6 +24,7 @@ __all__ = [
     "DecodeBatch",
     "EventBatch",
     "Expired",
+    "FreeBlocks",
     "ManagerStats",
     "NaiveAllocator",
     "Pairs",

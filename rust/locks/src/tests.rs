@@ -8,6 +8,9 @@ use std::sync::Arc;
 
 const WIDTH: usize = 6;
 
+/// A batch with its table and slots.
+type Shown = OuterLock<(DecodeBatch, [i32; 2 * WIDTH], [i64; 2])>;
+
 fn books(prefix_caching: bool) -> Arc<InnerLock<Manager>> {
     let config = Config { block_size: 4, blocks: [24, 16, 0], watermark: 0.0, prefix_caching };
     Arc::new(InnerLock::new(Manager::new(config).unwrap()))
@@ -98,7 +101,7 @@ fn one_batch_is_shared_by_two_threads() {
                 batch.add(manager, &sequences, TableRows::new(table, WIDTH))
             })
             .unwrap();
-            let step = |manager: Arc<InnerLock<Manager>>, batch: Arc<OuterLock<(DecodeBatch, [i32; 12], [i64; 2])>>| {
+            let step = |manager: Arc<InnerLock<Manager>>, batch: Arc<Shown>| {
                 with_both(&batch, &manager, |(batch, table, slots), manager| {
                     batch.append(manager, Counts::All(1), 0, TableRows::new(table, WIDTH), slots).unwrap();
                     end_step(manager);

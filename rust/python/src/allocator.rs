@@ -248,7 +248,6 @@ impl PyBlockAllocator {
         ids(py, &blocks)
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "the iterator keeps it")]
     fn iter_upcoming(slf: Py<Self>) -> PyFreeBlocks {
         PyFreeBlocks::new(Source::Allocator(slf))
     }

@@ -31,6 +31,7 @@ impl PyDecodeBatch {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
 fn unwritable(error: BorrowError) -> PyErr {
     invalid(format!("the slots cannot be written: {error}"))
 }

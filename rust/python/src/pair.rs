@@ -14,8 +14,8 @@ use pyo3::prelude::*;
 
 /// Both allocators, of either kind.
 pub(crate) enum Pair {
-    Naive(AllocatorPair<NaiveAllocator>),
-    PrefixCaching(AllocatorPair<PrefixCachingAllocator>),
+    Naive(Box<AllocatorPair<NaiveAllocator>>),
+    PrefixCaching(Box<AllocatorPair<PrefixCachingAllocator>>),
 }
 
 impl Pair {
@@ -118,11 +118,11 @@ impl PyAllocatorPair {
         let pair = if prefix_caching {
             let make = |tier, blocks: u32| PrefixCachingAllocator::new(tier, blocks as usize, reuse, eviction);
             let (device, host) = (make(Tier::Device, device_blocks), make(Tier::Host, host_blocks));
-            Pair::PrefixCaching(AllocatorPair { device: device.map_err(to_py)?, host: host.map_err(to_py)? })
+            Pair::PrefixCaching(Box::new(AllocatorPair { device: device.map_err(to_py)?, host: host.map_err(to_py)? }))
         } else {
             let make = |tier, blocks: u32| NaiveAllocator::new(tier, blocks as usize, reuse);
             let (device, host) = (make(Tier::Device, device_blocks), make(Tier::Host, host_blocks));
-            Pair::Naive(AllocatorPair { device: device.map_err(to_py)?, host: host.map_err(to_py)? })
+            Pair::Naive(Box::new(AllocatorPair { device: device.map_err(to_py)?, host: host.map_err(to_py)? }))
         };
         Ok(Self { inner: InnerLock::new(pair), prefix_caching })
     }
