@@ -2,7 +2,7 @@
 #
 #   make demo [ARGS="..."]         the main job: a model served from three tiers, compared token by token
 #   make test                      lint, Rust tests, Python tests; what CI runs
-#   make test-all                  the same with the slow tests and many more random cases
+#   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device beside one large copy and a loop of single ones
 #       both with GPU_PYTHON=DIR/bin/python: with a wheel that is installed there, without Rust (CONTRIBUTING.md)
@@ -78,6 +78,7 @@ test-python: dev
 test-all: lint
 	PROPTEST_CASES=4096 cargo test --workspace --locked --no-fail-fast
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	$(MAKE) fuzz FUZZ_SECONDS=30
 
 # A carried wheel is taken as it is; else everything is built here.
 test-gpu bench-gpu: PYTHON_WITH_US = $(or $(GPU_PYTHON),$(BIN)/python)

@@ -16,6 +16,7 @@ from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
+    "AllocatorPair",
     "BlockAllocator",
     "BlockManager",
     "CacheGroup",
@@ -25,6 +26,7 @@ __all__ = [
     "EventBatch",
     "Expired",
     "FillMap",
+    "FreeBlocks",
     "ManagerStats",
     "NaiveAllocator",
     "Pairs",
@@ -128,7 +130,12 @@ class BlockAllocator:
     def null_block(self) -> int:
         """The block that stands for those that fell out of a window; taken at the first call, never freed."""
     def upcoming(self, limit: int | None = None) -> NDArray[np.int32]:
-        """Free blocks in the order in which they would be given out; nothing is taken."""
+        """Free blocks in the order in which they would be given out, int32 `[n]`; nothing is taken.
+
+        Those that hold nothing go first, then cached ones in the order of eviction.
+        """
+    def iter_upcoming(self) -> FreeBlocks:
+        """As `upcoming`, one by one: only as many are looked up as are asked for. See `FreeBlocks`."""
     def check(self) -> None: ...
 
 @final
@@ -162,6 +169,85 @@ class PrefixCachingAllocator(BlockAllocator):
         reuse: _Reuse = "lowest",
         eviction: Literal["released", "accessed"] = "released",
     ) -> PrefixCachingAllocator: ...
+
+@final
+class AllocatorPair:
+    """A device and a host allocator behind one space of ids: the device's first, then the host's.
+
+    Either side has all verbs of `BlockAllocator`, with ids from 0 on; a swap moves references from one to the other.
+
+    Args:
+        device_blocks: blocks of the device.
+        host_blocks: blocks of the host.
+        prefix_caching: whether the two are `PrefixCachingAllocator`s.
+        reuse: which free block goes next, as for `NaiveAllocator`.
+        eviction: which cached block goes once none is free, as for `PrefixCachingAllocator`.
+
+    Example:
+        >>> from blockyard import AllocatorPair
+        >>> pair = AllocatorPair(4, 8)
+        >>> table = pair.device.allocate(2)
+        >>> table, copies = pair.swap_out(table)
+        >>> copies.ids.tolist(), pair.device.num_free, pair.absolute("host", int(table[1]))
+        ([[0, 0], [1, 1]], 4, 5)
+    """
+
+    def __new__(
+        cls,
+        device_blocks: int,
+        host_blocks: int,
+        *,
+        prefix_caching: bool = False,
+        reuse: _Reuse = "lowest",
+        eviction: Literal["released", "accessed"] = "released",
+    ) -> AllocatorPair: ...
+    @property
+    def device(self) -> NaiveAllocator | PrefixCachingAllocator:
+        """The device's side; a new view at each call, over the same blocks."""
+    @property
+    def host(self) -> NaiveAllocator | PrefixCachingAllocator:
+        """The host's side; a new view at each call, over the same blocks."""
+    def locate(self, absolute: int) -> tuple[_Tier, int]:
+        """Tier of an id of the common space, and the id there.
+
+        Raises:
+            InvalidArgumentError: neither side has that many blocks.
+        """
+    def absolute(self, tier: Literal["device", "host"], block: int) -> int:
+        """Id in the common space of a block of one side.
+
+        Raises:
+            InvalidArgumentError: the side has no such block, or there is no such side.
+        """
+    def swap_out(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
+        """Exchange one reference to each device block for one to a host block, all or none.
+
+        A block that is named several times stays one block, so sharing is kept. The caller copies the bytes.
+
+        Args:
+            blocks: device ids, int32 `[n]`.
+        Returns:
+            Host ids, int32 `[n]`, and the copies to make, each source once.
+        Raises:
+            OutOfBlocksError: the host has fewer free blocks.
+            InvalidArgumentError: a block has fewer references than the call names, or is the null block.
+        """
+    def swap_in(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
+        """As `swap_out`, from host to device."""
+    def check(self) -> None: ...
+
+@final
+class FreeBlocks:
+    """Free blocks in the order in which they would be given out, one by one; nothing is taken.
+
+    Ids are read ahead in chunks, 64 first and each chunk twice the one before, so the first few cost little in a pool
+    of any size. Where the pool changes meanwhile, ids read ahead are those of before the change, and the next chunk
+    goes on at the same place of the order that is then in force: ids may be missed or come twice. For one moment's
+    whole take `free_block_ids` or `upcoming`.
+    """
+
+    def __iter__(self) -> FreeBlocks: ...
+    def __next__(self) -> int: ...
 
 @final
 class Pairs:
@@ -355,6 +441,8 @@ class BlockManager:
         Returns:
             Block ids, int32 `[n]`.
         """
+    def iter_free_blocks(self, tier: _Tier = "device") -> FreeBlocks:
+        """As `free_block_ids`, one by one: only as many are looked up as are asked for. See `FreeBlocks`."""
     def set_priority(self, sequences: _Handles, priority: int) -> None:
         """Set how much sequences want their cached blocks to be kept once they have gone; for `eviction="priority"`.
 

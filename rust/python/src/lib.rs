@@ -11,10 +11,12 @@ mod fill;
 mod group;
 mod hostcache;
 mod manager;
+mod pair;
 mod pin;
 mod plan;
 mod prefix;
 mod quota;
+mod reuse;
 mod snapshot;
 mod stats;
 mod store;
@@ -42,11 +44,15 @@ mod _core {
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
+    use crate::pair::PyAllocatorPair;
+    #[pymodule_export]
     use crate::pin::PyExpired;
     #[pymodule_export]
     use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
+    #[pymodule_export]
+    use crate::reuse::PyFreeBlocks;
     #[pymodule_export]
     use crate::stats::PyManagerStats;
     #[pymodule_export]
