@@ -28,9 +28,8 @@ RUNNING = 256
 STARTS = 8
 PROMPT_BLOCKS = 64
 BLOCK_SIZE = 16
-THRESHOLD = 48
+THRESHOLD = 64
 MARGIN = 16
-SPARE = 32
 
 
 class Step(NamedTuple):
@@ -87,7 +86,7 @@ def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True
     for number in range(warm_up + steps):
         step = churn.step(tables=number % 16 == 0)
         books.release_ids(step.freed, fresh=fresh)
-        books.use_ids(step.new, fresh=fresh, spare=SPARE)
+        books.use_ids(step.new, fresh=fresh)
         plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN)
         books.commit(plan)
         if number < warm_up:
@@ -111,7 +110,7 @@ def cost(blocks: int, steps: int) -> dict[str, float]:
     for number, step in enumerate([churn.step() for _ in range(2 * RUNNING // STARTS + steps)]):
         begin = clock()
         books.release_ids(step.freed, fresh=True)
-        books.use_ids(step.new, fresh=True, spare=SPARE)
+        books.use_ids(step.new, fresh=True)
         planned = clock()
         plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN)
         if len(plan):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from blockyard.errors import InvalidArgumentError, LayoutError
-from blockyard.transfer.mover import PAD_SIZES, BlockMover, exchange_rows
+from blockyard.transfer.mover import PAD_SIZES, BlockMover
+from blockyard.transfer.ops import exchange_blocks
 
 BLOCKS, BLOCK_SIZE = 12, 4
 
@@ -27,11 +28,10 @@ def blocks_of(tensor: Tensor) -> list[bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("graphed", [False, True])
-@pytest.mark.parametrize("exchange", [None, exchange_rows])
-def test_blocks_change_places_in_all_tensors(dtype: torch.dtype, graphed: bool, exchange):
+def test_blocks_change_places_in_all_tensors(dtype: torch.dtype, graphed: bool):
     layers = [(flat(dtype), flat(dtype)) for _ in range(3)]
     expected = [[blocks_of(tensor) for tensor in layer] for layer in layers]
-    mover = BlockMover(layers, BLOCK_SIZE, graphed=graphed, exchange=exchange)
+    mover = BlockMover(layers, BLOCK_SIZE, graphed=graphed)
     mover.exchange(pairs_of((11, 1), (3, 2)))
     for layer, before in zip(layers, expected, strict=True):
         for tensor, rows in zip(layer, before, strict=True):
@@ -89,10 +89,10 @@ def test_wrap_is_called_once():
         wrapped.append(function)
         return function
 
-    mover = BlockMover([flat()], BLOCK_SIZE, exchange=exchange_rows, wrap=wrap)
+    mover = BlockMover([flat()], BLOCK_SIZE, exchange=exchange_blocks, wrap=wrap)
     mover.exchange(pairs_of((1, 2)))
     mover.exchange(pairs_of((1, 2)))
-    assert wrapped == [exchange_rows]
+    assert wrapped == [exchange_blocks]
 
 
 def test_tensors_that_hold_no_blocks_are_refused():

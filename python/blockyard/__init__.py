@@ -6,7 +6,11 @@
 Importing it loads neither torch nor CUDA.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from blockyard._core import (
+    AllocatorPair,
     AllocStatus,
     BlockManager,
     BlockObserver,
@@ -27,7 +31,6 @@ from blockyard._core import (
     merge_runs,
     plan_moves,
 )
-from blockyard.defrag import OnlineDefragmenter
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -47,8 +50,12 @@ from blockyard.errors import (
     UnsupportedModelError,
 )
 
+if TYPE_CHECKING:
+    from blockyard.defrag import OnlineDefragmenter
+
 __all__ = [
     "AllocStatus",
+    "AllocatorPair",
     "BlockManager",
     "BlockObserver",
     "BlockyardError",
@@ -85,3 +92,11 @@ __all__ = [
     "merge_runs",
     "plan_moves",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        # It stands above modules that import this one.
+        if name == "OnlineDefragmenter":
+            return import_module("blockyard.defrag").OnlineDefragmenter
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

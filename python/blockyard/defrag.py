@@ -161,7 +161,7 @@ class OnlineDefragmenter:
             self._forget(name, generation)
         is_fresh = set(ids if not self.prefix_caching else fresh or ())
         self._books.use_ids([b for b in ids if b not in is_fresh])
-        self._books.use_ids([b for b in ids if b in is_fresh], fresh=True, spare=self.threshold // 2)
+        self._books.use_ids([b for b in ids if b in is_fresh], fresh=True)
         for key, blocks in given.items():
             name, generation = targets[key]
             self._requests.setdefault(name, {}).setdefault(generation, []).extend(blocks)

@@ -24,8 +24,7 @@ class BlockMover:
         kv_caches: one entry a layer: a tensor, or a tuple of tensors (keys, values, scales) of which any may be None.
             MLA's has keys only. The first dimension counts slots, or blocks.
         block_size: rows of the first dimension that make a block; 1 if it counts blocks.
-        exchange: lets the two blocks of each pair change places; `(-1, -1)` is padding. By default the torch op, or
-            torch calls where this version has none.
+        exchange: lets the two blocks of each pair change places; `(-1, -1)` is padding. By default the torch op.
         move: copies the first block of each pair over the second; no block is named twice.
         graphed: always pass tensors that were passed before, of a length in `PAD_SIZES`, padded with -1; what could be
             moved one way is exchanged.
@@ -58,7 +57,7 @@ class BlockMover:
         self.num_blocks = sizes.pop()
         self.bytes_per_block = sum(view.shape[1] for view in self.views)
         self.graphed = graphed
-        chosen: Move = exchange if exchange is not None else getattr(ops, "exchange_blocks", exchange_rows)
+        chosen: Move = exchange if exchange is not None else ops.exchange_blocks
         self._exchange = wrap(chosen) if wrap is not None else chosen
         self._move: Move = move if move is not None else ops.copy_blocks
         self._buffers: dict[int, Tensor] = {}
@@ -92,21 +91,6 @@ class BlockMover:
         buffer[: len(pairs)] = torch.from_numpy(pairs)
         buffer[len(pairs) :] = -1
         return buffer
-
-
-def exchange_rows(views: Sequence[Tensor], pairs: Tensor) -> None:
-    """Exchange rows with torch calls; takes as much memory as the rows of half the pairs, a view at a time.
-
-    Args:
-        views: uint8 `[blocks, bytes]`, any device.
-        pairs: int64 `[n, 2]`, CPU; no block is named twice; rows of -1 are padding.
-    """
-    pairs = pairs[pairs[:, 0] >= 0]
-    for view in views:
-        left, right = pairs.to(view.device).unbind(1)
-        held = view[left]
-        view[left] = view[right]
-        view[right] = held
 
 
 def _view(tensor: Tensor, block_size: int) -> Tensor:

@@ -269,7 +269,8 @@ impl Pool {
         std::mem::take(&mut self.orphans)
     }
 
-    fn note_peak(&mut self) {
+    /// Notes how many blocks are not free, where a call has made them more.
+    pub(crate) fn note_peak(&mut self) {
         self.peak = self.peak.max(self.len() - self.free());
     }
 
@@ -295,7 +296,7 @@ impl Pool {
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.free.used(block);
-        self.settle(block);
+        self.settle(block, false);
         twin
     }
 
@@ -331,7 +332,7 @@ impl Pool {
         }
         if node.refs == 0 {
             self.begin_chain();
-            self.settle(block);
+            self.settle(block, true);
         }
     }
 
@@ -350,11 +351,14 @@ impl Pool {
         decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
     }
 
-    /// Puts a block without references where its leases say that it belongs.
-    fn settle(&mut self, block: BlockId) {
+    /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
+    #[inline]
+    fn settle(&mut self, block: BlockId, drained: bool) {
         let node = self.nodes[block.index()];
         if !node.is_leased() {
-            self.draining.remove(block);
+            if drained {
+                self.draining.remove(block);
+            }
             match &mut self.cache {
                 Some(cache) if node.tag != 0 => cache.policy.insert(block),
                 _ => self.free.insert(block),

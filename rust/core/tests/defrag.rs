@@ -171,7 +171,7 @@ impl World {
         match op {
             // A fresh id: its old bytes do not matter. One that is leased is not handed out.
             0 | 1 if self.refs[i] == 0 && !is_held => {
-                self.observer.use_fresh(&[id, id], i % 3).unwrap();
+                self.observer.use_fresh(&[id, id]).unwrap();
                 self.observer.release_ids(&[id], Fresh::Yes).unwrap();
                 self.refs[i] = 1;
                 self.write(id);
@@ -251,7 +251,7 @@ fn what_is_out_of_range_or_stale_changes_nothing() {
     let mut observer = Observer::new(1, 16);
     observer.use_ids(&[3, 9]).unwrap();
     let before = format!("{observer:?}");
-    assert!(observer.use_fresh(&[4, 16], 0).is_err());
+    assert!(observer.use_fresh(&[4, 16]).is_err());
     assert!(observer.release_ids(&[3, 9, 9], Fresh::Yes).is_err());
     assert!(observer.update_mapping(0, 3).is_err());
     assert!(observer.commit(&[[9, 4], [3, 4]]).is_err());
@@ -267,10 +267,10 @@ fn what_is_out_of_range_or_stale_changes_nothing() {
 }
 
 #[test]
-fn fresh_ids_take_the_longest_of_the_lowest_runs() {
+fn fresh_ids_take_the_lowest_blocks_longest_runs_first() {
     let mut observer = Observer::new(64, 64);
     observer.forget_ids(&[1, 3, 4, 5, 7, 8]).unwrap();
-    observer.use_fresh(&[40, 41, 42, 43, 44, 40, 3], 2).unwrap();
+    observer.use_fresh(&[40, 41, 42, 43, 44, 40, 3]).unwrap();
     let blocks: Vec<u32> = [40, 41, 42, 43, 44, 3].map(|id| observer.resolve(id)).to_vec();
     assert_eq!(blocks, [3, 4, 5, 7, 8, 1]);
     assert_eq!((observer.refs(BlockId(3)), observer.refs(BlockId(4))), (2, 1));

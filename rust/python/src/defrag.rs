@@ -6,9 +6,9 @@ use crate::arrays::{count, describe, output};
 use crate::errors::{invalid, to_py};
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Fresh, Goal, Hysteresis, LeaseId, Observer, Place, Places};
+use blockyard_locks::{Guard, InnerLock};
 use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 type Table<'py> = Bound<'py, PyArray2<i64>>;
 
@@ -114,12 +114,12 @@ struct Books {
 /// Where a foreign allocator's blocks lie, and where they should.
 #[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
 pub(crate) struct PyBlockObserver {
-    inner: Mutex<Books>,
+    inner: InnerLock<Books>,
 }
 
 impl PyBlockObserver {
-    fn lock(&self) -> MutexGuard<'_, Books> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Guard<'_, Books> {
+        self.inner.lock()
     }
 
     /// Blocks of a table of ids of any shape.
@@ -169,7 +169,7 @@ impl PyBlockObserver {
             return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
         }
         let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST));
-        Ok(Self { inner: Mutex::new(Books { observer, running: None }) })
+        Ok(Self { inner: InnerLock::new(Books { observer, running: None }) })
     }
 
     fn __len__(&self) -> usize {
@@ -185,11 +185,11 @@ impl PyBlockObserver {
         self.lock().observer.set_limit(num_blocks).map_err(to_py)
     }
 
-    #[pyo3(signature = (ids, *, fresh = false, spare = 0))]
-    fn use_ids(&self, ids: Ids<'_>, fresh: bool, spare: usize) -> PyResult<()> {
+    #[pyo3(signature = (ids, *, fresh = false))]
+    fn use_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
         let ids = ids.take()?;
         let observer = &mut self.lock().observer;
-        if fresh { observer.use_fresh(&ids, spare) } else { observer.use_ids(&ids) }.map_err(to_py)
+        if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
@@ -290,12 +290,14 @@ impl PyBlockObserver {
 
     #[getter]
     fn forward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        PyArray1::from_iter(py, self.lock().observer.forward().iter().map(|&block| i64::from(block)))
+        let blocks: Vec<i64> = self.lock().observer.forward().iter().map(|&block| i64::from(block)).collect();
+        PyArray1::from_vec(py, blocks)
     }
 
     #[getter]
     fn backward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        PyArray1::from_iter(py, self.lock().observer.backward().map(i64::from).collect::<Vec<_>>())
+        let ids: Vec<i64> = self.lock().observer.backward().map(i64::from).collect();
+        PyArray1::from_vec(py, ids)
     }
 
     /// Blocks with references and their counts, int64 `[n, 2]`, rising.

@@ -156,14 +156,12 @@ impl Observer {
         Ok(())
     }
 
-    /// As [`Observer::use_ids`], but what the ids hold is of no worth: those that were not in use are bound to blank
-    /// blocks, to the longest runs among the lowest ones. Ids of one sequence are given together, long sequences first.
-    ///
-    /// Up to `spare` ids past the lowest blocks are looked at, so that short runs can be left out.
+    /// As [`Observer::use_ids`], but what the ids hold is of no worth: those that were not in use are bound to the lowest
+    /// blank blocks, longest runs first. Ids of one sequence are given together, long sequences first.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if an id is out of range; nothing has changed.
-    pub fn use_fresh(&mut self, ids: &[u32], spare: usize) -> Result<()> {
+    pub fn use_fresh(&mut self, ids: &[u32]) -> Result<()> {
         self.reach(ids)?;
         let mut unused = Vec::with_capacity(ids.len());
         for &id in ids {
@@ -177,7 +175,7 @@ impl Observer {
             self.blank.insert_run(run);
         }
         let mut unused = unused.into_iter();
-        for run in self.blank_runs(unused.len(), spare) {
+        for run in self.blank_runs(unused.len()) {
             for (block, id) in run.clone().zip(unused.by_ref()) {
                 let (before, other) = (self.forward[id as usize], self.blocks[block as usize].id);
                 self.link(id, block);
@@ -395,26 +393,15 @@ impl Observer {
         self.blocks[block as usize].refs += 1;
     }
 
-    /// Runs of blank blocks, `count` blocks in all: the longest among the lowest, up to `spare` ids past what is needed.
-    fn blank_runs(&self, count: usize, spare: usize) -> Vec<Range<u32>> {
-        let (mut found, mut from, mut left, mut end) = (Vec::new(), 0, count, u32::MAX);
-        while let Some(mut run) = self.blank.next_run(from, u32::MAX).filter(|run| run.start < end) {
+    /// Runs of the lowest blank blocks, `count` blocks in all, longest first.
+    fn blank_runs(&self, count: usize) -> Vec<Range<u32>> {
+        let (mut found, mut from, mut left) = (Vec::new(), 0, u32::try_from(count).unwrap_or(u32::MAX));
+        while let Some(run) = (left > 0).then(|| self.blank.next_run(from, left)).flatten() {
+            left -= run.end - run.start;
             from = run.end;
-            if end == u32::MAX && run.len() >= left {
-                let needed = run.start.saturating_add(u32::try_from(left).unwrap_or(u32::MAX));
-                end = needed.saturating_add(u32::try_from(spare).unwrap_or(u32::MAX));
-            }
-            left = left.saturating_sub(run.len());
-            run.end = run.end.min(end);
             found.push(run);
         }
         found.sort_unstable_by_key(|run| (Reverse(run.len()), run.start));
-        let mut left = u32::try_from(count).unwrap_or(u32::MAX);
-        for run in &mut found {
-            run.end = run.end.min(run.start.saturating_add(left));
-            left -= run.end - run.start;
-        }
-        found.retain(|run| !run.is_empty());
         found
     }
 

@@ -7,7 +7,7 @@ use super::{Manager, blocks_for, invalid, release};
 use crate::error::{Error, Result};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
-use crate::hash::{Chain, Extra, Key, KeySpec, refuse_reserved};
+use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pool::Published;
 use crate::table::{LastBlock, RowKeys, frames_before_extras};
@@ -281,44 +281,61 @@ impl Manager {
         let mut chain = Chain::new(&prompt.spec, self.block_size, 0);
         let blocks = prompt.tokens.chunks_exact(size);
         let pending = blocks.remainder();
-        refuse_reserved(prompt.tokens)?;
-        let mut keys = Vec::with_capacity(blocks.len() + 1);
-        let (mut extras, mut surplus, mut before) = (prompt.extras, Vec::new(), None);
+        let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
+        // Room for the whole table, which it becomes.
+        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
+        let limit = prompt.tokens.len().saturating_sub(1) / size;
+        let alone = self.groups.is_single() && !self.groups.slide();
+        let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
+        let (before_first, mut reserved) = (chain, has_reserved(pending));
         for (i, tokens) in blocks.clone().enumerate() {
-            before = Some(chain);
+            reserved |= has_reserved(tokens);
             let own = extras.iter().take_while(|extra| extra.block == i).count();
             let key = if own == 0 {
                 chain.checked_block(tokens, &[])?
             } else {
-                before = None;
                 let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
                 let key = chain.checked_block(tokens, &of_block)?;
                 let regular = frames_before_extras(i + 1, self.block_size);
                 surplus.push((u32::try_from(i).unwrap_or(u32::MAX), chain.frames().saturating_sub(regular)));
                 key
             };
-            extras = &extras[own..];
+            (extras, last_own) = (&extras[own..], own);
+            // One key behind the hashing, which takes so long that this costs nothing.
+            if let Some(key) = keys.last() {
+                if alone && found.len() + 1 == i {
+                    found.extend(self.pools[0].find(key));
+                } else {
+                    self.pools[0].look_ahead(key);
+                }
+            }
             keys.push(key);
+        }
+        if reserved {
+            refuse_reserved(prompt.tokens)?;
         }
         if let Some(extra) = extras.first() {
             let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
             return Err(invalid("block of an extra key", extra.block as i128, must));
         }
-        let most = prompt.tokens.len().saturating_sub(1) / size;
-        // Room for the whole table, which it becomes.
-        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
-        let (hits, others) = if self.groups.is_single() && !self.groups.slide() {
-            found.extend(keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)));
+        let (hits, others) = if alone {
+            if found.len() + 1 == limit.min(keys.len()) {
+                found.extend(keys.get(found.len()).and_then(|key| self.pools[0].find(key)));
+            }
             (found.len(), Vec::new())
         } else {
-            self.find_groups(&keys[..most], &mut found)
+            self.find_groups(&keys[..limit], &mut found)
         };
         let tail = match &self.host_cache {
-            Some(_) if self.groups.is_single() && !self.groups.slide() => self.find_on_host(&keys[hits..most], batch),
+            Some(_) if alone => self.find_on_host(&keys[hits..limit], batch),
             _ => Vec::new(),
         };
         let hits = hits + tail.len();
-        let last = before.zip(blocks.last()).map(|(before, tokens)| LastBlock { before, tokens: tokens.to_vec() });
+        let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
+            let frames = chain.frames().saturating_sub(self.block_size.div_ceil(16));
+            let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
+            LastBlock { before, tokens: tokens.to_vec() }
+        });
         let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, self.tenants.of(&prompt.spec));
         let keys = RowKeys { chain, keys, pending, lora_id, tenant, surplus, last };
         Ok(Match { keys, hits, found, tail, others })
@@ -433,6 +450,8 @@ impl Manager {
                     self.pools[0].claim(canonical);
                     row.table.replace(at, canonical);
                     release(&mut self.pools, Tier::Device, block);
+                    // Where others still use the block given up, there is one more in use.
+                    self.pools[0].note_peak();
                     self.stats.merged += 1;
                 }
             }
