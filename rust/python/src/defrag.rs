@@ -40,7 +40,10 @@ impl Ids<'_> {
     fn take(self) -> PyResult<Vec<u32>> {
         match self {
             Self::List(ids) => Ok(ids),
-            Self::Wide(array) => array.as_array().iter().map(|&id| block(id)).collect(),
+            Self::Wide(array) => match array.as_slice() {
+                Ok(ids) => ids.iter().map(|&id| block(id)).collect(),
+                Err(_) => array.as_array().iter().map(|&id| block(id)).collect(),
+            },
         }
     }
 }

@@ -30,12 +30,11 @@ pub enum Fresh {
 
 /// What is known of a block, side by side: a step touches many blocks once each.
 #[derive(Clone, Copy, Debug)]
-#[repr(align(16))]
+#[repr(align(8))]
 struct Block {
     /// The id whose bytes lie here.
     id: u32,
     refs: u32,
-    leases: u32,
 }
 
 /// Where a foreign allocator's blocks lie.
@@ -47,6 +46,8 @@ pub struct Observer {
     /// Holes whose bytes nobody will read.
     blank: BlockSet,
     held: HashMap<LeaseId, Vec<u32>>,
+    /// Leases of each block that has any: few have.
+    leases: HashMap<u32, u32>,
     next_lease: u64,
     /// Most ids that there can be.
     limit: u32,
@@ -62,6 +63,7 @@ impl Observer {
             places: Places::new(0),
             blank: BlockSet::empty(0),
             held: HashMap::new(),
+            leases: HashMap::new(),
             next_lease: 0,
             limit: limit.max(1),
         };
@@ -283,7 +285,7 @@ impl Observer {
         self.reach(ids)?;
         let blocks: Vec<u32> = ids.iter().map(|&id| self.forward[id as usize]).collect();
         for &block in &blocks {
-            self.blocks[block as usize].leases += 1;
+            *self.leases.entry(block).or_default() += 1;
             self.blank.remove(BlockId(block));
             self.places.set(BlockId(block), Place::Fixed);
         }
@@ -303,10 +305,15 @@ impl Observer {
             return Err(Error::InvalidArgument { what: "lease", found: lease.0.into(), must });
         };
         for block in blocks {
-            self.blocks[block as usize].leases -= 1;
-            if self.blocks[block as usize].leases == 0 && block != 0 {
-                let place = if self.blocks[block as usize].refs > 0 { Place::Live } else { Place::Hole };
-                self.places.set(BlockId(block), place);
+            match self.leases.get_mut(&block) {
+                Some(leases) if *leases > 1 => *leases -= 1,
+                _ => {
+                    self.leases.remove(&block);
+                    if block != 0 {
+                        let place = if self.refs(BlockId(block)) > 0 { Place::Live } else { Place::Hole };
+                        self.places.set(BlockId(block), place);
+                    }
+                }
             }
         }
         Ok(())
@@ -351,7 +358,7 @@ impl Observer {
     pub fn check(&self) -> Result<()> {
         for block in 0..self.len() {
             let (id, i) = (BlockId(block), block as usize);
-            let must_be = match (block == 0 || self.blocks[i].leases > 0, self.blocks[i].refs > 0) {
+            let must_be = match (block == 0 || self.leases.contains_key(&block), self.blocks[i].refs > 0) {
                 (true, _) => Place::Fixed,
                 (false, true) => Place::Live,
                 (false, false) => Place::Hole,
@@ -359,7 +366,7 @@ impl Observer {
             let place = self.places.get(id);
             let linked = self.forward.get(self.blocks[i].id as usize) == Some(&block);
             if place != must_be || !linked || (self.blank.contains(id) && place != Place::Hole) {
-                let (refs, leases) = (self.blocks[i].refs, self.blocks[i].leases);
+                let (refs, leases) = (self.blocks[i].refs, self.leases.get(&block).copied().unwrap_or(0));
                 let what = format!("block {block} is {place:?} with {refs} references and {leases} leases");
                 return Err(Error::Broken { what });
             }
@@ -380,8 +387,7 @@ impl Observer {
     /// Whether nobody refers to a block or holds it in place.
     #[inline]
     fn is_free(&self, block: u32) -> bool {
-        let Block { refs, leases, .. } = self.blocks[block as usize];
-        refs == 0 && leases == 0 && block != 0
+        self.blocks[block as usize].refs == 0 && !self.places.fixed().contains(BlockId(block))
     }
 
     /// Adds a reference to a block.
@@ -430,7 +436,7 @@ impl Observer {
         let known = self.len();
         if blocks > known {
             self.forward.extend(known..blocks);
-            self.blocks.extend((known..blocks).map(|id| Block { id, refs: 0, leases: 0 }));
+            self.blocks.extend((known..blocks).map(|id| Block { id, refs: 0 }));
             self.places.grow(blocks);
             self.blank.grow(blocks as usize);
         }
