@@ -287,8 +287,9 @@ class CacheEngine(Caches):
             MappingError, TransferQueueFullError, UnknownTicketError: as for `submit_swap_out`.
         """
         checked = self._check_rows(tier, blocks, rows)
-        queued = tier == "device" and self.device.type == "cuda"
-        source = self._staging(len(checked)).copy_(as_tensor(rows)) if queued else as_tensor(rows)
+        # Page-locked, so that the copy is asynchronous; and an array of no rows has no strides to go by.
+        staged = not len(checked) or (tier == "device" and self.device.type == "cuda")
+        source = self._staging(len(checked)).copy_(as_tensor(rows)) if staged else as_tensor(rows)
         cache, pieces = self._between(tier, source)
         plan = self._plan(np.arange(len(checked)), checked)
         cut = partial(self._cut, pieces, cache)
