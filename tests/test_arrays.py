@@ -16,6 +16,7 @@ from blockyard import (
     Pairs,
     UnknownSequenceError,
     UnknownTicketError,
+    export_keys,
 )
 
 
@@ -44,6 +45,26 @@ def test_counts_may_be_one_int_an_array_or_a_list(books: BlockManager) -> None:
     both = handles(books)
     for counts in (2, np.array([2, 2], dtype=np.uint32), [2, 2]):
         assert books.blocks_to_append(both, counts) == 2
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])
+def test_a_list_of_tokens_has_the_keys_of_the_array(length: int) -> None:
+    tokens = np.arange(length, dtype=np.uint32) * 20_000_003
+    keys = export_keys(tokens, block_size=1)
+    mixed = [np.int64(token) if i % 7 == 6 else int(token) for i, token in enumerate(tokens)]
+    assert len(keys) == length
+    assert export_keys(tokens.tolist(), block_size=1) == export_keys(mixed, block_size=1) == keys
+
+
+def test_one_numpy_number_is_a_handle_and_a_count(books: BlockManager) -> None:
+    both = handles(books)
+    assert books.blocks_to_append(both[0], np.uint32(2)) == 1
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, 1.5, "a", None])
+def test_a_list_with_what_is_no_token_is_refused(token: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="token ids are list, must be uint32"):
+        export_keys([*range(100), token], block_size=16)  # type: ignore[list-item]
 
 
 REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.ndarray], object]]] = {

@@ -20,13 +20,15 @@ def layout_of(kind="kv_first", block_size=4):
     )
 
 
-def plain(query, key, value):
+def plain(query, key, value, window):
     """Attention of the last tokens of one sequence over all of it: `[tokens, heads, width]`, as the formula has it."""
     groups = HEADS // KV_HEADS
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
     first = key.shape[0] - query.shape[0]
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(first + 1)
+    if window:
+        hidden |= torch.ones(scores.shape[1:], dtype=torch.bool).tril(first - window)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
@@ -43,9 +45,10 @@ def place(tables, spans, size):
     kind=st.sampled_from(["kv_first", "blocks_first"]),
     size=st.sampled_from([1, 3, 4, 16]),
     spans=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1, 1, 2, 7])), min_size=1, max_size=6),
+    window=st.sampled_from([None, 1, 5, 12]),
     seed=st.integers(0, 2**31),
 )
-def test_every_sequence_attends_to_its_own_tokens(kind, size, spans, seed):
+def test_every_sequence_attends_to_its_own_tokens(kind, size, spans, window, seed):
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     spans = [(start, start + length) for start, length in spans]
@@ -63,14 +66,14 @@ def test_every_sequence_attends_to_its_own_tokens(kind, size, spans, seed):
             halves[0, table[position // size], position % size] = key[:KV_HEADS, position]
             halves[1, table[position // size], position % size] = value[:KV_HEADS, position]
     starts, ends = np.array(spans).T
-    step = PagedStep(layout, caches, StepInput(starts, ends - starts, tables, place(tables, spans, size)))
+    step = PagedStep(layout, caches, StepInput(starts, ends - starts, tables, place(tables, spans, size)), window)
     query, key, value = (
         torch.cat([t[part, :, a:b] for t, (a, b) in zip(tokens, spans, strict=True)], dim=1) for part in range(3)
     )
-    got = step.attend(1, query[None], key[None, :KV_HEADS], value[None, :KV_HEADS], 0.3)[0]
+    got = step.attend(1, query[None], key[None, :KV_HEADS], value[None, :KV_HEADS], 0.3, window)[0]
     wanted = torch.cat(
         [
-            plain(t[0, :, a:b].transpose(0, 1), *(t[p, :KV_HEADS, :b].transpose(0, 1) for p in (1, 2)))
+            plain(t[0, :, a:b].transpose(0, 1), *(t[p, :KV_HEADS, :b].transpose(0, 1) for p in (1, 2)), window)
             for t, (a, b) in zip(tokens, spans, strict=True)
         ]
     )
@@ -83,7 +86,7 @@ def test_only_the_mapped_slots_of_one_layer_are_written():
     slots = np.array([17, 5])
     step = PagedStep(layout, caches, StepInput(np.array([1, 1]), np.array([1, 1]), np.array([[4], [1]]), slots))
     key, value = torch.randn(2, 1, KV_HEADS, 2, WIDTH)
-    step.attend(1, torch.randn(1, HEADS, 2, WIDTH), key, value, 1.0)
+    step.attend(1, torch.randn(1, HEADS, 2, WIDTH), key, value, 1.0, None)
     wanted = torch.full(layout.tensor_shape(5), 7.0)
     for token, slot in enumerate(slots):
         wanted[0, slot // 4, slot % 4] = key[0, :, token]
@@ -127,7 +130,6 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"sliding_window": 8}, "a sliding window"),
         ({"softcap": 30.0}, "soft-capping"),
         ({"s_aux": torch.zeros(1)}, "attention sinks"),
     ],
@@ -148,3 +150,15 @@ def test_a_layer_without_step_or_number_is_refused():
 
 def test_transformers_knows_the_function():
     assert AttentionInterface()[ATTENTION_NAME] is paged_attention
+
+
+def test_a_layer_with_another_window_than_the_step_is_refused():
+    step = PagedStep(layout_of(), *one_token(), window=4)
+    query = torch.zeros(1, HEADS, 1, WIDTH)
+    with pytest.raises(UnsupportedModelError, match="layer 0 has a window of None, the step was made for 4"):
+        step.attend(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS], 1.0, None)
+
+
+def one_token():
+    caches = [torch.zeros(layout_of().tensor_shape(3)) for _ in range(LAYERS)]
+    return caches, StepInput(*(np.array(part) for part in ([0], [1], [[2]], [8])))

@@ -1,9 +1,13 @@
 """The whole path in small: requests in, tokens out, equal to the unpaged model's whatever is moved on the way."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
+from blockyard import BlockManager
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, TierURLError
 from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.generator import Generator
@@ -69,6 +73,38 @@ def test_tokens_are_the_unpaged_ones_though_all_kinds_of_transfer_happen(model, 
         generator.manager.check()
         assert generator.manager.num_free("device") == 40
         assert generator.manager.num_free("external") == generator.store.num_slots
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    """A model whose tokens see 9 tokens, and what it says of the work without paging."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": None}
+    return MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=9))
+
+
+@pytest.mark.parametrize("host", [0, 6])
+def test_a_sliding_window_keeps_no_more_blocks_than_it_needs_and_its_tokens(windowed, work, tmp_path, host):
+    prompts, params = work
+    alone = zip(prompts, params, strict=True)
+    wanted = [[reference_generate(windowed, p, s, index) for index in range(s.n)] for p, s in alone]
+    with open_generator(windowed, tmp_path, num_host_blocks=host, preemption_mode="swap") as generator:
+        assert generator.generate(prompts, params) == wanted
+        assert generator.scheduler.stats.preempted_swap + generator.scheduler.stats.preempted_spill > 0
+        generator.manager.check()
+        assert generator.manager.num_free("device") == 39, "all but the null block"
+
+
+def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work, tmp_path):
+    prompts, params = work
+    greedy = replace(params[0], n=1, max_tokens=40)
+    wanted = reference_generate(windowed, prompts[0], greedy)
+    with open_generator(windowed, tmp_path) as generator:
+        generator.scheduler.manager = generator.manager = BlockManager(
+            block_size=4, device_blocks=40, host_blocks=6, sliding_window=3
+        )
+        assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
 
 
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])

@@ -28,8 +28,7 @@ def tiny(family, **options):
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("Mistral", {"sliding_window": 8}, "MistralAttention uses a sliding window"),
-        ("Gemma2", {"head_dim": 8}, "layers of kind sliding_attention"),
+        ("Gemma2", {"head_dim": 8}, "layers of kind full_attention, sliding_attention"),
         ("Gemma2", {"head_dim": 8, "layer_types": ["full_attention"] * 2}, "soft-capping"),
         ("Llama4Text", {"head_dim": 8, "intermediate_size_mlp": 48}, "layers of kind chunked_attention"),
         ("Falcon", {}, "does not use transformers' attention interface"),

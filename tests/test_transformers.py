@@ -30,7 +30,7 @@ FAMILIES = {
     "Llama": {},
     "Qwen2": {},
     "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": None},
+    "Mistral": {"sliding_window": 6},
     "GPTNeoX": {},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

@@ -22,6 +22,7 @@ __all__ = [
     "Completion",
     "DecodeBatch",
     "EventBatch",
+    "Expired",
     "ManagerStats",
     "NaiveAllocator",
     "Pairs",
@@ -282,9 +283,13 @@ class BlockManager:
             fell out of the window are given back, and block 0 of each tier stands for them in block tables.
         groups: what the layers of a hybrid model need; every sequence has a block table in each group, all over the
             same pool. `[CacheGroup.full_attention()]` if not given.
+        host_prefix_cache: whether host copies of published blocks stay findable, the least recently used first to go. A
+            prompt finds them as if they were on the device; its step's decision loads them (`swap_in`), and they are
+            published there once the ticket is completed. A load that fails loses its prompt and the copy's key.
+        max_pinned: fraction of the device blocks that pins may hold, below 1.
     Raises:
-        InvalidArgumentError: a size or the watermark is out of range, a policy has another name, or events are asked
-            for without prefix caching.
+        InvalidArgumentError: a size or a fraction is out of range, a policy has another name, or events or host copies
+            are asked for without prefix caching.
     """
 
     def __new__(
@@ -301,6 +306,8 @@ class BlockManager:
         events: int = 0,
         sliding_window: int | None = None,
         groups: Sequence[CacheGroup] | None = None,
+        host_prefix_cache: bool = False,
+        max_pinned: float = 0.5,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -382,7 +389,8 @@ class BlockManager:
 
         Returns:
             Handles, uint64 `[n]`, and how many of each prompt's first tokens need not be computed, uint32 `[n]`; the
-            last token always is to be computed.
+            last token always is to be computed. Those tokens count that this step loads from the host: the step that
+            computes the rest runs behind its decision's `swap_in`, as it does when sequences are swapped in.
 
         Raises:
             OutOfBlocksError: the device has too few blocks for the whole batch.
@@ -416,6 +424,109 @@ class BlockManager:
         """Computed blocks at the start of all the sequences that they share, int32 `[blocks]`."""
     def reset_prefix_cache(self) -> bool:
         """Forget everything that is cached, unless a device block is in use; returns whether it did."""
+    def offload_cached(self, max_blocks: int) -> int:
+        """Copy the next `max_blocks` device blocks to be evicted to the host, those that have no copy there.
+
+        The copies are `swap_out` pairs of this step's decision. Meanwhile prompts still find the blocks, and the step's
+        own work may take them; what is left once the ticket is completed goes free, findable on the host.
+
+        Args:
+            max_blocks: cached blocks to look at, in their order of eviction.
+
+        Returns:
+            Blocks that are copied: no more than there is room for on the host, older copies given up.
+
+        Raises:
+            InvalidArgumentError: the manager has no `host_prefix_cache`.
+        """
+    def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
+        """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
+
+        Held whenever sequences are freed, tickets end and decisions are taken: what is beyond goes free, the tenant's
+        least recently used first. If room is needed before that, it goes before all other tenants' blocks.
+
+        Args:
+            blocks: most such blocks; None for as many as there is room for.
+            salt: the tenant; None for the prompts without a salt. What it published before its first quota is nobody's.
+
+        Raises:
+            InvalidArgumentError: there are fewer device blocks, the prefix cache is off, or 65535 tenants have quotas.
+        """
+    def quota(self, *, salt: bytes | None = None) -> tuple[int, int | None] | None:
+        """Blocks that count towards a tenant's quota, and the quota; None for a tenant that never had one."""
+    def pin(self, sequence: int, deadline: int) -> int:
+        """Keep a sequence's published device blocks for a reader such as a connector.
+
+        Whatever becomes of the sequence, they are neither evicted nor written. The pin ends with `unpin`; without
+        `submit_pin` also with `expire(now)` at its deadline.
+
+        Args:
+            sequence: handle of a sequence on the device.
+            deadline: on the caller's clock, any unit.
+
+        Returns:
+            The pin's number.
+
+        Raises:
+            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
+            UnknownSequenceError: the handle is not in the books.
+            SequenceStateError: the sequence is not on the device, still loading or has lost bytes.
+        """
+    def pin_prompt(
+        self,
+        prompt: NDArray[np.uint32] | Sequence[int],
+        deadline: int,
+        *,
+        salt: bytes | None = None,
+        lora_id: int = 0,
+    ) -> tuple[int, int]:
+        """As `pin`, for the blocks at the start of a prompt that are cached on the device.
+
+        Returns:
+            The pin's number, and how many tokens its blocks hold.
+
+        Raises:
+            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
+        """
+    def pinned_blocks(self, pin: int) -> NDArray[np.int32]:
+        """Blocks of a pin in the order of their tokens, int32 `[n]`.
+
+        Raises:
+            UnknownTicketError: the pin has ended or expired.
+        """
+    def submit_pin(self, pin: int) -> None:
+        """The reader's transfer has begun: only `unpin` ends the pin from now on.
+
+        Raises:
+            UnknownTicketError: the pin has ended or expired; the blocks must not be read.
+        """
+    def unpin(self, pin: int) -> None:
+        """The reader needs the blocks no more.
+
+        Raises:
+            UnknownTicketError: the pin has ended or expired.
+        """
+    def set_deadline(self, ticket: int, deadline: int) -> None:
+        """Give a decision's ticket a deadline, on the caller's clock: until `submit`, and from then on for its end.
+
+        Raises:
+            UnknownTicketError: the ticket was never handed out, or has ended.
+        """
+    def submit(self, ticket: int) -> None:
+        """The ticket's transfers have begun: only `complete` and `fail` end it from now on.
+
+        Raises:
+            UnknownTicketError: the ticket has ended or expired; its transfers must not run.
+        """
+    def expire(self, now: int) -> Expired:
+        """End each pin and ticket whose deadline is `now` or earlier and that is not submitted.
+
+        Such a ticket ends as if all of its transfers had failed; what its step was to compute is the caller's to drop.
+        A submitted one that is late goes on holding its blocks, which are quarantined until its end, while the
+        sequences that wait for it can be freed and start again on other blocks.
+        """
+    def quarantined_blocks(self, tier: _Tier) -> NDArray[np.int32]:
+        """Blocks that late transfers and late submitted pins still hold, int32 `[n]`, rising."""
     @property
     def prefix_stats(self) -> PrefixStats:
         """Counters of the prefix cache."""
@@ -705,11 +816,30 @@ class EventBatch:
     def __len__(self) -> int: ...
 
 @final
+class Expired:
+    """What `BlockManager.expire` has put an end to, or found to be late for the first time."""
+
+    @property
+    def tickets(self) -> list[int]:
+        """Tickets that are closed; their transfers must not run any more."""
+    @property
+    def pins(self) -> list[int]:
+        """Pins that are gone."""
+    @property
+    def overdue(self) -> list[int]:
+        """Submitted tickets whose blocks are quarantined from now on."""
+    @property
+    def sequences(self) -> NDArray[np.uint64]:
+        """Sequences that waited for either kind of ticket, uint64 `[n]`: they can only be freed."""
+
+@final
 class ManagerStats:
     """Counters since the manager was made, and what is the case now: `sequences`, `open_tickets`, and of each tier the
-    blocks that are `used` (referenced, or held by a transfer), `leased` (held by a transfer) and `cached` (findable).
+    blocks that are `used` (referenced, or held by a transfer), `leased` (held by a transfer), `cached` (findable),
+    `pinned`, and `quarantined` (held past a deadline).
 
-    Transfers count when they are decided. Blocks and tokens are missed if a prompt did not find them.
+    Transfers count when they are decided; `loaded` blocks were found on the host alone. Blocks and tokens are missed if
+    a prompt did not find them.
     """
 
     @property
@@ -731,6 +861,8 @@ class ManagerStats:
     @property
     def merged_blocks(self) -> int: ...
     @property
+    def loaded_blocks(self) -> int: ...
+    @property
     def copied_blocks(self) -> int: ...
     @property
     def swapped_out_blocks(self) -> int: ...
@@ -750,6 +882,10 @@ class ManagerStats:
     def cached_blocks(self) -> dict[_Tier, int]: ...
     @property
     def evicted_blocks(self) -> dict[_Tier, int]: ...
+    @property
+    def pinned_blocks(self) -> dict[_Tier, int]: ...
+    @property
+    def quarantined_blocks(self) -> dict[_Tier, int]: ...
     def as_dict(self) -> dict[str, int]:
         """All counters by name; those of a tier as `used_blocks_device` and so on."""
     def __eq__(self, value: object, /) -> bool: ...
@@ -862,6 +998,8 @@ class PrefixStats:
     def hit_tokens(self) -> int: ...
     @property
     def merged(self) -> int: ...
+    @property
+    def loaded(self) -> int: ...
     @property
     def evicted(self) -> int: ...
     @property

@@ -28,7 +28,13 @@ class AttentionStep(Protocol):
     """What the attention function needs to know of the step; passed as the keyword `blockyard_step`."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Compute one layer's attention.
 
@@ -38,6 +44,7 @@ class AttentionStep(Protocol):
             key: `[1, kv_heads, tokens, head_size]`, position embedding applied.
             value: as `key`.
             scaling: factor on the scores.
+            window: tokens that one query sees, itself included; None for all before it.
 
         Returns:
             `[1, tokens, heads, head_size]`.
@@ -68,7 +75,7 @@ def paged_attention(
         value: as `key`.
         attention_mask: not used.
         scaling: factor on the scores; one over the root of the head size if None.
-        sliding_window: refused unless None.
+        sliding_window: tokens that one query sees, itself included; all before it if None.
         softcap: refused unless None.
         s_aux: attention sinks, refused unless None.
         blockyard_step: the step; whoever calls the model gives it.
@@ -83,14 +90,14 @@ def paged_attention(
     name = type(module).__name__
     if blockyard_step is None:
         raise UnsupportedModelError(f"{name} was called without the step: the model drops keyword arguments on the way")
-    for what, asked in (("a sliding window", sliding_window), ("soft-capping", softcap), ("attention sinks", s_aux)):
+    for what, asked in (("soft-capping", softcap), ("attention sinks", s_aux)):
         if asked is not None:
             raise UnsupportedModelError(f"{name} uses {what}, which paged attention does not serve yet")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{name} has no layer_idx, so its cache is not known")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return blockyard_step.attend(layer, query, key, value, factor), None
+    return blockyard_step.attend(layer, query, key, value, factor, sliding_window), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
@@ -102,7 +109,7 @@ class _Decodes:
 
     Attributes:
         tokens: where their tokens stand in the batch, int64 `[n]`.
-        rows: cache rows of their keys, int64 `[n * length]`; past a sequence's end its first row is repeated, since
+        rows: cache rows of their keys, int64 `[n * length]`; past a sequence's end its last row is repeated, since
             that one is always finite.
         mask: what each may see, bool `[n, 1, 1, length]`; None if all are of one length.
     """
@@ -116,7 +123,7 @@ class _Decodes:
 class _Chunk:
     """Several tokens of one sequence: the batch's tokens `first` to `last`, which see `rows` through `mask`.
 
-    Without a mask the chunk begins the sequence, and plain causal attention is meant.
+    Without a mask the chunk begins the sequence, and plain causal attention over all of it is meant.
     """
 
     first: int
@@ -181,19 +188,22 @@ class PagedStep:
         layout: of the caches; `kv_first` or `blocks_first`.
         caches: one per layer, `layout.tensor_shape(blocks)`, contiguous.
         where: the sequences of the step.
+        window: tokens that one query sees in every layer, itself included; all before it if None.
 
     Raises:
         InvalidArgumentError: shapes do not agree, or a block or slot is out of range.
         LayoutError: the caches' layout has no rows of one token.
     """
 
-    def __init__(self, layout: KVLayout, caches: Sequence[torch.Tensor], where: StepInput) -> None:
+    def __init__(
+        self, layout: KVLayout, caches: Sequence[torch.Tensor], where: StepInput, window: int | None = None
+    ) -> None:
         size, blocks = layout.block_size, layout.num_blocks(caches[0])
         where.check(blocks, size)
         self._rows = [cache.view(-1, layout.num_kv_heads, layout.head_size) for cache in caches]
         self._device = caches[0].device
         self._block_rows, self._value_offset = _geometry(layout.kind, blocks, size)
-        self._size = size
+        self._size, self._window = size, window
         self._written = self._upload(self._rows_of(where.slot_mapping.astype(np.int64)))
         first = np.cumsum(where.lengths) - where.lengths
         seen = where.starts + where.lengths
@@ -206,9 +216,17 @@ class PagedStep:
         ]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         """Write the tokens' K and V, then read each sequence back and attend; see `AttentionStep`."""
+        if window != self._window:
+            raise UnsupportedModelError(f"layer {layer} has a window of {window}, the step was made for {self._window}")
         keys = self._rows[layer]
         values = keys[self._value_offset :]
         keys.index_copy_(0, self._written, key[0].transpose(0, 1))
@@ -241,17 +259,27 @@ class PagedStep:
     def _decode(
         self, group: NDArray[np.int64], first: NDArray[np.int64], seen: NDArray[np.int64], tables: NDArray[np.int64]
     ) -> _Decodes:
-        positions = np.arange(seen[group].max())
-        visible = positions < seen[group, None]
-        slots = tables[group][:, positions // self._size] * self._size + positions % self._size
-        rows = self._rows_of(np.where(visible, slots, slots[:, :1]))
+        ends = seen[group, None]
+        begins = ends - np.minimum(ends, self._window) if self._window else np.zeros_like(ends)
+        positions = begins + np.arange((ends - begins).max())
+        visible = positions < ends
+        positions = np.minimum(positions, ends - 1)
+        blocks = np.take_along_axis(tables[group], positions // self._size, axis=1)
+        rows = self._rows_of(blocks * self._size + positions % self._size)
         mask = None if visible.all() else self._upload(visible[:, None, None, :])
         return _Decodes(self._upload(first[group]), self._upload(rows.reshape(-1)), mask)
 
     def _chunk(self, first: int, length: int, seen: int, table: NDArray[np.int64]) -> _Chunk:
-        positions = np.arange(seen)
+        begin = max(0, seen - length + 1 - self._window) if self._window else 0
+        positions = np.arange(begin, seen)
         rows = self._rows_of(table[positions // self._size] * self._size + positions % self._size)
-        mask = None if length == seen else self._upload(positions <= positions[seen - length :, None])
+        mask = None
+        if length < seen or (self._window and self._window < seen):
+            queries = positions[-length:, None]
+            visible = positions <= queries
+            if self._window:
+                visible &= positions > queries - self._window
+            mask = self._upload(visible)
         return _Chunk(first, first + length, self._upload(rows), mask)
 
     def _rows_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -88,7 +88,11 @@ class Generator:
             self.engine = self.worker.initialize_cache(blocks[0], blocks[1])
             self.store = self.worker.initialize_external_cache(blocks[2])
             self.manager = BlockManager(
-                block_size=block_size, device_blocks=blocks[0], host_blocks=blocks[1], external_blocks=blocks[2]
+                block_size=block_size,
+                device_blocks=blocks[0],
+                host_blocks=blocks[1],
+                external_blocks=blocks[2],
+                sliding_window=self.worker.model.sliding_window,
             )
             self.scheduler = Scheduler(
                 self.manager,

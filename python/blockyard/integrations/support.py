@@ -34,12 +34,14 @@ class CacheShape:
         num_kv_heads: heads of keys and values.
         head_size: elements of one head.
         dtype: torch's name of the dtype, as `float32`.
+        window: tokens that one query sees, itself included; None for all before it.
     """
 
     num_layers: int
     num_kv_heads: int
     head_size: int
     dtype: str
+    window: int | None
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -106,11 +108,11 @@ def cache_shape(paged: PreTrainedModel) -> CacheShape:
         )
     shapes = set(recorder.seen.values())
     if len(shapes) != 1:
-        raise UnsupportedModelError(f"{name} has layers with {len(shapes)} different shapes of keys and values")
-    heads, key_size, value_size, dtype = shapes.pop()
+        raise UnsupportedModelError(f"{name} has layers with {len(shapes)} different shapes or windows")
+    heads, key_size, value_size, dtype, window = shapes.pop()
     if key_size != value_size:
         raise UnsupportedModelError(f"{name} has keys of {key_size} and values of {value_size} elements per head")
-    return CacheShape(layers, heads, key_size, dtype)
+    return CacheShape(layers, heads, key_size, dtype, window)
 
 
 def run_model(paged: PreTrainedModel, tokens: torch.Tensor, step: AttentionStep, last: torch.Tensor) -> torch.Tensor:
@@ -143,14 +145,20 @@ class _Recorder:
     """Stands in for a step: notes shapes, and answers with plain causal attention."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int, int, str]] = {}
+        self.seen: dict[int, tuple[int, int, int, str, int | None]] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> torch.Tensor:
         """See `AttentionStep`."""
         dtype = str(key.dtype).removeprefix("torch.")
-        self.seen[layer] = (key.shape[1], key.shape[3], value.shape[3], dtype)
+        self.seen[layer] = (key.shape[1], key.shape[3], value.shape[3], dtype, window)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
@@ -163,9 +171,9 @@ def _config_reason(model: PreTrainedModel) -> str | None:
         return "is an encoder-decoder model, decoder-only ones are served"
     if not getattr(config, "is_causal", True):
         return "attends in both directions"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if kinds:
-        return f"has layers of kind {', '.join(kinds)}, only full attention is served yet"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} and kinds != {"sliding_attention"}:
+        return f"has layers of kind {', '.join(sorted(kinds))}, only one kind of attention is served yet"
     rope = getattr(config, "rope_parameters", None) or {}
     types = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     for kind in BATCH_DEPENDENT_ROPE:

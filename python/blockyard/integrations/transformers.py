@@ -88,6 +88,7 @@ class PagedModel:
             head_size=shape.head_size,
             dtype=shape.dtype,
         )
+        self.sliding_window = shape.window
         self.device = self._paged.device
         config = self._paged.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
@@ -152,7 +153,7 @@ class PagedModel:
     ) -> torch.Tensor:
         starts = np.array([item.start for item in batch], dtype=np.int64)
         lengths = np.array([len(item.tokens) for item in batch], dtype=np.int64)
-        step = PagedStep(layout, caches, StepInput(starts, lengths, block_tables, slot_mapping))
+        step = PagedStep(layout, caches, StepInput(starts, lengths, block_tables, slot_mapping), self.sliding_window)
         tokens = np.concatenate([np.asarray(item.tokens, dtype=np.int64) for item in batch])
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise InvalidArgumentError(

@@ -1,8 +1,10 @@
 """The test kit: property tests of your own scheduler or block manager, with what Blockyard's own are tested with.
 
 - `ReferenceManager`: a plain, slow model of `BlockManager`;
+- `ReferencePrefixCache`, `EventReplay`: what must hold of any prefix cache and of its events, whatever is evicted;
 - `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to carry decisions out on and read back from;
-- `blockyard.testing.machines`: hypothesis state machines that drive a manager or a scheduler (needs hypothesis);
+- `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
+  (needs hypothesis);
 - `blockyard.testing.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
 - `blockyard.testing.device`: a simulated device, which runs transfers in any order that streams and events allow, and an
   external tier like it; `blockyard.testing.hazard_machine` drives a whole engine over them (needs hypothesis and torch);
@@ -33,17 +35,21 @@ Example:
     [11, 12, 13, 14, 15, 16]
 """
 
-from blockyard.testing.interfaces import Config, ManagerLike, SchedulerLike
+from blockyard.testing.interfaces import Config, ManagerLike, PrefixManagerLike, SchedulerLike
 from blockyard.testing.model import ReferenceManager
+from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
 from blockyard.testing.simulation import EMPTY, LOST, LateMemory, SimulatedMemory
 
 __all__ = [
     "EMPTY",
     "LOST",
     "Config",
+    "EventReplay",
     "LateMemory",
     "ManagerLike",
+    "PrefixManagerLike",
     "ReferenceManager",
+    "ReferencePrefixCache",
     "SchedulerLike",
     "SimulatedMemory",
 ]

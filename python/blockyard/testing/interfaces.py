@@ -11,11 +11,11 @@ from typing import Literal, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, Pairs, StepDecision
+from blockyard._core import AllocStatus, EventBatch, Pairs, PrefixStats, StepDecision
 from blockyard.request import Finished, Request
 from blockyard.scheduler import Step
 
-__all__ = ["Arguments", "Config", "Counts", "Handles", "ManagerLike", "SchedulerLike", "TierName"]
+__all__ = ["Arguments", "Config", "Counts", "Handles", "ManagerLike", "PrefixManagerLike", "SchedulerLike", "TierName"]
 
 TierName: TypeAlias = Literal["device", "host", "external"]
 Handles: TypeAlias = NDArray[np.uint64] | Sequence[int] | int
@@ -104,6 +104,29 @@ class ManagerLike(Protocol):
     def complete(self, ticket: int) -> None: ...
     def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]: ...
     def check(self) -> None: ...
+
+
+class PrefixManagerLike(ManagerLike, Protocol):
+    """The calls of a `blockyard.BlockManager` with a prefix cache that the machines make besides."""
+
+    @property
+    def prefix_stats(self) -> PrefixStats: ...
+    def allocate_prompts(
+        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = ...
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]: ...
+    def cached_tokens(self, prompt: Sequence[int], *, salt: bytes | None = ...) -> int: ...
+    def append(
+        self,
+        sequences: Handles,
+        num_tokens: Counts | None = ...,
+        *,
+        lookahead: int = ...,
+        token_ids: Sequence[int] | None = ...,
+    ) -> NDArray[np.int64]: ...
+    def mark_computed(self, sequences: Handles) -> None: ...
+    def common_computed_blocks(self, sequences: Handles) -> NDArray[np.int32]: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def take_events(self) -> EventBatch: ...
 
 
 class SchedulerLike(Protocol):

@@ -405,13 +405,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.waited |= set(decision.after)
 
     def some_pairs(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Pairs of a decision that are to be lost: transfers between tiers, a device does not lose its own."""
-        single = [
-            Pairs(pairs.src, pairs.dst, ids[None])
-            for kind, pairs in decision.transfers()
-            if kind != "copy"
-            for ids in pairs.ids
-        ]
+        """Pairs of a decision that are to be lost."""
+        single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in decision.transfers() for ids in pairs.ids]
         return [single[number % len(single)] for number in sorted(set(numbers))] if single else []
 
     def end(self, ticket: int) -> None:

@@ -168,6 +168,9 @@ class LateMemory(SimulatedMemory):
                 self._land(transfer)
         for pairs in copies:
             self.transfer("copy", pairs)
+            for ids in pairs.ids:
+                if (pairs.dst, int(ids[1])) in gone:
+                    self.lose(Pairs(pairs.src, pairs.dst, ids[None]))
 
     def finish(self, ticket: int) -> None:
         """Run what is left of a decision; the manager is to be told next."""

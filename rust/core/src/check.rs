@@ -16,6 +16,11 @@ impl Manager {
         for tier in Tier::ALL {
             self.check_tier(tier).map_err(|what| Error::Broken { what })?;
         }
+        let quotas = || self.pool(Tier::Device).check_quotas().map_or(Ok(()), Err);
+        self.check_promises()
+            .and_then(|()| self.check_pins())
+            .and_then(|()| quotas())
+            .map_err(|what| Error::Broken { what })?;
         let events = self.events().and_then(|events| events.check(&self.pools));
         events.map_or_else(|| self.check_rows(), Err).map_err(|what| Error::Broken { what })
     }
@@ -31,7 +36,8 @@ impl Manager {
             *refs.entry(NULL_BLOCK).or_default() += 1;
         }
         let mut leases: HashMap<BlockId, [u16; 3]> = HashMap::new();
-        for Lease { kind, block, .. } in self.tickets().leases().filter(|lease| lease.tier == tier) {
+        let held = self.tickets().leases().chain(self.pin_leases());
+        for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
             let counters = leases.entry(block).or_default();
             match kind {
                 LeaseKind::Drain => counters[0] += 1,

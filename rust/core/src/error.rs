@@ -1,6 +1,6 @@
 //! What can go wrong in the books. Every failed call changes nothing, and every error carries its numbers.
 
-use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
 
 /// Result of a call on the books.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -88,6 +88,22 @@ pub enum Error {
         block: BlockId,
         /// Most leases that a block can have.
         limit: u32,
+    },
+    /// Pins hold as many blocks as they may.
+    #[error("asked to pin {wanted} more device blocks, {held} are pinned, pins may hold {limit}")]
+    TooManyPinned {
+        /// Blocks to pin that are not pinned yet.
+        wanted: usize,
+        /// Pinned blocks.
+        held: usize,
+        /// Most that may be.
+        limit: usize,
+    },
+    /// The pin was never given out, has ended or expired.
+    #[error("pin {pin} is not held")]
+    UnknownPin {
+        /// The pin.
+        pin: PinId,
     },
     /// More references to a block are given back than it has.
     #[error("{tier} block {block} has {refs} references, the call names {wanted}")]

@@ -40,14 +40,22 @@ impl Reason {
     }
 }
 
-/// What names a published block to others.
+/// What events have told of a published block, and tell again of its copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Exported {
+pub(crate) struct Told {
     key: ExportedKey,
+    parent: Option<ExportedKey>,
+    lora_id: u64,
     group: u8,
 }
 
-const NO_KEY: Exported = Exported { key: ExportedKey([0; 32]), group: 0 };
+const NOTHING: Told = Told { key: ExportedKey([0; 32]), parent: None, lora_id: 0, group: 0 };
+
+impl Default for Told {
+    fn default() -> Self {
+        NOTHING
+    }
+}
 
 /// One change of what can be found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -167,7 +175,7 @@ pub(crate) struct Events {
     /// Number of the first event not yet taken or dropped before a taking.
     taken: u64,
     /// Exported key of each published block, so that its removal costs no hashing.
-    keys: [Vec<Exported>; 3],
+    keys: [Vec<Told>; 3],
     /// The last key exported: mostly the parent of the next.
     last: Option<(Chain, ExportedKey)>,
 }
@@ -180,7 +188,7 @@ pub(crate) struct EventsImage {
     taken: u64,
     waiting: Vec<Event>,
     /// Exported keys of the published blocks.
-    keys: Vec<(Tier, BlockId, Exported)>,
+    keys: Vec<(Tier, BlockId, Told)>,
 }
 
 impl Events {
@@ -194,7 +202,7 @@ impl Events {
         for (keys, pool) in keys.iter_mut().zip(pools) {
             if pool.is_caching() {
                 pool.note_removals(capacity);
-                keys.resize(pool.len(), NO_KEY);
+                keys.resize(pool.len(), NOTHING);
             }
         }
         Ok(Self { ring: Ring::new(capacity), taken: 0, keys, last: None })
@@ -209,9 +217,25 @@ impl Events {
         let exported = key.export();
         self.last = Some((key, exported));
         if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
-            *known = Exported { key: exported, group };
+            *known = Told { key: exported, parent, lora_id, group };
         }
         self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id, group });
+    }
+
+    /// What was told of a block.
+    pub(crate) fn told(&self, tier: Tier, block: BlockId) -> Told {
+        self.keys[tier.index()].get(block.index()).copied().unwrap_or(NOTHING)
+    }
+
+    /// A copy of a block can be found in another tier.
+    pub(crate) fn copied(&mut self, pools: &mut [Pool; 3], to: (Tier, BlockId), told: Told, tokens: u32) {
+        self.gather(pools);
+        let (tier, block) = to;
+        let Told { key, parent, lora_id, group } = told;
+        if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
+            *known = told;
+        }
+        self.ring.push(Event::Stored { key, parent, tier, block, tokens, lora_id, group });
     }
 
     pub(crate) fn cleared(&mut self, pools: &mut [Pool; 3], tier: Tier) {
@@ -230,7 +254,7 @@ impl Events {
                 for removal in removals {
                     let Removal { block, reason, remaining } = removal;
                     let known = self.keys[tier.index()].get(block.index());
-                    let Exported { key, group } = known.copied().unwrap_or(NO_KEY);
+                    let Told { key, group, .. } = known.copied().unwrap_or(NOTHING);
                     self.ring.push(Event::Removed { key, tier, block, reason, remaining, group });
                 }
             }
@@ -261,7 +285,7 @@ impl Events {
                 return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), keys.len()));
             }
             let mut blocks = (0..).map(BlockId).zip(keys);
-            if let Some((block, _)) = blocks.find(|(block, key)| pool.is_published(*block) && **key == NO_KEY) {
+            if let Some((block, _)) = blocks.find(|(block, key)| pool.is_published(*block) && **key == NOTHING) {
                 return Some(format!("{} block {block} was published without an event", pool.tier()));
             }
         }

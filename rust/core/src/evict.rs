@@ -4,11 +4,13 @@
 
 mod leveled;
 mod policy;
+mod quota;
 
 mod s3fifo;
 
 use crate::id::BlockId;
 use policy::{Adaptive, Lru, Priority};
+pub(crate) use quota::Quotas;
 use s3fifo::S3Fifo;
 use std::fmt;
 
@@ -28,6 +30,40 @@ pub enum Departure {
 ///
 /// A block is published, becomes evictable when its last user goes, is hit any number of times, and is popped or gone.
 /// What has been inserted and not been removed must be popped at some time, or the pool runs dry.
+///
+/// ```
+/// use blockyard_core::{BlockId, Config, Departure, Eviction, Evictor, Manager, Policies};
+/// use std::collections::BTreeSet;
+///
+/// /// The lowest id goes first.
+/// #[derive(Clone, Debug, Default)]
+/// struct Lowest(BTreeSet<BlockId>);
+///
+/// impl Evictor for Lowest {
+///     fn len(&self) -> usize {
+///         self.0.len()
+///     }
+///     fn contains(&self, block: BlockId) -> bool {
+///         self.0.contains(&block)
+///     }
+///     fn insert(&mut self, block: BlockId) {
+///         self.0.insert(block);
+///     }
+///     fn remove(&mut self, block: BlockId, _departure: Departure) -> bool {
+///         self.0.remove(&block)
+///     }
+///     fn pop(&mut self) -> Option<BlockId> {
+///         self.0.pop_first()
+///     }
+///     fn boxed_clone(&self) -> Box<dyn Evictor> {
+///         Box::new(self.clone())
+///     }
+/// }
+///
+/// let policies = Policies { eviction: Eviction::Custom(|_blocks| Box::new(Lowest::default())), ..Policies::default() };
+/// let config = Config { block_size: 16, blocks: [64, 0, 0], watermark: 0.0, prefix_caching: true };
+/// assert!(Manager::with_policies(config, policies).is_ok());
+/// ```
 pub trait Evictor: fmt::Debug + Send + Sync {
     /// Blocks that can be evicted.
     fn len(&self) -> usize;
@@ -118,6 +154,8 @@ pub(crate) enum Policy {
     Adaptive(Adaptive),
     Priority(Priority),
     Custom(Box<dyn Evictor>),
+    /// One of the others, under quotas.
+    Quotas(Box<Quotas>),
 }
 
 /// Calls a method of whichever policy it is.
@@ -129,6 +167,7 @@ macro_rules! dispatch {
             Policy::Adaptive($inner) => $call,
             Policy::Priority($inner) => $call,
             Policy::Custom($inner) => $call,
+            Policy::Quotas($inner) => $call,
         }
     };
 }
@@ -159,6 +198,7 @@ impl Policy {
             Self::Adaptive(_) => Eviction::Adaptive.name(),
             Self::Priority(_) => Eviction::Priority.name(),
             Self::Custom(_) => "custom",
+            Self::Quotas(policy) => policy.inner.name(),
         }
     }
 
@@ -167,9 +207,50 @@ impl Policy {
         let mut order = Vec::with_capacity(self.len());
         match self {
             Self::Lru(policy) => order.extend(policy.iter()),
+            Self::Quotas(policy) => return policy.inner.order(),
             _ => self.clone().pop_into(self.len(), &mut order),
         }
         order
+    }
+
+    /// The first blocks in their order; those of policies other than `lru` are found in time that rises with the pool.
+    pub(crate) fn upcoming(&self, count: usize) -> Vec<BlockId> {
+        match self {
+            Self::Lru(policy) => policy.iter().take(count).collect(),
+            Self::Quotas(policy) => policy.inner.upcoming(count),
+            _ => {
+                let mut first = Vec::new();
+                self.clone().pop_into(count, &mut first);
+                first
+            }
+        }
+    }
+
+    /// Sets a tenant's quota, in a pool of so many blocks; tenants are numbered from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
+        if !matches!(self, Self::Quotas(_)) {
+            let inner = std::mem::replace(self, Self::Lru(Lru::new(0)));
+            *self = Self::Quotas(Box::new(Quotas::new(inner, blocks)));
+        }
+        if let Self::Quotas(policy) = self {
+            policy.set(tenant, quota);
+        }
+    }
+
+    /// The quotas, if there are any.
+    pub(crate) fn quotas(&self) -> Option<&Quotas> {
+        match self {
+            Self::Quotas(policy) => Some(policy),
+            _ => None,
+        }
+    }
+
+    /// The quotas, if there are any.
+    pub(crate) fn quotas_mut(&mut self) -> Option<&mut Quotas> {
+        match self {
+            Self::Quotas(policy) => Some(policy),
+            _ => None,
+        }
     }
 
     #[inline]
@@ -213,6 +294,7 @@ impl Clone for Policy {
             Self::Adaptive(policy) => Self::Adaptive(policy.clone()),
             Self::Priority(policy) => Self::Priority(policy.clone()),
             Self::Custom(policy) => Self::Custom(policy.boxed_clone()),
+            Self::Quotas(policy) => Self::Quotas(policy.clone()),
         }
     }
 }

@@ -191,10 +191,16 @@ impl Chain {
     }
 }
 
+/// Whether a token is [`RESERVED_TOKEN`].
+#[inline]
+pub(crate) fn has_reserved(tokens: &[u32]) -> bool {
+    // Without an early exit, so that it becomes vector instructions.
+    tokens.iter().fold(0, |any, &token| any | u32::from(token == RESERVED_TOKEN)) != 0
+}
+
 /// Fails if a token is [`RESERVED_TOKEN`].
 pub(crate) fn refuse_reserved(tokens: &[u32]) -> Result<()> {
-    // Without an early exit, so that it becomes vector instructions.
-    if tokens.iter().fold(0, |any, &token| any | u32::from(token == RESERVED_TOKEN)) == 0 {
+    if !has_reserved(tokens) {
         return Ok(());
     }
     let at = tokens.iter().take_while(|&&token| token != RESERVED_TOKEN).count();

@@ -35,14 +35,17 @@ pub(crate) struct Tickets {
     collected: Vec<Held>,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
-    ended_copies: BTreeMap<TicketId, Vec<[u32; 2]>>,
+    ended_copies: BTreeMap<TicketId, Vec<[Bytes; 2]>>,
 }
 
-/// What one ticket holds, and which device blocks its copies read and wrote.
+/// The bytes of a block from when it is given out until it is freed: the block, and its generation then.
+pub(crate) type Bytes = (BlockId, u32);
+
+/// What one ticket holds, and which device bytes its copies read and wrote.
 #[derive(Debug, Clone)]
 struct Ticket {
     held: Vec<Held>,
-    copies: Vec<[u32; 2]>,
+    copies: Vec<[Bytes; 2]>,
 }
 
 /// What a ticket holds, in the order in which it was collected.
@@ -124,7 +127,7 @@ impl Tickets {
     }
 
     /// Ends the present step: its leases belong to the returned ticket from now on.
-    pub(crate) fn submit(&mut self, copies: Vec<[u32; 2]>) -> TicketId {
+    pub(crate) fn submit(&mut self, copies: Vec<[Bytes; 2]>) -> TicketId {
         let ticket = self.open;
         let held = std::mem::take(&mut self.collected);
         self.submitted.insert(ticket, Ticket { held, copies });
@@ -152,6 +155,13 @@ impl Tickets {
         self.submitted.get(&ticket).map(|ticket| ticket.held.iter().flat_map(Held::leases))
     }
 
+    /// Leases of a submitted ticket or of the present step's.
+    pub(crate) fn of(&self, ticket: TicketId) -> impl Iterator<Item = Lease> {
+        let submitted = self.submitted.get(&ticket).map(|ticket| &ticket.held);
+        let held = if ticket == self.open { Some(&self.collected) } else { submitted };
+        held.into_iter().flatten().flat_map(Held::leases)
+    }
+
     /// Closes a submitted ticket and gives back what it held.
     pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Held>> {
         let Ticket { held, copies } = self.submitted.remove(&ticket)?;
@@ -164,7 +174,7 @@ impl Tickets {
     }
 
     /// Copies of a submitted ticket and of those after it, in their order.
-    pub(crate) fn copies_since(&self, ticket: TicketId) -> Vec<[u32; 2]> {
+    pub(crate) fn copies_since(&self, ticket: TicketId) -> Vec<[Bytes; 2]> {
         let mut copies: Vec<_> = self.ended_copies.range(ticket..).map(|(&at, copies)| (at, copies)).collect();
         copies.extend(self.submitted.range(ticket..).map(|(&at, ticket)| (at, &ticket.copies)));
         copies.sort_by_key(|(at, _)| *at);
@@ -193,10 +203,10 @@ mod tests {
         let open = tickets.open();
         assert!(tickets.in_flight(open) && tickets.idle());
         tickets.collect(Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(3) });
-        assert_eq!(tickets.submit(vec![[3, 4]]), open);
+        assert_eq!(tickets.submit(vec![[(BlockId(3), 0), (BlockId(4), 0)]]), open);
         assert!(tickets.in_flight(open) && !tickets.idle());
         assert_eq!(tickets.draining(), vec![open]);
-        assert_eq!(tickets.copies_since(open), [[3, 4]]);
+        assert_eq!(tickets.copies_since(open), [[(BlockId(3), 0), (BlockId(4), 0)]]);
         assert_eq!(tickets.close(open).unwrap().len(), 1);
         assert!(!tickets.in_flight(open));
         assert_eq!(tickets.close(open), None);
@@ -223,9 +233,10 @@ mod tests {
     #[test]
     fn copies_of_an_ended_ticket_are_known_while_an_earlier_one_runs() {
         let mut tickets = Tickets::new();
-        let (load, copy) = (tickets.submit(Vec::new()), tickets.submit(vec![[1, 2]]));
+        let copied = [(BlockId(1), 5), (BlockId(2), 7)];
+        let (load, copy) = (tickets.submit(Vec::new()), tickets.submit(vec![copied]));
         tickets.close(copy).unwrap();
-        assert_eq!(tickets.copies_since(load), [[1, 2]]);
+        assert_eq!(tickets.copies_since(load), [copied]);
         assert!(!tickets.is_settled(copy));
         tickets.close(load).unwrap();
         assert!(tickets.is_settled(copy) && tickets.ended_copies.is_empty());

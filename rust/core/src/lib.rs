@@ -27,10 +27,10 @@ pub use event::{Event, EventBatch, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
-pub use id::{BlockId, SequenceId, TicketId, Tier};
+pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Manager, PrefixStats, Prompt, Stats, TableRows,
-    TierUse,
+    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Expired, Manager, PrefixStats, Prompt, Stats,
+    TableRows, TierUse,
 };
 pub use plan::{Run, merge_runs};
 pub use pool::Policies;

@@ -1,7 +1,7 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. [`Pool::take`], [`Pool::claim`], [`Pool::release`] and the calls
+//! but drains it is in `draining`; else its leases hold it. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
 //! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use crate::event::Removals;
 use crate::evict::Eviction;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
-use crate::lease::LeaseKind;
+use crate::lease::{Bytes, LeaseKind};
 use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
@@ -17,11 +17,12 @@ use cached::Cache;
 mod bulk;
 mod cached;
 mod publish;
+mod quota;
 mod snapshot;
 pub(crate) use publish::Published;
 pub(crate) use snapshot::PoolImage;
 
-/// Most blocks that one tier can have: ids share a word with a tier in [`Twin`].
+/// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 
 /// Most leases of one kind on one block.
@@ -160,6 +161,18 @@ impl Pool {
         self.node(block).generation
     }
 
+    /// The generation of the bytes that a leased block holds, which may have been freed, but not given out again.
+    pub(crate) fn leased_generation(&self, block: BlockId) -> u32 {
+        let node = self.node(block);
+        node.generation.wrapping_sub(u32::from(node.refs == 0))
+    }
+
+    /// Whether a block still holds the bytes that it had in that generation, for sequences.
+    pub(crate) fn holds(&self, (block, generation): Bytes) -> bool {
+        let node = self.node(block);
+        node.refs > 0 && node.generation == generation
+    }
+
     /// Whether the block's one owner may write it in place: nobody else refers to it or can find it.
     pub(crate) fn is_exclusive(&self, block: BlockId) -> bool {
         let node = self.nodes[block.index()];
@@ -256,7 +269,8 @@ impl Pool {
         std::mem::take(&mut self.orphans)
     }
 
-    fn note_peak(&mut self) {
+    /// Notes how many blocks are not free, where a call has made them more.
+    pub(crate) fn note_peak(&mut self) {
         self.peak = self.peak.max(self.len() - self.free());
     }
 
@@ -282,7 +296,7 @@ impl Pool {
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.free.used(block);
-        self.settle(block);
+        self.settle(block, false);
         twin
     }
 
@@ -318,7 +332,7 @@ impl Pool {
         }
         if node.refs == 0 {
             self.begin_chain();
-            self.settle(block);
+            self.settle(block, true);
         }
     }
 
@@ -337,11 +351,14 @@ impl Pool {
         decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
     }
 
-    /// Puts a block without references where its leases say that it belongs.
-    fn settle(&mut self, block: BlockId) {
+    /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
+    #[inline]
+    fn settle(&mut self, block: BlockId, drained: bool) {
         let node = self.nodes[block.index()];
         if !node.is_leased() {
-            self.draining.remove(block);
+            if drained {
+                self.draining.remove(block);
+            }
             match &mut self.cache {
                 Some(cache) if node.tag != 0 => cache.policy.insert(block),
                 _ => self.free.insert(block),

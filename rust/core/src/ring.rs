@@ -10,6 +10,8 @@ use std::collections::VecDeque;
 
 /// Entries in a chunk: memory is taken and given back in pieces of 8 KiB.
 const CHUNK: usize = 1024;
+/// Entries whose blocks are looked at together.
+const TOGETHER: usize = 128;
 /// Entries looked at by one insertion while a sweep is due.
 const SWEPT: usize = 4;
 
@@ -62,6 +64,16 @@ impl Queue {
         Some(entry)
     }
 
+    /// The first `count` entries, or fewer if they are in several chunks; at least one, if there is any.
+    #[inline]
+    fn firsts(&mut self, count: usize) -> &[Entry] {
+        if self.at == self.front.len() && !self.turn() {
+            return &[];
+        }
+        let rest = &self.front[self.at..];
+        &rest[..count.min(rest.len())]
+    }
+
     fn iter(&self) -> impl Iterator<Item = &Entry> {
         self.front[self.at..].iter().chain(self.full.iter().flatten()).chain(&self.back)
     }
@@ -110,6 +122,11 @@ impl Rings {
         Self { each: rings, stamps: vec![0; blocks], clock: 0, len: 0, entries: 0, sweeping: 0 }
     }
 
+    /// Makes room for more rings.
+    pub(crate) fn grow(&mut self, rings: usize) {
+        self.each.resize(rings.max(self.each.len()), Ring::default());
+    }
+
     /// Blocks in all rings.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -136,7 +153,7 @@ impl Rings {
         self.each[ring].rest.push((block, self.clock));
         self.len += 1;
         self.entries += 1;
-        if self.entries > self.len + self.len / 4 + 64 {
+        if self.entries > self.len + self.len / 2 + 64 {
             self.sweep();
         }
     }
@@ -162,6 +179,34 @@ impl Rings {
             }
         }
         None
+    }
+
+    /// Takes the `count` first blocks of a ring out, or as many as there are, and appends them to `out`.
+    pub(crate) fn pop_into(&mut self, ring: usize, mut count: usize, out: &mut Vec<BlockId>) {
+        let Ring { swept, rest } = &mut self.each[ring];
+        let mut stamps = [0; TOGETHER];
+        while count > 0 {
+            let queue = if swept.first().is_some() { &mut *swept } else { &mut *rest };
+            let entries = queue.firsts(count.min(TOGETHER));
+            let read = entries.len();
+            if read == 0 {
+                return;
+            }
+            // Nothing else in this loop, so that many cache misses overlap.
+            for (stamp, (block, _)) in stamps.iter_mut().zip(entries) {
+                *stamp = self.stamps[block.index()];
+            }
+            for (found, &(block, stamp)) in stamps.iter().zip(entries) {
+                if *found == stamp {
+                    self.stamps[block.index()] = 0;
+                    self.len -= 1;
+                    count -= 1;
+                    out.push(block);
+                }
+            }
+            queue.at += read;
+            self.entries -= read;
+        }
     }
 
     /// Insertions since the first block of a ring was put there.
@@ -205,7 +250,7 @@ mod tests {
     proptest! {
         #[test]
         fn each_ring_gives_its_blocks_in_the_order_in_which_they_came(
-            ops in prop::collection::vec((0u8..5, 0u32..40, 0usize..3), 0..2000),
+            ops in prop::collection::vec((0u8..6, 0u32..40, 0usize..3), 0..2000),
         ) {
             let mut rings = Rings::new(40, 3);
             let mut model: [Vec<u32>; 3] = [vec![], vec![], vec![]];
@@ -227,6 +272,12 @@ mod tests {
                         prop_assert_eq!(rings.pop(ring), first);
                     }
                     4 => prop_assert_eq!(rings.age(ring).is_some(), !model[ring].is_empty()),
+                    5 => {
+                        let mut taken = Vec::new();
+                        rings.pop_into(ring, n as usize / 4, &mut taken);
+                        let count = (n as usize / 4).min(model[ring].len());
+                        prop_assert!(taken.iter().map(|block| block.0).eq(model[ring].drain(..count)));
+                    }
                     _ => {}
                 }
                 prop_assert_eq!(rings.len(), model.iter().map(Vec::len).sum::<usize>());

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
 
 /// Version of the payload: any change of what the books hold needs another.
-pub const SNAPSHOT_VERSION: u32 = 3;
+pub const SNAPSHOT_VERSION: u32 = 4;
 
 /// Counters that a snapshot may hold at most, so that counting on cannot overflow.
 pub(crate) const MAX_COUNT: u64 = 1 << 62;

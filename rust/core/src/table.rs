@@ -198,6 +198,8 @@ pub(crate) struct RowKeys {
     pub(crate) pending: Vec<u32>,
     /// Adapter that the sequence runs with.
     pub(crate) lora_id: u64,
+    /// Tenant with a quota that the sequence belongs to, 0 for none.
+    pub(crate) tenant: u16,
     /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
     pub(crate) surplus: Vec<(u32, u32)>,
     /// What is needed to open the last full block again; none if that has extras or was opened before.

@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, KeySpec, Kind, Manager, Prompt,
-    SequenceId, StepDecision, TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, SequenceId, TicketId,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -21,9 +21,14 @@ mod books;
 mod bound;
 #[path = "manager/groups.rs"]
 mod groups;
+#[path = "manager/keep.rs"]
+mod keep;
+#[path = "manager/memory.rs"]
+mod memory;
 #[path = "manager/ops.rs"]
 mod ops;
 
+use memory::Transfer;
 pub(crate) use ops::{Op, Setup, op, setup};
 
 const BLOCK: u32 = 4;
@@ -31,14 +36,6 @@ const BLOCK: u32 = 4;
 type Bytes = [u64; BLOCK as usize];
 
 const GARBAGE: Bytes = [u64::MAX; BLOCK as usize];
-
-/// One pair on its way: read already, or not.
-#[derive(Debug)]
-struct Transfer {
-    src: (Tier, u32),
-    dst: (Tier, u32),
-    bytes: Option<Bytes>,
-}
 
 /// What a model writes for each token: it depends on all ids up to it.
 fn values(ids: &[u32]) -> Vec<u64> {
@@ -68,14 +65,15 @@ pub(crate) struct World {
     dirty: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
-    tickets: BTreeMap<TicketId, (StepDecision, Vec<Transfer>)>,
+    tickets: BTreeMap<TicketId, Vec<Transfer>>,
     /// A batch object and the block table that it keeps.
     batch: DecodeBatch,
     table: Vec<i32>,
     next: u64,
     /// What the events say can be found, and how many events there were.
-    findable: BTreeMap<(u8, [u8; 32]), BlockId>,
+    findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
     events: u64,
+    pins: Vec<keep::Held>,
 }
 
 /// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
@@ -83,10 +81,13 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 8;
 
 impl World {
-    pub(crate) fn new(Setup { blocks, policies, groups }: Setup) -> Self {
+    pub(crate) fn new(Setup { blocks, policies, groups, host_cache }: Setup) -> Self {
         let prefix_caching = !groups.contains(&Group::CrossAttention);
         let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching };
         let mut manager = Manager::with_groups(config, policies, groups).unwrap();
+        if host_cache {
+            manager.keep_host_copies().unwrap();
+        }
         if prefix_caching {
             manager.record_events(1 << 16).unwrap();
         }
@@ -109,6 +110,7 @@ impl World {
             next: 0,
             findable: BTreeMap::new(),
             events: 0,
+            pins: vec![],
         }
     }
 
@@ -187,7 +189,7 @@ impl World {
     /// A prompt of one of a few families: those of a family are prefixes of each other.
     fn prompt(&mut self, tokens: u32, family: u32, chunk: u32) {
         let ids: Vec<u32> = (0..tokens).map(|i| family + i / 9).collect();
-        let prompt = Prompt { tokens: &ids, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[] };
         let cached = self.manager.cached_tokens(&prompt).unwrap();
         let before = self.manager.pool(Tier::Device).available();
         let mut out = Vec::new();
@@ -229,11 +231,10 @@ impl World {
         }
     }
 
-    fn fork(&mut self, sequence: SequenceId, count: u32) {
-        let mut out = Vec::new();
-        match self.manager.fork(sequence, count, &mut out) {
+    fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
+        match self.manager.fork(sequence, count, out) {
             Ok(()) => {
-                for &child in &out {
+                for &child in &*out {
                     self.truth.insert(child, self.truth[&sequence].clone());
                     if let Some(ids) = self.ids.get(&sequence).cloned() {
                         self.ids.insert(child, ids);
@@ -247,6 +248,8 @@ impl World {
                     if self.dirty.contains(&sequence) {
                         self.dirty.push(child);
                     }
+                    let computed: Vec<_> = self.computed.iter().filter(|(s, _)| *s == sequence).copied().collect();
+                    self.computed.extend(computed.into_iter().map(|(_, first)| (child, first)));
                 }
             }
             Err(error) => assert_eq!(error, Error::Lost { sequence }),
@@ -307,107 +310,6 @@ impl World {
         self.pending.retain(|&(slot, _)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0);
     }
 
-    /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
-    fn step(&mut self) {
-        let decision = self.manager.take_decision();
-        self.dirty.clear();
-        let mut transfers = Vec::new();
-        for (kind, pairs) in &decision.transfers {
-            for &[from, to] in &pairs.ids {
-                transfers.push((*kind, Transfer { src: (pairs.src, from), dst: (pairs.dst, to), bytes: None }));
-            }
-        }
-        self.tickets.insert(decision.ticket, (decision.clone(), Vec::new()));
-        let late: Vec<_> = transfers
-            .iter()
-            .filter(|(kind, _)| *kind != Kind::Copy)
-            .map(|(_, t)| Transfer { bytes: None, ..*t })
-            .collect();
-        self.tickets.get_mut(&decision.ticket).unwrap().1 = late;
-        for ticket in &decision.after {
-            self.read_device(*ticket);
-        }
-        // What this step computes or copies waits for its loads.
-        let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
-        let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
-        let read: Vec<u32> = tables.chain(written).collect();
-        let copied: Vec<u32> = transfers.iter().filter(|(k, _)| *k == Kind::Copy).map(|(_, t)| t.src.1).collect();
-        let (_, mine) = self.tickets.get_mut(&decision.ticket).unwrap();
-        for transfer in mine {
-            if transfer.dst.0 == Tier::Device && (read.contains(&transfer.dst.1) || copied.contains(&transfer.dst.1)) {
-                let bytes = self.memory[transfer.src.0.index()][transfer.src.1 as usize];
-                self.memory[0][transfer.dst.1 as usize] = bytes;
-                transfer.dst = transfer.src;
-                transfer.bytes = Some(bytes);
-            }
-        }
-        for (_, copy) in transfers.iter().filter(|(kind, _)| *kind == Kind::Copy) {
-            self.memory[0][copy.dst.1 as usize] = self.memory[0][copy.src.1 as usize];
-        }
-        for (slot, token) in std::mem::take(&mut self.pending) {
-            let slot = u32::try_from(slot).unwrap();
-            self.memory[0][(slot / BLOCK) as usize][(slot % BLOCK) as usize] = token;
-        }
-        for (sequence, first) in std::mem::take(&mut self.computed) {
-            if self.truth.contains_key(&sequence) && !self.lost.contains(&sequence) {
-                self.read(sequence, first);
-            }
-        }
-    }
-
-    fn read_device(&mut self, ticket: TicketId) {
-        let (_, transfers) = self.tickets.get_mut(&ticket).expect("`after` names a ticket that has not ended");
-        for transfer in transfers.iter_mut().filter(|t| t.src.0 == Tier::Device && t.bytes.is_none()) {
-            transfer.bytes = Some(self.memory[0][transfer.src.1 as usize]);
-        }
-    }
-
-    /// Runs what is left of a ticket, `dropped` excepted, and ends it.
-    fn end(&mut self, ticket: TicketId, dropped: Option<usize>) {
-        let (decision, transfers) = self.tickets.remove(&ticket).unwrap();
-        let reads: Vec<_> = transfers
-            .iter()
-            .map(|t| t.bytes.unwrap_or_else(|| self.memory[t.src.0.index()][t.src.1 as usize]))
-            .collect();
-        let pairs: Vec<_> = decision.transfers.iter().filter(|(kind, _)| *kind != Kind::Copy).collect();
-        let mut lost = Vec::new();
-        let mut at = 0;
-        for (_, pairs) in pairs {
-            for &ids in &pairs.ids {
-                let transfer = &transfers[at];
-                if dropped == Some(at) {
-                    lost.push(blockyard_core::Pairs { src: pairs.src, dst: pairs.dst, ids: vec![ids] });
-                    self.memory[pairs.dst.index()][ids[1] as usize] = GARBAGE;
-                    if pairs.dst == Tier::Device {
-                        self.spoil_copies(&decision, ids[1]);
-                    }
-                } else {
-                    self.memory[transfer.dst.0.index()][transfer.dst.1 as usize] = reads[at];
-                }
-                at += 1;
-            }
-        }
-        if lost.is_empty() {
-            self.manager.complete(ticket).unwrap();
-        } else {
-            self.lost.extend(self.manager.fail(ticket, &lost).unwrap());
-        }
-        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
-    }
-
-    /// A copy of the same step has taken the bytes that did not land.
-    fn spoil_copies(&mut self, decision: &StepDecision, source: u32) {
-        for &[from, to] in decision.of(Kind::Copy).flat_map(|pairs| &pairs.ids) {
-            if from == source {
-                self.memory[0][to as usize] = GARBAGE;
-            }
-        }
-    }
-
-    fn nth_ticket(&self, n: usize) -> Option<TicketId> {
-        self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
-    }
-
     pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
@@ -417,19 +319,16 @@ impl World {
                 self.mark(&s);
             }
             Op::MarkTo(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.mark_to(s, n)),
-            Op::Reset => {
-                let pool = self.manager.pool(Tier::Device);
-                let idle = pool.free() + self.null_blocks(Tier::Device) == pool.len();
-                assert_eq!(self.manager.reset_prefix_cache(), idle);
-            }
+            Op::Reset => self.reset(),
             Op::Priority(s, n, priority) => self.manager.set_priority(&self.pick(s, n), priority).unwrap(),
-            Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n)),
+            Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n, &mut Vec::new())),
             Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
             Op::Append { first, count, tokens, lookahead } => {
                 let sequences = self.pick(first, count);
                 self.append(&sequences, tokens, lookahead);
             }
             Op::Bound(op) => self.apply_bound(op),
+            Op::Keep(op) => self.apply_keep(op),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);
@@ -458,24 +357,16 @@ impl World {
                 let result = self.manager.fetch(&s, if host { Tier::Host } else { Tier::Device });
                 assert!(host || can != AllocStatus::Ok || result.is_ok(), "{result:?}");
             }
-            Op::Step => self.step(),
-            Op::End(n) => self.nth_ticket(n).into_iter().for_each(|t| self.end(t, None)),
-            Op::Fail(n, p) => {
-                if let Some(ticket) = self.nth_ticket(n) {
-                    let pairs = self.tickets[&ticket].1.len();
-                    // What a later step has waited for is known to have landed.
-                    let last = self.tickets.keys().next_back() == Some(&ticket);
-                    let fresh = |t: &Transfer| last || t.bytes.is_none() || t.dst != t.src;
-                    let p = p % pairs.max(1);
-                    if pairs > 0 && fresh(&self.tickets[&ticket].1[p]) {
-                        self.end(ticket, Some(p));
-                    }
-                }
+            Op::Step(lost) => self.step(lost),
+            Op::End(n) => self.nth_ticket(n).into_iter().for_each(|t| self.end(t)),
+            Op::Return { pick, lost, tokens } => {
+                self.pick(pick, 1).into_iter().for_each(|s| self.come_back(s, lost, tokens));
             }
             Op::Snapshot => self.snapshot(),
         }
         self.manager.check().unwrap();
         self.follow();
+        self.watch_pins();
     }
 }
 

@@ -8,8 +8,11 @@ use numpy::{
     PyUntypedArrayMethods,
 };
 use pyo3::conversion::FromPyObjectOwned;
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::sync::critical_section::with_critical_section;
+use pyo3::types::{PyInt, PyList};
+use std::ops::Range;
 
 /// An argument that is one number; what is no number, or out of range, gets an error that shows it.
 fn number<'py, T: FromPyObjectOwned<'py>>(value: Borrowed<'_, 'py, PyAny>, must: &str) -> PyResult<T> {
@@ -55,103 +58,167 @@ impl<'py> FromPyObject<'_, 'py> for Ticket {
     }
 }
 
-/// Handles of a batch of sequences.
-pub(crate) enum Sequences<'py> {
-    Array(PyReadonlyArray1<'py, u64>),
-    List(Vec<u64>),
+/// Items of a list that are fetched before the first of them is read.
+const AHEAD: usize = 64;
+
+/// Numbers of a batch: the caller's array, or a copy of another array or of a list.
+pub(crate) enum Numbers<'py, T: Element> {
+    Array(PyReadonlyArray1<'py, T>),
+    /// A contiguous one that is not entered among those being read, which takes long where many are views of one.
+    Alone(Bound<'py, PyArray1<T>>),
+    List(Vec<T>),
 }
+
+impl<'py, T> Numbers<'py, T>
+where
+    T: Element + Copy + TryFrom<isize> + FromPyObjectOwned<'py>,
+{
+    /// A list of ints or an array of the right type.
+    fn usual(value: &Bound<'py, PyAny>) -> Option<Self> {
+        if let Ok(list) = value.cast::<PyList>() {
+            return ints(list).map(Self::List);
+        }
+        let array = value.extract::<PyReadonlyArray1<'py, T>>().ok()?;
+        Some(if array.is_c_contiguous() { Self::Array(array) } else { Self::List(array.as_array().to_vec()) })
+    }
+
+    /// A contiguous array, for calls that write to none.
+    fn alone(value: &Bound<'py, PyAny>) -> Option<Self> {
+        let array = value.cast::<PyArray1<T>>().ok()?;
+        array.is_c_contiguous().then(|| Self::Alone(array.clone()))
+    }
+
+    /// Any sequence of numbers; `what` and `must` are for the message.
+    fn new(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Self> {
+        if let Some(numbers) = Self::usual(value) {
+            return Ok(numbers);
+        }
+        value.extract().map(Self::List).map_err(|_| invalid(format!("{what} are {}, must be {must}", describe(value))))
+    }
+
+    /// One number, or any sequence of them.
+    fn one_or_more(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Result<T, Self>> {
+        if !value.is_instance_of::<PyInt>() {
+            if let Some(numbers) = Self::usual(value) {
+                return Ok(Err(numbers));
+            }
+        }
+        match value.extract() {
+            Ok(number) => Ok(Ok(number)),
+            Err(_) => Self::new(value, what, must).map(Err),
+        }
+    }
+
+    pub(crate) fn get(&self) -> PyResult<&[T]> {
+        Ok(match self {
+            Self::Array(array) => array.as_slice()?,
+            // SAFETY: the calls that take such arrays write to none while they read. Threads that write to the caller's
+            // arrays at the same time are his to keep away, as they are from numpy.
+            Self::Alone(array) => unsafe { array.as_slice()? },
+            Self::List(list) => list,
+        })
+    }
+}
+
+/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything else,
+/// or out of range: the slow way then finds what to do or to say.
+fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> Option<Vec<T>> {
+    with_critical_section(list, || {
+        let len = list.len();
+        let mut numbers = Vec::with_capacity(len);
+        let mut items = [[std::ptr::null_mut(); AHEAD]; 2];
+        fetch(list, 0..len.min(AHEAD), &mut items[0]);
+        while numbers.len() < len {
+            let (at, [now, next]) = (numbers.len(), &mut items);
+            let end = len.min(at + AHEAD);
+            fetch(list, end..len.min(end + AHEAD), next);
+            for &item in &now[..end - at] {
+                // SAFETY: the thread is attached. The list has held its items since they were read, as neither this call
+                // nor that of `fetch` runs Python code, and the critical section keeps others from changing it.
+                let number = unsafe { ffi::PyLong_AsSsize_t(item) };
+                let Ok(number) = T::try_from(number) else {
+                    PyErr::take(list.py());
+                    return None;
+                };
+                numbers.push(number);
+            }
+            items.swap(0, 1);
+        }
+        Some(numbers)
+    })
+}
+
+/// Items of a list, valid as long as that holds them; their memory is fetched while the caller goes on.
+#[inline]
+fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::PyObject; AHEAD]) {
+    for (at, item) in range.zip(items) {
+        // SAFETY: the thread is attached and the list alive; past its end there would be null.
+        *item = unsafe { ffi::PyList_GetItem(list.as_ptr(), at.try_into().unwrap_or(isize::MAX)) };
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a hint, of any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(item.cast()) };
+        }
+    }
+}
+
+/// Handles of a batch of sequences.
+pub(crate) struct Sequences<'py>(Numbers<'py, u64>);
 
 impl<'py> Sequences<'py> {
     pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'py, u64>>() {
-            return Ok(if array.is_c_contiguous() {
-                Self::Array(array)
-            } else {
-                Self::List(array.as_array().to_vec())
-            });
-        }
-        if let Ok(handle) = value.extract::<u64>() {
-            return Ok(Self::List(vec![handle]));
-        }
-        value.extract().map(Self::List).map_err(|_| {
-            invalid(format!(
-                "sequences are {}, must be uint64 handles: a numpy array or a list of ints",
-                describe(value)
-            ))
-        })
+        let must = "uint64 handles: a numpy array or a list of ints";
+        let handles = Numbers::one_or_more(value, "sequences", must)?;
+        Ok(Self(handles.map_or_else(|handles| handles, |handle| Numbers::List(vec![handle]))))
+    }
+
+    /// For calls that write to no array.
+    pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Numbers::alone(value).map_or_else(|| Self::new(value), |numbers| Ok(Self(numbers)))
     }
 
     pub(crate) fn get(&self) -> PyResult<&[SequenceId]> {
-        let handles = match self {
-            Self::Array(array) => array.as_slice()?,
-            Self::List(list) => list,
-        };
+        let handles = self.0.get()?;
         // SAFETY: `SequenceId` is a transparent wrapper of `u64`, so the two slices have one layout.
         Ok(unsafe { std::slice::from_raw_parts(handles.as_ptr().cast::<SequenceId>(), handles.len()) })
     }
 }
 
 /// Token ids of one prompt.
-pub(crate) enum TokenIds<'py> {
-    Array(PyReadonlyArray1<'py, u32>),
-    List(Vec<u32>),
-}
+pub(crate) struct TokenIds<'py>(Numbers<'py, u32>);
 
 impl<'py> TokenIds<'py> {
     pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'py, u32>>() {
-            return Ok(if array.is_c_contiguous() {
-                Self::Array(array)
-            } else {
-                Self::List(array.as_array().to_vec())
-            });
-        }
-        value.extract().map(Self::List).map_err(|_| {
-            invalid(format!("token ids are {}, must be uint32: a numpy array or a list of ints", describe(value)))
-        })
+        Numbers::new(value, "token ids", "uint32: a numpy array or a list of ints").map(Self)
+    }
+
+    /// For calls that write to no array.
+    pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Numbers::alone(value).map_or_else(|| Self::new(value), |numbers| Ok(Self(numbers)))
     }
 
     pub(crate) fn get(&self) -> PyResult<&[u32]> {
-        Ok(match self {
-            Self::Array(array) => array.as_slice()?,
-            Self::List(list) => list,
-        })
+        self.0.get()
     }
 }
 
 /// Token counts: one for all, or one a sequence.
 pub(crate) enum Tokens<'py> {
     All(u32),
-    Array(PyReadonlyArray1<'py, u32>),
-    List(Vec<u32>),
+    Each(Numbers<'py, u32>),
 }
 
 impl<'py> Tokens<'py> {
     pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if let Ok(count) = value.extract::<u32>() {
-            return Ok(Self::All(count));
-        }
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'py, u32>>() {
-            return Ok(if array.is_c_contiguous() {
-                Self::Array(array)
-            } else {
-                Self::List(array.as_array().to_vec())
-            });
-        }
-        value.extract().map(Self::List).map_err(|_| {
-            invalid(format!(
-                "token counts are {}, must be one int or one a sequence, 0 to {}",
-                describe(value),
-                u32::MAX
-            ))
-        })
+        let must = "one int or one a sequence, 0 to 4294967295";
+        Ok(Numbers::one_or_more(value, "token counts", must)?.map_or_else(Self::Each, Self::All))
     }
 
     pub(crate) fn get(&self) -> PyResult<Counts<'_>> {
         Ok(match self {
             Self::All(count) => Counts::All(*count),
-            Self::Array(array) => Counts::Each(array.as_slice()?),
-            Self::List(list) => Counts::Each(list),
+            Self::Each(counts) => Counts::Each(counts.get()?),
         })
     }
 
@@ -159,8 +226,7 @@ impl<'py> Tokens<'py> {
     pub(crate) fn to_vec(&self) -> PyResult<Vec<u32>> {
         Ok(match self {
             Self::All(count) => vec![*count],
-            Self::Array(array) => array.as_slice()?.to_vec(),
-            Self::List(list) => list.clone(),
+            Self::Each(counts) => counts.get()?.to_vec(),
         })
     }
 }

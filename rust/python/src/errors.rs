@@ -1,6 +1,6 @@
 //! The one place where errors of the core become Python exceptions, which are defined in `blockyard.errors`.
 
-use blockyard_core::Error;
+use blockyard_core::{Error, Tier};
 use pyo3::PyErr;
 
 mod classes {
@@ -24,11 +24,15 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         Error::OutOfBlocks { tier, wanted, free, total } => {
             classes::OutOfBlocksError::new_err((message, tier.name(), wanted, free, total))
         }
+        Error::TooManyPinned { wanted, held, limit } => {
+            let free = limit.saturating_sub(held);
+            classes::OutOfBlocksError::new_err((message, Tier::Device.name(), wanted, free, limit))
+        }
         Error::UnknownSequence { .. } => classes::UnknownSequenceError::new_err(message),
         Error::WrongTier { .. } | Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } => {
             classes::SequenceStateError::new_err(message)
         }
-        Error::UnknownTicket { .. } => classes::UnknownTicketError::new_err(message),
+        Error::UnknownTicket { .. } | Error::UnknownPin { .. } => classes::UnknownTicketError::new_err(message),
         Error::NotInTicket { .. } => classes::MappingError::new_err(message),
         Error::Busy { .. } | Error::BadSnapshot { .. } => classes::SnapshotError::new_err(message),
         Error::Broken { .. } => classes::InvariantError::new_err(message),

@@ -8,8 +8,11 @@ mod errors;
 mod event;
 mod evict;
 mod group;
+mod hostcache;
 mod manager;
+mod pin;
 mod prefix;
+mod quota;
 mod snapshot;
 mod stats;
 mod store;
@@ -34,6 +37,8 @@ mod _core {
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::pin::PyExpired;
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]

@@ -58,7 +58,7 @@ impl PyBlockManager {
         sequences: &Bound<'_, PyAny>,
         call: impl FnOnce(&mut Manager, &[SequenceId]) -> core::Result<T>,
     ) -> PyResult<T> {
-        let sequences = Sequences::new(sequences)?;
+        let sequences = Sequences::only_read(sequences)?;
         call(&mut self.lock(), sequences.get()?).map_err(to_py)
     }
 }
@@ -72,7 +72,7 @@ impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
         prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0, sliding_window = None,
-        groups = None))]
+        groups = None, host_prefix_cache = false, max_pinned = 0.5))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = count)] block_size: u32,
@@ -86,12 +86,18 @@ impl PyBlockManager {
         #[pyo3(from_py_with = count)] events: u32,
         #[pyo3(from_py_with = optional_count)] sliding_window: Option<u32>,
         groups: Option<Vec<PyCacheGroup>>,
+        host_prefix_cache: bool,
+        max_pinned: f64,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
         let policies = crate::evict::policies(reuse_order, eviction)?;
         let groups = group::groups(groups, sliding_window)?;
         let mut manager = Manager::with_groups(config, policies, &groups).map_err(to_py)?;
+        manager.limit_pins(max_pinned).map_err(to_py)?;
+        if host_prefix_cache {
+            manager.keep_host_copies().map_err(to_py)?;
+        }
         if events > 0 {
             manager.record_events(events as usize).map_err(to_py)?;
         }

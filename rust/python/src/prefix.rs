@@ -26,6 +26,7 @@ pub(crate) struct PyPrefixStats {
     tokens: u64,
     hit_tokens: u64,
     merged: u64,
+    loaded: u64,
     evicted: u64,
     cached_blocks: usize,
 }
@@ -53,7 +54,7 @@ impl PyBlockManager {
         extras: Vec<PyExtra>,
         #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
     ) -> PyResult<Allocated<'py>> {
-        let tokens = prompts.iter().map(TokenIds::new).collect::<PyResult<Vec<_>>>()?;
+        let tokens = prompts.iter().map(TokenIds::only_read).collect::<PyResult<Vec<_>>>()?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
         if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
             return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
@@ -79,7 +80,7 @@ impl PyBlockManager {
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
     fn cached_tokens(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<u32> {
-        let tokens = TokenIds::new(prompt)?;
+        let tokens = TokenIds::only_read(prompt)?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         self.lock().cached_tokens(&prompt).map_err(to_py)
@@ -91,9 +92,9 @@ impl PyBlockManager {
 
     #[pyo3(signature = (sequences, num_computed = None))]
     fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
+        let sequences = Sequences::only_read(sequences)?;
         let computed = num_computed.map(|computed| Tokens::new(computed)?.to_vec()).transpose()?;
+        let sequences = sequences.get()?;
         self.lock().mark_computed_to(sequences, computed.as_deref()).map_err(to_py)
     }
 
@@ -114,10 +115,10 @@ impl PyBlockManager {
     #[getter]
     fn prefix_stats(&self) -> PyPrefixStats {
         let manager = self.lock();
-        let PrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged } = manager.prefix_stats();
+        let PrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = manager.prefix_stats();
         let pool = manager.pool(blockyard_core::Tier::Device);
         let (evicted, cached_blocks) = (pool.evictions(), pool.published());
-        PyPrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, evicted, cached_blocks }
+        PyPrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded, evicted, cached_blocks }
     }
 }
 

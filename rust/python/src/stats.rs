@@ -22,6 +22,7 @@ pub(crate) struct PyManagerStats {
     hit_tokens: u64,
     missed_tokens: u64,
     merged_blocks: u64,
+    loaded_blocks: u64,
     copied_blocks: u64,
     swapped_out_blocks: u64,
     swapped_in_blocks: u64,
@@ -32,6 +33,8 @@ pub(crate) struct PyManagerStats {
     leased_blocks: ByTier,
     cached_blocks: ByTier,
     evicted_blocks: ByTier,
+    pinned_blocks: ByTier,
+    quarantined_blocks: ByTier,
 }
 
 impl From<&Stats> for PyManagerStats {
@@ -48,6 +51,7 @@ impl From<&Stats> for PyManagerStats {
             hit_tokens: prefix.hit_tokens,
             missed_tokens: prefix.missed_tokens(),
             merged_blocks: prefix.merged,
+            loaded_blocks: prefix.loaded,
             copied_blocks: stats.decided(Kind::Copy),
             swapped_out_blocks: stats.decided(Kind::SwapOut),
             swapped_in_blocks: stats.decided(Kind::SwapIn),
@@ -58,6 +62,8 @@ impl From<&Stats> for PyManagerStats {
             leased_blocks: by_tier(|tier| tier.leased as u64),
             cached_blocks: by_tier(|tier| tier.cached as u64),
             evicted_blocks: by_tier(|tier| tier.evicted),
+            pinned_blocks: by_tier(|tier| tier.pinned as u64),
+            quarantined_blocks: by_tier(|tier| tier.quarantined as u64),
         }
     }
 }
@@ -77,6 +83,7 @@ impl PyManagerStats {
             ("hit_tokens", self.hit_tokens),
             ("missed_tokens", self.missed_tokens),
             ("merged_blocks", self.merged_blocks),
+            ("loaded_blocks", self.loaded_blocks),
             ("copied_blocks", self.copied_blocks),
             ("swapped_out_blocks", self.swapped_out_blocks),
             ("swapped_in_blocks", self.swapped_in_blocks),
@@ -92,6 +99,8 @@ impl PyManagerStats {
             ("leased_blocks", &self.leased_blocks),
             ("cached_blocks", &self.cached_blocks),
             ("evicted_blocks", &self.evicted_blocks),
+            ("pinned_blocks", &self.pinned_blocks),
+            ("quarantined_blocks", &self.quarantined_blocks),
         ];
         for (name, by_tier) in tiers {
             for (tier, value) in by_tier {

@@ -4,6 +4,25 @@
 //! through [`BlockAllocator`]. Every verb takes a batch and succeeds whole or changes nothing. The caller owns one
 //! reference for each id that it was given and gives it back with [`BlockAllocator::free`]. No locks: who shares an
 //! allocator brings one.
+//!
+//! ```
+//! use blockyard_core::allocator::{BlockAllocator, NaiveAllocator, Reuse};
+//! use blockyard_core::{BlockId, Tier};
+//!
+//! # fn main() -> blockyard_core::Result<()> {
+//! let mut allocator = NaiveAllocator::new(Tier::Device, 4, Reuse::Lowest)?;
+//! let mut table = Vec::new();
+//! allocator.allocate(3, &mut table)?;
+//! assert!(allocator.allocate(2, &mut table).is_err() && table.len() == 3); // all or nothing
+//!
+//! allocator.share(&table[..1])?; // another table names the first block
+//! allocator.free(&table)?;
+//! let mut next = Vec::new();
+//! allocator.allocate(1, &mut next)?;
+//! assert_eq!(next, [BlockId(1)]);
+//! # Ok(())
+//! # }
+//! ```
 
 mod caching;
 mod naive;

@@ -44,6 +44,10 @@ impl Evictor for Lru {
         self.0.pop(0)
     }
 
+    fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        self.0.pop_into(0, count, out);
+    }
+
     fn boxed_clone(&self) -> Box<dyn Evictor> {
         Box::new(self.clone())
     }

@@ -364,8 +364,9 @@ impl Manager {
         let index = row.len / size;
         row.writable = 0;
         if let Some(&block) = row.table.get(index as usize) {
-            // Who writes what a transfer still reads must say so, and the first pass does not ask.
-            let own = self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
+            // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
+            // the block may also be a copy of another tier's.
+            let own = count > 0 && self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
             if !row.moving && own {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);

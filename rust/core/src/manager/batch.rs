@@ -13,6 +13,24 @@ use crate::table::Shown;
 ///
 /// Every call must be given the same table and the same manager; one restored from a snapshot is another. With several
 /// cache groups table and slot mapping are cut into one equal part for each group that grows.
+///
+/// ```
+/// use blockyard_core::{Config, Counts, DecodeBatch, Manager, TableRows};
+///
+/// # fn main() -> blockyard_core::Result<()> {
+/// let config = Config { block_size: 4, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: false };
+/// let (mut manager, mut sequences) = (Manager::new(config)?, Vec::new());
+/// manager.allocate(&[4, 2], &mut sequences)?;
+/// manager.take_decision();
+///
+/// let (mut batch, mut table, mut slots) = (DecodeBatch::new(), [0; 2 * 4], [0; 2]);
+/// batch.add(&mut manager, &sequences, TableRows::new(&mut table, 4))?;
+/// batch.append(&mut manager, Counts::All(1), 0, TableRows::new(&mut table, 4), &mut slots)?;
+/// assert_eq!(table, [0, 2, 0, 0, 1, 0, 0, 0]); // the first sequence has begun block 2
+/// assert_eq!(slots, [2 * 4, 4 + 2]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct DecodeBatch {
     /// One a cache group; the first group's rows are the sequences.

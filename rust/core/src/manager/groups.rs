@@ -244,7 +244,8 @@ impl Manager {
             return child[0];
         }
         let kept = (shared / self.block_size) as usize;
-        let slid = group.unneeded(shared, self.block_size).min(kept);
+        let settled = self.tickets.is_settled(parent.ticket);
+        let slid = if settled { group.unneeded(shared, self.block_size) } else { parent.slid as usize }.min(kept);
         let mut table = Vec::with_capacity(kept);
         self.pass_over(slid, &mut table);
         table.extend_from_slice(&parent.table[slid..kept]);

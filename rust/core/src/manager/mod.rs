@@ -2,7 +2,7 @@
 //!
 //! A step is: decide (`allocate`, `append`, `swap_out`, ...), [`Manager::take_decision`], carry the decision out,
 //! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of
-//! [`Kind`](crate::decision::Kind), then new tokens are written; what that order cannot make safe is refused.
+//! [`Kind`], then new tokens are written; what that order cannot make safe is refused.
 //!
 //! Invariant: every reference that a pool counts is an entry of one table, every lease belongs to one ticket
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
@@ -11,8 +11,11 @@ mod append;
 mod batch;
 mod chunk;
 mod groups;
+mod hostcache;
 mod pass;
+mod pin;
 mod prefix;
+mod quota;
 mod relocate;
 mod retention;
 mod snapshot;
@@ -37,6 +40,7 @@ use twins::{link, part_orphans, release, release_all, take, unlink};
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use groups::Demand;
+pub use pin::Expired;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use stats::{Stats, TierUse};
 pub use tables::TableRows;
@@ -106,6 +110,10 @@ pub struct Manager {
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
     events: Option<Box<Events>>,
+    pins: pin::Pins,
+    tenants: quota::Tenants,
+    /// Where host copies are kept findable.
+    host_cache: Option<Box<hostcache::HostCache>>,
     scratch: Vec<BlockId>,
     work: pass::Work,
 }
@@ -178,6 +186,9 @@ impl Manager {
             stats: PrefixStats::default(),
             decided: [0; 7],
             events: None,
+            host_cache: None,
+            pins: pin::Pins::new(device / 2),
+            tenants: quota::Tenants::default(),
             scratch: Vec::new(),
             work: pass::Work::default(),
         })
@@ -333,6 +344,7 @@ impl Manager {
             let table = self.rows.close(sequence);
             release_all(&mut self.pools, tier, &table);
         }
+        self.keep_quotas();
         Ok(())
     }
 

@@ -2,11 +2,12 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::{Manager, blocks_for, invalid, refuse_loading, release};
+use super::hostcache::{Found, join_copies};
+use super::{Manager, blocks_for, invalid, release};
 use crate::error::{Error, Result};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
-use crate::hash::{Chain, Extra, Key, KeySpec, refuse_reserved};
+use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pool::Published;
 use crate::table::{LastBlock, RowKeys, frames_before_extras};
@@ -22,6 +23,26 @@ pub struct BlockExtra<'a> {
 }
 
 /// A prompt to be admitted with whatever of it is cached.
+///
+/// ```
+/// use blockyard_core::{Config, KeySpec, Manager, Prompt};
+///
+/// # fn main() -> blockyard_core::Result<()> {
+/// let config = Config { block_size: 4, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
+/// let mut manager = Manager::new(config)?;
+/// let prompt = Prompt { tokens: &[1, 2, 3, 4, 5, 6], spec: KeySpec::default(), extras: &[] };
+/// let mut admitted = Vec::new();
+/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// let ticket = manager.take_decision().ticket; // the model computes all six tokens
+/// manager.complete(ticket)?;
+/// manager.mark_computed(&[admitted[0].0])?;
+/// manager.free(&[admitted[0].0])?;
+///
+/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// assert_eq!(admitted[1].1, 4); // the first block is found, two tokens are to be computed
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
     /// Token ids.
@@ -47,6 +68,8 @@ pub struct PrefixStats {
     pub hit_tokens: u64,
     /// Blocks that turned out to be computed twice and were merged.
     pub merged: u64,
+    /// Found blocks that were only on the host and had to be loaded.
+    pub loaded: u64,
 }
 
 /// One prompt's keys, and the table of each group with the blocks found for the first of them.
@@ -56,12 +79,18 @@ struct Match {
     hits: usize,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
+    /// What comes after `found`, from the first block on that only the host has.
+    tail: Vec<Found>,
     others: Vec<Vec<BlockId>>,
 }
 
 impl Match {
     fn blocks(&self) -> impl Iterator<Item = &BlockId> {
-        self.found.iter().chain(self.others.iter().flatten())
+        let tail = self.tail.iter().filter_map(|found| match found {
+            Found::Device(block) => Some(block),
+            Found::Host(_) => None,
+        });
+        self.found.iter().chain(self.others.iter().flatten()).chain(tail)
     }
 }
 
@@ -77,7 +106,7 @@ impl Manager {
     /// # Errors
     /// A token has the reserved id.
     pub fn cached_tokens(&self, prompt: &Prompt<'_>) -> Result<u32> {
-        let hits = self.find_prefix(prompt)?.hits;
+        let hits = self.find_prefix(prompt, 1)?.hits;
         Ok(u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size))
     }
 
@@ -106,15 +135,17 @@ impl Manager {
             return Err(invalid("tokens of a chunk", chunk, must));
         }
         self.rows.require(prompts.len().saturating_mul(self.groups.all().len()))?;
-        let matches = prompts.iter().map(|prompt| self.find_prefix(prompt)).collect::<Result<Vec<_>>>()?;
+        let matches =
+            prompts.iter().map(|prompt| self.find_prefix(prompt, prompts.len())).collect::<Result<Vec<_>>>()?;
         let idle = self.idle_blocks(&matches);
         let new: usize = prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(prompt, found, chunk)).sum();
-        self.pools[0].require(new + idle, true)?;
+        let loads = self.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
+        self.pools[0].require(new + loads + idle, true)?;
         for block in matches.iter().flat_map(Match::blocks) {
             self.pools[0].claim(*block);
         }
         for (prompt, found) in prompts.iter().zip(matches) {
-            out.push(self.open_prompt(prompt, found, chunk));
+            out.push(self.open_prompt(prompt, found, chunk)?);
         }
         Ok(())
     }
@@ -206,19 +237,31 @@ impl Manager {
         Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
-    /// Forgets everything that is cached, unless a block is in use; returns whether it did.
+    /// Forgets everything that is cached, host copies too, unless a block is in use; returns whether it did.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        if self.pools[0].free() + usize::from(self.groups.slide()) != self.pools[0].len() {
+        let null = usize::from(self.groups.slide());
+        let caching = if self.host_cache.is_some() { &[Tier::Device, Tier::Host][..] } else { &[Tier::Device] };
+        if caching.iter().any(|tier| self.pool(*tier).free() + null != self.pool(*tier).len()) {
             return false;
         }
-        self.pools[0].unpublish_all();
-        for (tier, twin) in self.pools[0].take_orphans() {
-            self.pools[tier.index()].set_twin(twin, None);
-        }
-        if let Some(events) = &mut self.events {
-            events.cleared(&mut self.pools, Tier::Device);
+        for &tier in caching {
+            self.pools[tier.index()].unpublish_all();
+            for (tier, twin) in self.pools[tier.index()].take_orphans() {
+                self.pools[tier.index()].set_twin(twin, None);
+            }
+            if let Some(events) = &mut self.events {
+                events.cleared(&mut self.pools, tier);
+            }
         }
         true
+    }
+
+    /// Device blocks that are cached for the start of a prompt, null blocks left out, and how many blocks that start has.
+    pub(super) fn cached_blocks(&self, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
+        let found = self.find_prefix(prompt, 1)?;
+        let tables = found.found.iter().chain(found.others.iter().flatten());
+        let blocks = tables.copied().filter(|&block| !self.is_null(block)).collect();
+        Ok((blocks, found.hits - found.tail.len()))
     }
 
     /// Found blocks that nothing uses yet.
@@ -233,46 +276,69 @@ impl Manager {
         blocks.len()
     }
 
-    fn find_prefix(&self, prompt: &Prompt<'_>) -> Result<Match> {
+    fn find_prefix(&self, prompt: &Prompt<'_>, batch: usize) -> Result<Match> {
         let size = self.block_size as usize;
         let mut chain = Chain::new(&prompt.spec, self.block_size, 0);
         let blocks = prompt.tokens.chunks_exact(size);
         let pending = blocks.remainder();
-        refuse_reserved(prompt.tokens)?;
-        let mut keys = Vec::with_capacity(blocks.len() + 1);
-        let (mut extras, mut surplus, mut before) = (prompt.extras, Vec::new(), None);
+        let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
+        // Room for the whole table, which it becomes.
+        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
+        let limit = prompt.tokens.len().saturating_sub(1) / size;
+        let alone = self.groups.is_single() && !self.groups.slide();
+        let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
+        let (before_first, mut reserved) = (chain, has_reserved(pending));
         for (i, tokens) in blocks.clone().enumerate() {
-            before = Some(chain);
+            reserved |= has_reserved(tokens);
             let own = extras.iter().take_while(|extra| extra.block == i).count();
             let key = if own == 0 {
                 chain.checked_block(tokens, &[])?
             } else {
-                before = None;
                 let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
                 let key = chain.checked_block(tokens, &of_block)?;
                 let regular = frames_before_extras(i + 1, self.block_size);
                 surplus.push((u32::try_from(i).unwrap_or(u32::MAX), chain.frames().saturating_sub(regular)));
                 key
             };
-            extras = &extras[own..];
+            (extras, last_own) = (&extras[own..], own);
+            // One key behind the hashing, which takes so long that this costs nothing.
+            if let Some(key) = keys.last() {
+                if alone && found.len() + 1 == i {
+                    found.extend(self.pools[0].find(key));
+                } else {
+                    self.pools[0].look_ahead(key);
+                }
+            }
             keys.push(key);
+        }
+        if reserved {
+            refuse_reserved(prompt.tokens)?;
         }
         if let Some(extra) = extras.first() {
             let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
             return Err(invalid("block of an extra key", extra.block as i128, must));
         }
-        let most = prompt.tokens.len().saturating_sub(1) / size;
-        // Room for the whole table, which it becomes.
-        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
-        let (hits, others) = if self.groups.is_single() && !self.groups.slide() {
-            found.extend(keys[..most].iter().map_while(|key: &Key| self.pools[0].find(key)));
+        let (hits, others) = if alone {
+            if found.len() + 1 == limit.min(keys.len()) {
+                found.extend(keys.get(found.len()).and_then(|key| self.pools[0].find(key)));
+            }
             (found.len(), Vec::new())
         } else {
-            self.find_groups(&keys[..most], &mut found)
+            self.find_groups(&keys[..limit], &mut found)
         };
-        let last = before.zip(blocks.last()).map(|(before, tokens)| LastBlock { before, tokens: tokens.to_vec() });
-        let (pending, lora_id) = (pending.to_vec(), prompt.spec.lora_id);
-        Ok(Match { keys: RowKeys { chain, keys, pending, lora_id, surplus, last }, hits, found, others })
+        let tail = match &self.host_cache {
+            Some(_) if alone => self.find_on_host(&keys[hits..limit], batch),
+            _ => Vec::new(),
+        };
+        let hits = hits + tail.len();
+        let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
+            let frames = chain.frames().saturating_sub(self.block_size.div_ceil(16));
+            let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
+            LastBlock { before, tokens: tokens.to_vec() }
+        });
+        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, self.tenants.of(&prompt.spec));
+        let keys = RowKeys { chain, keys, pending, lora_id, tenant, surplus, last };
+        Ok(Match { keys, hits, found, tail, others })
     }
 
     /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
@@ -291,19 +357,25 @@ impl Manager {
     }
 
     /// Opens the rows of a prompt whose found blocks have been claimed.
-    fn open_prompt(&mut self, prompt: &Prompt<'_>, found: Match, chunk: u32) -> (SequenceId, u32) {
+    fn open_prompt(&mut self, prompt: &Prompt<'_>, found: Match, chunk: u32) -> Result<(SequenceId, u32)> {
         let (cached, length) = self.opened(prompt, found.hits, chunk);
-        let Match { keys, hits, found, others } = found;
+        let Match { keys, hits, mut found, tail, others } = found;
         self.stats.prompts += 1;
         self.stats.blocks += keys.keys.len() as u64;
         self.stats.hit_blocks += hits as u64;
         self.stats.tokens += prompt.tokens.len() as u64;
         self.stats.hit_tokens += u64::from(cached);
-        let published = u32::try_from(hits).unwrap_or(u32::MAX);
+        let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
+        self.load(&tail, &keys, &mut found)?;
         let sequence = self.open_row(0, cached, length, found);
+        let open = self.tickets.open();
         let row = self.rows.at_mut(sequence);
         row.keys = Some(Box::new(keys));
         row.published = published;
+        if !tail.is_empty() {
+            // The step that computes the row waits for its loads; until they have landed it is not moved elsewhere.
+            row.ticket = open;
+        }
         if !self.groups.is_single() {
             let mut rows = Vec::with_capacity(others.len());
             for (group, table) in (1u8..).zip(others) {
@@ -313,7 +385,7 @@ impl Manager {
             }
             self.link_families(&[sequence], &rows);
         }
-        (sequence, cached)
+        Ok((sequence, cached))
     }
 
     /// Hashes tokens that a row got; a row that also got tokens unknown to the cache is no longer followed.
@@ -343,8 +415,8 @@ impl Manager {
     /// Publishes what has landed of one row on the device, and is computed.
     fn publish_row(&mut self, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
-        let loading = refuse_loading(sequence, row, &self.tickets).is_err();
-        if row.tier != Tier::Device || row.lost || loading {
+        // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
+        if row.tier != Tier::Device || row.lost || !self.tickets.is_settled(row.ticket) {
             return;
         }
         let (group, slide) = (row.group, self.groups.slide());
@@ -361,6 +433,12 @@ impl Manager {
             }
             match self.pools[0].publish(block, key, u32::try_from(at).unwrap_or(u32::MAX)) {
                 Published::Now => {
+                    if keys.tenant != 0 {
+                        self.pools[0].assign(block, keys.tenant);
+                    }
+                    if self.host_cache.is_some() {
+                        join_copies(&mut self.pools, &key);
+                    }
                     if let Some(events) = &mut self.events {
                         if let Some(publication) = publication(keys, at, block, self.block_size) {
                             events.stored(&mut self.pools, Tier::Device, Publication { group, ..publication });
@@ -372,6 +450,8 @@ impl Manager {
                     self.pools[0].claim(canonical);
                     row.table.replace(at, canonical);
                     release(&mut self.pools, Tier::Device, block);
+                    // Where others still use the block given up, there is one more in use.
+                    self.pools[0].note_peak();
                     self.stats.merged += 1;
                 }
             }

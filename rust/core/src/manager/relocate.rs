@@ -306,6 +306,7 @@ impl Manager {
                 self.lease(route.from, source, route.reads)?;
                 // The pool gave the block out with its lease.
                 self.tickets.collect(Lease { tier: route.to, kind: LeaseKind::Write, block: target });
+                self.promise_copy((route.from, source), (route.to, target), i);
                 let pool = &self.pools[route.from.index()];
                 if pool.refs(source) > 1 || (i < full && pool.is_published(source)) {
                     link(&mut self.pools, (route.from, source), (route.to, target));

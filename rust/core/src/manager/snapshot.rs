@@ -1,6 +1,8 @@
 //! The whole books as bytes, and back.
 
 use super::pass::Work;
+use super::pin::Pins;
+use super::quota::Tenants;
 use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
@@ -26,6 +28,9 @@ struct Image {
     stats: PrefixStats,
     decided: [u64; 7],
     events: Option<EventsImage>,
+    pin_limit: usize,
+    /// Salts of the tenants with quotas, in the order of their numbers.
+    salts: Vec<[u8; 32]>,
 }
 
 impl Manager {
@@ -35,9 +40,9 @@ impl Manager {
     /// cached blocks: keep them as the caches themselves are kept.
     ///
     /// # Errors
-    /// Tickets are in flight, or the open step has transfers.
+    /// Tickets are in flight, or pins, which count as such, or the open step has transfers.
     pub fn snapshot(&mut self) -> Result<Vec<u8>> {
-        let tickets = self.tickets.in_flight_count();
+        let tickets = self.tickets.in_flight_count() + self.pins.len();
         let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
         if tickets > 0 || pairs > 0 {
             return Err(Error::Busy { tickets, pairs });
@@ -55,6 +60,10 @@ impl Manager {
             stats,
             decided,
             events: _,
+            // Without tickets nothing is promised; that the host is a cache, its pool says.
+            host_cache: _,
+            pins,
+            tenants,
             scratch: _,
             work: _,
         } = &*self;
@@ -79,6 +88,8 @@ impl Manager {
             stats: *stats,
             decided: *decided,
             events,
+            pin_limit: pins.limit(),
+            salts: tenants.all().iter().map(|(salt, _)| *salt).collect(),
         })
     }
 
@@ -96,11 +107,27 @@ impl Manager {
 
 impl Image {
     fn restore(self) -> Contents<Manager> {
-        let Self { block_size, groups, watermark, open, reuses_drained, pools, rows, twins, stats, decided, events } =
-            self;
+        let Self {
+            block_size,
+            groups,
+            watermark,
+            open,
+            reuses_drained,
+            pools,
+            rows,
+            twins,
+            stats,
+            decided,
+            events,
+            pin_limit,
+            salts,
+        } = self;
         let groups = Groups::new(&groups).map_err(|error| error.to_string())?;
         let sizes = pools.each_ref().map(PoolImage::num_blocks);
-        let in_range = (1..=MAX_BLOCK_SIZE).contains(&block_size) && sizes[0] > 0 && watermark <= sizes[0];
+        let in_range = pin_limit <= sizes[0]
+            && (1..=MAX_BLOCK_SIZE).contains(&block_size)
+            && sizes[0] > 0
+            && watermark <= sizes[0];
         if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
             return Err(format!("{} blocks of {block_size}, {watermark} kept free, ticket {open}", sizes[0]));
         }
@@ -125,6 +152,8 @@ impl Image {
         let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
         let step = OpenStep { reuses_drained, ..OpenStep::default() };
         let tickets = Tickets::resume(open);
+        let tenants = Tenants::restore(salts, pools[0].quotas())?;
+        let host_cache = pools[1].is_caching().then(Box::default);
         Ok(Manager {
             block_size,
             groups,
@@ -136,6 +165,9 @@ impl Image {
             stats,
             decided,
             events,
+            host_cache,
+            pins: Pins::new(pin_limit),
+            tenants,
             scratch: Vec::new(),
             work: Work::default(),
         })

@@ -19,6 +19,10 @@ pub struct TierUse {
     pub cached: usize,
     /// Cached blocks that were given out again.
     pub evicted: u64,
+    /// Blocks that pins hold now.
+    pub pinned: usize,
+    /// Blocks that transfers past their deadline still hold.
+    pub quarantined: usize,
 }
 
 /// Counters since the manager was made, and what is the case now.
@@ -62,6 +66,8 @@ impl Manager {
                 leased: leases.iter().filter(|lease| lease.0 == tier).count(),
                 cached: pool.published(),
                 evicted: pool.evictions(),
+                pinned: if tier == Tier::Device { self.pins.blocks() } else { 0 },
+                quarantined: self.quarantined(tier).len(),
             }
         });
         Stats {
@@ -88,8 +94,8 @@ impl PrefixStats {
         self.tokens - self.hit_tokens
     }
 
-    pub(super) fn counters(&self) -> [u64; 6] {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged } = *self;
-        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged]
+    pub(super) fn counters(&self) -> [u64; 7] {
+        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = *self;
+        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded]
     }
 }

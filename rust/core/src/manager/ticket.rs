@@ -4,20 +4,24 @@ use super::{Manager, OpenStep, unlink};
 use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Held, HeldRuns, LeaseKind};
+use crate::lease::{Bytes, Held, HeldRuns, LeaseKind};
+use crate::pool::Twin;
 use crate::table::Row;
 use std::collections::HashSet;
 
 impl Manager {
     /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
     pub fn take_decision(&mut self) -> StepDecision {
+        self.keep_quotas();
         let OpenStep { mut transfers, reuses_drained, .. } = std::mem::take(&mut self.step);
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         for (kind, pairs) in &transfers {
             self.decided[*kind as usize] += pairs.ids.len() as u64;
         }
-        let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
-        let ticket = self.tickets.submit(copies.copied().collect());
+        let ticket = self.tickets.submit(self.copied(&transfers));
+        if let Some(cache) = &mut self.host_cache {
+            cache.submit(ticket);
+        }
         let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };
         StepDecision { ticket, after, transfers }
     }
@@ -28,6 +32,8 @@ impl Manager {
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
         let held = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        self.pins.ended(ticket);
+        let demoted = self.keep_promises(ticket);
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
         for held in held.iter().rev() {
             match held {
@@ -40,6 +46,8 @@ impl Manager {
                 }
             }
         }
+        self.demote(&demoted);
+        self.keep_quotas();
         Ok(())
     }
 
@@ -58,16 +66,43 @@ impl Manager {
         if let Some(&(tier, block)) = blocks.iter().find(|&block| !written.contains(block)) {
             return Err(Error::NotInTicket { ticket, tier, block });
         }
-        let open = self.step.transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
-        for [from, to] in self.tickets.copies_since(ticket).into_iter().chain(open.copied()) {
-            if blocks.contains(&(Tier::Device, BlockId(from))) {
-                blocks.insert((Tier::Device, BlockId(to)));
+        self.follow_copies(ticket, &mut blocks);
+        self.break_promises(ticket, &blocks, true);
+        self.end_without(ticket, &blocks)
+    }
+
+    /// Ends a ticket whose transfers never ran.
+    pub(super) fn cancel(&mut self, ticket: TicketId, mut written: HashSet<Twin>) -> Result<Vec<SequenceId>> {
+        self.follow_copies(ticket, &mut written);
+        self.break_promises(ticket, &written, false);
+        self.end_without(ticket, &written)
+    }
+
+    /// Adds what later copies have made of blocks that did not land.
+    fn follow_copies(&self, ticket: TicketId, blocks: &mut HashSet<Twin>) {
+        let copies = self.tickets.copies_since(ticket).into_iter().chain(self.copied(&self.step.transfers));
+        let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
+        let mut lost: HashSet<Bytes> =
+            on_device.map(|&(_, block)| (block, self.pools[0].leased_generation(block))).collect();
+        for [from, to] in copies {
+            if lost.contains(&from) && lost.insert(to) && self.pools[0].holds(to) {
+                blocks.insert((Tier::Device, to.0));
             }
         }
-        for &(tier, block) in &blocks {
+    }
+
+    fn end_without(&mut self, ticket: TicketId, blocks: &HashSet<Twin>) -> Result<Vec<SequenceId>> {
+        for &(tier, block) in blocks {
             unlink(&mut self.pools, tier, block);
             self.pools[tier.index()].unpublish(block);
         }
+        let sequences = self.lose(blocks)?;
+        self.complete(ticket)?;
+        Ok(sequences)
+    }
+
+    /// Marks the sequences that have one of the blocks: they can only be freed.
+    pub(super) fn lose(&mut self, blocks: &HashSet<Twin>) -> Result<Vec<SequenceId>> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
         let whole = |(id, row): (SequenceId, &Row)| row.family.as_deref().map_or(id, |family| family[0]);
         let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
@@ -80,7 +115,13 @@ impl Manager {
             row.lost = true;
             row.writable = 0;
         }
-        self.complete(ticket)?;
         Ok(sequences)
+    }
+
+    /// The copies among a step's transfers, whose leases all still hold.
+    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[Bytes; 2]> {
+        let held = |block| (BlockId(block), self.pools[0].leased_generation(BlockId(block)));
+        let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
+        copies.map(|&[from, to]| [held(from), held(to)]).collect()
     }
 }

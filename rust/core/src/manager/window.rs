@@ -58,7 +58,8 @@ impl Manager {
         let row = self.rows.at(sequence);
         let (from, tier) = (row.slid as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());
-        if to <= from || tier != Tier::Device {
+        // Who has lost bytes is known by its blocks, also by those that it needs no more but computed from.
+        if to <= from || tier != Tier::Device || !self.tickets.is_settled(row.ticket) {
             return;
         }
         let row = self.rows.at_mut(sequence);

@@ -9,7 +9,7 @@ use crate::prefix::PrefixIndex;
 use std::hint::black_box;
 
 /// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
-const LOOK_AHEAD: usize = 32;
+const LOOK_AHEAD: usize = 128;
 
 /// What is published of a pool, and in which order it goes.
 #[derive(Debug, Clone)]
@@ -25,6 +25,11 @@ impl Cache {
 }
 
 impl Pool {
+    /// Lets blocks be published from now on; the least recently used goes first.
+    pub(crate) fn start_caching(&mut self) {
+        self.cache = Some(Cache::new(self.blocks, Eviction::Lru));
+    }
+
     /// Cached blocks that nothing references and nothing leases.
     #[must_use]
     pub fn evictable(&self) -> usize {
@@ -49,6 +54,12 @@ impl Pool {
         self.peak
     }
 
+    /// Key by which a block can be found.
+    pub(crate) fn key(&self, block: BlockId) -> Option<Key> {
+        let cache = self.cache.as_ref().filter(|_| self.is_published(block))?;
+        cache.index.key(block).copied()
+    }
+
     /// Whether a block can be found by its key.
     pub(crate) fn is_published(&self, block: BlockId) -> bool {
         self.node(block).tag != 0
@@ -64,8 +75,12 @@ impl Pool {
             if out.len() == first {
                 return;
             }
-            let slots = out[first..].iter().map(|&block| cache.index.look_ahead(self.nodes[block.index()].tag));
-            black_box(slots.fold(0, |all, slot| all ^ slot));
+            let mut tags = [0; LOOK_AHEAD];
+            for (tag, block) in tags.iter_mut().zip(&out[first..]) {
+                *tag = self.nodes[block.index()].tag;
+            }
+            let tags = &tags[..out.len() - first];
+            black_box(tags.iter().fold(0, |all, &tag| all ^ cache.index.look_ahead(tag)));
             for &block in &out[first..] {
                 self.drop_bytes(block);
                 self.nodes[block.index()].refs = 1;
@@ -117,6 +132,14 @@ impl Pool {
     #[inline]
     pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
         self.cache.as_ref().and_then(|cache| cache.index.find(key))
+    }
+
+    /// Reads the memory that publishing under a key is going to need.
+    #[inline]
+    pub(crate) fn look_ahead(&self, key: &Key) {
+        if let Some(cache) = &self.cache {
+            black_box(cache.index.look_ahead(key.tag()));
+        }
     }
 
     /// Takes a reference to a block that is referenced or cached.

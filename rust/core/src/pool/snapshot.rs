@@ -26,6 +26,9 @@ struct CacheImage {
     eviction: String,
     /// Evictable blocks, first to go first.
     order: Vec<BlockId>,
+    /// By tenant, and which blocks are whose.
+    quotas: Vec<usize>,
+    owners: Vec<(BlockId, u16)>,
 }
 
 impl PoolImage {
@@ -43,7 +46,14 @@ impl Pool {
         let cache = cache.as_ref().map(|Cache { index, policy }| {
             let published = (0..).map(BlockId).zip(nodes).filter(|(_, node)| node.tag != 0);
             let keys = published.filter_map(|(block, _)| Some((block, index.key(block)?.to_bytes()))).collect();
-            CacheImage { keys, eviction: policy.name().to_owned(), order: policy.order() }
+            let owners = (0..).map(BlockId).take(nodes.len()).map(|block| (block, self.owner(block)));
+            CacheImage {
+                keys,
+                eviction: policy.name().to_owned(),
+                order: policy.order(),
+                quotas: self.quotas(),
+                owners: owners.filter(|(_, owner)| *owner > 0).collect(),
+            }
         });
         PoolImage { generations, evictions: *evictions, peak: *peak, free: free.image(), cache }
     }
@@ -74,7 +84,7 @@ impl Pool {
     }
 
     fn restore_cache(&mut self, image: CacheImage, eviction: Eviction) -> Contents<()> {
-        let CacheImage { keys, eviction: _, order } = image;
+        let CacheImage { keys, eviction: _, order, quotas, owners } = image;
         let (tier, total) = (self.tier, self.len());
         let known = |block: &BlockId| block.index() < total;
         for (block, key) in keys {
@@ -86,6 +96,19 @@ impl Pool {
             }
         }
         let mut policy = Policy::new(eviction, total);
+        if quotas.len() > usize::from(u16::MAX) {
+            return Err(format!("{tier}: {} quotas", quotas.len()));
+        }
+        for (tenant, quota) in (1..=u16::MAX).zip(&quotas) {
+            policy.set_quota(tenant, *quota, total);
+        }
+        for (block, owner) in owners {
+            let whose = policy.quotas_mut().filter(|_| owner > 0 && usize::from(owner) <= quotas.len());
+            match whose.filter(|_| known(&block) && self.is_published(block)) {
+                Some(policy) => policy.assign(block, owner),
+                None => return Err(format!("{tier} block {block} belongs to tenant {owner} of {}", quotas.len())),
+            }
+        }
         for block in order {
             if !known(&block) || !self.is_idle(block) || !self.is_published(block) || policy.contains(block) {
                 return Err(format!("{tier} block {block} of {total} cannot be evicted, or is named twice"));

@@ -40,6 +40,7 @@ struct KeysImage {
     keys: Vec<[u8; 32]>,
     pending: Vec<u32>,
     lora_id: u64,
+    tenant: u16,
     surplus: Vec<(u32, u32)>,
     last: Option<LastImage>,
 }
@@ -155,12 +156,13 @@ impl RowImage {
 
 impl RowKeys {
     fn image(&self) -> KeysImage {
-        let Self { chain, keys, pending, lora_id, surplus, last } = self;
+        let Self { chain, keys, pending, lora_id, tenant, surplus, last } = self;
         KeysImage {
             state: chain.key().to_bytes(),
             keys: keys.iter().map(|key| key.to_bytes()).collect(),
             pending: pending.clone(),
             lora_id: *lora_id,
+            tenant: *tenant,
             surplus: surplus.clone(),
             last: last.as_ref().map(LastBlock::image),
         }
@@ -169,7 +171,7 @@ impl RowKeys {
 
 impl KeysImage {
     fn restore(self, block_size: u32) -> Contents<RowKeys> {
-        let Self { state, keys, pending, lora_id, surplus, last } = self;
+        let Self { state, keys, pending, lora_id, tenant, surplus, last } = self;
         let rising = surplus.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1);
         let tokens = (pending.len() as u64) < u64::from(block_size) && !pending.contains(&RESERVED_TOKEN);
         if !tokens
@@ -185,7 +187,7 @@ impl KeysImage {
         let chain = Chain::resume(Key::from_bytes(&state), frames);
         let keys = keys.iter().map(Key::from_bytes).collect();
         let last = last.map(LastImage::restore).transpose()?;
-        Ok(RowKeys { chain, keys, pending, lora_id, surplus, last })
+        Ok(RowKeys { chain, keys, pending, lora_id, tenant, surplus, last })
     }
 }
 

@@ -1,17 +1,15 @@
 //! What the simulated world checks of events and snapshots after each operation.
 
 use super::groups::needed;
-use super::{BLOCK, World};
+use super::{BLOCK, World, keep};
 use blockyard_core::hash::Chain;
-use blockyard_core::{DecodeBatch, Error, Event, EventBatch, KeySpec, Manager, Prompt, Tier};
+use blockyard_core::{DecodeBatch, Error, Event, EventBatch, Manager, Prompt, Tier};
 
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
     pub(crate) fn verify(&mut self) {
-        self.step();
-        while let Some(ticket) = self.nth_ticket(0) {
-            self.end(ticket, None);
-        }
+        self.settle();
+        self.unpin_all();
         self.manager.check().unwrap();
         for (&sequence, tokens) in self.truth.iter().filter(|(s, _)| !self.lost.contains(s)) {
             self.read(sequence, tokens.len() as u32);
@@ -33,20 +31,23 @@ impl World {
         self.events += events.len() as u64;
         for event in events {
             match event {
-                Event::Stored { key, parent, block, tokens, group, .. } => {
+                Event::Stored { key, parent, tier, block, tokens, group, .. } => {
                     assert_eq!(tokens, BLOCK);
-                    assert!(self.findable.insert((group, key.0), block).is_none(), "stored twice");
+                    assert!(self.findable.insert((tier, group, key.0), block).is_none(), "stored twice");
                     assert!(parent.is_none_or(|parent| parent != key));
                 }
-                Event::Removed { key, block, group, .. } => {
-                    assert_eq!(self.findable.remove(&(group, key.0)), Some(block));
+                Event::Removed { key, tier, block, group, .. } => {
+                    assert_eq!(self.findable.remove(&(tier, group, key.0)), Some(block));
                 }
-                Event::Cleared { .. } => self.findable.clear(),
+                Event::Cleared { tier } => self.findable.retain(|(at, ..), _| *at != tier),
             }
         }
-        assert_eq!(self.findable.len(), self.manager.pool(Tier::Device).published());
+        for tier in Tier::ALL {
+            let found = self.findable.keys().filter(|(at, ..)| *at == tier).count();
+            assert_eq!(found, self.manager.pool(tier).published());
+        }
         for (&sequence, ids) in &self.ids {
-            let prompt = Prompt { tokens: ids, spec: KeySpec::default(), extras: &[] };
+            let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[] };
             let cached = self.manager.cached_tokens(&prompt).unwrap();
             let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
             let mut keys = Vec::new();
@@ -57,7 +58,8 @@ impl World {
             for (number, group) in self.growing() {
                 for token in needed(group, cached, cached) {
                     let block = (token / BLOCK) as usize;
-                    let found = self.findable.contains_key(&(number as u8, keys[block]));
+                    let found = |tier| self.findable.contains_key(&(tier, number as u8, keys[block]));
+                    let found = found(Tier::Device) || found(Tier::Host);
                     assert!(found, "block {block} of {sequence} is cached without an event in group {number}");
                 }
             }
@@ -68,7 +70,7 @@ impl World {
     pub(super) fn snapshot(&mut self) {
         match self.manager.snapshot() {
             Ok(bytes) => {
-                assert!(self.tickets.is_empty());
+                assert!(self.tickets.is_empty() && self.pins.is_empty());
                 let mut books = Manager::restore(&bytes).unwrap();
                 assert_eq!((books.snapshot().as_ref(), books.stats()), (Ok(&bytes), self.manager.stats()));
                 self.manager = books;
@@ -77,7 +79,7 @@ impl World {
             }
             Err(error) => {
                 assert!(
-                    matches!(error, Error::Busy { tickets, pairs } if tickets == self.tickets.len() && tickets + pairs > 0)
+                    matches!(error, Error::Busy { tickets, pairs } if tickets == self.tickets.len() + self.pins.len() && tickets + pairs > 0)
                 );
             }
         }

@@ -1,6 +1,6 @@
 //! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
-use super::{bound, groups};
+use super::{bound, groups, keep};
 use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
 use proptest::prelude::*;
 
@@ -10,39 +10,59 @@ pub(crate) struct Setup {
     pub(crate) blocks: [usize; 3],
     pub(crate) policies: Policies,
     pub(crate) groups: &'static [Group],
+    /// Whether host copies are kept as a second level of the prefix cache.
+    pub(crate) host_cache: bool,
 }
 
 pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (3usize..24, 0usize..16, 0usize..16);
-    (blocks, reuse, eviction, groups::groups()).prop_map(|((device, host, external), reuse, eviction, groups)| Setup {
+    let made = (blocks, reuse, eviction, groups::groups(), any::<bool>());
+    made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
         groups,
+        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
     })
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Allocate(u32),
-    Prompt { tokens: u32, family: u32, chunk: u32 },
+    Prompt {
+        tokens: u32,
+        family: u32,
+        chunk: u32,
+    },
     Mark(usize, usize),
     MarkTo(usize, u32),
     Reset,
     Priority(usize, usize, u8),
     Fork(usize, u32),
     ForkPrefix(usize, u32),
-    Append { first: usize, count: usize, tokens: u32, lookahead: u32 },
+    Append {
+        first: usize,
+        count: usize,
+        tokens: u32,
+        lookahead: u32,
+    },
     Bound(bound::Op),
+    Keep(keep::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
     Spill(usize, usize),
     Fetch(usize, usize, bool),
-    Step,
+    /// With the transfer that will fail, if there is one of that number.
+    Step(Option<usize>),
     End(usize),
-    Fail(usize, usize),
+    /// A sequence leaves and comes back, and what it runs on in is copied before the load has ended, or failed.
+    Return {
+        pick: usize,
+        lost: Option<usize>,
+        tokens: u32,
+    },
     Snapshot,
 }
 
@@ -61,14 +81,17 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
         13 => bound::op().prop_map(Op::Bound),
+        7 => keep::op().prop_map(Op::Keep),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
         3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Spill(s, n)),
         3 => (pick.clone(), 1usize..4, any::<bool>()).prop_map(|(s, n, d)| Op::Fetch(s, n, d)),
-        12 => Just(Op::Step),
+        12 => Just(Op::Step(None)),
+        2 => pick.clone().prop_map(|n| Op::Step(Some(n))),
         8 => pick.clone().prop_map(Op::End),
-        1 => (pick.clone(), pick).prop_map(|(t, p)| Op::Fail(t, p)),
+        2 => (pick.clone(), prop::option::of(pick.clone()), 1u32..9)
+            .prop_map(|(pick, lost, tokens)| Op::Return { pick, lost, tokens }),
         2 => Just(Op::Snapshot),
     ]
 }

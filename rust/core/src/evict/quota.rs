@@ -1,0 +1,165 @@
+//! A policy under quotas: what a tenant has beyond its quota goes before all else, its least recently used block first.
+
+use super::{Departure, Evictor, Policy};
+use crate::id::BlockId;
+use crate::ring::Rings;
+use std::collections::BTreeSet;
+
+/// One tenant's evictable blocks.
+#[derive(Debug, Clone, Copy)]
+struct Tenant {
+    /// How many it may have.
+    quota: usize,
+    held: usize,
+}
+
+/// Any other policy, and who owns its blocks. Tenants have numbers from 1; 0 is everyone without a quota.
+#[derive(Debug, Clone)]
+pub(crate) struct Quotas {
+    pub(super) inner: Policy,
+    tenants: Vec<Tenant>,
+    /// By block.
+    owners: Vec<u16>,
+    /// Each tenant's evictable blocks, least recently used first.
+    rings: Rings,
+    /// Tenants that have more than their quotas.
+    over: BTreeSet<u16>,
+}
+
+impl Quotas {
+    pub(super) fn new(inner: Policy, blocks: usize) -> Self {
+        let (owners, rings) = (vec![0; blocks], Rings::new(blocks, 0));
+        Self { inner, tenants: Vec::new(), owners, rings, over: BTreeSet::new() }
+    }
+
+    /// Sets a tenant's quota; a new tenant has the next number.
+    pub(super) fn set(&mut self, tenant: u16, quota: usize) {
+        let index = usize::from(tenant).saturating_sub(1);
+        if index >= self.tenants.len() {
+            self.tenants.resize(index + 1, Tenant { quota: usize::MAX, held: 0 });
+            self.rings.grow(index + 1);
+        }
+        self.tenants[index].quota = quota;
+        self.note(tenant);
+    }
+
+    /// All quotas, in the order of their tenants' numbers.
+    pub(crate) fn all(&self) -> Vec<usize> {
+        self.tenants.iter().map(|tenant| tenant.quota).collect()
+    }
+
+    /// A tenant's evictable blocks.
+    pub(crate) fn held(&self, tenant: u16) -> usize {
+        usize::from(tenant).checked_sub(1).and_then(|i| self.tenants.get(i)).map_or(0, |tenant| tenant.held)
+    }
+
+    /// A block in use belongs to a tenant.
+    pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
+        debug_assert!(!self.contains(block), "an evictable block changes its owner");
+        if usize::from(tenant) <= self.tenants.len() {
+            self.owners[block.index()] = tenant;
+        }
+    }
+
+    pub(crate) fn owner(&self, block: BlockId) -> u16 {
+        self.owners[block.index()]
+    }
+
+    /// Takes out a block of a tenant that has more than its quota.
+    pub(crate) fn pop_over(&mut self) -> Option<BlockId> {
+        let tenant = *self.over.first()?;
+        let block = self.rings.pop(usize::from(tenant) - 1)?;
+        self.count(tenant, false);
+        self.inner.remove(block, Departure::Gone);
+        Some(block)
+    }
+
+    fn count(&mut self, tenant: u16, more: bool) {
+        let held = &mut self.tenants[usize::from(tenant) - 1].held;
+        *held = if more { *held + 1 } else { *held - 1 };
+        self.note(tenant);
+    }
+
+    fn note(&mut self, tenant: u16) {
+        let Tenant { quota, held } = self.tenants[usize::from(tenant) - 1];
+        if held > quota {
+            self.over.insert(tenant);
+        } else {
+            self.over.remove(&tenant);
+        }
+    }
+
+    fn left(&mut self, block: BlockId) {
+        let owner = self.owner(block);
+        if owner > 0 && self.rings.remove(block) {
+            self.count(owner, false);
+        }
+    }
+
+    /// What does not hold.
+    pub(crate) fn check(&self) -> Option<String> {
+        (1u16..).zip(&self.tenants).find_map(|(number, tenant)| {
+            let blocks: Vec<_> = self.rings.iter(usize::from(number) - 1).collect();
+            let strange = blocks.iter().any(|&block| self.owner(block) != number || !self.inner.contains(block));
+            let over = self.over.contains(&number) != (tenant.held > tenant.quota);
+            (strange || over || blocks.len() != tenant.held)
+                .then(|| format!("tenant {number} has {} evictable blocks, counted {}", tenant.held, blocks.len()))
+        })
+    }
+}
+
+impl Evictor for Quotas {
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        self.inner.contains(block)
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        self.inner.insert(block);
+        let owner = self.owner(block);
+        if owner > 0 {
+            self.rings.push(usize::from(owner) - 1, block);
+            self.count(owner, true);
+        }
+    }
+
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
+        self.left(block);
+        self.inner.remove(block, departure)
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        if let Some(block) = self.pop_over() {
+            return Some(block);
+        }
+        let mut first = Vec::with_capacity(1);
+        self.inner.pop_into(1, &mut first);
+        let block = first.pop()?;
+        self.left(block);
+        Some(block)
+    }
+
+    fn publish(&mut self, block: BlockId, depth: u32, tag: u32) {
+        self.owners[block.index()] = 0;
+        self.inner.publish(block, depth, tag);
+    }
+
+    fn begin_chain(&mut self) {
+        self.inner.begin_chain();
+    }
+
+    fn hold(&mut self, block: BlockId) {
+        self.inner.hold(block);
+    }
+
+    fn prioritise(&mut self, block: BlockId, priority: u8) {
+        self.inner.prioritise(block, priority);
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Evictor> {
+        Box::new(self.clone())
+    }
+}

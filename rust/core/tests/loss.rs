@@ -1,0 +1,123 @@
+//! Loads that fail late, and blocks that are read late: what was made of them meanwhile.
+#![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
+
+use blockyard_core::{Config, Counts, KeySpec, Kind, Manager, Pairs, Prompt, SequenceId, StepDecision, Tier};
+
+fn manager() -> Manager {
+    Manager::new(Config { block_size: 4, blocks: [16, 16, 0], watermark: 0.0, prefix_caching: true }).unwrap()
+}
+
+fn prompt(tokens: &[u32]) -> Prompt<'_> {
+    Prompt { tokens, spec: KeySpec::default(), extras: &[] }
+}
+
+fn admit(manager: &mut Manager, tokens: &[u32]) -> SequenceId {
+    let mut out = Vec::new();
+    manager.allocate_prompts(&[prompt(tokens)], &mut out).unwrap();
+    rest(manager);
+    out[0].0
+}
+
+fn fork(manager: &mut Manager, sequence: SequenceId) -> SequenceId {
+    let mut out = Vec::new();
+    manager.fork(sequence, 1, &mut out).unwrap();
+    out[0]
+}
+
+fn append(manager: &mut Manager, sequence: SequenceId, tokens: &[u32]) {
+    let (counts, mut slots) = (Counts::All(u32::try_from(tokens.len()).unwrap()), vec![0; tokens.len()]);
+    manager.append_tokens(&[sequence], counts, 0, tokens, None, &mut slots).unwrap();
+}
+
+fn rest(manager: &mut Manager) {
+    let decision = manager.take_decision();
+    manager.complete(decision.ticket).unwrap();
+}
+
+/// A sequence comes back and runs on; its load is under way.
+fn returned(manager: &mut Manager, sequence: SequenceId) -> StepDecision {
+    manager.swap_out(&[sequence]).unwrap();
+    rest(manager);
+    manager.swap_in(&[sequence]).unwrap();
+    append(manager, sequence, &[7]);
+    manager.take_decision()
+}
+
+fn loads(decision: &StepDecision) -> Vec<Pairs> {
+    decision.of(Kind::SwapIn).cloned().collect()
+}
+
+#[test]
+fn what_was_computed_from_a_copy_of_a_late_load_is_not_findable_before_the_load_has_landed() {
+    let mut manager = manager();
+    let parent = admit(&mut manager, &[1, 2]);
+    let load = returned(&mut manager, parent);
+    let child = fork(&mut manager, parent);
+    append(&mut manager, child, &[3, 4, 5, 6, 7, 8]);
+    rest(&mut manager);
+    let known = [1, 2, 7, 3, 4, 5, 6, 7, 8, 9];
+    manager.mark_computed(&[child]).unwrap();
+    assert_eq!(manager.cached_tokens(&prompt(&known)), Ok(0));
+    let mut again = manager.clone();
+    again.complete(load.ticket).unwrap();
+    again.mark_computed(&[child]).unwrap();
+    assert_eq!(again.cached_tokens(&prompt(&known)), Ok(8));
+    let mut lost = manager.fail(load.ticket, &loads(&load)).unwrap();
+    lost.sort_unstable();
+    assert_eq!(lost, [parent, child]);
+    manager.free(&lost).unwrap();
+    let heir = admit(&mut manager, &known[..5]);
+    manager.mark_computed(&[heir]).unwrap();
+    assert_eq!(manager.cached_tokens(&prompt(&known)), Ok(4), "the first block is new, the second must be too");
+    manager.check().unwrap();
+}
+
+#[test]
+fn a_block_that_once_held_a_copy_of_what_is_lost_is_not_lost_with_it() {
+    let mut manager = manager();
+    let parent = admit(&mut manager, &[1, 2]);
+    let load = returned(&mut manager, parent);
+    let child = fork(&mut manager, parent);
+    append(&mut manager, child, &[3]);
+    rest(&mut manager);
+    let copy = manager.block_table(child).unwrap().to_vec();
+    manager.free(&[child]).unwrap();
+    let stranger = admit(&mut manager, &[9, 9, 9]);
+    assert_eq!(manager.block_table(stranger).unwrap(), copy);
+    // What is copied from there now is not lost either.
+    let other = fork(&mut manager, stranger);
+    append(&mut manager, other, &[8]);
+    rest(&mut manager);
+    assert_eq!(manager.fail(load.ticket, &loads(&load)), Ok(vec![parent]));
+    manager.check().unwrap();
+}
+
+#[test]
+fn an_append_of_no_tokens_does_not_let_the_next_one_write_what_is_being_read() {
+    let mut manager = manager();
+    let parent = admit(&mut manager, &[1, 2, 3]);
+    let child = fork(&mut manager, parent);
+    manager.swap_out(&[parent]).unwrap();
+    let read = manager.take_decision();
+    manager.truncate(child, 2).unwrap();
+    append(&mut manager, child, &[]);
+    append(&mut manager, child, &[5]);
+    assert_eq!(manager.take_decision().after, [read.ticket]);
+}
+
+#[test]
+fn an_append_of_no_tokens_does_not_keep_a_block_that_another_tier_has_a_copy_of() {
+    let mut manager = manager();
+    let parent = admit(&mut manager, &[1, 2, 3, 4]);
+    let child = fork(&mut manager, parent);
+    manager.swap_out(&[parent]).unwrap();
+    rest(&mut manager);
+    manager.truncate(child, 3).unwrap();
+    append(&mut manager, child, &[]);
+    manager.swap_in(&[parent]).unwrap();
+    rest(&mut manager);
+    manager.check().unwrap();
+    append(&mut manager, child, &[5]);
+    let written = manager.block_table(child).unwrap()[0];
+    assert!(!manager.block_table(parent).unwrap().contains(&written) && manager.tier(parent) == Ok(Tier::Device));
+}

@@ -1,0 +1,200 @@
+//! Rules for what is kept: host copies that are made ahead of need, pins, deadlines and quotas.
+
+use super::{Bytes, World};
+use blockyard_core::{BlockId, Error, Expired, KeySpec, PinId, TicketId, Tier};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Op {
+    Offload(usize),
+    /// Everything lands and is published, the oldest sequences go, what is cached goes to the host.
+    Demote(usize),
+    /// A prompt is computed, goes to the host and comes back by a load that may fail, beside another of its family.
+    Reload {
+        tokens: u32,
+        family: u32,
+        count: usize,
+        lost: Option<usize>,
+    },
+    Quota(u8, usize),
+    Pin(usize, bool),
+    Unpin(usize),
+    /// Pins that were submitted stay; the others go.
+    ExpirePins,
+    /// The last ticket is given up before it was submitted.
+    Cancel,
+    /// A submitted ticket is past its deadline.
+    Overdue(usize),
+}
+
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let pick = 0usize..64;
+    prop_oneof![
+        4 => (1usize..8).prop_map(Op::Offload),
+        3 => (0usize..6).prop_map(Op::Demote),
+        3 => (5u32..20, 0u32..3, 0usize..6, prop::option::of(pick.clone()))
+            .prop_map(|(tokens, family, count, lost)| Op::Reload { tokens, family, count, lost }),
+        1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
+        2 => (pick.clone(), any::<bool>()).prop_map(|(s, submitted)| Op::Pin(s, submitted)),
+        1 => pick.clone().prop_map(Op::Unpin),
+        1 => Just(Op::ExpirePins),
+        1 => Just(Op::Cancel),
+        1 => pick.prop_map(Op::Overdue),
+    ]
+}
+
+/// A pin and what its blocks held when it was made.
+pub(crate) struct Held {
+    pin: PinId,
+    submitted: bool,
+    blocks: Vec<(BlockId, Bytes)>,
+}
+
+/// Tenants by the first token, so that prompts of one family have one.
+pub(crate) fn spec(ids: &[u32]) -> KeySpec {
+    KeySpec { salt: [(ids.first().copied().unwrap_or(0) & 1) as u8; 32], lora_id: 0 }
+}
+
+impl World {
+    pub(crate) fn apply_keep(&mut self, op: Op) {
+        match op {
+            Op::Offload(count) => {
+                let free = [Tier::Device, Tier::Host].map(|tier| self.manager.pool(tier).free());
+                match self.manager.offload_cached(count) {
+                    Ok(copied) => {
+                        let left = [Tier::Device, Tier::Host].map(|tier| self.manager.pool(tier).free());
+                        assert!(copied <= count && free.map(|free| free - copied) == left);
+                    }
+                    Err(_) => assert!(!self.manager.keeps_host_copies()),
+                }
+            }
+            Op::Demote(count) => self.demote(count),
+            Op::Reload { tokens, family, count, lost } => self.reload(tokens, family, count, lost),
+            Op::Quota(tenant, quota) => {
+                let salt = [tenant; 32];
+                let fits = quota <= self.manager.pool(Tier::Device).len() && !self.has_encoder();
+                assert_eq!(self.manager.set_quota(salt, Some(quota)).is_ok(), fits);
+                assert!(!fits || self.manager.quota(salt).is_some_and(|(held, _)| held <= quota));
+            }
+            Op::Pin(s, submitted) => self.pick(s, 1).into_iter().for_each(|s| self.pin(s, submitted)),
+            Op::Unpin(n) => {
+                if !self.pins.is_empty() {
+                    let held = self.pins.swap_remove(n % self.pins.len());
+                    self.manager.unpin(held.pin).unwrap();
+                    assert_eq!(self.manager.unpin(held.pin), Err(Error::UnknownPin { pin: held.pin }));
+                }
+            }
+            Op::ExpirePins => {
+                let expired = self.manager.expire(1).unwrap();
+                assert!(expired.tickets.is_empty() && expired.sequences.is_empty());
+                let ended = |held: &Held| expired.pins.contains(&held.pin);
+                assert!(self.pins.iter().all(|held| ended(held) != held.submitted));
+                self.pins.retain(|held| held.submitted);
+            }
+            Op::Cancel => {
+                if let Some(&ticket) = self.tickets.keys().next_back() {
+                    self.cancel(ticket);
+                }
+            }
+            Op::Overdue(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.overdue(ticket)),
+        }
+    }
+
+    fn demote(&mut self, count: usize) {
+        self.settle();
+        let all: Vec<_> = self.truth.keys().copied().collect();
+        self.mark(&all);
+        self.free(&all[..count.min(all.len())]);
+        if self.manager.offload_cached(usize::MAX).is_ok() {
+            self.settle();
+        }
+    }
+
+    fn reload(&mut self, tokens: u32, family: u32, count: usize, lost: Option<usize>) {
+        self.prompt(tokens, family, u32::MAX);
+        self.demote(usize::MAX);
+        self.prompt(tokens, family, u32::MAX);
+        self.prompt(tokens, family, 3);
+        let others = self.pick(0, count);
+        if let Some((&first, rest)) = others.split_first() {
+            // The loads' sources must outlast what comes to the host in their step.
+            let _ = self.manager.swap_out(rest);
+            if count % 2 == 1 {
+                self.free(&[first]);
+            }
+        }
+        self.step(lost);
+    }
+
+    /// One of the tickets that have not ended.
+    pub(crate) fn nth_ticket(&self, n: usize) -> Option<TicketId> {
+        self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
+    }
+
+    /// Both tiers of the prefix cache must be unused for it to forget everything.
+    pub(crate) fn reset(&mut self) {
+        let idle = |tier| {
+            let pool = self.manager.pool(tier);
+            pool.free() + self.null_blocks(tier) == pool.len()
+        };
+        let idle = idle(Tier::Device) && (idle(Tier::Host) || !self.manager.keeps_host_copies());
+        assert_eq!(self.manager.reset_prefix_cache(), idle);
+    }
+
+    fn pin(&mut self, sequence: blockyard_core::SequenceId, submitted: bool) {
+        let before = self.manager.stats().tiers[0].pinned;
+        match self.manager.pin(sequence, 1) {
+            Ok(pin) => {
+                if submitted {
+                    self.manager.submit_pin(pin).unwrap();
+                }
+                let blocks = self.manager.pinned_blocks(pin).unwrap().iter();
+                let blocks = blocks.map(|&block| (block, self.memory[0][block.index()])).collect();
+                self.pins.push(Held { pin, submitted, blocks });
+            }
+            Err(Error::TooManyPinned { wanted, held, limit }) => assert!(held == before && wanted + held > limit),
+            Err(error) => assert!(self.manager.fork_prefix(sequence, 0, 0).is_err(), "{error}"),
+        }
+        assert!(self.manager.stats().tiers[0].pinned <= self.manager.pool(Tier::Device).len() / 2);
+    }
+
+    /// What a pin holds is never written or given out.
+    pub(crate) fn watch_pins(&self) {
+        for (block, bytes) in self.pins.iter().flat_map(|held| &held.blocks) {
+            assert_eq!(self.memory[0][block.index()], *bytes, "pinned block {block} was overwritten");
+        }
+    }
+
+    pub(crate) fn unpin_all(&mut self) {
+        for held in std::mem::take(&mut self.pins) {
+            self.manager.unpin(held.pin).unwrap();
+        }
+    }
+
+    fn cancel(&mut self, ticket: TicketId) {
+        self.manager.set_deadline(ticket, 0).unwrap();
+        let Expired { tickets, pins, overdue, sequences } = self.manager.expire(0).unwrap();
+        assert!(pins.is_empty());
+        if tickets.is_empty() {
+            // It was submitted, and may have been overdue already.
+            self.lost.extend(sequences);
+            assert!(overdue.iter().all(|other| *other == ticket));
+            return;
+        }
+        assert_eq!((tickets, overdue), (vec![ticket], vec![]));
+        self.lost.extend(sequences);
+        self.never_ran(ticket);
+        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
+    }
+
+    fn overdue(&mut self, ticket: TicketId) {
+        self.manager.submit(ticket).unwrap();
+        self.manager.set_deadline(ticket, 0).unwrap();
+        let expired = self.manager.expire(0).unwrap();
+        assert_eq!((expired.overdue, expired.tickets), (vec![ticket], vec![]));
+        self.lost.extend(expired.sequences);
+        let leased = |tier| self.manager.quarantined(tier).len();
+        let pairs = self.tickets[&ticket].len();
+        assert!(pairs == 0 || Tier::ALL.map(leased).iter().sum::<usize>() >= pairs);
+    }
+}

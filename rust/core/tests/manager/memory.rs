@@ -1,0 +1,250 @@
+//! Memory that is as slow as the decisions allow, and computation that is as good as what it reads.
+//!
+//! What is not ordered by the step is read and lands only when its ticket ends. A block that is written while a transfer
+//! is yet to read it gives that transfer garbage, and so does a load that fails; tokens computed from garbage are garbage.
+
+use super::groups::needed;
+use super::{BLOCK, Bytes, GARBAGE, World};
+use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, TicketId, Tier};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// One pair on its way.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Transfer {
+    kind: Kind,
+    src: (Tier, u32),
+    dst: (Tier, u32),
+    /// What it has read, if it has.
+    bytes: Option<Bytes>,
+    landed: bool,
+    /// Whether it will turn out to have failed, when its ticket ends.
+    lost: bool,
+}
+
+impl World {
+    /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
+    pub(crate) fn step(&mut self, lost: Option<usize>) {
+        let decision = self.manager.take_decision();
+        let mut mine = Vec::new();
+        for (kind, pairs) in &decision.transfers {
+            let transfer = |&[from, to]: &[u32; 2]| Transfer {
+                kind: *kind,
+                src: (pairs.src, from),
+                dst: (pairs.dst, to),
+                bytes: None,
+                landed: false,
+                lost: false,
+            };
+            mine.extend(pairs.ids.iter().map(transfer));
+        }
+        if let (Some(n), false) = (lost, mine.is_empty()) {
+            let n = n % mine.len();
+            mine[n].lost = true;
+        }
+        self.tickets.insert(decision.ticket, mine);
+        for ticket in &decision.after {
+            self.read_device(*ticket);
+        }
+        self.load(decision.ticket);
+        for at in 0..self.tickets[&decision.ticket].len() {
+            if self.tickets[&decision.ticket][at].kind == Kind::Copy {
+                self.land(decision.ticket, at);
+            }
+        }
+        self.compute();
+        self.dirty.clear();
+    }
+
+    /// Lands the loads that the step waits for: those of what it computes, writes or copies.
+    fn load(&mut self, ticket: TicketId) {
+        let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
+        let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
+        let copied = self.tickets[&ticket].iter().filter(|t| t.kind == Kind::Copy).map(|t| t.src.1);
+        let needed: Vec<u32> = tables.chain(written).chain(copied).collect();
+        for at in 0..self.tickets[&ticket].len() {
+            let transfer = self.tickets[&ticket][at];
+            if transfer.kind != Kind::Copy && transfer.dst.0 == Tier::Device && needed.contains(&transfer.dst.1) {
+                self.land(ticket, at);
+            }
+        }
+    }
+
+    /// Writes this step's tokens, those of a sequence from what it needs of the tokens before them.
+    fn compute(&mut self) {
+        let mut pending: BTreeMap<i64, u64> = std::mem::take(&mut self.pending).into_iter().collect();
+        let sound = self.tickets.values().flatten().all(|transfer| !transfer.lost);
+        let mut computed = std::mem::take(&mut self.computed);
+        computed.retain(|(sequence, _)| self.truth.contains_key(sequence) && !self.lost.contains(sequence));
+        computed.sort_by_key(|&(_, first)| first);
+        // Encoders' tokens, and those of sequences that are freed or have lost bytes.
+        let owned: BTreeSet<i64> = computed.iter().flat_map(|&(s, first)| self.slots_from(s, first)).collect();
+        for (&slot, &token) in pending.iter().filter(|(slot, _)| !owned.contains(slot)) {
+            self.write_slot(slot, token);
+        }
+        for &(sequence, first) in &computed {
+            let garbage = !self.finds(sequence, first..first);
+            for slot in self.slots_from(sequence, first) {
+                if let Some(token) = pending.remove(&slot) {
+                    self.write_slot(slot, if garbage { GARBAGE[0] } else { token });
+                }
+            }
+        }
+        for (sequence, first) in computed.into_iter().filter(|_| sound) {
+            self.read(sequence, first);
+        }
+    }
+
+    fn write_slot(&mut self, slot: i64, token: u64) {
+        let slot = u32::try_from(slot).unwrap();
+        let mut bytes = self.memory[0][(slot / BLOCK) as usize];
+        bytes[(slot % BLOCK) as usize] = token;
+        self.put((Tier::Device, slot / BLOCK), bytes);
+    }
+
+    /// Slots of a sequence's tokens from `first` on, of all groups.
+    fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<i64> {
+        let mut slots = Vec::new();
+        for (number, _) in self.growing() {
+            let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+            let tokens = first..self.truth[&sequence].len() as u32;
+            let slot = |i| i64::from(table[(i / BLOCK) as usize].0) * i64::from(BLOCK) + i64::from(i % BLOCK);
+            slots.extend(tokens.map(slot));
+        }
+        slots
+    }
+
+    /// Whether every group finds what computing the tokens of a range takes.
+    fn finds(&self, sequence: SequenceId, tokens: Range<u32>) -> bool {
+        let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+        self.growing().all(|(number, group)| {
+            let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+            needed(group, tokens.start, tokens.end).all(|i| {
+                let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
+                found == self.truth[&sequence][i as usize]
+            })
+        })
+    }
+
+    fn read_device(&mut self, ticket: TicketId) {
+        let transfers = self.tickets.get_mut(&ticket).expect("`after` names a ticket that has not ended");
+        for transfer in
+            transfers.iter_mut().filter(|t| t.src.0 == Tier::Device && t.kind != Kind::Copy && t.bytes.is_none())
+        {
+            transfer.bytes = Some(self.memory[0][transfer.src.1 as usize]);
+        }
+    }
+
+    fn fetch(&mut self, ticket: TicketId, at: usize) -> Bytes {
+        let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
+        *transfer.bytes.get_or_insert(self.memory[transfer.src.0.index()][transfer.src.1 as usize])
+    }
+
+    fn land(&mut self, ticket: TicketId, at: usize) {
+        let bytes = self.fetch(ticket, at);
+        let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
+        if !std::mem::replace(&mut transfer.landed, true) {
+            let (dst, bytes) = (transfer.dst, if transfer.lost { GARBAGE } else { bytes });
+            self.put(dst, bytes);
+        }
+    }
+
+    /// Writes a block, under the hands of whatever is yet to read it.
+    fn put(&mut self, at: (Tier, u32), bytes: Bytes) {
+        for transfer in self.tickets.values_mut().flatten().filter(|t| t.src == at && t.kind != Kind::Copy) {
+            transfer.bytes.get_or_insert(GARBAGE);
+        }
+        self.memory[at.0.index()][at.1 as usize] = bytes;
+    }
+
+    /// Runs what is left of a ticket and ends it.
+    pub(crate) fn end(&mut self, ticket: TicketId) {
+        let count = self.tickets[&ticket].len();
+        for at in 0..count {
+            self.fetch(ticket, at);
+        }
+        for at in 0..count {
+            self.land(ticket, at);
+        }
+        let transfers = self.tickets.remove(&ticket).unwrap();
+        let single = |t: &Transfer| Pairs { src: t.src.0, dst: t.dst.0, ids: vec![[t.src.1, t.dst.1]] };
+        let lost: Vec<_> = transfers.iter().filter(|t| t.lost).map(single).collect();
+        if lost.is_empty() {
+            self.manager.complete(ticket).unwrap();
+        } else {
+            let hit = self.manager.fail(ticket, &lost).unwrap();
+            // What the present step is yet to copy is in no memory.
+            let copies: Vec<u32> = self
+                .manager
+                .clone()
+                .take_decision()
+                .of(Kind::Copy)
+                .flat_map(|p| p.ids.clone())
+                .map(|[_, to]| to)
+                .collect();
+            // A copy may be of a shared lookahead block, and a window may have passed over what is lost: no loss then.
+            let unsure = self.groups != [Group::Full] || transfers.iter().any(|t| t.lost && t.kind == Kind::Copy);
+            for sequence in hit {
+                assert!(
+                    unsure || self.lost.contains(&sequence) || !self.is_whole(sequence, &copies),
+                    "{sequence} has lost nothing"
+                );
+                self.lost.push(sequence);
+            }
+        }
+        assert_eq!(self.manager.complete(ticket), Err(Error::UnknownTicket { ticket }));
+    }
+
+    /// Nothing of a ticket has landed, whatever this memory has done ahead of time.
+    pub(crate) fn never_ran(&mut self, ticket: TicketId) {
+        for Transfer { dst, .. } in self.tickets.remove(&ticket).unwrap() {
+            self.put(dst, GARBAGE);
+        }
+    }
+
+    /// What chance alone seldom does: a sequence leaves, comes back and runs on in that step, perhaps with a loss. A fork
+    /// copies what may be lost, and its ticket ends first.
+    pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {
+        self.settle();
+        if self.manager.swap_out(&[sequence]).is_err() {
+            return;
+        }
+        self.settle();
+        if self.manager.swap_in(&[sequence]).is_err() {
+            return;
+        }
+        self.append(&[sequence], 1, 0);
+        self.step(lost);
+        let mut out = Vec::new();
+        self.fork(sequence, 1, &mut out);
+        self.append(&out, tokens, 0);
+        self.step(None);
+        if let Some(copy) = self.tickets.keys().next_back().copied() {
+            self.end(copy);
+        }
+    }
+
+    /// Ends the step and all tickets.
+    pub(crate) fn settle(&mut self) {
+        self.step(None);
+        while let Some(ticket) = self.nth_ticket(0) {
+            self.end(ticket);
+        }
+    }
+
+    /// Whether every token of a sequence is where its table says, those excepted that this step is yet to write; it copies
+    /// to none of its blocks.
+    fn is_whole(&self, sequence: SequenceId, copies: &[u32]) -> bool {
+        let tier = self.manager.tier(sequence).unwrap();
+        let (memory, table) = (&self.memory[tier.index()], self.manager.block_table(sequence).unwrap());
+        let waits = |block: BlockId, offset: usize| {
+            let slot = i64::from(block.0) * i64::from(BLOCK) + i64::try_from(offset).unwrap();
+            tier == Tier::Device && self.pending.iter().any(|&(pending, _)| pending == slot)
+        };
+        self.truth[&sequence].iter().enumerate().all(|(i, token)| {
+            let (block, offset) = (table[i / BLOCK as usize], i % BLOCK as usize);
+            let pending_copy = tier == Tier::Device && copies.contains(&block.0);
+            !pending_copy && (memory[block.index()][offset] == *token || waits(block, offset))
+        })
+    }
+}

@@ -1,0 +1,152 @@
+"""`BlockManager`'s prefix cache at random, and the proof that the machine sees one go wrong."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, EventBatch, Pairs
+from blockyard.errors import BlockyardError
+from blockyard.testing import Config, LateMemory
+from blockyard.testing.interfaces import Handles, PrefixManagerLike
+from blockyard.testing.machines import PrefixMachine, prefix_machine, run_state_machine_as_test
+
+STEP_COUNT = 50
+EVICTIONS = ["lru", "s3fifo", "adaptive", "priority"]
+
+
+def assert_noticed(machine: type[PrefixMachine]) -> None:
+    """The machine must fail, in a fixed search that stops at the first failure and does not shrink it."""
+    search = settings(
+        max_examples=1000,
+        stateful_step_count=STEP_COUNT,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, BlockyardError)):
+        run_state_machine_as_test(machine, settings=search)
+
+
+def restored(manager: PrefixManagerLike) -> PrefixManagerLike:
+    assert isinstance(manager, BlockManager)
+    return BlockManager.restore(manager.snapshot())
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_every_hit_is_what_was_computed(eviction: str, steps: int):
+    def make(config: Config, events: int) -> PrefixManagerLike:
+        return BlockManager(
+            **config.arguments(),
+            prefix_caching=True,
+            events=events,
+            eviction=eviction,  # type: ignore[arg-type]
+        )
+
+    budget = settings(
+        max_examples=max(1, -(-steps // STEP_COUNT // len(EVICTIONS))), stateful_step_count=STEP_COUNT, deadline=None
+    )
+    run_state_machine_as_test(prefix_machine(make, restore=restored), settings=budget)
+
+
+# ---- managers with a bug ----
+
+
+class Around:
+    """A manager that answers as the one inside, but where a subclass says otherwise."""
+
+    def __init__(self, config: Config, events: int) -> None:
+        self.inner = BlockManager(**config.arguments(), prefix_caching=True, events=events)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+class FindsEveryTenant(Around):
+    def allocate_prompts(
+        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = None
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        return self.inner.allocate_prompts(prompts)
+
+    def cached_tokens(self, prompt: Sequence[int], *, salt: bytes | None = None) -> int:
+        return self.inner.cached_tokens(prompt)
+
+
+class PublishesWhatIsNotComputed(Around):
+    def take_decision(self) -> object:
+        decision = self.inner.take_decision()
+        for sequence in self.seen:
+            if self.inner.tier(sequence) == "device":
+                self.inner.mark_computed([sequence])
+        return decision
+
+    def __init__(self, config: Config, events: int) -> None:
+        super().__init__(config, events)
+        self.seen: set[int] = set()
+
+    def allocate_prompts(
+        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = None
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        handles, hits = self.inner.allocate_prompts(prompts, salt=salt)
+        self.seen |= set(handles.tolist())
+        return handles, hits
+
+    def free(self, sequences: Handles) -> None:
+        self.inner.free(sequences)
+        self.seen -= set(np.atleast_1d(np.asarray(sequences)).tolist())
+
+
+class SaysThatMoreIsCached(Around):
+    def allocate_prompts(
+        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = None
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        handles, hits = self.inner.allocate_prompts(prompts, salt=salt)
+        return handles, hits + np.uint32(self.inner.block_size) * (hits > 0)
+
+
+class LosesEvents(Around):
+    taken = 0
+
+    def take_events(self) -> EventBatch:
+        batch = self.inner.take_events()
+        self.taken += 1
+        return self.inner.take_events() if self.taken % 3 == 0 else batch
+
+
+class ForgetsLosses(Around):
+    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
+        self.inner.complete(ticket)
+        return np.zeros(0, dtype=np.uint64)
+
+
+@pytest.mark.parametrize(
+    "buggy", [FindsEveryTenant, PublishesWhatIsNotComputed, SaysThatMoreIsCached, LosesEvents, ForgetsLosses]
+)
+def test_a_prefix_cache_with_a_bug_is_noticed(buggy: Callable[[Config, int], PrefixManagerLike]):
+    assert_noticed(prefix_machine(buggy))
+
+
+def test_a_manager_that_forgets_its_cache_in_a_snapshot_is_noticed():
+    def forgetful(manager: PrefixManagerLike) -> PrefixManagerLike:
+        again = restored(manager)
+        again.reset_prefix_cache()
+        return again
+
+    assert_noticed(prefix_machine(restore=forgetful))
+
+
+@pytest.mark.parametrize("kind", ["copy", "swap_out", "spill"])
+def test_a_dropped_transfer_is_noticed(kind: str):
+    class Drops(LateMemory):
+        def store(self, what: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:
+            if what != kind:
+                super().store(what, pairs, rows)
+
+    machine = prefix_machine()
+    machine.make_memory = Drops
+    assert_noticed(machine)
