@@ -109,3 +109,6 @@ def test_calls_at_once_come_after_tickets(engine: CacheEngine):
     torch.cuda._sleep(PAUSE)
     engine.submit_swap_in(pairs(EVERYTHING, EVERYTHING))
     np.testing.assert_array_equal(engine.read_blocks("device", EVERYTHING), rows)
+    torch.cuda._sleep(PAUSE)
+    engine.submit_swap_out(pairs(EVERYTHING, EVERYTHING[::-1]))
+    np.testing.assert_array_equal(engine.read_blocks("host", EVERYTHING[::-1].copy()), rows)

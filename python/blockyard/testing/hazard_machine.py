@@ -67,7 +67,7 @@ class HazardMachine(SchedulerMachine):
         seed=st.integers(0, 1 << 30),
         fail=st.sampled_from([0.0, 0.0, 0.02]),
     )
-    def start(self, config: Config, count: int, seed: int = 0, fail: float = 0.0) -> None:  # type: ignore[override]
+    def start(self, config: Config, count: int, seed: int = 0, fail: float = 0.0) -> None:
         """Make the books, the device and the store, and submit a few requests."""
         self.manager = type(self).make_manager(config)
         self.scheduler: Scheduler = type(self).make_scheduler(self.manager, config)

@@ -129,7 +129,7 @@ class CacheEngine(Caches):
         """
         checked = check_blocks(blocks, self.num_blocks(tier))
         rows = self._staging(len(checked))
-        self._settle()
+        self._settle(on_cpu=tier == "host")
         if tier == "host":
             self._drain()
         if len(checked):
@@ -154,7 +154,7 @@ class CacheEngine(Caches):
         checked = self._check_rows(tier, blocks, rows)
         if not len(checked):
             return
-        self._settle()
+        self._settle(on_cpu=tier == "host")
         if tier == "host":
             self._drain()
         queued = tier == "device" and self.device.type == "cuda"
@@ -359,12 +359,13 @@ class CacheEngine(Caches):
     ) -> None:
         self.close()
 
-    def _settle(self) -> None:
-        """Put what is called at once after all tickets."""
-        if self.device.type == "cuda":
+    def _settle(self, *, on_cpu: bool = False) -> None:
+        """Put what is called at once after all tickets; with `on_cpu` it is the CPU that goes on."""
+        if self.device.type == "cuda" and not on_cpu:
             self._transfers.order_compute_all()
         else:
             self._transfers.synchronize()
+        if self.device.type != "cuda":
             self.fence().synchronize()
 
     def _launch(
