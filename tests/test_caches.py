@@ -43,6 +43,16 @@ def test_what_does_not_fit_is_refused(caches: Caches):
         caches.num_blocks("disk")
 
 
+def test_views_are_known_by_their_layer_where_tensors_follow_the_layers(caches: Caches):
+    count = len(caches._views["device"])
+    assert caches._places_by_layer() == [list(range(count // 2)), list(range(count // 2, count))]
+    both = caches.device_caches[0]
+    caches.device_caches = [both, both]
+    assert caches._places_by_layer() == []
+    caches.device_caches = [both]
+    assert caches._places_by_layer() == []
+
+
 def test_memory_that_was_let_go_is_used_no_more(caches: Caches):
     caches._release()
     assert caches.device_caches == []

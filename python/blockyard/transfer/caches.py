@@ -104,6 +104,17 @@ class Caches:
             return [self.host_cache], [rows]
         return self._views["device"], self.layout.row_views(rows)
 
+    def _places_by_layer(self) -> list[list[int]]:
+        """Give the places of each layer's views; none where tensors do not follow the layers."""
+        tensors_per_layer, rest = divmod(len(self.device_caches), self.layout.num_layers)
+        owners = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(self.device_caches)}
+        if rest or len(owners) < len(self.device_caches):
+            return []
+        places: list[list[int]] = [[] for _ in range(self.layout.num_layers)]
+        for place, view in enumerate(self._views["device"]):
+            places[owners[view.untyped_storage().data_ptr()] // tensors_per_layer].append(place)
+        return places
+
     def _release(self) -> None:
         self._closed = True
         self._views.clear()

@@ -212,11 +212,10 @@ class CacheEngine(Caches):
             MappingError, TransferQueueFullError, UnknownTicketError: as for `submit_swap_out`.
         """
         plan = self._join("host", "device", ids)
-        cut = partial(self._cut, self._views["host"], self._views["device"])
-        layers = 0
-        if by_layer and len(self._views["device"]) % self.layout.num_layers == 0:
-            cut = partial(self._cut_layers, self._views["host"], self._views["device"])
-            layers = self.layout.num_layers
+        places = self._places_by_layer() if by_layer else []
+        src, dst = self._views["host"], self._views["device"]
+        cut = partial(self._cut_layers, src, dst, places) if places else partial(self._cut, src, dst)
+        layers = len(places)
         return self._launch("in", cut, plan, after, behind, on_full, counted=("host", "device"), layers=layers)
 
     def submit_copy(
@@ -404,9 +403,10 @@ class CacheEngine(Caches):
         step = max(1, len(pairs) if chunk_bytes is None else chunk_bytes // self.layout.bytes_per_block)
         return [partial(ops.swap_blocks, src, dst, pairs[i : i + step]) for i in range(0, max(1, len(pairs)), step)]
 
-    def _cut_layers(self, src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> list[Callable[[], None]]:
-        step = len(src) // self.layout.num_layers
-        return [partial(ops.swap_blocks, src[i : i + step], dst[i : i + step], pairs) for i in range(0, len(src), step)]
+    def _cut_layers(
+        self, src: Sequence[Tensor], dst: Sequence[Tensor], places: Sequence[Sequence[int]], pairs: Tensor
+    ) -> list[Callable[[], None]]:
+        return [partial(ops.swap_blocks, [src[i] for i in layer], [dst[i] for i in layer], pairs) for layer in places]
 
     def _cut_copy(self, pairs: Tensor) -> list[Callable[[], None]]:
         # In one piece: no block is both read and written, but that is checked over all of them.
