@@ -1,6 +1,7 @@
 """The standalone allocators, from Python."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -68,6 +69,33 @@ def test_upcoming_blocks_are_seen_without_being_taken(reuse: str, expected: list
     assert allocator.upcoming(2).tolist() == expected
     assert allocator.allocate(2).tolist() == expected
     assert len(allocator.upcoming()) == allocator.num_free == 2
+
+
+@pytest.mark.parametrize("reuse", ["lowest", "fifo", "lifo"])
+@pytest.mark.parametrize("eviction", ["released", "accessed"])
+def test_upcoming_shows_evictions_too(reuse: Literal["lowest", "fifo", "lifo"], eviction: Literal["released"]):
+    allocator = PrefixCachingAllocator(6, reuse=reuse, eviction=eviction)
+    keys = chain_keys(list(range(4)), block_size=1)
+    blocks, _ = allocator.allocate_keyed(keys, range(1, 5), plain=1)
+    allocator.mark_computed()
+    allocator.free(blocks[[2, 4, 0, 3, 1]])
+    expected = allocator.upcoming().tolist()
+    assert (len(expected), len(set(expected))) == (6, 6)
+    assert list(allocator.iter_upcoming()) == expected
+    assert [int(allocator.allocate(1)[0]) for _ in expected] == expected
+
+
+def test_a_lazy_iterator_reads_on_from_its_place():
+    allocator = NaiveAllocator(300)
+    free = allocator.iter_upcoming()
+    assert iter(free) is free
+    assert [next(free) for _ in range(3)] == [0, 1, 2]
+    allocator.allocate(10)
+    # The first 64 were read before; the next chunk begins at the 65th that is free by now.
+    assert list(free) == [*range(3, 64), *range(74, 300)]
+    assert next(free, None) is None
+    allocator.allocate(290)
+    assert list(allocator.iter_upcoming()) == []
 
 
 def test_names_of_orders_are_checked():

@@ -104,6 +104,24 @@ def test_a_sequence_of_a_hundred_thousand_tokens_is_as_good_as_any():
 # ---- growth, forks, copy-on-write ----
 
 
+def test_a_shared_lookahead_block_without_tokens_is_not_copied():
+    books = BlockManager(block_size=4, device_blocks=8, watermark=0.0)
+    (parent,) = books.allocate([4])
+    books.append([parent], 0, lookahead=2)
+    books.complete(books.take_decision().ticket)
+    (child,) = books.fork(parent)
+    both = [parent, child]
+    assert books.block_table(child).tolist() == [0, 1]
+    assert books.blocks_to_append(both, 1) == 1
+    assert books.append(both, 1).tolist() == [8, 4]
+    assert len(books.take_decision()) == 0
+    assert [books.block_table(sequence).tolist() for sequence in both] == [[0, 2], [0, 1]]
+    books.check()
+    (other,) = books.fork(parent)
+    books.append([other], 1)
+    assert books.take_decision().blocks_to_copy.tolist() == [[2, 3]]
+
+
 def test_append_gives_slots_sequence_by_sequence():
     books = manager()
     a, b = (int(handle) for handle in books.allocate([3, 4]))

@@ -29,6 +29,7 @@ NOT_MODELLED = {
     "expire",
     "free_block_ids",
     "groups",
+    "iter_free_blocks",
     "mark_computed",
     "next_chunk",
     "offload_cached",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blockyard import BlockManager
+from blockyard import BlockManager, InvalidArgumentError
 
 
 def manager(order: str, host: int = 0) -> BlockManager:
@@ -26,7 +26,7 @@ def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str,
     handles = one_block_each(books, 4)
     for i in (3, 0, 2):
         books.free(handles[i])
-    assert ids(books) == wanted
+    assert ids(books) == list(books.iter_free_blocks()) == wanted
     assert ids(books, 2) == wanted[:2]
     assert ids(books, 0) == []
     assert [int(books.block_table(handle)[0]) for handle in one_block_each(books, 5)] == wanted
@@ -41,6 +41,10 @@ def test_listing_takes_nothing(order: str) -> None:
     assert books.free_block_ids().dtype == np.int32
     assert books.num_free() == 6
     assert len(books.free_block_ids("host")) == 0
+    assert list(books.iter_free_blocks("host")) == []
+    assert next(books.iter_free_blocks()) == 0
+    with pytest.raises(InvalidArgumentError):
+        books.iter_free_blocks("tape")  # type: ignore[arg-type]
 
 
 def test_a_transfer_delays_a_block_in_fifo_order_and_not_in_lru_order() -> None:

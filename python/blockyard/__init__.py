@@ -7,6 +7,7 @@ Importing it loads neither torch nor CUDA.
 """
 
 from blockyard._core import (
+    AllocatorPair,
     AllocStatus,
     BlockManager,
     CacheGroup,
@@ -45,6 +46,7 @@ from blockyard.errors import (
 
 __all__ = [
     "AllocStatus",
+    "AllocatorPair",
     "BlockManager",
     "BlockyardError",
     "CacheGroup",

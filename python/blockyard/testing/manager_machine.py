@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from blockyard._core import AllocStatus, BlockManager, Pairs, StepDecision
-from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
+from blockyard._core import AllocStatus, BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
 from blockyard.testing.model import ReferenceManager
+from blockyard.testing.side_by_side import SideBySide, Tracked, can_move, handles_of, move, same
 from blockyard.testing.simulation import LateMemory
 from blockyard.testing.strategies import configs
 
 __all__ = ["ManagerMachine", "manager_machine"]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
-T = TypeVar("T")
 
 # Each number picks a live sequence; a few pick one that was freed. Repeated numbers make repeated handles.
 _pick = st.integers(0, 63)
@@ -31,17 +30,7 @@ _losses = st.lists(_pick, min_size=1, max_size=2)
 _lookahead = st.integers(0, 3)
 
 
-@dataclass(slots=True, eq=False)
-class _Tracked:
-    """One sequence: its handle in the manager and in the model, and the tokens that must be read back."""
-
-    real: int
-    model: int
-    tokens: list[int] = field(default_factory=list)
-    lost: bool = False
-
-
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(SideBySide, RuleBasedStateMachine):
     """Random steps of an engine, on a manager and on the reference model.
 
     After each rule the books are checked and compared: free blocks of each tier, and tier, length and block table of
@@ -50,25 +39,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     Attributes:
         make_manager: makes the manager under test; `manager_machine` sets it.
+        restore: makes a manager anew from one that has nothing under way; None for managers that cannot.
         make_memory: makes the memory that decisions run on; override it to plant a fault.
         same_ids: whether the manager must choose the same blocks as the model. If not, the tables, decisions and
             errors' numbers are not compared; tokens, free blocks and lengths still are.
     """
 
     make_manager: ClassVar[Callable[[Config], ManagerLike]]
+    restore: ClassVar[Callable[[ManagerLike], ManagerLike] | None] = None
     make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
-    same_ids: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequences: list[_Tracked] = []
-        self.freed: list[_Tracked] = []
-        self.tickets: list[int] = []
-        self.losses: dict[int, list[Pairs]] = {}
-        self.pending: list[tuple[int, int]] = []  # slots and tokens of this step
-        self.written: set[int] = set()  # real handles with pending tokens
-        self.waited: set[int] = set()  # tickets whose device reads some step has waited for
-        self.next_token = 0
 
     @initialize(config=configs(), lengths=_lengths)
     def start(self, config: Config, lengths: list[int]) -> None:
@@ -91,7 +70,7 @@ class ManagerMachine(RuleBasedStateMachine):
         real, model = self.both(lambda m: m.allocate(lengths), lambda m: m.allocate(lengths))
         if real is not None and model is not None:
             for handle, twin, length in zip(real, model, lengths, strict=True):
-                self.adopt(_Tracked(int(handle), int(twin)), 0, length)
+                self.adopt(Tracked(int(handle), int(twin)), 0, length)
 
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, count=st.integers(0, 3))
@@ -104,7 +83,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if real is None or model is None:
             return
         for handle, twin in zip(real, model, strict=True):
-            self.sequences.append(_Tracked(int(handle), int(twin), list(parent.tokens)))
+            self.sequences.append(Tracked(int(handle), int(twin), list(parent.tokens)))
         if parent.real in self.written:
             self.written |= {int(handle) for handle in real}
 
@@ -123,7 +102,7 @@ class ManagerMachine(RuleBasedStateMachine):
             lambda m: m.fork_prefix(parent.model, shared, length),
         )
         if real is not None and model is not None:
-            self.adopt(_Tracked(int(real), int(model), parent.tokens[:shared]), shared, length)
+            self.adopt(Tracked(int(real), int(model), parent.tokens[:shared]), shared, length)
 
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks, count=st.integers(0, 6), lookahead=_lookahead, each=st.booleans())
@@ -132,7 +111,7 @@ class ManagerMachine(RuleBasedStateMachine):
         batch = self.chosen(picks)
         counts = [(count + i) % 7 for i in range(len(batch))] if each else [count] * len(batch)
         given: int | list[int] = counts if each else count
-        real, model = _handles(batch)
+        real, model = handles_of(batch)
         self.agree(
             lambda m: m.blocks_to_append(real, given, lookahead=lookahead),
             lambda m: m.blocks_to_append(model, given, lookahead=lookahead),
@@ -146,8 +125,8 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         if slots is None or expected is None:
             return
-        _same("slots", slots.tolist(), expected.tolist(), when=self.same_ids)
-        _same("number of slots", len(slots), sum(counts))
+        same("slots", slots.tolist(), expected.tolist(), when=self.same_ids)
+        same("number of slots", len(slots), sum(counts))
         rest = slots.tolist()
         for sequence, n in zip(batch, counts, strict=True):
             tokens = self.fresh(n)
@@ -170,7 +149,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def free(self, picks: list[int]) -> None:
         """Forget sequences; what only they would have read is not computed."""
         batch = self.chosen(picks)
-        real, model = _handles(batch)
+        real, model = handles_of(batch)
         if not self.do(lambda m: m.free(real), lambda m: m.free(model)):
             return
         self.sequences = [sequence for sequence in self.sequences if sequence not in batch]
@@ -194,9 +173,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.step(everyone=False, lost=[])
         if before == "settle":
             self.settle(keep=0)
-        real, model = _handles(self.chosen(picks))
-        could = self.agree(lambda m: _can(m, way, real, lookahead), lambda m: _can(m, way, model, lookahead))
-        done = self.do(lambda m: _move(m, way, real), lambda m: _move(m, way, model))
+        real, model = handles_of(self.chosen(picks))
+        could = self.agree(lambda m: can_move(m, way, real, lookahead), lambda m: can_move(m, way, model, lookahead))
+        done = self.do(lambda m: move(m, way, real), lambda m: move(m, way, model))
         if (could is True or could is AllocStatus.OK) and not done:
             raise AssertionError(f"can_{way} promised what {way} refused")
         if could is False and done:
@@ -206,7 +185,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(picks=_picks, to=st.sampled_from(["host", "external"]))
     def fetch_elsewhere(self, picks: list[int], to: Literal["host"]) -> None:
         """Fetch to the host, or to where nothing is fetched."""
-        real, model = _handles(self.chosen(picks))
+        real, model = handles_of(self.chosen(picks))
         self.do(lambda m: m.fetch(real, to=to), lambda m: m.fetch(model, to=to))
 
     @precondition(lambda self: self.sequences)
@@ -237,9 +216,9 @@ class ManagerMachine(RuleBasedStateMachine):
         before = len(self.sequences)
         self.fork(pick, forks)
         group = [parent, *self.sequences[before:]]
-        real, model = _handles(group)
+        real, model = handles_of(group)
         for way in ways:
-            if not self.do(partial(_move, way=way, handles=real), partial(_move, way=way, handles=model)):
+            if not self.do(partial(move, way=way, handles=real), partial(move, way=way, handles=model)):
                 return
             if way == ways[0]:
                 self.step(everyone=False, lost=[])
@@ -259,7 +238,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
         """Take the decision, begin its transfers, write the step's tokens, read them through the tables."""
         decision, expected = self.manager.take_decision(), self.model.take_decision()
-        _same("ticket", decision.ticket, expected.ticket, when=self.same_ids)
+        same("ticket", decision.ticket, expected.ticket, when=self.same_ids)
         if self.same_ids:
             self.compare_decisions(decision, expected)
         readers = self.readable() if everyone else [s for s in self.readable() if s.real in self.written]
@@ -296,6 +275,23 @@ class ManagerMachine(RuleBasedStateMachine):
             strange = [Pairs("device", "host", np.array([[0, 1000]]))]
             self.both(lambda m: m.fail(ticket, strange), lambda m: m.fail(ticket, strange))
 
+    @rule(settled=st.booleans())
+    def restart(self, settled: bool) -> None:  # noqa: FBT001 (drawn)
+        """Go on with a manager made from a snapshot, if one can be taken; the model and the memory stay."""
+        restore = type(self).restore
+        if restore is None:
+            return
+        if settled:
+            self.step(everyone=False, lost=[])
+            self.settle(keep=0)
+        try:
+            self.manager = restore(self.manager)
+        except SnapshotError:
+            if settled:
+                raise
+            return
+        same("tickets in flight at a snapshot", self.tickets, [])
+
     # ---- what must hold ----
 
     @invariant()
@@ -303,16 +299,16 @@ class ManagerMachine(RuleBasedStateMachine):
         """The manager's books are sound, and say what the model's say."""
         self.manager.check()
         self.model.check()
-        _same("sequences", self.manager.num_sequences, self.model.num_sequences)
+        same("sequences", self.manager.num_sequences, self.model.num_sequences)
         for tier in TIERS:
-            _same(f"free {tier} blocks", self.manager.num_free(tier), self.model.num_free(tier))
+            same(f"free {tier} blocks", self.manager.num_free(tier), self.model.num_free(tier))
         for s in self.sequences:
-            _same("tokens", self.manager.num_tokens(s.real), len(s.tokens))
-            _same("tokens", self.model.num_tokens(s.model), len(s.tokens))
-            _same("tier", self.manager.tier(s.real), self.model.tier(s.model))
+            same("tokens", self.manager.num_tokens(s.real), len(s.tokens))
+            same("tokens", self.model.num_tokens(s.model), len(s.tokens))
+            same("tier", self.manager.tier(s.real), self.model.tier(s.model))
             real, model = self.manager.block_table(s.real).tolist(), self.model.block_table(s.model).tolist()
-            _same("block table", real, model, when=self.same_ids)
-            _same("blocks", len(real), len(model))
+            same("block table", real, model, when=self.same_ids)
+            same("blocks", len(real), len(model))
 
     def teardown(self) -> None:
         """Let all transfers end, read every token of every sequence, free all."""
@@ -326,119 +322,23 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.read_back(sequence)
         self.manager.free([sequence.real for sequence in self.sequences])
         for tier in TIERS:
-            _same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
+            same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
         self.manager.check()
-
-    # ---- helpers ----
-
-    def both(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> tuple[T | None, T | None]:
-        """Call manager and model; both must succeed, or both fail alike."""
-        found, error = _outcome(real, self.manager)
-        expected, refusal = _outcome(model, self.model)
-        if (error is None) != (refusal is None):
-            raise AssertionError(f"the manager: {error or found!r}, the model: {refusal or expected!r}")
-        if error is not None and refusal is not None:
-            if not isinstance(refusal, type(error)):
-                raise AssertionError(f"the manager: {error!r}, the model: {refusal!r}")
-            if isinstance(error, OutOfBlocksError) and isinstance(refusal, OutOfBlocksError):
-                numbers = [(e.tier, e.wanted, e.free, e.total) for e in (error, refusal)]
-                _same("tier, wanted, free, total", *numbers)
-            return None, None
-        return found, expected
-
-    def do(self, real: Callable[[ManagerLike], None], model: Callable[[ManagerLike], None]) -> bool:
-        """Call manager and model for what they change; returns whether they have done it."""
-
-        def did(call: Callable[[ManagerLike], None], manager: ManagerLike) -> bool:
-            call(manager)
-            return True
-
-        return self.both(lambda m: did(real, m), lambda m: did(model, m))[0] is not None
-
-    def agree(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> T | None:
-        """Call manager and model; they must answer the same."""
-        found, expected = self.both(real, model)
-        _same("answer", found, expected)
-        return found
-
-    def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
-        """Sequences for some numbers; high ones pick a freed one, if there is any."""
-        freed, live = self.freed, self.sequences
-        stale = [freed[pick % len(freed)] if freed and (pick >= 62 or not live) else None for pick in picks]
-        return [old or live[pick % len(live)] for pick, old in zip(picks, stale, strict=True) if old or live]
-
-    def one(self, pick: int) -> _Tracked | None:
-        """One sequence, if there is any."""
-        return next(iter(self.chosen([pick])), None)
-
-    def fresh(self, count: int) -> list[int]:
-        """Tokens that no sequence has had."""
-        self.next_token += count
-        return list(range(self.next_token - count, self.next_token))
-
-    def adopt(self, sequence: _Tracked, first: int, length: int) -> None:
-        """Keep a new sequence, whose tokens from `first` on this step writes."""
-        tokens = self.fresh(length - first)
-        sequence.tokens += tokens
-        self.pending += zip(self.manager.slot_mapping(sequence.real, first, length).tolist(), tokens, strict=True)
-        self.written.add(sequence.real)
-        self.sequences.append(sequence)
-
-    def readable(self) -> list[_Tracked]:
-        """Sequences whose tables the manager gives out for this step."""
-
-        def is_readable(sequence: _Tracked) -> bool:
-            try:
-                self.manager.block_tables([sequence.real])
-            except SequenceStateError:
-                return False
-            return not sequence.lost
-
-        return [sequence for sequence in self.sequences if is_readable(sequence)]
-
-    def compare_decisions(self, decision: StepDecision, expected: StepDecision) -> None:
-        """Every pair must be the same; what a step need not wait for again, an earlier one has waited for."""
-        _same("transfers", _plain(decision), _plain(expected))
-        missing = set(expected.after) - set(decision.after) - self.waited
-        if missing or not set(decision.after) <= {*self.tickets, decision.ticket}:
-            raise AssertionError(f"the step runs after {decision.after}, must run after {expected.after}")
-        self.waited |= set(decision.after)
-
-    def some_pairs(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
-        """Pairs of a decision that are to be lost."""
-        single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in decision.transfers() for ids in pairs.ids]
-        return [single[number % len(single)] for number in sorted(set(numbers))] if single else []
-
-    def end(self, ticket: int) -> None:
-        """Finish a ticket's transfers and tell manager and model."""
-        self.memory.finish(ticket)
-        self.tickets.remove(ticket)
-        lost = self.losses.pop(ticket)
-        if not lost:
-            self.do(lambda m: m.complete(ticket), lambda m: m.complete(ticket))
-            return
-        real, model = self.manager.fail(ticket, lost), self.model.fail(ticket, lost)
-        hit = {int(handle) for handle in real}
-        expected = {int(handle) for handle in model}
-        _same("lost sequences", hit, {s.real for s in self.sequences if s.model in expected}, when=self.same_ids)
-        for sequence in self.sequences:
-            sequence.lost = sequence.lost or sequence.real in hit
-
-    def read_back(self, sequence: _Tracked) -> None:
-        """Every token of a sequence must be where its table says."""
-        table, tier = self.manager.block_table(sequence.real), self.manager.tier(sequence.real)
-        found = self.memory.read(table, len(sequence.tokens), tier)
-        _same(f"tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
 
 
 def manager_machine(
-    factory: Callable[[Config], ManagerLike] | None = None, *, same_ids: bool = True
+    factory: Callable[[Config], ManagerLike] | None = None,
+    *,
+    same_ids: bool = True,
+    restore: Callable[[ManagerLike], ManagerLike] | None = None,
 ) -> type[ManagerMachine]:
     """Make a machine for a manager.
 
     Args:
-        factory: makes the manager under test; Blockyard's own if not given.
+        factory: makes the manager under test; Blockyard's own if not given, which then is also restored from its
+            snapshots.
         same_ids: whether it must choose the same block ids as the reference model, lowest first.
+        restore: makes a manager anew from one that has nothing under way, which raises `SnapshotError` if it has.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -451,44 +351,17 @@ def manager_machine(
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
     made = factory or (lambda config: BlockManager(**config.arguments()))
-    return type("ManagerMachineOf", (ManagerMachine,), {"make_manager": staticmethod(made), "same_ids": same_ids})
-
-
-def _outcome(call: Callable[[ManagerLike], T], manager: ManagerLike) -> tuple[T | None, BlockyardError | None]:
-    try:
-        return call(manager), None
-    except BlockyardError as error:
-        return None, error
-
-
-def _handles(batch: Sequence[_Tracked]) -> tuple[list[int], list[int]]:
-    return [sequence.real for sequence in batch], [sequence.model for sequence in batch]
-
-
-def _can(manager: ManagerLike, way: str, handles: list[int], lookahead: int) -> bool | AllocStatus:
-    if way == "swap_out":
-        return manager.can_swap_out(handles)
-    if way == "spill":
-        return manager.can_spill(handles)
-    if way == "swap_in":
-        return manager.can_swap_in(handles, lookahead=lookahead)
-    return manager.can_fetch(handles, lookahead=lookahead)
-
-
-def _move(manager: ManagerLike, way: str, handles: list[int]) -> None:
-    moves = {
-        "swap_out": manager.swap_out,
-        "spill": manager.spill,
-        "swap_in": manager.swap_in,
-        "fetch": manager.fetch,
+    again = restore or (_restored if factory is None else None)
+    members = {
+        "make_manager": staticmethod(made),
+        "same_ids": same_ids,
+        "restore": staticmethod(again) if again else None,
     }
-    moves[way](handles)
+    return type("ManagerMachineOf", (ManagerMachine,), members)
 
 
-def _plain(decision: StepDecision) -> list[tuple[str, TierName, TierName, list[list[int]]]]:
-    return [(kind, pairs.src, pairs.dst, pairs.ids.tolist()) for kind, pairs in decision.transfers()]
-
-
-def _same(what: str, found: object, expected: object, *, when: bool = True) -> None:
-    if when and found != expected:
-        raise AssertionError(f"{what}: found {found}, expected {expected}")
+def _restored(manager: ManagerLike) -> ManagerLike:
+    if not isinstance(manager, BlockManager):
+        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make it anew"
+        raise InvalidArgumentError(message)
+    return BlockManager.restore(manager.snapshot())

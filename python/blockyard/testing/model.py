@@ -355,6 +355,11 @@ class ReferenceManager:
         return range(first, min(self._books.count(row.length + count), len(row.table)) if count else first)
 
     def _copy_on_write(self, row: Row, index: int) -> None:
+        if index >= self._books.count(row.length):
+            # Lookahead that holds no token yet: nothing to copy.
+            (own_id,) = self._books.take("device", 1)
+            row.table[index] = own_id
+            return
         shared, own = Block("device", row.table[index]), Block("device", self._books.take("device", 1)[0])
         self._books.transfer("copy", shared, own, "read")
         row.table[index] = own.id

@@ -52,7 +52,7 @@ class Caches:
         on_cuda = self.device.type == "cuda"
         shape, dtype = layout.tensor_shape(num_device_blocks), _torch_dtype(layout.dtype)
         self.device_caches: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_layers)
+            torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)
         ]
         self.host_cache = torch.zeros((num_host_blocks, layout.bytes_per_block), dtype=torch.uint8, pin_memory=on_cuda)
         self._views: dict[EngineTier, list[Tensor]] = {

@@ -1,23 +1,27 @@
-//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock.
+//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock, alone or as one
+//! side of an `AllocatorPair`.
 //!
 //! The lock is held for one call and never while Python code runs.
 
 use crate::arrays::{TokenIds, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
+use crate::pair::{Pair, PyAllocatorPair};
+use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed};
+use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier};
+use blockyard_locks::{Guard, InnerLock};
 use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::ops::{Deref, DerefMut};
 
-type Ids<'py> = Bound<'py, PyArray1<i32>>;
+pub(crate) type Ids<'py> = Bound<'py, PyArray1<i32>>;
 
 /// Block ids: an int32 array, a list of ints or one int.
-struct Blocks(Vec<BlockId>);
+pub(crate) struct Blocks(pub(crate) Vec<BlockId>);
 
 impl<'py> FromPyObject<'_, 'py> for Blocks {
     type Error = PyErr;
@@ -40,7 +44,7 @@ impl<'py> FromPyObject<'_, 'py> for Blocks {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Ids<'py> {
+pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Ids<'py> {
     PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32))
 }
 
@@ -50,27 +54,71 @@ fn key(bytes: &[u8]) -> PyResult<Key> {
 }
 
 /// Names an order of reuse or eviction.
-fn named<T>(what: &str, name: &str, found: Option<T>, must: &str) -> PyResult<T> {
+pub(crate) fn named<T>(what: &str, name: &str, found: Option<T>, must: &str) -> PyResult<T> {
     found.ok_or_else(|| invalid(format!("{what} is {name:?}, must be one of {must}")))
 }
 
-fn reuse(name: &str) -> PyResult<Reuse> {
+pub(crate) fn reuse(name: &str) -> PyResult<Reuse> {
     named("reuse", name, Reuse::from_name(name), "lowest, fifo, lru, lifo")
+}
+
+/// The eviction order of that name.
+pub(crate) fn eviction(name: &str) -> PyResult<Eviction> {
+    named("eviction", name, Eviction::from_name(name), "released, accessed")
+}
+
+/// Where an allocator lives.
+enum Home {
+    Alone(InnerLock<Box<dyn BlockAllocator>>),
+    InPair(Py<PyAllocatorPair>, Tier),
+}
+
+/// An allocator while this thread uses it.
+pub(crate) enum Used<'a> {
+    Alone(Guard<'a, Box<dyn BlockAllocator>>),
+    InPair(Guard<'a, Pair>, Tier),
+}
+
+impl Deref for Used<'_> {
+    type Target = dyn BlockAllocator;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::Alone(allocator) => &***allocator,
+            Self::InPair(pair, tier) => pair.side(*tier),
+        }
+    }
+}
+
+impl DerefMut for Used<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        match self {
+            Self::Alone(allocator) => &mut ***allocator,
+            Self::InPair(pair, tier) => pair.side_mut(*tier),
+        }
+    }
 }
 
 /// The verbs that both allocators have.
 #[pyclass(frozen, subclass, name = "BlockAllocator", module = "blockyard._core")]
 pub(crate) struct PyBlockAllocator {
-    inner: Mutex<Box<dyn BlockAllocator>>,
+    home: Home,
 }
 
 impl PyBlockAllocator {
     fn over(allocator: impl BlockAllocator + 'static) -> Self {
-        Self { inner: Mutex::new(Box::new(allocator)) }
+        Self { home: Home::Alone(InnerLock::new(Box::new(allocator))) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Box<dyn BlockAllocator>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn in_pair(pair: Py<PyAllocatorPair>, tier: Tier) -> Self {
+        Self { home: Home::InPair(pair, tier) }
+    }
+
+    pub(crate) fn lock(&self) -> Used<'_> {
+        match &self.home {
+            Home::Alone(allocator) => Used::Alone(allocator.lock()),
+            Home::InPair(pair, tier) => Used::InPair(pair.get().lock(), *tier),
+        }
     }
 }
 
@@ -200,6 +248,10 @@ impl PyBlockAllocator {
         ids(py, &blocks)
     }
 
+    fn iter_upcoming(slf: Py<Self>) -> PyFreeBlocks {
+        PyFreeBlocks::new(Source::Allocator(slf))
+    }
+
     fn check(&self) -> PyResult<()> {
         self.lock().check().map_err(to_py)
     }
@@ -238,8 +290,7 @@ impl PyPrefixCachingAllocator {
         reuse: &str,
         eviction: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let (tier, reuse) = (self::tier(tier)?, self::reuse(reuse)?);
-        let eviction = named("eviction", eviction, Eviction::from_name(eviction), "released, accessed")?;
+        let (tier, reuse, eviction) = (self::tier(tier)?, self::reuse(reuse)?, self::eviction(eviction)?);
         let allocator = core::PrefixCachingAllocator::new(tier, num_blocks as usize, reuse, eviction).map_err(to_py)?;
         Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
     }

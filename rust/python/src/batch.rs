@@ -1,14 +1,14 @@
 //! `DecodeBatch`: the core's batch with the caller's arrays.
 //!
-//! Lock order: the batch, then its manager.
+//! Lock order: the batch, then its manager; see `blockyard_locks`.
 
 use crate::arrays::{self, Handle, Sequences, Table, Tokens, count};
 use crate::errors::{invalid, to_py};
 use crate::manager::{PyBlockManager, handles};
 use blockyard_core::{Counts, DecodeBatch, TableRows};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use blockyard_locks::{Guard, OuterLock, with_both};
+use numpy::{BorrowError, PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The running sequences, with the block table and slot mapping that attention kernels read.
 #[pyclass(frozen, name = "DecodeBatch", module = "blockyard._core")]
@@ -18,17 +18,22 @@ pub(crate) struct PyDecodeBatch {
     block_tables: Py<PyArray2<i32>>,
     #[pyo3(get)]
     slots: Py<PyArray1<i64>>,
-    inner: Mutex<DecodeBatch>,
+    inner: OuterLock<DecodeBatch>,
 }
 
 impl PyDecodeBatch {
-    fn lock(&self) -> MutexGuard<'_, DecodeBatch> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Guard<'_, DecodeBatch> {
+        self.inner.lock()
     }
 
     fn table<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
         Table::new(self.block_tables.bind(py).as_any())
     }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
+fn unwritable(error: BorrowError) -> PyErr {
+    invalid(format!("the slots cannot be written: {error}"))
 }
 
 #[pymethods]
@@ -38,12 +43,11 @@ impl PyDecodeBatch {
         let block_tables: Bound<'_, PyArray2<i32>> = arrays::output(block_tables, "int32 [sequences, blocks]")?;
         let slots: Bound<'_, PyArray1<i64>> = arrays::output(slots, "int64 [tokens]")?;
         let mut table = Table::new(block_tables.as_any())?;
-        let unwritable = |error| invalid(format!("the slots cannot be written: {error}"));
         drop(slots.try_readwrite().map_err(unwritable)?);
         table.clear()?;
         drop(table);
         let (block_tables, slots) = (block_tables.unbind(), slots.unbind());
-        Ok(Self { manager, block_tables, slots, inner: Mutex::new(DecodeBatch::new()) })
+        Ok(Self { manager, block_tables, slots, inner: OuterLock::new(DecodeBatch::new()) })
     }
 
     #[getter]
@@ -61,7 +65,8 @@ impl PyDecodeBatch {
         let sequences = Sequences::new(sequences)?;
         let (sequences, mut table) = (sequences.get()?, self.table(py)?);
         let rows = table.rows()?;
-        self.lock().add(&mut self.manager.get().lock(), sequences, rows).map_err(to_py)
+        with_both(&self.inner, self.manager.get().shared(), |batch, manager| batch.add(manager, sequences, rows))
+            .map_err(to_py)
     }
 
     fn remove(&self, py: Python<'_>, #[pyo3(from_py_with = count)] row: u32) -> PyResult<Option<usize>> {
@@ -84,18 +89,24 @@ impl PyDecodeBatch {
         let tokens = num_tokens.map(Tokens::new).transpose()?;
         let counts = tokens.as_ref().map_or(Ok(Counts::All(1)), Tokens::get)?;
         let (tables, slots) = (self.block_tables.bind(py), self.slots.bind(py));
-        let mut batch = self.lock();
-        let mut manager = self.manager.get().lock();
-        // SAFETY: the arrays do not overlap and can be written, as `new` has found; this thread is attached, and no Python
-        // code runs until the slices are gone. The borrow flags of rust-numpy would cost as much as the call.
-        let (rows, slots) = unsafe { (tables.as_slice_mut()?, slots.as_slice_mut()?) };
-        let rows = TableRows::new(rows, tables.shape()[1]);
-        batch.append(&mut manager, counts, lookahead, rows, slots).map_err(to_py)
+        // Without the interpreter's lock another thread may write the same arrays through another batch: there the borrow
+        // flags of rust-numpy refuse it. With that lock they would cost as much as the call, and tell nothing.
+        #[cfg(Py_GIL_DISABLED)]
+        let _exclusive = (self.table(py)?, slots.try_readwrite().map_err(unwritable)?);
+        with_both(&self.inner, self.manager.get().shared(), |batch, manager| {
+            // SAFETY: the arrays do not overlap and can be written, as `new` has found; nobody else in Rust has a slice of
+            // them: this thread holds the interpreter's lock, or where there is none the borrow flags, and no Python code
+            // runs until the slices are gone.
+            let (rows, slots) = unsafe { (tables.as_slice_mut()?, slots.as_slice_mut()?) };
+            let rows = TableRows::new(rows, tables.shape()[1]);
+            batch.append(manager, counts, lookahead, rows, slots).map_err(to_py)
+        })
     }
 
     fn refresh(&self, py: Python<'_>) -> PyResult<()> {
         let mut table = self.table(py)?;
         let rows = table.rows()?;
-        self.lock().refresh(&self.manager.get().lock(), rows).map_err(to_py)
+        with_both(&self.inner, self.manager.get().shared(), |batch, manager| batch.refresh(manager, rows))
+            .map_err(to_py)
     }
 }

@@ -4,6 +4,7 @@ use crate::arrays::{Sequences, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
+use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core::{Eviction, MAX_PRIORITY, Policies, ReuseOrder};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -37,6 +38,11 @@ impl PyBlockManager {
         let ids: Vec<i32> = free.map(|block| block.0 as i32).collect();
         drop(manager);
         Ok(PyArray1::from_vec(py, ids))
+    }
+
+    #[pyo3(signature = (tier = "device"))]
+    fn iter_free_blocks(slf: Py<Self>, tier: &str) -> PyResult<PyFreeBlocks> {
+        Ok(PyFreeBlocks::new(Source::Manager(slf, self::tier(tier)?)))
     }
 
     fn set_priority(&self, sequences: &Bound<'_, PyAny>, #[pyo3(from_py_with = count)] priority: u32) -> PyResult<()> {

@@ -7,12 +7,16 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
+mod fill;
 mod group;
 mod hostcache;
 mod manager;
+mod pair;
 mod pin;
+mod plan;
 mod prefix;
 mod quota;
+mod reuse;
 mod snapshot;
 mod stats;
 mod store;
@@ -30,17 +34,25 @@ mod _core {
     #[pymodule_export]
     use crate::batch::PyDecodeBatch;
     #[pymodule_export]
-    use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
+    use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]
     use crate::event::PyEventBatch;
+    #[pymodule_export]
+    use crate::fill::PyFillMap;
     #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
+    use crate::pair::PyAllocatorPair;
+    #[pymodule_export]
     use crate::pin::PyExpired;
     #[pymodule_export]
+    use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
+    #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
+    #[pymodule_export]
+    use crate::reuse::PyFreeBlocks;
     #[pymodule_export]
     use crate::stats::PyManagerStats;
     #[pymodule_export]

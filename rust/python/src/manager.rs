@@ -8,9 +8,9 @@ use crate::errors::{invalid, to_py};
 use crate::group::{self, PyCacheGroup, optional_count, row_in, rows_in};
 use blockyard_core as core;
 use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, Tier};
+use blockyard_locks::{Guard, InnerLock};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Whether something fits: now, later, or never.
 #[pyclass(frozen, eq, hash, name = "AllocStatus", module = "blockyard._core")]
@@ -40,16 +40,20 @@ impl From<core::AllocStatus> for PyAllocStatus {
 /// The books of a paged KV cache.
 #[pyclass(frozen, name = "BlockManager", module = "blockyard._core")]
 pub(crate) struct PyBlockManager {
-    inner: Mutex<Manager>,
+    inner: InnerLock<Manager>,
 }
 
 impl PyBlockManager {
     pub(crate) fn from_core(manager: Manager) -> Self {
-        Self { inner: Mutex::new(manager) }
+        Self { inner: InnerLock::new(manager) }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Manager> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn lock(&self) -> Guard<'_, Manager> {
+        self.inner.lock()
+    }
+
+    pub(crate) fn shared(&self) -> &InnerLock<Manager> {
+        &self.inner
     }
 
     /// Calls a batch method on handles.
@@ -281,15 +285,19 @@ impl PyBlockManager {
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let py = sequences.py();
         let sequences = Sequences::new(sequences)?;
+        let Some(out) = out else {
+            // Under one lock: another thread may append between two.
+            let manager = self.lock();
+            let rows = rows_in(&manager, sequences.get()?, group)?;
+            let width = manager.max_blocks(&rows).map_err(to_py)?;
+            let mut table = vec![0; rows.len() * width];
+            manager.block_tables(&rows, width, &mut table).map_err(to_py)?;
+            drop(manager);
+            return PyArray1::from_vec(py, table).reshape([rows.len(), width]);
+        };
         let rows = rows_in(&self.lock(), sequences.get()?, group)?;
         let sequences = rows.as_slice();
-        let out: Bound<'py, PyArray2<i32>> = match out {
-            None => {
-                let width = self.lock().max_blocks(sequences).map_err(to_py)?;
-                PyArray2::zeros(py, [sequences.len(), width], false)
-            }
-            Some(out) => arrays::output(&out, "int32 [sequences, blocks]")?,
-        };
+        let out: Bound<'py, PyArray2<i32>> = arrays::output(&out, "int32 [sequences, blocks]")?;
         let width = out.shape()[1];
         let mut tables = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let rows = tables.as_slice_mut()?;

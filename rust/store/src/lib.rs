@@ -18,6 +18,7 @@ mod miss;
 mod queue;
 mod slab;
 mod store;
+mod sync;
 mod ticket;
 
 pub use buffer::Buffer;

@@ -12,11 +12,13 @@ use crate::geometry::Geometry;
 use crate::header::Expected;
 use crate::miss::Miss;
 use crate::queue::{Job, Queue, Stats};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, thread};
 use crate::ticket::{Outcomes, Progress};
 use std::collections::HashSet;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+#[cfg(test)]
+mod schedules;
 
 /// How long a store that is dropped without being closed waits for its threads.
 const PARTING: Duration = Duration::from_secs(1);

@@ -298,8 +298,13 @@ impl BlockAllocator for PrefixCachingAllocator {
     }
 
     fn upcoming(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
-        let cached = self.order.iter().map(|&(.., block)| block);
-        Box::new(self.plain.upcoming_idle().chain(cached))
+        let accessed = self.order.iter().map(|&(.., block)| block);
+        // The pool keeps the order of release, and tells it whole: asked for only where the others are not enough.
+        let released = std::iter::once_with(|| match self.eviction {
+            Eviction::Released => self.plain.pool.evictable_blocks(),
+            Eviction::Accessed => Vec::new(),
+        });
+        Box::new(self.plain.upcoming_idle().chain(accessed).chain(released.flatten()))
     }
 
     fn lookups(&self) -> Option<Lookups> {

@@ -163,7 +163,7 @@ pub trait BlockAllocator: Send {
     /// No block is free.
     fn null_block(&mut self) -> Result<BlockId>;
 
-    /// Free blocks in the order in which they would be given out, then cached ones if they go by access; nothing is taken.
+    /// Free blocks in the order in which they would be given out, cached ones last; nothing is taken.
     fn upcoming(&self) -> Box<dyn Iterator<Item = BlockId> + '_>;
 
     /// Lookups since the start or the last reset; `None` where there are no keys.

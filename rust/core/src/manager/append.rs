@@ -329,7 +329,7 @@ impl Manager {
                 self.step.reuses_drained |= self.pools[0].is_drained(block);
                 self.part(block);
             } else {
-                self.copy_on_write(sequence, i, block)?;
+                self.copy_on_write(sequence, i, block, i < blocks_for(len.into(), self.block_size))?;
             }
         }
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
@@ -383,11 +383,16 @@ impl Manager {
         }
     }
 
-    /// Gives a row a block of its own in place of a shared one, by a copy of this step.
-    fn copy_on_write(&mut self, sequence: SequenceId, index: usize, shared: BlockId) -> Result<()> {
+    /// Gives a row a block of its own in place of a shared one, by a copy of this step if it has tokens there.
+    fn copy_on_write(&mut self, sequence: SequenceId, index: usize, shared: BlockId, used: bool) -> Result<()> {
         let mut fresh = Vec::with_capacity(1);
         self.step.reuses_drained |= take(&mut self.pools, Tier::Device, 1, &mut fresh);
         let own = fresh[0];
+        if !used {
+            release(&mut self.pools, Tier::Device, shared);
+            self.rows.at_mut(sequence).table.replace(index, own);
+            return Ok(());
+        }
         self.lease(Tier::Device, shared, LeaseKind::Read)?;
         self.lease(Tier::Device, own, LeaseKind::Write)?;
         self.step.pairs(Kind::Copy, Tier::Device, Tier::Device).push([shared.0, own.0]);

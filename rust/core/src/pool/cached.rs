@@ -36,6 +36,12 @@ impl Pool {
         self.cache.as_ref().map_or(0, |cache| cache.policy.len())
     }
 
+    /// Those blocks, in the order in which they would be given out; nothing is taken.
+    #[must_use]
+    pub fn evictable_blocks(&self) -> Vec<BlockId> {
+        self.cache.as_ref().map_or_else(Vec::new, |cache| cache.policy.order())
+    }
+
     /// Blocks that can be found by their keys.
     #[must_use]
     pub fn published(&self) -> usize {

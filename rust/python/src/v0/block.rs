@@ -4,11 +4,11 @@ use super::allocator::PyPrefixCachingBlockAllocator;
 use super::key::{self, IntKey};
 use super::{lock, require};
 use blockyard_core::Key;
+use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use pyo3::{PyTypeInfo, intern};
-use std::sync::Mutex;
 
 pub(super) type Block<'py> = Bound<'py, PyNaiveBlock>;
 
@@ -37,11 +37,11 @@ pub(crate) struct PyNaiveBlock {
     allocator: Py<PyAny>,
     /// The block whose reference is exchanged on a copy, where it is another one.
     cow_target: Option<Py<PyAny>>,
-    prev: Mutex<Option<Py<PyAny>>>,
+    prev: InnerLock<Option<Py<PyAny>>>,
     extra: Option<i64>,
     /// Tokens of the blocks before; `None` for a block that never gets a key.
     before: Option<usize>,
-    state: Mutex<State>,
+    state: InnerLock<State>,
 }
 
 impl PyNaiveBlock {
@@ -53,10 +53,10 @@ impl PyNaiveBlock {
             block_size,
             allocator: parts.allocator.unbind(),
             cow_target,
-            prev: Mutex::new(parts.prev.map(Bound::unbind)),
+            prev: InnerLock::new(parts.prev.map(Bound::unbind)),
             extra: None,
             before: None,
-            state: Mutex::new(state),
+            state: InnerLock::new(state),
         })
     }
 
@@ -199,6 +199,7 @@ pub(super) fn append(block: &Block<'_>, tokens: &[i64]) -> PyResult<()> {
     require(tokens.len() <= room, || format!("asked for {} slots, {room} are empty", tokens.len()))?;
     let allocator = this.allocator.bind(py);
     if this.id().is_some() {
+        debug_assert_none_held();
         let target = this.cow_target.as_ref().map_or(block.as_any(), |target| target.bind(py));
         this.set_id(allocator.call_method1(intern!(py, "cow_block_if_not_appendable"), (target,))?.extract()?);
     }

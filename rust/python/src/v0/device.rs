@@ -5,12 +5,13 @@ use super::block::{Block, PyNaiveBlock, PyNullBlock};
 use super::pool::PyPoolAllocator;
 use super::{freed, lock, require};
 use blockyard_core::Tier;
+use blockyard_locks::InnerLock;
 use pyo3::exceptions::PyKeyError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFrozenSet};
 use std::collections::HashMap;
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 
 /// A device; by name, since an engine has an enum of its own.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,7 +40,7 @@ type Pool<'py> = Bound<'py, PyPoolAllocator>;
 pub(crate) struct PyCpuGpuBlockAllocator {
     gpu: Py<PyPoolAllocator>,
     cpu: Py<PyPoolAllocator>,
-    swaps: Mutex<Vec<(i64, i64)>>,
+    swaps: InnerLock<Vec<(i64, i64)>>,
     null: OnceLock<Py<PyNullBlock>>,
 }
 
@@ -113,7 +114,7 @@ impl PyCpuGpuBlockAllocator {
         let both = ids.iter().filter(|&&id| gpu_block_allocator.get().owns(id)).count();
         require(both == 0, || format!("{both} block ids belong to both devices"))?;
         let (gpu, cpu) = (gpu_block_allocator.unbind(), cpu_block_allocator.unbind());
-        Ok(Self { gpu, cpu, swaps: Mutex::default(), null: OnceLock::new() })
+        Ok(Self { gpu, cpu, swaps: InnerLock::default(), null: OnceLock::new() })
     }
 
     /// Makes both allocators, `naive` or `prefix_caching`.

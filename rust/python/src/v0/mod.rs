@@ -11,9 +11,9 @@ mod pool;
 mod table;
 
 use blockyard_core::Error;
+use blockyard_locks::{Guard, InnerLock};
 use pyo3::exceptions::PyAssertionError;
 use pyo3::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) use key::hash_blocks;
 
@@ -41,8 +41,8 @@ fn freed() -> PyErr {
     PyAssertionError::new_err("a block has no physical block, it has been freed")
 }
 
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T: ?Sized>(value: &InnerLock<T>) -> Guard<'_, T> {
+    value.lock()
 }
 
 /// Puts the classes into `_core`, under names that say whose they are; to Python users they are the integration's.

@@ -7,12 +7,12 @@ use crate::errors::to_py;
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::{BlockAllocator, BlockId, Error, Key, Keyed, Tier};
+use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::PyTypeInfo;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 use std::collections::{HashMap, HashSet};
-use std::sync::Mutex;
 
 /// The engine's ids of a pool's blocks, in the pool's order.
 pub(super) enum Ids {
@@ -71,12 +71,12 @@ impl Ids {
 /// What both allocators share.
 #[pyclass(frozen, subclass, name = "PoolAllocator", module = "blockyard.integrations.vllm_v0")]
 pub(crate) struct PyPoolAllocator {
-    pub(super) pool: Mutex<Box<dyn BlockAllocator>>,
+    pub(super) pool: InnerLock<Box<dyn BlockAllocator>>,
     pub(super) ids: Ids,
     pub(super) block_size: usize,
     pub(super) create_block: Py<PyAny>,
     pub(super) caching: bool,
-    pub(super) copies: Mutex<Vec<(i64, i64)>>,
+    pub(super) copies: InnerLock<Vec<(i64, i64)>>,
 }
 
 impl PyPoolAllocator {
@@ -92,7 +92,7 @@ impl PyPoolAllocator {
     }
 
     fn over(pool: Box<dyn BlockAllocator>, create: Py<PyAny>, block_size: usize, ids: Ids, caching: bool) -> Self {
-        let (pool, copies) = (Mutex::new(pool), Mutex::default());
+        let (pool, copies) = (InnerLock::new(pool), InnerLock::default());
         Self { pool, ids, block_size, create_block: create, caching, copies }
     }
 
@@ -233,6 +233,7 @@ impl PyPoolAllocator {
             ("block_id", parts.id.into_pyobject(py)?),
             ("extra_hash", parts.extra.into_pyobject(py)?),
         ];
+        debug_assert_none_held();
         Ok(create_block.call((), Some(&options.into_py_dict(py)?))?.cast_into()?)
     }
 
@@ -287,7 +288,8 @@ impl PyPoolAllocator {
     /// What was made, or if it could not be made, no blocks.
     pub(super) fn or_give_back<T>(&self, ids: &[i64], made: PyResult<T>) -> PyResult<T> {
         if made.is_err() {
-            lock(&self.pool).free(&self.locals(ids)?).map_err(to_v0)?;
+            let blocks = self.locals(ids)?;
+            lock(&self.pool).free(&blocks).map_err(to_v0)?;
         }
         made
     }

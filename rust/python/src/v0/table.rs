@@ -4,11 +4,11 @@ use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::{lock, require};
+use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice};
 use std::ops::Range;
-use std::sync::Mutex;
 
 /// The lists are the engine's to keep: they grow in place and are exchanged when blocks move.
 struct State {
@@ -27,7 +27,7 @@ pub(crate) struct PyBlockTable {
     block_size: usize,
     allocator: Py<PyCpuGpuBlockAllocator>,
     max_block_sliding_window: Option<usize>,
-    state: Mutex<State>,
+    state: InnerLock<State>,
 }
 
 fn lists<'py>(blocks: &[Bound<'py, PyAny>], py: Python<'py>) -> PyResult<(Py<PyList>, Py<PyList>)> {
@@ -138,7 +138,7 @@ impl PyBlockTable {
         let len = |block: &Bound<'_, PyAny>| block.getattr(intern!(py, "token_ids"))?.len();
         let num_full_slots = given.iter().map(len).sum::<PyResult<usize>>()?;
         let (blocks, ids) = lists(&given, py)?;
-        let state = Mutex::new(State { blocks, ids, num_full_slots, dropped: 0, computed: 0 });
+        let state = InnerLock::new(State { blocks, ids, num_full_slots, dropped: 0, computed: 0 });
         Ok(Self { block_size, allocator: block_allocator.unbind(), max_block_sliding_window, state })
     }
 
@@ -235,7 +235,7 @@ impl PyBlockTable {
         let blocks: Vec<Bound<'_, PyAny>> = self.allocated(py)?.iter().collect();
         let (blocks, ids) = lists(&self.allocator.get().share(py, &blocks)?, py)?;
         let State { num_full_slots, dropped, computed, .. } = *lock(&self.state);
-        let state = Mutex::new(State { blocks, ids, num_full_slots, dropped, computed });
+        let state = InnerLock::new(State { blocks, ids, num_full_slots, dropped, computed });
         let (block_size, allocator) = (self.block_size, self.allocator.clone_ref(py));
         Ok(Self { block_size, allocator, max_block_sliding_window: self.max_block_sliding_window, state })
     }

@@ -1,0 +1,16 @@
+//! What the locks are made of: the standard library's parts, or those of `shuttle`, which chooses the schedule.
+
+pub(crate) use std::cell::Cell;
+#[cfg(not(test))]
+pub(crate) use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread_local,
+};
+
+#[cfg(test)]
+pub(crate) use shuttle::{
+    sync::{Mutex, MutexGuard},
+    thread_local,
+};
+#[cfg(test)]
+pub(crate) use std::sync::PoisonError;

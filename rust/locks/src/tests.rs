@@ -1,0 +1,199 @@
+//! The real books under the real locks, in schedules of `shuttle`'s choosing, and faults that it must notice.
+
+use crate::sync::Mutex;
+use crate::{InnerLock, OuterLock, debug_assert_none_held, with_both};
+use blockyard_core::{Config, Counts, DecodeBatch, Error, Manager, SequenceId, TableRows, Tier};
+use shuttle::{check_dfs, check_pct, check_random, thread};
+use std::sync::Arc;
+
+const WIDTH: usize = 6;
+
+/// A batch with its table and slots.
+type Shown = OuterLock<(DecodeBatch, [i32; 2 * WIDTH], [i64; 2])>;
+
+fn books(prefix_caching: bool) -> Arc<InnerLock<Manager>> {
+    let config = Config { block_size: 4, blocks: [24, 16, 0], watermark: 0.0, prefix_caching };
+    Arc::new(InnerLock::new(Manager::new(config).unwrap()))
+}
+
+/// Closes the step, as an engine does; all bytes have landed.
+fn end_step(manager: &mut Manager) {
+    let ticket = manager.take_decision().ticket;
+    manager.complete(ticket).unwrap();
+}
+
+/// One engine thread: its own sequences in a batch of its own, appended to until `steps` are over.
+fn decode(manager: &InnerLock<Manager>, steps: usize) {
+    let mut sequences = Vec::new();
+    manager.lock().allocate(&[5, 3], &mut sequences).unwrap();
+    end_step(&mut manager.lock());
+    let (batch, mut table, mut slots) = (OuterLock::new(DecodeBatch::new()), [0; 2 * WIDTH], [0; 2]);
+    let rows = TableRows::new(&mut table, WIDTH);
+    with_both(&batch, manager, |batch, manager| batch.add(manager, &sequences, rows)).unwrap();
+    for _ in 0..steps {
+        let rows = TableRows::new(&mut table, WIDTH);
+        with_both(&batch, manager, |batch, manager| {
+            batch.append(manager, Counts::All(1), 0, rows, &mut slots)?;
+            end_step(manager);
+            Ok::<(), Error>(())
+        })
+        .unwrap();
+    }
+    let rows = TableRows::new(&mut table, WIDTH);
+    with_both(&batch, manager, |batch, manager| batch.refresh(manager, rows)).unwrap();
+    let books = manager.lock();
+    for (&sequence, row) in sequences.iter().zip(table.chunks_exact(WIDTH)) {
+        let own = books.block_table(sequence).unwrap();
+        assert!(own.iter().zip(row).all(|(block, &shown)| i64::from(block.0) == i64::from(shown)));
+    }
+    drop(books);
+    manager.lock().free(&sequences).unwrap();
+}
+
+/// Another: forks, swaps out and in, frees.
+fn storm(manager: &InnerLock<Manager>) {
+    let mut own: Vec<SequenceId> = Vec::new();
+    manager.lock().allocate(&[9], &mut own).unwrap();
+    end_step(&mut manager.lock());
+    let first = own[0];
+    manager.lock().fork(first, 2, &mut own).unwrap();
+    manager.lock().swap_out(&own).unwrap();
+    end_step(&mut manager.lock());
+    manager.lock().swap_in(&own).unwrap();
+    end_step(&mut manager.lock());
+    manager.lock().free(&own).unwrap();
+    debug_assert_none_held();
+}
+
+fn engine_threads(prefix_caching: bool) {
+    let manager = books(prefix_caching);
+    let workers: [fn(&InnerLock<Manager>); 3] = [|manager| decode(manager, 3), |manager| decode(manager, 2), storm];
+    let threads = workers.map(|work| {
+        let manager = Arc::clone(&manager);
+        thread::spawn(move || work(&manager))
+    });
+    for worker in threads {
+        worker.join().unwrap();
+    }
+    let mut manager = manager.lock();
+    end_step(&mut manager);
+    manager.check().unwrap();
+    assert_eq!((manager.num_sequences(), manager.pool(Tier::Device).available()), (0, 24));
+}
+
+#[test]
+fn the_books_are_exact_whatever_the_schedule() {
+    check_random(|| engine_threads(false), 300);
+    check_pct(|| engine_threads(true), 300, 3);
+}
+
+/// Two threads share one batch: rows, slots and books agree after every call.
+#[test]
+fn one_batch_is_shared_by_two_threads() {
+    check_dfs(
+        || {
+            let manager = books(false);
+            let mut sequences = Vec::new();
+            manager.lock().allocate(&[4, 4], &mut sequences).unwrap();
+            end_step(&mut manager.lock());
+            let batch = Arc::new(OuterLock::new((DecodeBatch::new(), [0; 2 * WIDTH], [0; 2])));
+            with_both(&batch, &manager, |(batch, table, _), manager| {
+                batch.add(manager, &sequences, TableRows::new(table, WIDTH))
+            })
+            .unwrap();
+            let step = |manager: Arc<InnerLock<Manager>>, batch: Arc<Shown>| {
+                with_both(&batch, &manager, |(batch, table, slots), manager| {
+                    batch.append(manager, Counts::All(1), 0, TableRows::new(table, WIDTH), slots).unwrap();
+                    end_step(manager);
+                    assert_eq!(slots.map(|slot| slot / 4), [table[1], table[WIDTH + 1]].map(i64::from));
+                });
+            };
+            let (other_books, other_batch) = (Arc::clone(&manager), Arc::clone(&batch));
+            let other = thread::spawn(move || step(other_books, other_batch));
+            step(Arc::clone(&manager), batch);
+            other.join().unwrap();
+            let manager = manager.lock();
+            assert!(sequences.iter().all(|&sequence| manager.num_tokens(sequence) == Ok(6)));
+            manager.check().unwrap();
+        },
+        Some(2_000),
+    );
+}
+
+/// Two threads that take two locks in different orders, with nothing to tell them that they must not.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn an_inversion_is_found_by_the_schedules() {
+    check_random(
+        || {
+            let (batch, manager) = (Arc::new(Mutex::new(DecodeBatch::new())), Arc::new(Mutex::new(())));
+            let (other_batch, other_manager) = (Arc::clone(&batch), Arc::clone(&manager));
+            let other = thread::spawn(move || {
+                let _books = other_manager.lock().unwrap();
+                let _batch = other_batch.lock().unwrap();
+            });
+            let held = batch.lock().unwrap();
+            drop(manager.lock().unwrap());
+            drop(held);
+            other.join().unwrap();
+        },
+        500,
+    );
+}
+
+#[test]
+#[should_panic(expected = "lock order: rank 0")]
+fn an_inversion_is_refused_even_where_nobody_waits() {
+    check_random(
+        || {
+            let (batch, manager) = (OuterLock::new(DecodeBatch::new()), books(false));
+            let _books = manager.lock();
+            drop(batch.lock());
+        },
+        1,
+    );
+}
+
+#[test]
+#[should_panic(expected = "lock order: rank 1")]
+fn two_books_at_once_are_refused() {
+    check_random(
+        || {
+            let (one, other) = (books(false), books(false));
+            let _held = one.lock();
+            drop(other.lock());
+        },
+        1,
+    );
+}
+
+#[test]
+#[should_panic(expected = "Python code is about to run under a lock")]
+fn python_under_a_lock_is_noticed() {
+    check_random(
+        || {
+            let manager = books(false);
+            let _held = manager.lock();
+            debug_assert_none_held();
+        },
+        1,
+    );
+}
+
+/// A thread that panicked under a lock does not keep others out, and what it held counts as given back.
+#[test]
+fn a_lock_outlives_a_panic_under_it() {
+    check_random(
+        || {
+            let lock = InnerLock::new(7);
+            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let _held = lock.lock();
+                std::panic::resume_unwind(Box::new("in use"));
+            }));
+            assert!(caught.is_err());
+            debug_assert_none_held();
+            assert_eq!(*lock.lock(), 7);
+        },
+        1,
+    );
+}

@@ -1,0 +1,106 @@
+//! The store's threads and callers in schedules of `shuttle`'s choosing. There no wait times out, so a wake-up that is
+//! missing shows as a deadlock.
+
+use super::{SlabStore, StoreOptions};
+use crate::device::BlockDevice;
+use crate::error::Error;
+use crate::geometry::Geometry;
+use crate::ticket::Progress;
+use shuttle::{check_pct, check_random, thread};
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const BYTES: usize = 16;
+const LONG: Duration = Duration::from_secs(3600);
+
+/// Bytes in memory; each access lets other threads go first.
+struct Memory(Mutex<Vec<u8>>);
+
+impl BlockDevice for Memory {
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        thread::yield_now();
+        let at = usize::try_from(offset).unwrap();
+        bytes.copy_from_slice(&self.0.lock().unwrap()[at..at + bytes.len()]);
+        Ok(bytes.len())
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        thread::yield_now();
+        let at = usize::try_from(offset).unwrap();
+        self.0.lock().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
+        Ok(bytes.len())
+    }
+}
+
+fn store() -> Arc<SlabStore> {
+    let geometry = Geometry::fit(BYTES, None, Some(4)).unwrap();
+    let options = StoreOptions { geometry, namespace: [0; 32], threads: 2, memory_bytes: 1 << 20, patience: LONG };
+    let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
+    Arc::new(SlabStore::open(Arc::new(memory), options).unwrap())
+}
+
+/// Writes two slots, reads them back, and finds what it wrote.
+fn round_trip(store: &SlabStore, slots: [i64; 2], mark: u8) {
+    let rows: Vec<u8> = (0..2 * BYTES).map(|i| mark + u8::from(i >= BYTES)).collect();
+    let written = store.submit_write(&slots, &rows).unwrap();
+    let read = store.submit_read(&slots).unwrap();
+    assert_eq!(store.wait_for(read, LONG).unwrap(), Progress::Finished);
+    let completion = store.take(read).unwrap();
+    let blocks: Vec<&[u8]> = completion.blocks().map(|block| block.unwrap().unwrap()).collect();
+    assert_eq!(blocks.concat(), rows);
+    assert_eq!(store.wait_for(written, LONG).unwrap(), Progress::Finished);
+    assert!(store.take(written).unwrap().blocks().all(|block| block == Ok(None)));
+}
+
+fn two_callers() {
+    let store = store();
+    let other = Arc::clone(&store);
+    let caller = thread::spawn(move || round_trip(&other, [2, 3], 40));
+    round_trip(&store, [0, 1], 10);
+    caller.join().unwrap();
+    assert_eq!(store.stats().unwrap().pending_bytes, 0);
+    assert!(store.close(LONG));
+}
+
+#[test]
+fn callers_find_what_they_wrote_whatever_the_schedule() {
+    check_random(two_callers, 200);
+    check_pct(two_callers, 200, 3);
+}
+
+/// Whoever waits while another closes is told; nobody is left behind.
+fn close_meanwhile() {
+    let store = store();
+    let other = Arc::clone(&store);
+    let caller = thread::spawn(move || {
+        let rows = [7; 2 * BYTES];
+        match other.submit_write(&[0, 1], &rows) {
+            Ok(ticket) => assert_eq!(other.wait_for(ticket, LONG).unwrap(), Progress::Finished),
+            Err(error) => assert!(matches!(error, Error::Closed)),
+        }
+    });
+    assert!(store.close(LONG));
+    caller.join().unwrap();
+    assert!(store.close(LONG));
+}
+
+#[test]
+fn a_close_wakes_whoever_waits() {
+    check_random(close_meanwhile, 400);
+    check_pct(close_meanwhile, 400, 3);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_missing_wake_up_is_noticed() {
+    check_random(
+        || {
+            let store = store();
+            let ticket = store.shared.lock().queue.submit_reads(&[0], Instant::now()).unwrap();
+            let _ = store.wait_for(ticket, LONG);
+            let _ = store.close(LONG);
+        },
+        500,
+    );
+}

@@ -1,0 +1,170 @@
+"""Many threads on one manager, on batches over it and on allocators: no deadlock, and the books are exact.
+
+The schedules are the machine's; those that `shuttle` chooses are in `rust/locks/src/tests.rs`.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from blockyard import AllocatorPair, BlockManager, DecodeBatch, OutOfBlocksError, SequenceStateError
+from blockyard._core import BlockAllocator
+from blockyard.integrations.vllm_v0 import BlockTable, CpuGpuBlockAllocator, Device
+
+THREADS = 8
+SECONDS = 1.0
+PATIENCE = 60.0  # a deadlock, not a slow machine
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def hammer(*work: Callable[[], None]) -> None:
+    """Repeats each of these in a thread of its own until the time is over."""
+    end = time.monotonic() + SECONDS
+    done: list[bool] = []
+
+    def run(once: Callable[[], None]) -> None:
+        while time.monotonic() < end:
+            once()
+        done.append(True)
+
+    threads = [threading.Thread(target=run, args=(once,), daemon=True) for once in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a thread waits for ever"
+    # What a thread raised, pytest reports as a warning, which fails the test.
+    assert len(done) == len(work)
+
+
+def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
+    """One engine's life on shared books: admit, decode in a batch of its own, fork, perhaps swap, free."""
+    tables, slots = np.zeros((3, 16), np.int32), np.zeros(3, np.int64)
+    batch = DecodeBatch(books, tables, slots)
+
+    def once() -> None:
+        try:
+            handles = books.allocate([9, 5])
+        except OutOfBlocksError:
+            return
+        books.complete(books.take_decision().ticket)
+        batch.add(handles)
+        for _ in range(5):
+            try:
+                batch.append()
+            except OutOfBlocksError:
+                break
+            rows = [books.block_table(int(handle)) for handle in handles]
+            for i, row in enumerate(rows):
+                assert tables[i, : len(row)].tolist() == row.tolist()
+                assert slots[i] // 4 in row
+        books.complete(books.take_decision().ticket)
+        child = books.fork(int(handles[0]))
+        assert books.block_tables(child).shape[0] == 1
+        for _ in handles:
+            batch.remove(0)
+        group = np.concatenate([handles, child])
+        if swap:
+            # No room, or another thread's step is under way.
+            with contextlib.suppress(OutOfBlocksError, SequenceStateError):
+                books.swap_out(group)
+        books.free(group)
+        books.complete(books.take_decision().ticket)
+
+    return once
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_engines_that_share_a_manager_leave_exact_books(prefix_caching: bool):
+    books = BlockManager(block_size=4, device_blocks=96, host_blocks=32, watermark=0.0, prefix_caching=prefix_caching)
+
+    def watch() -> None:
+        books.check()
+        books.stats()
+        list(books.iter_free_blocks())
+
+    hammer(*(engine(books, swap=i % 2 == 0) for i in range(THREADS - 1)), watch)
+    books.complete(books.take_decision().ticket)
+    books.check()
+    assert (books.num_sequences, books.num_free(), books.num_free("host")) == (0, 96, 32)
+
+
+def test_one_batch_shared_by_threads_stays_whole():
+    books = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
+    tables, slots = np.zeros((4, 1024), np.int32), np.zeros(4, np.int64)
+    batch = DecodeBatch(books, tables, slots)
+    handles = books.allocate([1, 1, 1, 1])
+    batch.add(handles)
+    appended: list[None] = []
+
+    def append() -> None:
+        if len(appended) < 1000:
+            batch.append()
+            appended.append(None)
+
+    def look() -> None:
+        batch.find(int(handles[2]))
+        batch.refresh()
+        assert len(batch) == 4
+
+    hammer(append, append, append, look)
+    books.check()
+    assert [books.num_tokens(int(handle)) for handle in handles] == [1 + len(appended)] * 4
+    batch.refresh()
+    for row, handle in zip(tables, handles, strict=True):
+        table = books.block_table(int(handle))
+        assert row[: len(table)].tolist() == table.tolist()
+
+
+def test_threads_on_both_sides_of_a_pair_leave_it_empty():
+    pair = AllocatorPair(64, 64, prefix_caching=True)
+
+    def swaps() -> None:
+        blocks = pair.device.allocate(3)
+        out, copies = pair.swap_out(blocks)
+        assert len(copies) == 3
+        back, _ = pair.swap_in(out)
+        pair.device.free(back)
+
+    def shares(side: BlockAllocator) -> Callable[[], None]:
+        def once() -> None:
+            blocks = side.allocate(2)
+            side.share(blocks)
+            side.free(blocks)
+            side.free(blocks)
+            list(side.iter_upcoming())
+
+        return once
+
+    hammer(swaps, swaps, swaps, shares(pair.device), shares(pair.host), pair.check)
+    pair.check()
+    assert (pair.device.num_free, pair.host.num_free) == (64, 64)
+
+
+@pytest.mark.parametrize("kind", ["naive", "prefix_caching"])
+def test_tables_of_threads_over_one_v0_allocator_give_all_back(kind: str):
+    allocator = CpuGpuBlockAllocator.create(kind, 256, 64, 4)
+
+    def life() -> None:
+        table = BlockTable(4, allocator)
+        table.allocate(list(range(10)))
+        table.append_token_ids([10, 11, 12])
+        child = table.fork()
+        child.append_token_ids([13])
+        table.free()
+        child.free()
+
+    hammer(*[life] * THREADS)
+    assert allocator.get_num_free_blocks(Device.GPU) == 256
