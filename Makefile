@@ -3,7 +3,9 @@
 #   make demo [ARGS="..."]         the main job: a model served from three tiers, compared token by token
 #   make test                      lint, Rust tests, Python tests; what CI runs
 #   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
-#   make test-gpu                  the tests that need a CUDA device
+#   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
+#   make bench-gpu [GPU_JSON=FILE] copies between host and device beside one large copy and a loop of single ones
+#       both with GPU_PYTHON=DIR/bin/python: with a wheel that is installed there, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
 #   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, chosen by libFuzzer
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
@@ -14,6 +16,8 @@
 PYTHON ?= python3
 ARGS ?=
 BENCH_JSON ?=
+GPU_PYTHON ?=
+GPU_JSON ?=
 FUZZ_SECONDS ?= 180
 UV_VERSION := 0.13.8
 CARGO_FUZZ_VERSION := 0.13.2
@@ -31,7 +35,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-gpu test-rust test-python fuzz lint fmt bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-gpu bench-gpu test-rust test-python fuzz lint fmt bench wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -76,8 +80,17 @@ test-all: lint
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
 	$(MAKE) fuzz FUZZ_SECONDS=30
 
-test-gpu: dev
-	BLOCKYARD_TEST_GPU=require $(BIN)/python -m pytest -m gpu tests/gpu
+# A carried wheel is taken as it is; else everything is built here.
+test-gpu bench-gpu: PYTHON_WITH_US = $(or $(GPU_PYTHON),$(BIN)/python)
+test-gpu: $(if $(GPU_PYTHON),,dev)
+	BLOCKYARD_TEST_GPU=require $(PYTHON_WITH_US) -m pytest -m gpu tests/gpu
+	@if command -v compute-sanitizer >/dev/null && compute-sanitizer true >/dev/null 2>&1; then \
+	    BLOCKYARD_TEST_GPU=require compute-sanitizer --target-processes all --error-exitcode 9 \
+	        $(PYTHON_WITH_US) -m pytest -m gpu -k "not calibration and not graph" tests/gpu/test_moves_cuda.py; \
+	else echo "blockyard: compute-sanitizer is missing or does not run here: its pass is left out"; fi
+
+bench-gpu: $(if $(GPU_PYTHON),,dev)
+	$(PYTHON_WITH_US) benches/gpu/bench_transfer.py --require $(if $(GPU_JSON),--json $(GPU_JSON))
 
 $(CARGO_FUZZ)/bin/cargo-fuzz:
 	cargo install --quiet --locked --root $(CARGO_FUZZ) cargo-fuzz@$(CARGO_FUZZ_VERSION)

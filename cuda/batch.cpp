@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "copy.h"
+#include "ways.h"
 
 namespace blockyard {
 namespace {
@@ -22,7 +23,6 @@ struct SideStream {
     cudaStream_t stream = nullptr;
     cudaEvent_t event = nullptr;
 };
-constexpr int kMaxDevices = 64;
 
 BatchCopy find_batch_copy() {
     static const BatchCopy found = [] {
@@ -37,14 +37,6 @@ BatchCopy find_batch_copy() {
         return result == cudaDriverEntryPointSuccess ? reinterpret_cast<BatchCopy>(symbol) : nullptr;
     }();
     return found;
-}
-
-cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
-    for (size_t i = 0; i < batch.count; ++i) {
-        const cudaError_t status = cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], batch.kind, stream);
-        if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
 }
 
 cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
@@ -103,6 +95,14 @@ bool is_capturing(cudaStream_t stream) {
 }
 
 }  // namespace
+
+cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
+    for (size_t i = 0; i < batch.count; ++i) {
+        const cudaError_t status = cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], batch.kind, stream);
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}
 
 cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream) {
     if (batch.count == 0) return cudaSuccess;

@@ -5,11 +5,10 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
-
-#include "copy.h"
 
 namespace blockyard {
 
@@ -40,6 +39,9 @@ class Side {
     // Throws unless `tensors` are canonical views of one device; `name` is the argument's.
     Side(const char* name, const std::vector<torch::stable::Tensor>& tensors);
 
+    // The pieces of rows (a side of one view) that go with views of these widths; throws unless they fill a row.
+    Side split(const std::vector<View>& like) const;
+
     // Throws if views share memory.
     void check_apart() const;
 
@@ -54,10 +56,5 @@ class Side {
 
 // Throws unless views of the same index fit one another and no byte belongs to both sides.
 void check_swap(const Side& src, const Side& dst);
-
-// Reads the mapping; throws if it is malformed, an id is out of range, a destination repeats, or with `in_place` a
-// block is both read and written.
-std::vector<CopyPair> read_pairs(const torch::stable::Tensor& pairs, int64_t src_blocks, int64_t dst_blocks,
-                                 bool in_place);
 
 }  // namespace blockyard

@@ -9,21 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "steps.h"
+
 namespace blockyard {
-
-// One pair of cache views: row b starts at base + b * stride, all in bytes.
-struct CopyTensor {
-    const unsigned char* src;
-    unsigned char* dst;
-    int64_t src_stride;
-    int64_t dst_stride;
-    int64_t width;
-};
-
-struct CopyPair {
-    uint32_t src;
-    uint32_t dst;
-};
 
 // One piece of a batched copy between host and device.
 struct CopyBatch {
@@ -34,13 +22,22 @@ struct CopyBatch {
     cudaMemcpyKind kind;
 };
 
-// Copies every pair of blocks in every tensor with one kernel; more than kMaxPairs pairs or kMaxTensors tensors take
-// several launches. Both sides are memory of the current device; no byte may be both read and written.
-cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const CopyPair* pairs, size_t num_pairs,
-                           cudaStream_t stream);
+// The bits that any address, stride or width has set: an access of 2^k bytes is aligned if the low k are clear.
+uint64_t misalignment(const CopyTensor* tensors, size_t num_tensors);
+
+// Makes every step in every tensor with one kernel; plans of more than kMaxSteps steps or kMaxTensors tensors take
+// several launches. Both sides are memory of the current device; within one group of steps both may be the same.
+cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+
+// Copies every pair in every tensor between the device and page-locked memory of the host by a kernel on few
+// multiprocessors, which the device's own work hardly notices.
+cudaError_t copy_far(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
 // Copies pieces between host and device by the copy engines: in one batch where the driver has batches and the host
 // memory is page-locked (`pinned`), else one call per piece. Sources are read in stream order.
 cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream);
+
+// The same, one call per piece, as engines without batches do.
+cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream);
 
 }  // namespace blockyard

@@ -12,7 +12,8 @@ import torch
 from blockyard.errors import OpLibraryError
 from blockyard.transfer import cuda
 
-OPS = ["blockyard::swap_blocks", "blockyard::copy_blocks"]
+VERBS = ("swap", "copy", "move", "exchange", "gather", "scatter")
+OPS = [f"blockyard::{verb}_blocks" for verb in VERBS]
 BUILT = {"built": True, "reason": "", "torch_target": "2.11", "cuda": "13.0", "archs": ["sm_80", "sm_90", "compute_80"]}
 
 # A process whose package has no op library.

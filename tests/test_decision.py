@@ -1,5 +1,10 @@
 """`StepDecision` and `Pairs` as the scheduler and the executor see them."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -79,3 +84,53 @@ def test_runs_are_merged_where_both_sides_go_on():
     assert merge_runs(ids).tolist() == [[0, 5, 3], [3, 9, 2], [9, 11, 1]]
     assert merge_runs(ids[:0]).shape == (0, 3)
     assert merge_runs(ids[::-1].copy()).tolist() == [[b, a, 1] for b, a in ids[::-1].tolist()]
+
+
+def same(one: StepDecision, other: StepDecision) -> bool:
+    def described(decision: StepDecision) -> list:
+        return [(kind, moved.src, moved.dst, moved.ids.tolist()) for kind, moved in decision.transfers()]
+
+    return (one.ticket, one.after, described(one)) == (other.ticket, other.after, described(other))
+
+
+def test_a_decision_goes_to_bytes_and_back():
+    decision = StepDecision(3, [(kind, pairs(kind, (2, 5), (7, 1))) for kind in reversed(ORDER)], after=[1, 3])
+    data = decision.to_bytes()
+    assert same(StepDecision.from_bytes(data), decision)
+    assert (data[:8], len(data) < StepDecision.MAX_BYTES) == (b"BLKYSTEP", True)
+
+
+def test_entries_without_pairs_are_left_out_of_the_bytes():
+    decision = StepDecision(3, [("copy", Pairs("device", "device", np.zeros((0, 2), np.int64)))])
+    assert StepDecision.from_bytes(decision.to_bytes()).transfers() == []
+
+
+def test_damaged_bytes_are_refused_and_say_why():
+    data = StepDecision(3, [("copy", pairs("copy"))]).to_bytes()
+    for damaged, message in [
+        (data[:-1], "its payload is"),
+        (data + b"\0", "its payload is"),
+        (data[:25] + bytes([data[25] ^ 1]) + data[26:], "its checksum does not match"),
+        (data[:8] + b"\x09" + data[9:], "its version is 9"),
+        (b"\x80\x04" + data, "it does not begin with BLKYSTEP"),
+        (b"", "0 bytes are too few"),
+    ]:
+        with pytest.raises(MappingError, match=f"the decision is refused: .*{message}"):
+            StepDecision.from_bytes(damaged)
+
+
+def test_a_decision_that_cannot_be_carried_out_is_not_written():
+    twice = StepDecision(3, [("swap_in", pairs("swap_in", (1, 4), (2, 4)))])
+    with pytest.raises(MappingError, match="device block 4 is written twice by swap_in"):
+        twice.to_bytes()
+    with pytest.raises(MappingError, match="pairs of kind swap_in go from device to device"):
+        StepDecision(3, [("swap_in", pairs("copy"))]).to_bytes()
+
+
+def test_one_scheduler_drives_two_workers_in_their_own_processes():
+    example = Path(__file__).parent.parent / "examples" / "tensor_parallel.py"
+    finished = subprocess.run([sys.executable, example], check=False, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    moved, compared = re.search(r"60 steps, (\d+) pairs .* (\d+) tokens compared", finished.stdout).groups()
+    assert int(moved) > 100
+    assert int(compared) > 100

@@ -12,6 +12,7 @@ HEAVY = ("torch", "transformers", "triton", "rich", "cuda")
 LEAN_MODULES = [
     "blockyard",
     "blockyard.errors",
+    "blockyard.grouped",
     "blockyard.layout",
     "blockyard.plan",
     "blockyard.tiers",

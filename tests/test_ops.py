@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blockyard.errors import LayoutError, MappingError
 from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer import ops
+from blockyard.transfer import fallback, host, ops
 from blockyard.transfer.cuda import op_library
 
 Op = Callable[..., None]
@@ -78,10 +78,11 @@ def strategy(name: str) -> AbstractContextManager[object]:
     settings = {
         "long runs": {"_PARALLEL_BYTES": 0},
         "runs": {"_FEW_RUNS": 1 << 30},
+        "threads": {"_FEW_RUNS": 0, "_CALL_BYTES": 1 << 30, "_SHARE_BYTES": 0},
         "scattered": {"_FEW_RUNS": 0, "_CALL_BYTES": 1 << 30},
         "small scratch": {"_FEW_RUNS": 0, "_CALL_BYTES": 1 << 30, "_SCRATCH_BYTES": 64},
     }
-    return mock.patch.multiple(ops, **settings[name]) if name in settings else nullcontext()
+    return mock.patch.multiple(host, **settings[name]) if name in settings else nullcontext()
 
 
 def expected_memories(src: list[Place], dst: list[Place], pairs: np.ndarray) -> list[np.ndarray]:
@@ -99,12 +100,12 @@ def assert_memories(dst: list[Place], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(place.memory.numpy(), wanted)
 
 
-SWAPS: dict[str, Op] = {"op": ops.swap_blocks, "torch calls": ops._swap_torch}
-COPIES: dict[str, Op] = {"op": ops.copy_blocks, "torch calls": ops._copy_torch}
+SWAPS: dict[str, Op] = {"op": ops.swap_blocks, "torch calls": fallback.swap}
+COPIES: dict[str, Op] = {"op": ops.copy_blocks, "torch calls": fallback.copy}
 
 
 @pytest.mark.parametrize("through", SWAPS)
-@pytest.mark.parametrize("way", ["default", "long runs", "runs", "scattered", "small scratch"])
+@pytest.mark.parametrize("way", ["default", "long runs", "runs", "threads", "scattered", "small scratch"])
 @given(st.data())
 def test_swap_changes_the_mapped_blocks_alone(way: str, through: str, data: st.DataObject):
     src_blocks, dst_blocks = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
@@ -119,7 +120,7 @@ def test_swap_changes_the_mapped_blocks_alone(way: str, through: str, data: st.D
 
 
 @pytest.mark.parametrize("through", COPIES)
-@pytest.mark.parametrize("way", ["default", "long runs", "runs", "scattered", "small scratch"])
+@pytest.mark.parametrize("way", ["default", "long runs", "runs", "threads", "scattered", "small scratch"])
 @given(st.data())
 def test_copy_changes_the_mapped_blocks_alone(way: str, through: str, data: st.DataObject):
     blocks = data.draw(st.integers(2, 14))
@@ -292,19 +293,60 @@ def test_copy_passes_opcheck(pairs: torch.Tensor):
     torch.library.opcheck(COPY, (caches_of(), pairs))
 
 
+MOVE, EXCHANGE = torch.ops.blockyard.move_blocks.default, torch.ops.blockyard.exchange_blocks.default
+GATHER, SCATTER = torch.ops.blockyard.gather_blocks.default, torch.ops.blockyard.scatter_blocks.default
+
+
+@pytest.mark.parametrize("pairs", [one([[0, 1], [1, 2], [2, 0]]), one([[5, 0], [4, 1]]), GOOD[:0]])
+def test_move_passes_opcheck(pairs: torch.Tensor):
+    torch.library.opcheck(MOVE, (caches_of(), pairs))
+
+
+@pytest.mark.parametrize("pairs", [one([[0, 1], [-1, -1], [5, 2]]), GOOD[:0]])
+def test_exchange_passes_opcheck(pairs: torch.Tensor):
+    torch.library.opcheck(EXCHANGE, (caches_of(), pairs))
+
+
+@pytest.mark.parametrize("blocks", [[3, 1, 3], []])
+def test_gather_and_scatter_pass_opcheck(blocks: list[int]):
+    rows = torch.zeros((len(blocks), 72), dtype=torch.uint8)
+    torch.library.opcheck(GATHER, (caches_of(), rows, torch.tensor(blocks, dtype=torch.int64)))
+    unique = torch.tensor(sorted(set(blocks)), dtype=torch.int64)
+    torch.library.opcheck(SCATTER, (rows[: len(unique)], caches_of(), unique))
+
+
 def test_schemas_are_as_decided():
-    assert str(SWAP._schema) == "blockyard::swap_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()"
-    assert str(COPY._schema) == "blockyard::copy_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()"
+    arguments = {
+        SWAP: "Tensor[] src, Tensor(a!)[] dst, Tensor pairs",
+        COPY: "Tensor(a!)[] caches, Tensor pairs",
+        MOVE: "Tensor(a!)[] caches, Tensor pairs",
+        EXCHANGE: "Tensor(a!)[] caches, Tensor pairs",
+        GATHER: "Tensor[] caches, Tensor(a!) rows, Tensor blocks",
+        SCATTER: "Tensor rows, Tensor(a!)[] caches, Tensor blocks",
+    }
+    for op, expected in arguments.items():
+        assert str(op._schema) == f"{op._schema.name}({expected}) -> ()"
+    assert {op._schema.name for op in arguments} == {f"blockyard::{name}" for name in ops.OPS}
 
 
 def test_ops_compile_as_one_graph():
-    def step(caches: list[torch.Tensor], host: list[torch.Tensor], pairs: torch.Tensor) -> torch.Tensor:
+    def step(
+        caches: list[torch.Tensor], host: list[torch.Tensor], rows: torch.Tensor, pairs: torch.Tensor
+    ) -> torch.Tensor:
         SWAP(caches, host, pairs)
         COPY(host, one([[0, 1]]))
+        MOVE(host, one([[0, 1], [1, 2], [2, 0]]))
+        EXCHANGE(host, one([[3, 2], [-1, -1]]))
+        GATHER(host, rows, torch.arange(4))
+        SCATTER(rows, caches, torch.arange(4) + 2)
         return host[0] + 1
 
-    compiled_step = torch.compile(step, backend="aot_eager", fullgraph=True)
     src, dst = caches_of(), caches_of(blocks=4)
-    result = compiled_step(src, dst, GOOD)
-    assert torch.equal(dst[0][[0, 1, 3]], src[0][[5, 5, 1]])
+    wanted_src, wanted_dst = [t.clone() for t in src], [t.clone() for t in dst]
+    rows, wanted_rows = (torch.zeros((4, 72), dtype=torch.uint8) for _ in range(2))
+    step(wanted_src, wanted_dst, wanted_rows, GOOD)
+    result = torch.compile(step, backend="aot_eager", fullgraph=True)(src, dst, rows, GOOD)
+    made, wanted = (*src, *dst, rows), (*wanted_src, *wanted_dst, wanted_rows)
+    assert all(torch.equal(now, want) for now, want in zip(made, wanted, strict=True))
     assert torch.equal(result, dst[0] + 1)
+    assert torch.equal(rows, torch.cat(dst, dim=1))

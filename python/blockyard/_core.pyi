@@ -8,7 +8,7 @@ will do. A failed call changes nothing. All classes may be used from several thr
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,11 @@ __all__ = [
     "BlockManager",
     "CacheGroup",
     "Completion",
+    "CopyRoute",
     "DecodeBatch",
     "EventBatch",
     "Expired",
+    "FillMap",
     "FreeBlocks",
     "ManagerStats",
     "NaiveAllocator",
@@ -43,8 +45,11 @@ __all__ = [
     "V0PrefixCachingBlockAllocator",
     "__version__",
     "chain_keys",
+    "expand_span",
     "export_keys",
     "merge_runs",
+    "order_moves",
+    "transfer_orders",
     "v0_hash_blocks",
 ]
 
@@ -313,6 +318,28 @@ class StepDecision:
         """Copy-on-write on the device, int64 `[n, 2]`; vLLM's name."""
     def transfers(self) -> list[tuple[str, Pairs]]:
         """All kinds and pairs, in the order in which they are safe to run one after another."""
+    MAX_BYTES: ClassVar[int]
+    """Bytes of the longest decision that is written or read."""
+    def to_bytes(self) -> bytes:
+        """The decision as bytes with version and checksum, the same in every process, less entries without pairs.
+
+        Raises:
+            MappingError: it cannot be carried out as it is written, as `from_bytes` says, or is too long.
+        """
+    @staticmethod
+    def from_bytes(data: bytes) -> StepDecision:
+        """The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
+
+        The checksum finds damage, not a forger who makes it anew: bytes of unknown origin need a signature of yours.
+        Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
+
+        Args:
+            data: what `to_bytes` gave.
+        Raises:
+            MappingError: the bytes are not whole or of another version, a kind is out of order or there twice for its
+                tiers, or joins other tiers, a block is written twice or both copied and written, or the ticket waits
+                for a later one.
+        """
     def __len__(self) -> int: ...
 
 @final
@@ -1127,6 +1154,113 @@ def export_keys(
     The stream hashed is a 64-byte header (`BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
     u32, the adapter as u64, 32 bytes of salt: its SHA-256, or zeros for none), then each block's tokens as
     little-endian u32, padded to 64 bytes with 0xFF; a block's key is the digest of the stream up to its end.
+    """
+
+@final
+class CopyRoute:
+    """Views of two sets of memory, joined once, so that compiling a mapping costs an addition a side and piece.
+
+    Block `id` of a side begins at `base + id // per_row * row + id % per_row * sub` bytes. Regions of one part that lie
+    side by side on both sides are one.
+
+    Args:
+        regions: uint64 `[n, 8]`: base, row and sub of the source, of the destination, bytes of a block, part; parts
+            rise from 0 one by one.
+        src_blocks: ids that are read are below it.
+        dst_blocks: ids that are written are below it.
+        src_per_row: blocks in a row of the source.
+        dst_per_row: blocks in a row of the destination.
+        in_place: source and destination are the same blocks, so none may be both read and written.
+    Raises:
+        InvalidArgumentError: blocks overlap or reach beyond the address space, or the array has another dtype or shape.
+    """
+
+    def __new__(
+        cls,
+        regions: NDArray[np.uint64],
+        *,
+        src_blocks: int,
+        dst_blocks: int,
+        src_per_row: int = 1,
+        dst_per_row: int = 1,
+        in_place: bool = False,
+    ) -> CopyRoute: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def num_regions(self) -> int:
+        """Most pieces that one pair becomes."""
+    def compile(self, pairs: NDArray[np.int64], out: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Write the pieces of a mapping, part by part and in each in the order of the pairs, runs merged.
+
+        Args:
+            pairs: `(from, to)`, int64 `[n, 2]`.
+            out: uint64 `[3, pieces]`, C-contiguous: where each piece is read, where it is written, its bytes.
+        Returns:
+            Where each part begins, and last the number of pieces: int64 `[num_parts + 1]`.
+        Raises:
+            MappingError: an id is out of range, a destination repeats, a block is read and written in place, or the
+                pieces are more than `out` holds. Nothing was written.
+        """
+
+@final
+class FillMap:
+    """Which parts of the host's blocks hold bytes, where a host block holds several device blocks.
+
+    A part's id is `block * per_block + offset`. Mark parts once their bytes have landed; clear a block before it is
+    given out again.
+
+    Args:
+        num_blocks: blocks of the host.
+        per_block: device blocks in each.
+    Raises:
+        InvalidArgumentError: `per_block` is 0, or there are 2^32 parts or more.
+    """
+
+    def __new__(cls, num_blocks: int, per_block: int) -> FillMap: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def per_block(self) -> int: ...
+    def mark(self, parts: NDArray[np.int64]) -> None:
+        """Note that parts, int64 `[n]`, hold bytes. Raises: MappingError, and notes nothing."""
+    def clear(self, blocks: NDArray[np.int64]) -> None:
+        """Note that all parts of blocks, int64 `[n]`, are empty. Raises: MappingError, and notes nothing."""
+    def require(self, parts: NDArray[np.int64]) -> None:
+        """Raise MappingError at the first of the parts, int64 `[n]`, that holds no bytes."""
+    def count(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Parts of each of the blocks, int64 `[n]`, that hold bytes."""
+
+def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:
+    """Write the ids of the small blocks of a stretch of large ones, which may begin and end within one.
+
+    Args:
+        blocks: the large blocks, int64 `[m]`.
+        out: int64 `[n]`, of any stride: takes `block * per_block + offset`.
+        per_block: small blocks in a large one.
+        first: offset in the first large block where the stretch begins.
+        last: offset in the last large block before which it ends, 1 to `per_block`.
+    Raises:
+        MappingError: an offset or id is out of range, or `n` is not what the stretch holds. Nothing was written.
+    """
+
+def order_moves(pairs: NDArray[np.int64], num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Order moves within one tier, such as into holes, into waves of which each is finished before the next begins.
+
+    Args:
+        pairs: `(from, to)`, int64 `[n, 2]`.
+        num_blocks: blocks in the tier.
+    Returns:
+        The pairs, and where each wave of them begins and the last ends: int64 `[waves + 1]`. No block is both read and
+        written in a wave.
+    Raises:
+        MappingError: an id is out of range, a destination repeats, or moves follow one another in a circle.
+    """
+
+def transfer_orders(decision: StepDecision) -> tuple[tuple[int, ...], ...]:
+    """For each of `decision.transfers()`, the earlier ones that must have finished before it begins.
+
+    Those are the ones that write what it reads or writes, or read what it writes; the others may run beside it.
     """
 
 def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,15 +1,19 @@
-"""How the KV cache of one cache group lies in an engine's tensors, and how one block lies in a row of bytes.
+"""How a KV cache lies in an engine's tensors, and how one block lies in a row of bytes.
 
-A *row* holds one block of all layers, side by side: for each layer K, then V, each token-major `[block_size, heads,
-dim]`. Host cache, staging buffers and external tiers hold rows; the device holds the engine's own tensors.
+A *row* holds one block of all layers, side by side: tensor after tensor, in each the dimensions of the layout in their
+order, less that of the blocks. With `"kv_first"` and `"blocks_first"` that is for each layer K, then V, each
+token-major `[block_size, heads, dim]`. Host cache, staging buffers and external tiers hold rows; the device holds the
+engine's own tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
 from blockyard.errors import LayoutError
@@ -19,6 +23,14 @@ if TYPE_CHECKING:
 
 LayoutKind = Literal["kv_first", "blocks_first"]
 KINDS: Final[tuple[LayoutKind, ...]] = get_args(LayoutKind)
+
+_DIMENSIONS: Final[dict[str, str]] = {
+    "kv_first": "kv blocks tokens heads dim",
+    "blocks_first": "blocks kv tokens heads dim",
+}
+_NAMES = ("layers", "kv", "blocks", "slots", "tokens", "heads", "dim")
+# A prime that no other number of a layout comes near.
+_SENTINEL = 1_000_003
 
 # Goes into every fingerprint: raised whenever the order of bytes in a row changes.
 _ROW_FORMAT = 1
@@ -41,36 +53,48 @@ _ITEM_SIZES = {
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape of one cache group: one tensor per layer, keys and values together.
+    """The shape of one cache group: tensors of one shape.
 
     Attributes:
         kind: `"kv_first"` for tensors `[2, blocks, block_size, heads, dim]`, `"blocks_first"` for
-            `[blocks, 2, block_size, heads, dim]`.
-        num_layers: tensors in the group.
+            `[blocks, 2, block_size, heads, dim]`, or the names of any other tensor's dimensions, outermost first:
+            `"blocks"`, `"tokens"` (or `"slots"`, flat, for both), `"kv"`, `"heads"`, `"dim"`, and `"layers"` where one
+            tensor holds all. So MLA is `"blocks tokens dim"`, flat slots are `"slots heads dim"`.
+        num_layers: layers in the group.
         block_size: tokens in a block.
-        num_kv_heads: heads of K (and of V) in a layer.
+        num_kv_heads: heads of K (and of V) in a layer; 1 where no dimension is `"heads"`.
         head_size: elements of one head.
         dtype: torch's name of the element type, without `torch.`.
         itemsize: bytes of an element; 0 looks the dtype up by its name.
+        tensors_per_layer: 2 where keys and values have tensors of their own: K and V of layer 0, of layer 1, ...
+        split: dimensions behind that of the blocks that are views of their own, as padding inside blocks needs; it
+            changes the views, not the bytes of a row.
 
     Raises:
-        LayoutError: a number is not positive, or kind or dtype is unknown.
+        LayoutError: a number is not positive, kind or dtype is unknown, or what the kind names does not go together.
     """
 
-    kind: LayoutKind
+    kind: str
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_size: int
     dtype: str
     itemsize: int = 0
+    tensors_per_layer: int = 1
+    split: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise LayoutError(f"layout kind {self.kind!r} is not one of {', '.join(KINDS)}")
-        for name in ("num_layers", "block_size", "num_kv_heads", "head_size"):
+        _check_names(self.kind, self.names)
+        for name in ("num_layers", "block_size", "num_kv_heads", "head_size", "tensors_per_layer"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.num_kv_heads > 1 and "heads" not in self.names:
+            raise LayoutError(f"num_kv_heads is {self.num_kv_heads}, {self.kind!r} has no heads")
+        if self.tensors_per_layer > 1 + ("kv" not in self.names):
+            raise LayoutError(f"tensors_per_layer is {self.tensors_per_layer}, {self.kind!r} allows 1, or 2 without kv")
+        if not 0 <= self.split < len(self._inner()):
+            raise LayoutError(f"split is {self.split}, must be 0 to {len(self._inner()) - 1}")
         known = _ITEM_SIZES.get(self.dtype, 0)
         if self.itemsize < 0 or (self.itemsize and known not in {0, self.itemsize}):
             raise LayoutError(f"itemsize is {self.itemsize} bytes, {self.dtype} has {known}")
@@ -79,80 +103,124 @@ class KVLayout:
         object.__setattr__(self, "itemsize", self.itemsize or known)
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor], *, kind: LayoutKind | None = None) -> KVLayout:
+    def from_tensors(
+        cls,
+        tensors: Sequence[Tensor],
+        *,
+        kind: str | None = None,
+        block_size: int | None = None,
+        tensors_per_layer: int = 1,
+    ) -> KVLayout:
         """Describe an engine's cache tensors.
 
         Args:
-            tensors: one 5-D tensor per layer, any device; the three inner dimensions contiguous.
-            kind: which layout they have; None derives it from the place of the dimension that has size 2.
+            tensors: of one shape, any device; blocks may stand apart, and so may what is inside them.
+            kind: which layout they have, as in the attributes; None derives it from the place of the dimension that has
+                size 2 in tensors of five dimensions. `probe_kind` asks the engine's attention backend.
+            block_size: tokens in a block, where slots are flat.
+            tensors_per_layer: 2 for separate keys and values, see `interleave`.
 
         Returns:
             A layout whose `views` accepts these tensors.
 
         Raises:
-            LayoutError: the tensors differ, have another number of dimensions or padded blocks, or the kind is
-                ambiguous, as it is with two blocks.
+            LayoutError: the tensors differ, do not have these dimensions, or share memory between blocks, or the kind
+                is ambiguous, as it is with two blocks.
         """
         if not tensors:
             raise LayoutError("a layout needs at least one tensor, 0 were given")
-        first = tensors[0]
-        shape = tuple(first.shape)
-        if len(shape) != 5:
-            raise LayoutError(f"tensor 0 has {len(shape)} dimensions, a cache has 5: shape {list(shape)}")
+        shape = tuple(tensors[0].shape)
+        names = _names(kind) if kind is not None else ()
+        if len(shape) != (len(names) or 5):
+            raise LayoutError(f"tensor 0 has {len(shape)} dimensions, wanted {len(names) or 5}: shape {list(shape)}")
+        kind = kind if kind is not None else _derive_kind(shape)
+        _check_names(kind, _names(kind))
+        sizes = dict(zip(_names(kind), shape, strict=True))
+        if "slots" in sizes and block_size is None:
+            raise LayoutError(f"{kind!r} does not say how many slots a block has: give the block size")
+        if block_size is not None and sizes.get("tokens", block_size) != block_size:
+            raise LayoutError(f"block_size is {block_size}, tensor 0 has {sizes['tokens']} tokens in a block")
         layout = cls(
-            kind=kind if kind is not None else _derive_kind(shape),
-            num_layers=len(tensors),
-            block_size=shape[2],
-            num_kv_heads=shape[3],
-            head_size=shape[4],
-            dtype=str(first.dtype).removeprefix("torch."),
-            itemsize=first.element_size(),
+            kind=kind,
+            num_layers=sizes.get("layers", len(tensors) // tensors_per_layer),
+            block_size=block_size or sizes["tokens"],
+            num_kv_heads=sizes.get("heads", 1),
+            head_size=sizes["dim"],
+            dtype=str(tensors[0].dtype).removeprefix("torch."),
+            itemsize=tensors[0].element_size(),
+            tensors_per_layer=tensors_per_layer,
         )
+        layout = replace(layout, split=max(layout._padded(tensor) for tensor in tensors))
         layout.check(tensors)
         return layout
 
     @property
-    def _bytes_per_half(self) -> int:
-        return self.block_size * self.num_kv_heads * self.head_size * self.itemsize
+    def names(self) -> tuple[str, ...]:
+        """Names of a tensor's dimensions, outermost first."""
+        return _names(self.kind)
+
+    @property
+    def kv_dim_before_num_blocks(self) -> bool | None:
+        """Whether the dimension of K and V stands before that of the blocks; None if there is none."""
+        names = self._split_names()
+        return names.index("kv") < names.index("blocks") if "kv" in names else None
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that `views` takes."""
+        return self.tensors_per_layer * (1 if "layers" in self.names else self.num_layers)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return 2 * self.num_layers * self._bytes_per_half
+        return sum(self.piece_sizes)
 
     @property
     def piece_sizes(self) -> list[int]:
         """Width in bytes of every view that `views` returns, in the same order."""
-        if self.kind == "kv_first":
-            return [self._bytes_per_half] * (2 * self.num_layers)
-        return [2 * self._bytes_per_half] * self.num_layers
+        sizes = self._sizes()
+        inner = self._inner()[self.split :]
+        outer = [name for name in self._split_names() if name != "blocks" and name not in inner]
+        width = prod(sizes[name] for name in inner) * self.itemsize
+        return [width] * (self.num_tensors * prod(sizes[name] for name in outer))
+
+    @property
+    def view_layers(self) -> list[int]:
+        """Layer of every view that `views` returns, for `plan.route`; all 0 where views do not follow the layers."""
+        count = len(self.piece_sizes)
+        follows = "layers" not in self.names or (self.names[0] == "layers" and self.tensors_per_layer == 1)
+        return [index * self.num_layers // count if follows else 0 for index in range(count)]
 
     def tensor_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Give the shape of one layer's cache tensor that holds `num_blocks` blocks."""
-        outer = (2, num_blocks) if self.kind == "kv_first" else (num_blocks, 2)
-        return (*outer, self.block_size, self.num_kv_heads, self.head_size)
+        """Give the shape of one cache tensor that holds `num_blocks` blocks."""
+        sizes = {**self._sizes(), "blocks": num_blocks, "slots": num_blocks * self.block_size}
+        return tuple(sizes[name] for name in self.names)
 
     def num_blocks(self, tensor: Tensor) -> int:
-        """Give the number of blocks that one layer's cache tensor holds."""
-        return int(tensor.shape[1 if self.kind == "kv_first" else 0])
+        """Give the number of blocks that one cache tensor holds."""
+        if "slots" in self.names:
+            return int(tensor.shape[self.names.index("slots")]) // self.block_size
+        return int(tensor.shape[self.names.index("blocks")])
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Check that cache tensors have this layout.
 
         Args:
-            tensors: one per layer.
+            tensors: all of the group.
 
         Raises:
             LayoutError: number, shape, dtype, device or strides do not fit; the message has the numbers.
         """
-        if len(tensors) != self.num_layers:
-            raise LayoutError(f"{len(tensors)} tensors were given, the layout has {self.num_layers} layers")
+        if len(tensors) != self.num_tensors:
+            raise LayoutError(
+                f"{len(tensors)} tensors were given, the layout has {self.num_layers} layers in {self.num_tensors}"
+            )
         for index, tensor in enumerate(tensors):
             self._check_tensor(index, tensor, tensors[0])
 
     def _check_tensor(self, index: int, tensor: Tensor, first: Tensor) -> None:
-        shape = tuple(tensor.shape)
-        wanted = self.tensor_shape(self.num_blocks(first)) if first.dim() == 5 else self.tensor_shape(0)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        wanted = self.tensor_shape(self.num_blocks(first) if first.dim() == len(self.names) else 0)
         if shape != wanted:
             raise LayoutError(f"tensor {index} has shape {list(shape)}, {self.kind} wants {list(wanted)}")
         name = str(tensor.dtype).removeprefix("torch.")
@@ -160,21 +228,54 @@ class KVLayout:
             raise LayoutError(f"tensor {index} is {name}, the layout says {self.dtype}")
         if tensor.device != first.device:
             raise LayoutError(f"tensor {index} is on {tensor.device}, tensor 0 on {first.device}")
-        strides = tensor.stride()
-        dense = (self.num_kv_heads * self.head_size, self.head_size, 1)
-        inner = zip(strides[2:], dense, shape[2:], strict=True)
-        if strides[4] != 1 or any(has != want for has, want, size in inner if size > 1):
-            raise LayoutError(f"tensor {index} has strides {list(strides)}, inside a block they must be {list(dense)}")
-        if self.kind == "blocks_first" and strides[1] != dense[0] * self.block_size:
-            raise LayoutError(f"tensor {index} has strides {list(strides)}: K and V of a block must lie side by side")
-        if shape.count(0) == 0 and not _rows_apart(self.kind, shape, strides):
+        if self._padded(tensor) > self.split:
+            dense = _dense([self._sizes()[name] for name in self._inner()])
+            raise LayoutError(f"tensor {index} has strides {list(strides)}, inside a block they must be {dense}")
+        if not _apart(shape, strides):
             raise LayoutError(f"tensor {index} has strides {list(strides)}: its blocks overlap")
+
+    def _padded(self, tensor: Tensor) -> int:
+        """Give how many dimensions behind that of the blocks have padding at or behind them."""
+        strides = self._strides(tensor)
+        inner = self._inner()
+        sizes = [self._sizes()[name] for name in inner]
+        fits = [
+            size == 1 or strides[name] == want for name, size, want in zip(inner, sizes, _dense(sizes), strict=True)
+        ]
+        # Bytes of an element are side by side; torch sees them only where elements may be, too.
+        if tensor.stride(-1) != 1 and (sizes[-1] > 1 or self.itemsize > 1):
+            raise LayoutError(f"a tensor has strides {list(tensor.stride())}, the innermost must be 1")
+        return max((at + 1 for at, fit in enumerate(fits) if not fit), default=0)
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "layers": self.num_layers,
+            "kv": 2,
+            "tokens": self.block_size,
+            "heads": self.num_kv_heads,
+            "dim": self.head_size,
+        }
+
+    def _split_names(self) -> tuple[str, ...]:
+        """Names of the dimensions with flat slots cut into blocks."""
+        return tuple(" ".join(self.names).replace("slots", "blocks tokens").split())
+
+    def _inner(self) -> tuple[str, ...]:
+        names = self._split_names()
+        return names[names.index("blocks") + 1 :]
+
+    def _strides(self, tensor: Tensor) -> dict[str, int]:
+        """Strides by name, in elements."""
+        found = dict(zip(self.names, tensor.stride(), strict=True))
+        if "slots" in found:
+            found |= {"blocks": found["slots"] * self.block_size, "tokens": found["slots"]}
+        return found
 
     def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Cut cache tensors into canonical views that share their memory.
 
         Args:
-            tensors: one per layer, as `check` wants them.
+            tensors: all of the group, as `check` wants them.
 
         Returns:
             uint8 views `[blocks, bytes]` whose rows are contiguous, in the order of a row's bytes; their widths are
@@ -184,12 +285,23 @@ class KVLayout:
             LayoutError: the tensors do not have this layout.
         """
         self.check(tensors)
+        width = self.piece_sizes[0]
         views: list[Tensor] = []
         for tensor in tensors:
             flat = tensor.view(_byte_dtype(tensor))
-            halves = [flat[0], flat[1]] if self.kind == "kv_first" else [flat]
-            views.extend(half.view(half.shape[0], -1) for half in halves)
+            shape, row = (self.num_blocks(tensor), width), self._strides(tensor)["blocks"] * self.itemsize
+            views.extend(
+                flat.as_strided(shape, (row, 1), flat.storage_offset() + start * self.itemsize)
+                for start in self._starts(tensor)
+            )
         return views
+
+    def _starts(self, tensor: Tensor) -> Iterator[int]:
+        """Where the views of a tensor begin, in elements, in the order of a row."""
+        sizes, strides, inner = self._sizes(), self._strides(tensor), self._inner()[self.split :]
+        outer = [name for name in self._split_names() if name != "blocks" and name not in inner]
+        for places in product(*(range(sizes[name]) for name in outer)):
+            yield sum(place * strides[name] for name, place in zip(outer, places, strict=True))
 
     def row_views(self, rows: Tensor) -> list[Tensor]:
         """Cut rows into the same pieces as `views` cuts cache tensors.
@@ -203,26 +315,118 @@ class KVLayout:
         Raises:
             LayoutError: the rows have another shape, dtype or stride.
         """
-        shape, name = tuple(rows.shape), str(rows.dtype).removeprefix("torch.")
-        if name != "uint8" or len(shape) != 2 or shape[1] != self.bytes_per_block or rows.stride(1) != 1:
-            raise LayoutError(
-                f"rows are {name} {list(shape)} with strides {list(rows.stride())}, "
-                f"wanted uint8 [blocks, {self.bytes_per_block}] with contiguous rows"
-            )
-        views: list[Tensor] = []
-        start = 0
-        for size in self.piece_sizes:
-            views.append(rows[:, start : start + size])
-            start += size
-        return views
+        return cut_rows(rows, self.piece_sizes)
 
     def fingerprint(self) -> str:
         """Give the SHA-256, in hexadecimal, of everything here that decides the bytes of a row.
 
-        It is the same in every process; two layouts that differ in any field have different ones.
+        It is the same in every process; two layouts that differ in any field but `split` have different ones. It goes
+        into the namespace of keys that leave the process.
         """
-        described = json.dumps({"format": _ROW_FORMAT, **asdict(self)}, sort_keys=True, separators=(",", ":"))
+        fields = {
+            name: getattr(self, name)
+            for name in ("kind", "num_layers", "block_size", "num_kv_heads", "head_size", "dtype", "itemsize")
+        }
+        if self.tensors_per_layer > 1:
+            fields["tensors_per_layer"] = self.tensors_per_layer
+        described = json.dumps({"format": _ROW_FORMAT, **fields}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(described.encode("ascii")).hexdigest()
+
+
+def interleave(keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Put separate tensors of keys and values, one a layer each, into the order that `tensors_per_layer=2` means."""
+    if len(keys) != len(values):
+        raise LayoutError(f"there are {len(keys)} tensors of keys, {len(values)} of values")
+    return [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
+
+
+def probe_kind(
+    shape_of: Callable[[int, int, int, int], Sequence[int]], *, block_size: int, num_kv_heads: int, head_size: int
+) -> str:
+    """Find a backend's layout by asking for shapes: the dimension that follows an argument is named after it.
+
+    Args:
+        shape_of: the backend's shape function of (number of blocks, block size, KV heads, head size).
+        block_size: tokens in a block, as the engine will have it.
+        num_kv_heads: heads of K.
+        head_size: elements of a head.
+
+    Returns:
+        A kind for `KVLayout`.
+
+    Raises:
+        LayoutError: dimensions follow no argument and are not K and V, or more than one could be.
+
+    Source: vLLM 0.33 finds `kv_dim_before_num_blocks` by one such probe.
+    """
+    usual = (_SENTINEL, block_size, num_kv_heads, head_size)
+    shape = tuple(shape_of(*usual))
+    names: list[str | None] = [None] * len(shape)
+    for argument, name in enumerate(("blocks", "tokens", "heads", "dim")):
+        other = tuple(shape_of(*(value * (1 + (at == argument)) for at, value in enumerate(usual))))
+        if len(other) != len(shape):
+            raise LayoutError(f"the backend's shapes are {list(shape)} and {list(other)}: dimensions differ")
+        for place in (place for place, size in enumerate(shape) if other[place] != size):
+            both = (names[place], name) == ("blocks", "tokens")
+            if (names[place] and not both) or other[place] != 2 * shape[place]:
+                raise LayoutError(f"dimension {place} of the backend's shape {list(shape)} follows {name} and more")
+            names[place] = "slots" if both else name
+    unnamed = [place for place, name in enumerate(names) if name is None]
+    if [shape[place] for place in unnamed] not in ([], [2]):
+        raise LayoutError(
+            f"dimensions {unnamed} of the backend's shape {list(shape)}: wanted one of size 2, for K and V"
+        )
+    kind = " ".join(name or "kv" for name in names)
+    _check_names(kind, tuple(kind.split()))
+    return next((preset for preset, words in _DIMENSIONS.items() if words == kind), kind)
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return tuple(_DIMENSIONS.get(kind, kind).split())
+
+
+def _check_names(kind: str, names: tuple[str, ...]) -> None:
+    if not set(names) <= set(_NAMES):
+        raise LayoutError(f"layout kind {kind!r} is not one of {', '.join(KINDS)}, nor names of {', '.join(_NAMES)}")
+    places = ("slots" in names, "blocks" in names, "tokens" in names)
+    if len(set(names)) < len(names) or "dim" not in names or places not in {(True, False, False), (False, True, True)}:
+        raise LayoutError(f"layout kind {kind!r} must name dim, and blocks and tokens or slots, and nothing twice")
+    if names[-1] == "blocks":
+        raise LayoutError(f"layout kind {kind!r}: the bytes of a block must not stand apart one by one")
+
+
+def _dense(sizes: Sequence[int]) -> list[int]:
+    """Strides without padding, in elements."""
+    return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
+
+
+def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Say whether no two elements share memory, if each dimension reaches beyond all those of smaller strides."""
+    reach = 1
+    if 0 in shape:
+        return True
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+def cut_rows(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Cut rows, uint8 `[blocks, sum of sizes]`, into views `[blocks, size]`. Raises LayoutError if they do not fit."""
+    shape, name = tuple(rows.shape), str(rows.dtype).removeprefix("torch.")
+    if name != "uint8" or len(shape) != 2 or shape[1] != sum(sizes) or rows.stride(1) != 1:
+        raise LayoutError(
+            f"rows are {name} {list(shape)} with strides {list(rows.stride())}, "
+            f"wanted uint8 [blocks, {sum(sizes)}] with contiguous rows"
+        )
+    views: list[Tensor] = []
+    start = 0
+    for size in sizes:
+        views.append(rows[:, start : start + size])
+        start += size
+    return views
 
 
 def _derive_kind(shape: tuple[int, ...]) -> LayoutKind:
@@ -231,19 +435,6 @@ def _derive_kind(shape: tuple[int, ...]) -> LayoutKind:
         problem = "fits more than one layout, name its kind" if fits else "fits no layout"
         raise LayoutError(f"a cache tensor of shape {list(shape)} {problem}: keys and values are a dimension of size 2")
     return cast(LayoutKind, fits[0])
-
-
-def _rows_apart(kind: LayoutKind, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Say whether no two (half, block) places of a tensor share memory; strides are in elements."""
-    piece = shape[2] * shape[3] * shape[4]
-    if kind == "blocks_first":
-        return shape[0] == 1 or strides[0] >= 2 * piece
-    halves, blocks = strides[0], strides[1]
-    if shape[1] == 1:
-        return halves >= piece
-    # K and V either follow one another as wholes, or alternate inside one block's stride.
-    whole = halves >= blocks * (shape[1] - 1) + piece and blocks >= piece
-    return whole or (halves >= piece and blocks >= halves + piece)
 
 
 def _byte_dtype(tensor: Tensor) -> dtype:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.errors import LayoutError, MappingError
-from blockyard.transfer import ops
+from blockyard.transfer import fallback, ops
 from blockyard.transfer.cuda import op_library
 
 Op = Callable[..., None]
@@ -18,12 +18,12 @@ HOST = ("pinned", "pageable")
 
 @pytest.fixture(params=["library", "torch calls"])
 def swap(request: pytest.FixtureRequest) -> Op:
-    return _through(request.param, ops.swap_blocks, ops._swap_torch)
+    return _through(request.param, ops.swap_blocks, fallback.swap)
 
 
 @pytest.fixture(params=["library", "torch calls"])
 def copy(request: pytest.FixtureRequest) -> Op:
-    return _through(request.param, ops.copy_blocks, ops._copy_torch)
+    return _through(request.param, ops.copy_blocks, fallback.copy)
 
 
 def _through(name: str, op: Op, torch_calls: Op) -> Op:
@@ -99,7 +99,7 @@ def test_swap_changes_the_mapped_blocks_alone(src_where: str, dst_where: str, da
     pairs = random_pairs(*blocks, data.draw(st.integers(0, blocks[1])), data.draw(st.integers(0, 99)))
     if data.draw(st.booleans()):
         pairs.sort(axis=0)
-    check_swap(data.draw(st.sampled_from([ops.swap_blocks, ops._swap_torch])), src, dst, pairs)
+    check_swap(data.draw(st.sampled_from([ops.swap_blocks, fallback.swap])), src, dst, pairs)
 
 
 @pytest.mark.parametrize(("src_where", "dst_where"), DIRECTIONS)

@@ -1,10 +1,15 @@
 //! What a scheduler gets back once a step: typed pairs of block ids. See `docs/decisions/0001-step-decision.md`.
 
+mod wire;
+
 use crate::id::{TicketId, Tier};
+use serde::{Deserialize, Serialize};
+
+pub use wire::{DECISION_VERSION, MAX_DECISION_BYTES};
 
 /// What a transfer is for. The order of the variants is the order in which one step's transfers are safe to run:
 /// reads of device blocks first, then loads, then copies; new tokens write last.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Kind {
     /// Device or host to external.
     Spill,
@@ -43,7 +48,7 @@ impl Kind {
 }
 
 /// Pairs of block ids between two tiers, `[from, to]`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pairs {
     /// Tier that is read.
     pub src: Tier,

@@ -141,6 +141,18 @@ pub enum Error {
         /// Why.
         what: String,
     },
+    /// Block ids make no mapping.
+    #[error("{what}")]
+    BadMapping {
+        /// Why.
+        what: String,
+    },
+    /// A decision cannot be carried out as it is written, or its bytes cannot be trusted.
+    #[error("the decision is refused: {what}")]
+    BadDecision {
+        /// Why.
+        what: String,
+    },
     /// The books contradict themselves: a bug in this crate.
     #[error("the books contradict themselves: {what}")]
     Broken {

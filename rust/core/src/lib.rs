@@ -4,9 +4,11 @@
 pub mod allocator;
 mod check;
 pub mod decision;
+mod envelope;
 pub mod error;
 pub mod event;
 pub mod evict;
+pub mod fill;
 pub mod group;
 pub mod hash;
 pub mod id;
@@ -21,10 +23,11 @@ pub mod snapshot;
 mod table;
 
 pub use allocator::{AllocatorPair, BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
-pub use decision::{Kind, Pairs, StepDecision};
+pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
+pub use fill::FillMap;
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
@@ -32,6 +35,6 @@ pub use manager::{
     AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Expired, Manager, PrefixStats, Prompt, Stats,
     TableRows, TierUse,
 };
-pub use plan::{Run, merge_runs};
+pub use plan::{End, Pieces, Region, Route, Run, Side, Span, merge_runs, order_moves, orders};
 pub use pool::Policies;
 pub use reuse::ReuseOrder;

@@ -245,6 +245,17 @@ pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
     array.as_array().rows().into_iter().enumerate().map(|(i, row)| Ok([id(i, row[0])?, id(i, row[1])?])).collect()
 }
 
+/// Block ids, contiguous.
+pub(crate) type Ids<'py> = PyReadonlyArray1<'py, i64>;
+
+/// Block ids from an int64 array `[n]`.
+pub(crate) fn ids<'py>(value: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
+    match value.extract::<Ids<'py>>() {
+        Ok(array) if array.is_c_contiguous() => Ok(array),
+        _ => Err(bad_mapping(format!("blocks are {}, must be a C-contiguous int64 array [n]", describe(value)))),
+    }
+}
+
 /// An int64 array of `len`: the caller's, or a new one.
 pub(crate) fn slots<'py>(
     py: Python<'py>,

@@ -1,11 +1,11 @@
 //! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
 
 use crate::arrays;
-use crate::errors::invalid;
-use blockyard_core::{Kind, StepDecision, Tier, merge_runs};
+use crate::errors::{invalid, to_py};
+use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 /// The tier of that name.
 pub(crate) fn tier(name: &str) -> PyResult<Tier> {
@@ -13,7 +13,7 @@ pub(crate) fn tier(name: &str) -> PyResult<Tier> {
 }
 
 /// An int64 array `[n, 2]` of pairs.
-fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
+pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
     // A vector of known length is written by whole registers, and the array takes it over.
     let numbers: Vec<_> = ids.as_flattened().iter().map(|&id| i64::from(id)).collect();
     PyArray1::from_vec(py, numbers).reshape([ids.len(), 2])
@@ -88,6 +88,14 @@ impl PyStepDecision {
             after: decision.after.iter().map(|ticket| ticket.0).collect(),
             transfers: transfers.collect::<PyResult<_>>()?,
         })
+    }
+
+    /// The decision, entry by entry.
+    pub(crate) fn to_core(&self, py: Python<'_>) -> PyResult<StepDecision> {
+        let entries = self.transfers.iter().map(|(kind, pairs)| Ok((*kind, pairs.get().to_core(py)?)));
+        let transfers = entries.collect::<PyResult<_>>()?;
+        let after = self.after.iter().copied().map(TicketId).collect();
+        Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers })
     }
 
     fn of<'py>(&self, py: Python<'py>, kind: Kind) -> PyResult<Bound<'py, PyTuple>> {
@@ -180,6 +188,26 @@ impl PyStepDecision {
         self.transfers.iter().map(|(kind, pairs)| (kind.name(), pairs.clone_ref(py))).collect()
     }
 
+    #[classattr]
+    #[pyo3(name = "MAX_BYTES")]
+    const fn max_bytes() -> usize {
+        MAX_DECISION_BYTES
+    }
+
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let mut decision = self.to_core(py)?;
+        decision.transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
+        decision.transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        let bytes = py.detach(|| decision.to_bytes()).map_err(to_py)?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        let decision = py.detach(|| StepDecision::from_bytes(data)).map_err(to_py)?;
+        Self::from_core(py, &decision)
+    }
+
     fn __len__(&self, py: Python<'_>) -> usize {
         self.transfers.iter().map(|(_, pairs)| pairs.get().__len__(py)).sum()
     }
@@ -191,13 +219,4 @@ impl PyStepDecision {
         }
         Ok(format!("StepDecision(ticket={}, {counts})", self.ticket))
     }
-}
-
-/// Merges pairs whose source and destination both continue the pair before; the order is kept.
-#[pyfunction]
-#[pyo3(name = "merge_runs")]
-pub(crate) fn py_merge_runs<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i64>>> {
-    let runs = merge_runs(&arrays::pairs(ids)?);
-    let numbers = runs.iter().flat_map(|run| [run.src, run.dst, run.len].map(i64::from));
-    PyArray1::from_iter(ids.py(), numbers).reshape([runs.len(), 3])
 }

@@ -33,7 +33,9 @@ pub(crate) fn to_py(error: Error) -> PyErr {
             classes::SequenceStateError::new_err(message)
         }
         Error::UnknownTicket { .. } | Error::UnknownPin { .. } => classes::UnknownTicketError::new_err(message),
-        Error::NotInTicket { .. } => classes::MappingError::new_err(message),
+        Error::NotInTicket { .. } | Error::BadMapping { .. } | Error::BadDecision { .. } => {
+            classes::MappingError::new_err(message)
+        }
         Error::Busy { .. } | Error::BadSnapshot { .. } => classes::SnapshotError::new_err(message),
         Error::Broken { .. } => classes::InvariantError::new_err(message),
         _ => classes::InvalidArgumentError::new_err(message),

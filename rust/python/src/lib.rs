@@ -7,11 +7,13 @@ mod decision;
 mod errors;
 mod event;
 mod evict;
+mod fill;
 mod group;
 mod hostcache;
 mod manager;
 mod pair;
 mod pin;
+mod plan;
 mod prefix;
 mod quota;
 mod reuse;
@@ -32,9 +34,11 @@ mod _core {
     #[pymodule_export]
     use crate::batch::PyDecodeBatch;
     #[pymodule_export]
-    use crate::decision::{PyPairs, PyStepDecision, py_merge_runs};
+    use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]
     use crate::event::PyEventBatch;
+    #[pymodule_export]
+    use crate::fill::PyFillMap;
     #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
@@ -43,6 +47,8 @@ mod _core {
     use crate::pair::PyAllocatorPair;
     #[pymodule_export]
     use crate::pin::PyExpired;
+    #[pymodule_export]
+    use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]

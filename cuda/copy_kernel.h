@@ -1,0 +1,101 @@
+// What one thread of each copy kernel does. Plain C++ over indices, so that the tests run it on a CPU, too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "steps.h"
+
+#ifndef __CUDACC__
+#define __device__
+#endif
+
+namespace blockyard {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+constexpr int kWarp = 32;
+// Accesses of one lane that are under way together: host memory is far.
+constexpr int kFarUnroll = 8;
+constexpr size_t kMaxTensors = 256;
+constexpr size_t kMaxSteps = 2048;
+// Devices from sm_70 on take this many bytes of parameters.
+constexpr size_t kMaxParams = 32764;
+
+struct CopyParams {
+    CopyTensor tensors[kMaxTensors];
+    CopyPair steps[kMaxSteps];
+    uint16_t starts[kMaxSteps + 1];  // of groups
+    uint16_t num_groups;
+};
+static_assert(sizeof(CopyParams) <= kMaxParams, "the parameters of one launch have a limit");
+static_assert(kMaxTensors <= 65535 && kMaxSteps <= 65535, "they are the grid's second and third dimension");
+static_assert(kMaxSteps > kMaxRing, "a ring is not parted");
+
+// Bytes of a row that one block of threads moves.
+template <typename Access>
+constexpr int64_t kChunk = static_cast<int64_t>(sizeof(Access)) * kThreads * kUnroll;
+
+// Moves one chunk of rows of one tensor through the steps of one group.
+template <typename Access>
+__device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor_index, size_t group, int thread) {
+    const CopyTensor& tensor = params.tensors[tensor_index];
+    const int64_t count = tensor.width / static_cast<int64_t>(sizeof(Access));
+    const int64_t first = static_cast<int64_t>(chunk) * (kThreads * kUnroll) + thread;
+    Access aside[kUnroll];
+    for (int step = params.starts[group]; step < params.starts[group + 1]; ++step) {
+        const CopyPair pair = params.steps[step];
+        const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
+        auto* dst = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride);
+        // All loads are under way before the first store waits for one.
+        Access values[kUnroll];
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const int64_t at = first + i * kThreads;
+            if (at < count) values[i] = pair.src == kAside ? aside[i] : src[at];
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const int64_t at = first + i * kThreads;
+            if (at >= count) continue;
+            if (pair.dst == kAside) {
+                aside[i] = values[i];
+            } else {
+                dst[at] = values[i];
+            }
+        }
+    }
+}
+
+// Bytes of a row that one warp of the far kernel moves at a time.
+template <typename Access>
+constexpr int64_t kFarChunk = static_cast<int64_t>(sizeof(Access)) * kWarp * kFarUnroll;
+
+// Moves the pieces that fall to one warp, of those that a few blocks of threads share: every warp takes each
+// num_warps-th chunk. Neighbouring warps read neighbouring bytes where a row's tensors lie side by side.
+template <typename Access>
+__device__ void move_far(const CopyParams& params, uint32_t num_tensors, uint32_t chunks, uint32_t warp,
+                         uint32_t num_warps, int lane) {
+    const uint64_t per_step = static_cast<uint64_t>(num_tensors) * chunks;
+    const uint64_t total = per_step * params.num_groups;
+    for (uint64_t work = warp; work < total; work += num_warps) {
+        const CopyPair pair = params.steps[work / per_step];
+        const auto rest = static_cast<uint32_t>(work % per_step);
+        const CopyTensor& tensor = params.tensors[rest / chunks];
+        const int64_t count = tensor.width / static_cast<int64_t>(sizeof(Access));
+        const int64_t first = static_cast<int64_t>(rest % chunks) * (kWarp * kFarUnroll) + lane;
+        const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
+        auto* dst = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride);
+        Access values[kFarUnroll];
+#pragma unroll
+        for (int i = 0; i < kFarUnroll; ++i) {
+            if (first + i * kWarp < count) values[i] = src[first + i * kWarp];
+        }
+#pragma unroll
+        for (int i = 0; i < kFarUnroll; ++i) {
+            if (first + i * kWarp < count) dst[first + i * kWarp] = values[i];
+        }
+    }
+}
+
+}  // namespace blockyard

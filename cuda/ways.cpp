@@ -1,0 +1,37 @@
+#include "ways.h"
+
+#include <array>
+#include <mutex>
+#include <utility>
+
+namespace blockyard {
+namespace {
+
+struct Table {
+    std::mutex mutex;
+    std::array<std::vector<WayRule>, kMaxDevices> rules;
+};
+
+Table& table() {
+    // Never destroyed: copies may still be made while the process leaves.
+    static auto* const only = new Table;
+    return *only;
+}
+
+}  // namespace
+
+void set_ways(int32_t device, std::vector<WayRule> rules) {
+    const std::lock_guard<std::mutex> lock(table().mutex);
+    table().rules.at(static_cast<size_t>(device)) = std::move(rules);
+}
+
+Way choose_way(int32_t device, bool to_host, int64_t bytes, int64_t count) {
+    if (device < 0 || device >= kMaxDevices) return Way::kBatch;
+    const std::lock_guard<std::mutex> lock(table().mutex);
+    for (const WayRule& rule : table().rules[static_cast<size_t>(device)]) {
+        if ((rule.to_host != 0) == to_host && bytes <= rule.max_bytes && count <= rule.max_count) return rule.way;
+    }
+    return Way::kBatch;
+}
+
+}  // namespace blockyard

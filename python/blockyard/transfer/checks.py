@@ -1,0 +1,196 @@
+"""What every copy op checks before the first byte moves: the views, and the mapping against them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockyard.errors import LayoutError, MappingError
+from blockyard.plan import Ids, check_blocks, check_pairs
+
+# A pair of these is padding: graphs want mappings of a fixed length.
+PADDING = -1
+
+
+def check_list(name: str, views: Sequence[Tensor]) -> None:
+    """Check that tensors are canonical views of one number of blocks on one device.
+
+    Args:
+        name: the argument's, for the message.
+        views: uint8 `[blocks, bytes]`, rows contiguous.
+
+    Raises:
+        LayoutError: one is not.
+    """
+    if not views:
+        raise LayoutError(f"{name} holds no tensors")
+    first = views[0]
+    for index, view in enumerate(views):
+        if view.dtype != torch.uint8 or view.dim() != 2:
+            raise LayoutError(f"{name}[{index}] is {view.dtype} {list(view.shape)}, wanted torch.uint8 [blocks, bytes]")
+        blocks, width = view.shape
+        row, column = view.stride()
+        if (blocks and width > 1 and column != 1) or (blocks > 1 and row < width):
+            raise LayoutError(f"{name}[{index}] has strides {[row, column]}, wanted contiguous rows of {width} bytes")
+        if blocks != first.shape[0] or view.device != first.device:
+            raise LayoutError(
+                f"{name}[{index}] has {blocks} blocks on {view.device}, {name}[0] {first.shape[0]} on {first.device}"
+            )
+
+
+def check_apart(name: str, views: Sequence[Tensor]) -> None:
+    """Refuse views that share memory: they follow one another, or alternate within one distance of rows.
+
+    Raises:
+        LayoutError: two share memory.
+    """
+    base = period = row_end = reach = last = 0
+    for start, end, index in sorted((*_extent(view), index) for index, view in enumerate(views)):
+        width, stride = views[index].shape[1], views[index].stride(0)
+        if start >= reach:
+            base, period, reach = start, stride, end
+        elif stride != period or start < row_end or start + width > base + period:
+            raise LayoutError(f"{name}[{last}] and {name}[{index}] share memory")
+        row_end, reach, last = start + width, max(reach, end), index
+
+
+def check_caches(caches: Sequence[Tensor]) -> None:
+    """Check views that are changed in place.
+
+    Raises:
+        LayoutError: they are no canonical views, or share memory.
+    """
+    check_list("caches", caches)
+    check_apart("caches", caches)
+
+
+def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, str] = ("src", "dst")) -> None:
+    """Check that views of one index fit one another and that no byte is both read and written.
+
+    Args:
+        src: views to read.
+        dst: views to write.
+        names: of the two arguments, for the message.
+
+    Raises:
+        LayoutError: they do not fit.
+    """
+    if len(src) != len(dst):
+        raise LayoutError(f"{names[0]} holds {len(src)} tensors, {names[1]} {len(dst)}")
+    check_list(names[0], src)
+    check_list(names[1], dst)
+    for index, (source, target) in enumerate(zip(src, dst, strict=True)):
+        if source.shape[1] != target.shape[1]:
+            raise LayoutError(
+                f"{names[0]}[{index}] has rows of {source.shape[1]} bytes, {names[1]}[{index}] of {target.shape[1]}"
+            )
+    check_apart(names[1], dst)
+    shared = {view.untyped_storage().data_ptr() for view in src} & {view.untyped_storage().data_ptr() for view in dst}
+    if shared:
+        read = [_extent(view) for view in src]
+        written = [_extent(view) for view in dst]
+        if any(a < d and c < b for a, b in read for c, d in written):
+            raise LayoutError(f"{names[0]} and {names[1]} share memory: use copy_blocks within one cache")
+
+
+def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
+    """Cut rows into one view for each cache view.
+
+    Args:
+        rows: uint8 `[n, bytes_per_block]`, rows contiguous; `bytes_per_block` is the sum of the caches' widths.
+        caches: canonical views.
+
+    Returns:
+        uint8 views `[n, bytes]` of the same widths, in the same order.
+
+    Raises:
+        LayoutError: the rows are no canonical view, or of another width.
+    """
+    check_list("rows", [rows])
+    check_list("caches", caches)
+    widths = [int(view.shape[1]) for view in caches]
+    if rows.shape[1] != sum(widths):
+        raise LayoutError(f"rows have {rows.shape[1]} bytes, a block of all caches has {sum(widths)}")
+    return list(rows.split(widths, dim=1))
+
+
+def check_ids(pairs: Tensor, src_blocks: int, dst_blocks: int, *, in_place: bool) -> Ids:
+    """Check a mapping, as `blockyard.plan.check_pairs` does.
+
+    Returns:
+        The pairs, int64 `[n, 2]`, C-contiguous.
+
+    Raises:
+        MappingError: it is on a device, or malformed.
+    """
+    return check_pairs(_on_cpu("pairs", pairs), src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
+
+
+def check_exchange(pairs: Tensor, num_blocks: int) -> Ids:
+    """Check the pairs of an exchange and take the padding out.
+
+    Args:
+        pairs: int64 `[n, 2]`, CPU; `(-1, -1)` is padding.
+        num_blocks: blocks there are.
+
+    Returns:
+        The pairs without padding, int64 `[m, 2]`, C-contiguous.
+
+    Raises:
+        MappingError: dtype or shape is wrong, an id is out of range (one -1 in a pair is), or a block is named twice.
+    """
+    ids = _on_cpu("pairs", pairs)
+    if ids.dtype != np.int64 or ids.ndim != 2 or ids.shape[1] != 2:
+        raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")
+    entries = np.flatnonzero((ids != PADDING).any(axis=1))
+    kept = np.ascontiguousarray(ids[entries])
+    outside = kept.view(np.uint64) >= np.uint64(num_blocks)
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise MappingError(
+            f"entry {entries[row]}: block {kept[row, column]} is to be exchanged, there are {num_blocks} blocks"
+        )
+    ordered = np.sort(kept, axis=None)
+    repeats = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(repeats):
+        value = ordered[repeats[0]]
+        first, second = entries[np.nonzero(kept == value)[0][:2]]
+        raise MappingError(f"block {value} is exchanged twice, by entries {first} and {second}")
+    return kept
+
+
+def check_list_of_blocks(blocks: Tensor, num_blocks: int, num_rows: int, *, unique: bool) -> Ids:
+    """Check the blocks that go with rows.
+
+    Args:
+        blocks: int64 `[n]`, CPU.
+        num_blocks: blocks there are.
+        num_rows: rows there are, which has to be n.
+        unique: no id may repeat (they are written).
+
+    Returns:
+        The ids, C-contiguous.
+
+    Raises:
+        MappingError: dtype, shape or number is wrong, an id is out of range, or one repeats.
+    """
+    checked = check_blocks(_on_cpu("blocks", blocks), num_blocks, unique=unique)
+    if len(checked) != num_rows:
+        raise MappingError(f"{len(checked)} blocks are named, there are {num_rows} rows")
+    return checked
+
+
+def _on_cpu(name: str, ids: Tensor) -> Ids:
+    if ids.device.type != "cpu":
+        raise MappingError(f"{name} are on {ids.device}, wanted the CPU")
+    array: Ids = ids.numpy()
+    return array
+
+
+def _extent(view: Tensor) -> tuple[int, int]:
+    """Give the first address of a view and the first that it does not reach."""
+    start = view.data_ptr()
+    return start, start + (view.shape[0] - 1) * view.stride(0) + view.shape[1] if view.numel() else start

@@ -1,0 +1,200 @@
+//! A decision as bytes, so that one scheduler drives many workers; see `docs/decisions/0013-plans.md`.
+
+use super::{Kind, Pairs, StepDecision};
+use crate::envelope::{Contents, Envelope};
+use crate::error::{Error, Result};
+use crate::id::{TicketId, Tier};
+use serde::{Deserialize, Serialize};
+
+/// Version of the payload: any change of what a decision holds needs another.
+pub const DECISION_VERSION: u32 = 1;
+
+/// Bytes of the longest decision that is written or read.
+pub const MAX_DECISION_BYTES: usize = 1 << 28;
+
+const ENVELOPE: Envelope = Envelope { magic: b"BLKYSTEP", version: DECISION_VERSION };
+
+#[derive(Serialize, Deserialize)]
+struct Image {
+    ticket: TicketId,
+    after: Vec<TicketId>,
+    transfers: Vec<(Kind, Pairs)>,
+}
+
+impl StepDecision {
+    /// The decision as bytes, the same in every process.
+    ///
+    /// # Errors
+    /// What it says cannot be carried out, see [`StepDecision::from_bytes`], or it is too long.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let Self { ticket, after, transfers } = self.clone();
+        let image = Image { ticket, after, transfers };
+        let bytes = image.check().and_then(|()| ENVELOPE.seal(&image)).and_then(|bytes| within(bytes.len(), bytes));
+        bytes.map_err(|what| Error::BadDecision { what })
+    }
+
+    /// The decision that was written as these bytes. Memory is taken in proportion to their number.
+    ///
+    /// # Errors
+    /// The bytes are not whole, not of this version, or what they say cannot be carried out: kinds out of order or
+    /// twice between the same tiers, tiers that the kind does not join, a block that is written twice or, within one
+    /// tier, copied and written too, a wait for a later ticket.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let image: Contents<Image> = within(bytes.len(), bytes).and_then(|bytes| ENVELOPE.unseal(bytes));
+        let checked = image.and_then(|image| image.check().map(|()| image));
+        let Image { ticket, after, transfers } = checked.map_err(|what| Error::BadDecision { what })?;
+        Ok(Self { ticket, after, transfers })
+    }
+}
+
+fn within<T>(len: usize, bytes: T) -> Contents<T> {
+    if len <= MAX_DECISION_BYTES {
+        return Ok(bytes);
+    }
+    Err(format!("it is {len} bytes long, at most {MAX_DECISION_BYTES} are read"))
+}
+
+impl Image {
+    fn check(&self) -> Contents<()> {
+        if let Some(late) = self.after.iter().find(|&&ticket| ticket > self.ticket) {
+            return Err(format!("ticket {} waits for the later ticket {late}", self.ticket));
+        }
+        let place = |(kind, pairs): &(Kind, Pairs)| (*kind, pairs.src, pairs.dst);
+        let early = self.transfers.windows(2).find(|pair| place(&pair[0]) >= place(&pair[1]));
+        if let Some([_, (kind, Pairs { src, dst, .. }), ..]) = early {
+            return Err(format!("{} from {src} to {dst} is out of order or there twice", kind.name()));
+        }
+        self.transfers.iter().try_for_each(|(kind, pairs)| check(*kind, pairs))
+    }
+}
+
+fn check(kind: Kind, pairs: &Pairs) -> Contents<()> {
+    let Pairs { src, dst, ids } = pairs;
+    if ids.is_empty() || !kind.joins(*src, *dst) {
+        return Err(format!("{} pairs of kind {} go from {src} to {dst}", ids.len(), kind.name()));
+    }
+    let mut written: Vec<u32> = ids.iter().map(|pair| pair[1]).collect();
+    if kind == Kind::Exchange {
+        written.extend(ids.iter().map(|pair| pair[0]));
+    }
+    written.sort_unstable();
+    if let Some([twice, ..]) = written.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("{dst} block {twice} is written twice by {}", kind.name()));
+    }
+    let both = ids.iter().find(|pair| kind == Kind::Copy && written.binary_search(&pair[0]).is_ok());
+    both.map_or(Ok(()), |pair| Err(format!("{dst} block {} is both read and written by {}", pair[0], kind.name())))
+}
+
+impl Kind {
+    /// Whether transfers of this kind go from one tier to the other.
+    #[must_use]
+    pub const fn joins(self, src: Tier, dst: Tier) -> bool {
+        match self {
+            Self::Spill => matches!((src, dst), (Tier::Device | Tier::Host, Tier::External)),
+            Self::SwapOut => matches!((src, dst), (Tier::Device, Tier::Host)),
+            Self::SwapIn => matches!((src, dst), (Tier::Host, Tier::Device)),
+            Self::Fetch => matches!((src, dst), (Tier::External, Tier::Device | Tier::Host)),
+            Self::Copy => matches!((src, dst), (Tier::Device, Tier::Device)),
+            Self::Move | Self::Exchange => {
+                matches!((src, dst), (Tier::Device, Tier::Device) | (Tier::Host, Tier::Host))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pairs(src: Tier, dst: Tier, ids: &[[u32; 2]]) -> Pairs {
+        Pairs { src, dst, ids: ids.to_vec() }
+    }
+
+    fn sample() -> StepDecision {
+        let transfers = vec![
+            (Kind::Spill, pairs(Tier::Device, Tier::External, &[[1, 2]])),
+            (Kind::Spill, pairs(Tier::Host, Tier::External, &[[3, 4], [300, 6]])),
+            (Kind::Copy, pairs(Tier::Device, Tier::Device, &[[u32::MAX, 0], [u32::MAX, 1]])),
+        ];
+        StepDecision { ticket: TicketId(70_000), after: vec![TicketId(3), TicketId(70_000)], transfers }
+    }
+
+    /// The refusal of a decision that was sealed without being checked, as a forger would.
+    fn refusal(transfers: Vec<(Kind, Pairs)>, after: Vec<TicketId>) -> String {
+        let image = Image { ticket: TicketId(5), after, transfers };
+        let read = StepDecision::from_bytes(&ENVELOPE.seal(&image).unwrap()).unwrap_err();
+        let Image { ticket, after, transfers } = image;
+        assert_eq!(StepDecision { ticket, after, transfers }.to_bytes().unwrap_err(), read);
+        read.to_string()
+    }
+
+    #[test]
+    fn a_decision_is_read_back_and_no_bit_may_change() {
+        let bytes = sample().to_bytes().unwrap();
+        assert_eq!(StepDecision::from_bytes(&bytes), Ok(sample()));
+        for at in 0..bytes.len() * 8 {
+            let mut flipped = bytes.clone();
+            flipped[at / 8] ^= 1 << (at % 8);
+            assert!(StepDecision::from_bytes(&flipped).is_err(), "bit {at}");
+        }
+        for len in 0..bytes.len() {
+            assert!(StepDecision::from_bytes(&bytes[..len]).is_err(), "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn what_is_sealed_but_cannot_be_carried_out_is_refused() {
+        let [d, h, x] = Tier::ALL;
+        let out = |ids: &[[u32; 2]]| (Kind::SwapOut, pairs(d, h, ids));
+        let cases = [
+            (vec![out(&[[1, 4], [2, 4]])], "host block 4 is written twice by swap_out"),
+            (vec![out(&[])], "0 pairs of kind swap_out go from device to host"),
+            (vec![(Kind::SwapOut, pairs(h, d, &[[1, 1]]))], "1 pairs of kind swap_out go from host to device"),
+            (vec![(Kind::Copy, pairs(x, x, &[[1, 2]]))], "1 pairs of kind copy go from external to external"),
+            (vec![(Kind::Copy, pairs(d, d, &[[1, 2], [2, 3]]))], "device block 2 is both read and written by copy"),
+            (vec![(Kind::Exchange, pairs(d, d, &[[1, 2], [2, 3]]))], "device block 2 is written twice by exchange"),
+            (vec![out(&[[1, 1]]), out(&[[2, 2]])], "swap_out from device to host is out of order or there twice"),
+            (vec![(Kind::SwapIn, pairs(h, d, &[[1, 1]])), out(&[[1, 1]])], "is out of order"),
+        ];
+        for (transfers, message) in cases {
+            let found = refusal(transfers, Vec::new());
+            assert!(found.contains(message), "{found}");
+        }
+        assert!(refusal(Vec::new(), vec![TicketId(6)]).contains("ticket 5 waits for the later ticket 6"));
+    }
+
+    #[test]
+    fn a_forged_number_of_pairs_takes_no_memory() {
+        // Ticket 1, no tickets before, one transfer: swap_out from device to host of 2^62 pairs.
+        let mut payload = vec![1u8, 0, 1, 1, 0, 1];
+        payload.extend([0x80; 8]);
+        payload.push(0x40);
+        let mut bytes = ENVELOPE.seal(&()).unwrap();
+        bytes.truncate(20);
+        bytes[12] = u8::try_from(payload.len()).unwrap();
+        bytes.extend(payload);
+        let digest = <sha2::Sha256 as sha2::Digest>::digest(&bytes);
+        bytes.extend(digest);
+        assert!(StepDecision::from_bytes(&bytes).unwrap_err().to_string().contains("cannot be read"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_give_a_decision_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            prop_assert!(StepDecision::from_bytes(&bytes).is_err());
+        }
+
+        #[test]
+        fn any_payload_that_is_read_is_written_the_same(
+            ticket in any::<u64>(),
+            ids in prop::collection::vec(any::<[u32; 2]>(), 1..50),
+        ) {
+            let swap = (Kind::SwapIn, pairs(Tier::Host, Tier::Device, &ids));
+            let decision = StepDecision { ticket: TicketId(ticket), after: Vec::new(), transfers: vec![swap] };
+            if let Ok(bytes) = decision.to_bytes() {
+                prop_assert_eq!(StepDecision::from_bytes(&bytes), Ok(decision));
+            }
+        }
+    }
+}

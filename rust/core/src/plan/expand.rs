@@ -1,0 +1,135 @@
+//! Blocks of unequal size: one block of the host holds several of the device. Ids of transfers count device blocks.
+
+use crate::error::{Error, Result};
+
+/// A stretch of small blocks that begins and ends within large ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    /// The large blocks, in their order.
+    pub blocks: &'a [i64],
+    /// Small blocks in a large one.
+    pub per_block: u32,
+    /// Small block of the first large one where the stretch begins.
+    pub first: u32,
+    /// Small block of the last large one before which it ends.
+    pub last: u32,
+}
+
+impl Span<'_> {
+    /// Small blocks in the stretch.
+    ///
+    /// # Errors
+    /// The offsets are not within a large block, or the stretch is empty; a stretch of no large blocks has no small ones.
+    pub fn len(&self) -> Result<usize> {
+        let Self { blocks, per_block, first, last } = *self;
+        if first >= per_block || last == 0 || last > per_block || (blocks.len() == 1 && first >= last) {
+            let what = format!(
+                "a stretch from offset {first} of the first to {last} of the last of {} blocks of {per_block}",
+                blocks.len()
+            );
+            return Err(Error::BadMapping { what });
+        }
+        let whole = blocks.len().saturating_mul(per_block as usize);
+        Ok(if blocks.is_empty() { 0 } else { whole - first as usize - (per_block - last) as usize })
+    }
+
+    /// Whether there are no large blocks.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Writes the ids of the small blocks, `block * per_block + offset`.
+    ///
+    /// # Errors
+    /// As [`Span::len`]; the places are not as many as the small blocks, or an id is beyond 2^32. Nothing was written.
+    pub fn expand<'o>(&self, out: impl ExactSizeIterator<Item = &'o mut i64>) -> Result<()> {
+        let (wanted, found) = (self.len()?, out.len());
+        if wanted != found {
+            let (blocks, per_block) = (self.blocks.len(), self.per_block);
+            let Self { first, last, .. } = self;
+            return Err(Error::BadMapping {
+                what: format!(
+                    "{blocks} blocks of {per_block}, from offset {first} to {last}, hold {wanted} small blocks, \
+                     {found} are named"
+                ),
+            });
+        }
+        let most = i64::from(u32::MAX / self.per_block);
+        if let Some(id) = self.blocks.iter().find(|&&id| !(0..most).contains(&id)) {
+            return Err(Error::BadMapping { what: format!("block {id} of {} must be 0 to {most}", self.per_block) });
+        }
+        let mut out = out;
+        let per_block = i64::from(self.per_block);
+        let end = self.blocks.len().wrapping_sub(1);
+        for (at, id) in self.blocks.iter().enumerate() {
+            let first = if at == 0 { self.first } else { 0 };
+            let last = if at == end { self.last } else { self.per_block };
+            let base = id * per_block;
+            for (unit, to) in (base + i64::from(first)..base + i64::from(last)).zip(&mut out) {
+                *to = unit;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn expand(span: Span<'_>, len: usize) -> Result<Vec<i64>> {
+        let mut out = vec![-1; len];
+        span.expand(out.iter_mut()).map(|()| out)
+    }
+
+    #[test]
+    fn a_stretch_ends_where_it_is_told_to() {
+        // A load of the small blocks 28 and 29: the tail of the large block is left out.
+        let span = Span { blocks: &[7], per_block: 4, first: 0, last: 2 };
+        assert_eq!(expand(span, 2), Ok(vec![28, 29]));
+        let span = Span { blocks: &[7, 2, 0], per_block: 3, first: 2, last: 1 };
+        assert_eq!(expand(span, 5), Ok(vec![23, 6, 7, 8, 0]));
+        assert_eq!(expand(Span { blocks: &[], ..span }, 0), Ok(vec![]));
+    }
+
+    #[test]
+    fn what_does_not_add_up_is_refused() {
+        let span = Span { blocks: &[7, 2], per_block: 3, first: 1, last: 2 };
+        let message = expand(span, 5).unwrap_err().to_string();
+        assert!(message.contains("2 blocks of 3, from offset 1 to 2, hold 4 small blocks, 5 are named"), "{message}");
+        let cases = [
+            Span { first: 3, ..span },
+            Span { last: 0, ..span },
+            Span { last: 4, ..span },
+            Span { blocks: &[1], first: 2, last: 2, ..span },
+            Span { per_block: 0, ..span },
+            Span { blocks: &[-1, 2], ..span },
+            Span { blocks: &[i64::from(u32::MAX / 3), 2], ..span },
+        ];
+        for span in cases {
+            assert!(expand(span, 4).is_err(), "{span:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_stretch_is_all_small_blocks_less_both_ends(
+            blocks in prop::collection::vec(0i64..50, 1..8),
+            per_block in 1u32..9,
+            ends in any::<(u32, u32)>(),
+        ) {
+            let (first, last) = (ends.0 % per_block, ends.1 % per_block + 1);
+            let span = Span { blocks: &blocks, per_block, first, last };
+            let k = i64::from(per_block);
+            let all: Vec<_> = blocks.iter().flat_map(|id| id * k..(id + 1) * k).collect();
+            let (from, to) = (first as usize, all.len() - (per_block - last) as usize);
+            if from >= to {
+                prop_assert!(span.len().is_err());
+            } else {
+                prop_assert_eq!(expand(span, span.len().unwrap()).unwrap(), &all[from..to]);
+            }
+        }
+    }
+}

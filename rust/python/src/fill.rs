@@ -1,0 +1,58 @@
+//! `FillMap`: which parts of the host's blocks hold bytes.
+
+use crate::arrays::ids;
+use crate::errors::to_py;
+use blockyard_core::FillMap;
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Which parts of the host's blocks hold bytes.
+#[pyclass(frozen, name = "FillMap", module = "blockyard._core")]
+pub(crate) struct PyFillMap(Mutex<FillMap>);
+
+impl PyFillMap {
+    fn lock(&self) -> MutexGuard<'_, FillMap> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl PyFillMap {
+    #[new]
+    fn new(num_blocks: u32, per_block: u32) -> PyResult<Self> {
+        FillMap::new(num_blocks, per_block).map(|map| Self(Mutex::new(map))).map_err(to_py)
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> u32 {
+        self.lock().blocks()
+    }
+
+    #[getter]
+    fn per_block(&self) -> u32 {
+        self.lock().per_block()
+    }
+
+    fn mark(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.lock().mark(ids(parts)?.as_slice()?).map_err(to_py)
+    }
+
+    fn clear(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.lock().clear(ids(blocks)?.as_slice()?).map_err(to_py)
+    }
+
+    fn require(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.lock().require(ids(parts)?.as_slice()?).map_err(to_py)
+    }
+
+    fn count<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let counts = self.lock().count(ids(blocks)?.as_slice()?).map_err(to_py)?;
+        Ok(PyArray1::from_vec(blocks.py(), counts))
+    }
+
+    fn __repr__(&self) -> String {
+        let map = self.lock();
+        format!("FillMap({} blocks of {})", map.blocks(), map.per_block())
+    }
+}

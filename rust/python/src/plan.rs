@@ -1,0 +1,124 @@
+//! `CopyRoute` and the functions of plans: runs, orders, stretches of unequal blocks.
+
+use crate::arrays::{self, Ids, ids};
+use crate::decision::{PyStepDecision, array};
+use crate::errors::{invalid, to_py};
+use blockyard_core::{End, Pieces, Region, Route, Side, Span, merge_runs, order_moves, orders};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+const REGION: &str = "uint64 [n, 8]: source base, row, sub, destination base, row, sub, bytes, part";
+
+/// Views of two sets of memory, joined.
+#[pyclass(frozen, name = "CopyRoute", module = "blockyard._core")]
+pub(crate) struct PyCopyRoute(Route);
+
+#[pymethods]
+impl PyCopyRoute {
+    #[new]
+    #[pyo3(signature = (regions, *, src_blocks, dst_blocks, src_per_row = 1, dst_per_row = 1, in_place = false))]
+    fn new(
+        regions: &Bound<'_, PyAny>,
+        src_blocks: u32,
+        dst_blocks: u32,
+        src_per_row: u32,
+        dst_per_row: u32,
+        in_place: bool,
+    ) -> PyResult<Self> {
+        let array: PyReadonlyArray2<'_, u64> =
+            regions.extract().map_err(|_| invalid(format!("regions must be a {REGION}")))?;
+        if array.shape()[1] != 8 {
+            return Err(invalid(format!("regions have shape {:?}, must be {REGION}", array.shape())));
+        }
+        let view = array.as_array();
+        let region = |row: numpy::ndarray::ArrayView1<'_, u64>| {
+            let side = |at: usize| Side { base: row[at], row: row[at + 1], sub: row[at + 2] };
+            let part = u32::try_from(row[7]).map_err(|_| invalid(format!("part is {}, must be below 2^32", row[7])))?;
+            Ok(Region { src: side(0), dst: side(3), bytes: row[6], part })
+        };
+        let regions = view.rows().into_iter().map(region).collect::<PyResult<Vec<_>>>()?;
+        let src = End { blocks: src_blocks, per_row: src_per_row };
+        let dst = End { blocks: dst_blocks, per_row: dst_per_row };
+        Route::new(&regions, src, dst, in_place).map(Self).map_err(to_py)
+    }
+
+    #[getter]
+    fn num_parts(&self) -> usize {
+        self.0.parts()
+    }
+
+    #[getter]
+    fn num_regions(&self) -> usize {
+        self.0.regions()
+    }
+
+    fn compile<'py>(&self, pairs: &Bound<'py, PyAny>, out: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let pairs = arrays::pairs(pairs)?;
+        let out: Bound<'py, PyArray2<u64>> = arrays::output(out, "uint64 [3, pieces]")?;
+        if out.shape()[0] != 3 {
+            return Err(invalid(format!("out has shape {:?}, must be [3, pieces]", out.shape())));
+        }
+        let pieces = out.shape()[1];
+        let mut writable = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
+        let (src, rest) = writable.as_slice_mut()?.split_at_mut(pieces);
+        let (dst, bytes) = rest.split_at_mut(pieces);
+        let starts = self.0.compile(&pairs, &mut Pieces { src, dst, bytes }).map_err(to_py)?;
+        Ok(PyArray1::from_iter(out.py(), starts.into_iter().map(number)))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CopyRoute({} regions in {} parts)", self.0.regions(), self.0.parts())
+    }
+}
+
+#[expect(clippy::cast_possible_wrap, reason = "counts entries of an array in memory")]
+fn number(count: usize) -> i64 {
+    count as i64
+}
+
+/// Merges pairs whose source and destination both continue the pair before; the order is kept.
+#[pyfunction]
+#[pyo3(name = "merge_runs")]
+pub(crate) fn py_merge_runs<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i64>>> {
+    let runs = merge_runs(&arrays::pairs(ids)?);
+    let numbers = runs.iter().flat_map(|run| [run.src, run.dst, run.len].map(i64::from));
+    PyArray1::from_iter(ids.py(), numbers).reshape([runs.len(), 3])
+}
+
+/// Pairs, and where waves of them begin.
+type Waves<'py> = (Bound<'py, PyArray2<i64>>, Bound<'py, PyArray1<i64>>);
+
+/// Orders moves within one tier into waves.
+#[pyfunction]
+#[pyo3(name = "order_moves")]
+pub(crate) fn py_order_moves<'py>(pairs: &Bound<'py, PyAny>, num_blocks: u32) -> PyResult<Waves<'py>> {
+    let (ordered, starts) = order_moves(&arrays::pairs(pairs)?, num_blocks).map_err(to_py)?;
+    let py = pairs.py();
+    Ok((array(py, &ordered)?, PyArray1::from_iter(py, starts.into_iter().map(number))))
+}
+
+/// For each transfer of a decision the earlier ones that must have finished before it begins.
+#[pyfunction]
+pub(crate) fn transfer_orders<'py>(decision: &Bound<'py, PyStepDecision>) -> PyResult<Bound<'py, PyTuple>> {
+    let py = decision.py();
+    let waits = orders(&decision.get().to_core(py)?).into_iter().map(|before| PyTuple::new(py, before));
+    PyTuple::new(py, waits.collect::<PyResult<Vec<_>>>()?)
+}
+
+/// Writes the ids of the small blocks of a stretch of large ones.
+#[pyfunction]
+#[pyo3(signature = (blocks, out, *, per_block, first, last))]
+pub(crate) fn expand_span(
+    blocks: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    per_block: u32,
+    first: u32,
+    last: u32,
+) -> PyResult<()> {
+    let blocks: Ids<'_> = ids(blocks)?;
+    let span = Span { blocks: blocks.as_slice()?, per_block, first, last };
+    let out = out.cast::<PyArray1<i64>>().map_err(|_| invalid("out must be an int64 array [n]".to_owned()))?;
+    let mut out = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
+    span.expand(out.as_array_mut().iter_mut()).map_err(to_py)
+}

@@ -1,0 +1,73 @@
+"""Calibration without a device: what rules follow from measured times, and what the command says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockyard import cli
+from blockyard.transfer import calibrate
+from blockyard.transfer.calibrate import choose_rules
+from blockyard.transfer.ways import WayTable
+
+SIZES, COUNTS = (1024, 4096, 16384, 65536), (16, 1000, 50_000)
+
+
+def measured(size: int, count: int) -> dict[str, float]:
+    """A batch costs a start and half a microsecond a piece; the kernel has less to pay but is slower on large ones."""
+    num_bytes = size * count
+    return {"batch": 5e-6 + max(5e-7 * count, num_bytes / 50e9), "kernel": 8e-6 + num_bytes / 40e9}
+
+
+def test_small_pieces_of_large_numbers_go_by_kernel():
+    table = WayTable("", "", choose_rules(measured, SIZES, COUNTS))
+    assert table.way("h2d", 4096, 1000) == "kernel"
+    assert table.way("h2d", 4096, 10**9) == "kernel"
+    assert table.way("h2d", 65536, 1000) == "batch"
+    assert table.way("h2d", 1 << 20, 50_000) == "batch"
+    assert table.way("d2h", 1024, 1000) == "batch"
+
+
+def test_each_count_is_judged_by_itself():
+    few_by_kernel = choose_rules(lambda _, count: {"batch": float(count < 100), "kernel": 0.5}, SIZES, COUNTS)
+    table = WayTable("", "", few_by_kernel)
+    assert table.way("h2d", 65536, 16) == "kernel"
+    assert table.way("h2d", 1024, 17) == "batch"
+
+
+def test_a_kernel_that_is_hardly_faster_is_left_alone():
+    rules = choose_rules(lambda *_: {"batch": 1.0, "kernel": 0.95}, SIZES, COUNTS)
+    assert {rule.way for rule in rules} == {"batch"}
+
+
+def test_no_more_memory_is_asked_for_than_there_may_be():
+    asked = []
+
+    def measure(size: int, count: int) -> dict[str, float]:
+        asked.append(size * count)
+        return {"batch": 2.0, "kernel": 1.0}
+
+    choose_rules(measure, calibrate.PIECE_BYTES, calibrate.COUNTS)
+    assert max(asked) <= 1 << 30
+
+
+def test_the_command_says_that_there_is_nothing_to_calibrate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["calibrate"]) == 0
+    assert capsys.readouterr().out == "no CUDA device that torch can use: nothing to calibrate\n"
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_the_gpu_benchmark_says_that_there_is_nothing_to_measure(repo: Path, tmp_path: Path, required: bool):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    command = [sys.executable, str(repo / "benches/gpu/bench_transfer.py"), "--json", str(tmp_path / "gpu.json")]
+    finished = subprocess.run([*command, *["--require"] * required], capture_output=True, text=True, check=False)
+    assert finished.returncode == int(required), finished.stderr
+    assert finished.stdout.startswith("nothing measured: ")
+    assert json.loads((tmp_path / "gpu.json").read_text())["results"] == []

@@ -1,0 +1,82 @@
+"""`CacheSwapUtils` against index_select and index_copy_ on slots, as the engine itself would do it."""
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
+from blockyard.integrations.gaudi import CacheSwapUtils, pad_size
+
+SIZE, BLOCKS = 4, 10
+
+
+def caches(dtype: torch.dtype = torch.bfloat16, *, mla: bool = False) -> list[tuple]:
+    random = torch.Generator().manual_seed(0)
+    make = lambda: torch.randn(BLOCKS * SIZE, 2, 3, generator=random).to(dtype)  # noqa: E731
+    return [(make(), None if mla else make()) for _ in range(3)]
+
+
+def by_slots(cache: torch.Tensor, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    expected = cache.clone().view(torch.uint8)
+    slots = [torch.tensor([b * SIZE + s for b in column for s in range(SIZE)]) for column in zip(*pairs, strict=True)]
+    before = [expected.index_select(0, chosen) for chosen in slots]
+    expected.index_copy_(0, slots[1], before[0])
+    expected.index_copy_(0, slots[0], before[1])
+    return expected
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+def test_swap_exchanges_blocks_of_keys_and_values_in_all_layers(dtype: torch.dtype, mla: bool):
+    kv_caches, pairs = caches(dtype, mla=mla), [(9, 1), (7, 2), (3, 5)]
+    wanted = [by_slots(tensor, pairs) for cache in kv_caches for tensor in cache if tensor is not None]
+    utils = CacheSwapUtils(tuple(kv_caches), SIZE)
+    assert utils.is_mla is mla
+    utils.swap(pairs, 8)
+    now = [tensor.view(torch.uint8) for cache in kv_caches for tensor in cache if tensor is not None]
+    assert all(torch.equal(one, other) for one, other in zip(now, wanted, strict=True))
+
+
+def test_calling_it_exchanges_in_the_caches_given_alone():
+    kv_caches, pairs = caches(), [(9, 1), (0, 4)]
+    wanted, values = by_slots(kv_caches[1][0], pairs), kv_caches[1][1].clone()
+    srcs, dsts = (torch.tensor([*column, -1]) for column in np.array(pairs).T)
+    CacheSwapUtils(kv_caches, SIZE)(srcs, dsts, [kv_caches[1][0]])
+    assert torch.equal(kv_caches[1][0].view(torch.uint8), wanted)
+    assert torch.equal(kv_caches[1][1], values)
+
+
+def test_no_pairs_change_nothing():
+    kv_caches = caches()
+    before = kv_caches[0][0].clone()
+    CacheSwapUtils(kv_caches, SIZE).swap([], 8)
+    assert torch.equal(kv_caches[0][0], before)
+
+
+def test_bad_pairs_are_refused_and_nothing_changes():
+    kv_caches = caches()
+    before, utils = kv_caches[2][1].clone(), CacheSwapUtils(kv_caches, SIZE)
+    with pytest.raises(MappingError, match="block 1 is exchanged twice"):
+        utils.swap([(9, 1), (1, 4)], 8)
+    with pytest.raises(MappingError, match="block 10 is to be exchanged, there are 10 blocks"):
+        utils.swap([(10, 1)], 8)
+    with pytest.raises(InvalidArgumentError, match="2 pairs do not fit a batch of 1"):
+        utils.swap([(9, 1), (8, 2)], 1)
+    assert torch.equal(kv_caches[2][1], before)
+
+
+def test_caches_that_are_no_whole_blocks_are_refused():
+    with pytest.raises(LayoutError, match="a multiple of 3"):
+        CacheSwapUtils(caches(), 3)
+    with pytest.raises(InvalidArgumentError, match="0 caches"):
+        CacheSwapUtils([], 4)
+
+
+@pytest.mark.parametrize(("count", "size"), [(0, 8), (8, 8), (9, 16), (512, 512)])
+def test_batches_are_padded_to_few_lengths(count: int, size: int):
+    assert pad_size(count) == size
+
+
+def test_too_many_pairs_have_no_pad_size():
+    with pytest.raises(InvalidArgumentError, match="513 pairs"):
+        pad_size(513)

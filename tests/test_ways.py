@@ -1,0 +1,139 @@
+"""The table of ways between host and device: its file, its rules, and that the compiled library reads them alike."""
+
+import ctypes
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.errors import InvalidArgumentError, MappingError
+from blockyard.transfer import ops, ways
+from blockyard.transfer.cuda import op_library
+from blockyard.transfer.ways import MOST, WAYS, Rule, WayTable, read_table, table_path, use_rules
+
+TABLE = WayTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")))
+CUDA = Path(__file__).resolve().parent.parent / "cuda"
+SHIM = """
+#include "ways.h"
+using namespace blockyard;
+extern "C" void use(const int64_t* rules, int64_t count) {
+    std::vector<WayRule> read;
+    for (int64_t n = 0; n < count; ++n, rules += 4)
+        read.push_back({rules[0], rules[1], rules[2], static_cast<Way>(rules[3])});
+    set_ways(1, read);
+}
+extern "C" int64_t choose(int device, bool to_host, int64_t bytes, int64_t count) {
+    return static_cast<int64_t>(choose_way(device, to_host, bytes, count));
+}
+"""
+
+
+def test_the_first_rule_that_holds_decides():
+    assert TABLE.way("h2d", 8192, 1000) == "kernel"
+    assert TABLE.way("h2d", 8193, 1000) == "batch"
+    assert TABLE.way("h2d", 8192, 1001) == "batch"
+    assert TABLE.way("d2h", 1 << 30, 2) == "loop"
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path):
+    path = tmp_path / "deep" / "ways.json"
+    TABLE.save(path)
+    assert read_table(path) == TABLE
+    assert [file.name for file in path.parent.iterdir()] == ["ways.json"]
+
+
+GOOD = {"version": 1, "device": "d", "torch_cuda": "13.0", "rules": []}
+BROKEN = {
+    "another version": {**GOOD, "version": 0},
+    "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
+    "an unknown way": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1, "max_count": 1, "way": "magic"}]},
+    "an unknown direction": {**GOOD, "rules": [{"direction": "up", "max_bytes": 1, "max_count": 1, "way": "loop"}]},
+    "a fraction": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1.5, "max_count": 1, "way": "loop"}]},
+    "a huge number": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 2**70, "max_count": 1, "way": "loop"}]},
+    "a missing field": {**GOOD, "rules": [{"direction": "h2d"}]},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_that_is_no_table_is_as_none(tmp_path: Path, case: str):
+    path = tmp_path / "ways.json"
+    path.write_text(json.dumps(GOOD))
+    assert read_table(path) is not None
+    path.write_text(json.dumps(BROKEN[case]))
+    assert read_table(path) is None
+    path.write_bytes(b"\xff{")
+    assert read_table(path) is None
+    assert read_table(tmp_path / "absent") is None
+
+
+def test_the_file_is_named_by_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
+    assert table_path("NVIDIA H200 (80/GB)") == tmp_path / "ways-nvidia-h200-80-gb.json"
+    monkeypatch.delenv("BLOCKYARD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert table_path("A").parent == tmp_path / "blockyard"
+
+
+def test_a_cached_table_is_used_with_its_cuda_release_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    for release, used in (("0.0", None), (str(torch.version.cuda), TABLE.rules)):
+        WayTable("card", release, TABLE.rules).save(table_path("card"))
+        ways.use_cached.cache_clear()
+        table = ways.use_cached(0)
+        assert (table.rules if table else None) == used
+    ways.use_cached.cache_clear()
+    table_path("card").unlink()
+    with ways.forced(0, "loop"):
+        assert ways.use_cached(0) is None
+    ways.use_cached.cache_clear()
+
+
+def test_rules_of_no_way_are_refused():
+    with pytest.raises(InvalidArgumentError, match="magic"):
+        use_rules(0, (Rule("h2d", 1, 1, "magic"),))
+
+
+@pytest.mark.parametrize(
+    ("device", "rules", "message"),
+    [(-1, [[0, 1, 1, 1]], "device -1"), (64, [[0, 1, 1, 1]], "device 64"), (0, [[0, 1, 1, 4]], "way 4")],
+)
+def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list[int]], message: str):
+    if not op_library().loaded:
+        pytest.skip(op_library().explain())
+    with pytest.raises(MappingError, match=message):
+        ops._call(torch.ops.blockyard.set_ways, device, torch.tensor(rules))
+    with pytest.raises(MappingError, match="rules are not int64"):
+        ops._call(torch.ops.blockyard.set_ways, 0, torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("ways")
+    (folder / "shim.cpp").write_text(SHIM)
+    sources = [str(folder / "shim.cpp"), str(CUDA / "ways.cpp"), "-o", str(folder / "shim.so")]
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CUDA}", *sources], check=True)
+    library = ctypes.CDLL(str(folder / "shim.so"))
+    library.choose.restype = ctypes.c_int64
+    library.choose.argtypes = [ctypes.c_int, ctypes.c_bool, ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+SMALL = st.integers(0, 6)
+RULES = st.builds(Rule, st.sampled_from(["h2d", "d2h"]), SMALL, SMALL, st.sampled_from(list(WAYS)))
+
+
+@given(st.lists(RULES, max_size=5), st.sampled_from(["h2d", "d2h"]), SMALL, SMALL)
+def test_the_library_chooses_as_the_table_does(
+    shim: ctypes.CDLL, rules: list[Rule], direction: str, num_bytes: int, count: int
+):
+    numbers = [n for r in rules for n in (r.direction == "d2h", r.max_bytes, r.max_count, WAYS[r.way])]
+    shim.use((ctypes.c_int64 * max(1, len(numbers)))(*numbers), ctypes.c_int64(len(rules)))
+    wanted = WAYS[WayTable("", "", tuple(rules)).way(direction, num_bytes, count)]
+    assert shim.choose(1, direction == "d2h", num_bytes, count) == wanted
+    assert shim.choose(64, direction == "d2h", num_bytes, count) == WAYS["batch"]
