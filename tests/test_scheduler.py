@@ -336,3 +336,81 @@ def test_counters_say_what_happened():
     assert (stats.preempted_swap, stats.resumed_swap, stats.lost) == (1, 1, 0)
     assert (stats.peak_device_blocks, stats.peak_external_blocks) == (8, 0)
     assert 2 <= stats.peak_host_blocks <= 4
+
+
+# ---- what is fetched joins when it has come ----
+
+
+def overlapped(**options: object) -> Engine:
+    """An engine in which request `b` has been spilled, and `a` is about to end."""
+    engine = Engine(4, external=8, preemption_mode="swap", overlap_io=True, **options)
+    engine.add("a", 6, 6)
+    engine.add("b", 6, 6)
+    while not engine.scheduler.num_swapped:
+        engine.step()
+    while "a" not in engine.done:
+        engine.step()
+    return engine
+
+
+def test_a_fetched_request_is_in_no_step_before_its_ticket_has_ended():
+    engine = overlapped()
+    step = engine.scheduler.schedule()
+    assert [kind for kind, _ in step.decision.transfers()] == ["fetch"]
+    assert step.batch == ()
+    assert engine.scheduler.num_unfinished == 1
+    other = engine.scheduler.schedule()
+    assert other.batch == ()
+    assert len(other.decision) == 0
+    engine.scheduler.finish(other.decision.ticket)
+    engine.memory.execute(step.decision)
+    assert engine.scheduler.finish(step.decision.ticket) == []
+    assert engine.step() == ["b:0"]
+
+
+def test_others_run_while_a_request_is_fetched():
+    engine = overlapped()
+    fetch = engine.scheduler.schedule()
+    new = engine.add("c", 3, 2)
+    assert engine.step() == ["c"]
+    engine.memory.execute(fetch.decision)
+    engine.scheduler.finish(fetch.decision.ticket)
+    assert sorted(engine.step()) == ["b:0", "c:0"]
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert engine.done["c"] == reference_tokens(new)
+    assert engine.done["b"] == reference_tokens(Request("b", [(ord("b") + i) % 97 for i in range(6)], 6))
+
+
+def test_a_request_whose_fetch_is_lost_starts_again():
+    engine = overlapped()
+    fetch = engine.scheduler.schedule()
+    ((_, pairs),) = fetch.decision.transfers()
+    (group,) = engine.scheduler.finish(fetch.decision.ticket, [pairs])
+    assert group.request.request_id == "b"
+    assert engine.scheduler.stats.lost == 1
+    assert engine.step() == ["b"]
+
+
+def test_a_request_can_be_aborted_while_it_is_fetched_and_its_blocks_come_free_with_the_ticket():
+    engine = overlapped()
+    fetch = engine.scheduler.schedule()
+    engine.scheduler.abort("b")
+    assert engine.scheduler.num_unfinished == 0
+    assert engine.manager.num_free("device") < 4
+    engine.scheduler.finish(fetch.decision.ticket)
+    assert engine.manager.num_free("device") == 4
+    assert engine.manager.num_free("external") == 8
+
+
+def test_tokens_of_a_request_that_lost_bytes_meanwhile_are_passed_over():
+    engine = Engine(8, preemption_mode="swap")
+    engine.add("a", 5, 4, n=2)
+    engine.step()
+    step = engine.scheduler.schedule()
+    ((kind, pairs),) = step.decision.transfers()
+    assert kind == "copy"
+    assert len(engine.scheduler.finish(step.decision.ticket, [pairs])) == 1
+    assert engine.scheduler.update(step, [[1] for _ in step.batch]) == []
+    engine.manager.check()
+    assert engine.step()[0] == "a"

@@ -61,6 +61,10 @@ class LayoutError(InvalidArgumentError):
     """Cache tensors do not have the layout that was declared."""
 
 
+class TransferQueueFullError(BlockyardError):
+    """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
+
+
 class OpLibraryError(BlockyardError):
     """The compiled op library is missing or cannot be loaded; the message says why."""
 

@@ -13,6 +13,9 @@ A step of an engine:
     step = scheduler.settle(step, lost)                 # end the ticket; what lost bytes starts again
     sampled = model(step.batch, step.block_tables, step.slot_mapping)
     finished = scheduler.update(step, sampled)
+
+With `overlap_io`, what is fetched is in no step until `finish` has ended its ticket, and other sequences go on
+meanwhile; `blockyard.offload.async_executor` shows the loop.
 """
 
 from __future__ import annotations
@@ -120,6 +123,8 @@ class Scheduler:
         max_num_batched_tokens: most tokens in one step; one longer prompt runs alone.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
             them where the request has at most one running sequence.
+        overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
+            tickets must have ended before the next `schedule` if they load what the step computes.
 
     Raises:
         InvalidArgumentError: a limit is not positive or the mode is unknown.
@@ -133,6 +138,7 @@ class Scheduler:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
+        overlap_io: bool = False,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise InvalidArgumentError(
@@ -145,15 +151,18 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
+        self._overlap_io = overlap_io
         self._groups: dict[str, RequestGroup] = {}
         self._waiting: list[RequestGroup] = []
         self._running: list[RequestGroup] = []
         self._swapped: list[RequestGroup] = []
+        self._fetching: list[RequestGroup] = []  # by the step being put together
+        self._loading: dict[int, list[RequestGroup]] = {}  # by a ticket
         self._arrivals = 0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are waiting, running or swapped."""
+        """Requests that are waiting, running, swapped or on their way back."""
         return len(self._groups)
 
     @property
@@ -200,9 +209,7 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is None:
             raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
-        for queue in (self._waiting, self._running, self._swapped):
-            if group in queue:
-                queue.remove(group)
+        self._dequeue(group)
         self._release(group)
         self._close(group)
 
@@ -220,7 +227,10 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.tokens += batch.tokens
         slots = np.concatenate(batch.slots) if batch.slots else np.zeros(0, dtype=np.int64)
-        return Step(self.manager.take_decision(), tuple(batch.items), slots, tables)
+        decision = self.manager.take_decision()
+        if self._fetching:
+            self._loading[decision.ticket], self._fetching = self._fetching, []
+        return Step(decision, tuple(batch.items), slots, tables)
 
     def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
         """End the step's ticket once its transfers have run.
@@ -232,18 +242,29 @@ class Scheduler:
         Returns:
             The step without the requests that lost bytes: those start again from their tokens.
         """
+        return self._without(step, self.finish(step.decision.ticket, lost))
+
+    def finish(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[RequestGroup]:
+        """End a ticket whose transfers have run; what it fetched runs in the next step.
+
+        Args:
+            ticket: of a step's decision.
+            lost: pairs of it that did not land.
+
+        Returns:
+            The requests that lost bytes: they start again from their tokens, and `update` passes them over.
+        """
+        hit = {int(handle) for handle in self.manager.fail(ticket, lost)} if lost else set()
         if not lost:
-            self.manager.complete(step.decision.ticket)
-            return step
-        hit = {int(handle) for handle in self.manager.fail(step.decision.ticket, lost)}
+            self.manager.complete(ticket)
         groups = [group for group in self._groups.values() if not hit.isdisjoint(group.handles())]
         for group in groups:
-            for queue in (self._running, self._swapped):
-                if group in queue:
-                    queue.remove(group)
+            self._dequeue(group)
             self._restart(group)
             self.stats.lost += 1
-        return self._without(step, groups)
+        for group in self._loading.pop(ticket, ()):
+            bisect.insort(self._running, group, key=_key)
+        return groups
 
     def update(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[Finished]:
         """Take in a step's tokens.
@@ -263,7 +284,8 @@ class Scheduler:
         touched: dict[int, RequestGroup] = {}
         for item, tokens in zip(step.batch, sampled, strict=True):
             group = item.group
-            if not group.alive:
+            # Aborted meanwhile, or to start again.
+            if not group.alive or group.sequences[item.index].handle != item.handle:
                 continue
             touched[id(group)] = group
             group.sequences[item.index].computed = item.start + len(item.tokens)
@@ -354,10 +376,14 @@ class Scheduler:
 
     def _resume(self, batch: _Batch) -> None:
         """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
+        computed = False
         while self._swapped:
             group = self._swapped[0]
             handles = group.handles()
-            if self._seats() + group.seats > self._max_num_seqs:
+            apart = self._overlap_io and self.manager.tier(handles[0]) == "external"
+            # A ticket with a fetch ends late: nothing that this step computes may depend on it.
+            mixed = computed if apart else bool(self._fetching)
+            if mixed or self._seats() + group.seats > self._max_num_seqs:
                 break
             status = self._bring_back(handles)
             if status == AllocStatus.LATER:
@@ -366,6 +392,10 @@ class Scheduler:
             if status == AllocStatus.NEVER:  # the books were changed under us; from its tokens it can still run
                 self._restart(group)
                 continue
+            if apart:
+                self._fetching.append(group)
+                continue
+            computed = True
             self._decode([group], batch)
             bisect.insort(self._running, group, key=_key)
 
@@ -385,7 +415,8 @@ class Scheduler:
 
     def _seats(self) -> int:
         """Sequences that run, or will once their shared prompt is computed."""
-        return sum(group.seats for group in self._running)
+        loading = (group for groups in (self._fetching, *self._loading.values()) for group in groups)
+        return sum(group.seats for groups in (self._running, loading) for group in groups)
 
     def _admit(self, batch: _Batch) -> None:
         """Start waiting requests, in order, while blocks, sequences and tokens allow."""
@@ -436,6 +467,11 @@ class Scheduler:
             sequence.finished = True
             self.manager.free(sequence.on_device())
             sequence.handle = None
+
+    def _dequeue(self, group: RequestGroup) -> None:
+        for queue in (self._waiting, self._running, self._swapped, *self._loading.values()):
+            if group in queue:
+                queue.remove(group)
 
     def _release(self, group: RequestGroup) -> None:
         self.manager.free(group.handles())

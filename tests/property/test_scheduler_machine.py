@@ -69,6 +69,7 @@ class MixesUpRequestsOfOneName(Scheduler):
     def update(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[object]:  # type: ignore[override]
         for item in step.batch:
             item.group.alive = item.request_id in self._groups
+            item.group.sequences[item.index].handle = item.handle
         return list(super().update(step, sampled))
 
 

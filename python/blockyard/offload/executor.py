@@ -66,16 +66,16 @@ class StepExecutor:
         return lost
 
     def _spill(self, pairs: Pairs) -> NDArray[np.bool_]:
-        blocks, slots = _columns(pairs)
-        rows = self.engine.read_blocks(_cached(pairs.src), blocks)
+        blocks, slots = columns(pairs)
+        rows = self.engine.read_blocks(cached_tier(pairs.src), blocks)
         store = self._tier()
         return store.wait(store.submit_write(slots, rows)).ok
 
     def _fetch(self, pairs: Pairs) -> NDArray[np.bool_]:
-        slots, blocks = _columns(pairs)
+        slots, blocks = columns(pairs)
         store = self._tier()
         read = store.wait(store.submit_read(slots))
-        self.engine.write_blocks(_cached(pairs.dst), blocks[read.ok], read.rows[read.ok])
+        self.engine.write_blocks(cached_tier(pairs.dst), blocks[read.ok], read.rows[read.ok])
         return read.ok
 
     def _chunks(self, pairs: Pairs, transfer: Callable[[Pairs], NDArray[np.bool_]]) -> list[Pairs]:
@@ -99,12 +99,12 @@ class StepExecutor:
         return self.store
 
 
-def _columns(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def columns(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The ids read and the ids written, contiguous."""
     return np.ascontiguousarray(pairs.ids[:, 0]), np.ascontiguousarray(pairs.ids[:, 1])
 
 
-def _cached(tier: str) -> Literal["device", "host"]:
+def cached_tier(tier: str) -> Literal["device", "host"]:
     """The tier, if the copy engine holds it."""
     if tier == "device":
         return "device"

@@ -6,6 +6,8 @@
 - `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
   (needs hypothesis);
 - `blockyard.testing.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
+- `blockyard.testing.device`: a simulated device, which runs transfers in any order that events allow, and an external
+  tier like it; `blockyard.testing.hazard_machine`: a whole engine over them (needs hypothesis and torch);
 - `blockyard.testing.tier_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
 
 A scheduler of your own, tested by pytest or unittest:
@@ -14,7 +16,7 @@ A scheduler of your own, tested by pytest or unittest:
 
     TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
 
-Nothing here needs torch.
+Nothing else here needs torch.
 
 Example:
     >>> import numpy as np

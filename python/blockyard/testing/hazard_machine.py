@@ -1,0 +1,242 @@
+"""`HazardMachine`: scheduler, manager, copy engine and executor over a simulated device, compared byte by byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+from numpy.typing import NDArray
+
+from blockyard._core import BlockManager
+from blockyard.layout import KVLayout
+from blockyard.offload.async_executor import AsyncExecutor
+from blockyard.request import Request
+from blockyard.scheduler import ScheduledSequence, Scheduler, Step
+from blockyard.testing.device import SimulatedStore, SimulatedStreams
+from blockyard.testing.interfaces import Config
+from blockyard.testing.scheduler_machine import TIERS, SchedulerMachine, draw_token
+from blockyard.testing.strategies import VOCABULARY, configs, requests
+from blockyard.transfer.engine import CacheEngine
+
+__all__ = ["HazardMachine", "RotatingScheduler", "overlapping"]
+
+LAYERS = 2
+PATIENCE = 2_000
+"""Polls in a row that may end nothing."""
+
+Cells = NDArray[np.int64]
+
+
+class HazardMachine(SchedulerMachine):
+    """Random requests, aborts and failing transfers, on caches whose transfers run in any order that is left open.
+
+    Compute is queued on the simulated device, layer by layer: it writes keys and values of the new tokens, and reads
+    those of all tokens of each sequence through its block table. Every byte that it reads must be that of the plain
+    model: a token's cell holds the token, its position, the layer, and whether it is key or value. Tickets end when the
+    executor says so, never earlier, and often many steps later.
+
+    Attributes:
+        make_streams: makes the simulated device from a seed and the share of transfers that fail.
+        make_engine: makes the copy engine over it; override these to plant a fault.
+        make_executor: makes the executor.
+    """
+
+    make_scheduler: ClassVar[Callable[[BlockManager, Config], Scheduler]]
+    make_streams: ClassVar[Callable[..., SimulatedStreams]] = SimulatedStreams
+    make_engine: ClassVar[Callable[..., CacheEngine]] = CacheEngine
+    make_executor: ClassVar[Callable[..., AsyncExecutor]] = AsyncExecutor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = False
+
+    @initialize(
+        config=configs(
+            block_sizes=st.integers(1, 3),
+            device_blocks=st.integers(8, 20),
+            host_blocks=st.integers(0, 16),
+            watermarks=st.just(0.0),
+        ),
+        count=st.integers(3, 8),
+        seed=st.integers(0, 1 << 30),
+        fail=st.sampled_from([0.0, 0.0, 0.02]),
+    )
+    def start(self, config: Config, count: int, seed: int = 0, fail: float = 0.0) -> None:
+        """Make the books, the device and the store, and submit a few requests."""
+        self.manager = type(self).make_manager(config)
+        self.scheduler: Scheduler = type(self).make_scheduler(self.manager, config)
+        self.streams = type(self).make_streams(seed, fail=fail)
+        self.engine = type(self).make_engine(
+            KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64"),
+            num_device_blocks=config.device_blocks,
+            num_host_blocks=config.host_blocks,
+            streams=self.streams,
+        )
+        size = self.engine.layout.bytes_per_block
+        store = SimulatedStore(max(1, config.external_blocks), size, seed=seed, fail=fail)
+        self.executor: AsyncExecutor = type(self).make_executor(self.engine, store, chunk_bytes=2 * size)
+        for request in crowd(config, count, seed):
+            self.add(request)
+
+    @rule(
+        when=st.sampled_from(["never", "never", "scheduled", "submitted", "computed"]),
+        pick=st.integers(0, 7),
+        again=st.none() | requests(),
+        by_layer=st.booleans(),
+    )
+    def step(self, when: str, pick: int, again: Request | None, by_layer: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Run one step, in which a request may be aborted and its id used again."""
+        self.broken = True
+        step = self.scheduler.schedule()
+        self.check_shape(step)
+        if when == "scheduled":
+            self.resubmit(pick, again)
+        self.executor.submit(step.decision, by_layer=by_layer)
+        if when == "submitted":
+            self.resubmit(pick, again)
+        read = self.launch(step, by_layer=by_layer)
+        self.streams.fence().synchronize()
+        if when == "computed":
+            self.resubmit(pick, again)
+        progress = self.settle(step)
+        for finished in self.scheduler.update(step, self.compare(step, read)):
+            self.finish(finished)
+        self.manager.check()
+        self.idle = 0 if progress or step.batch or not self.live else self.idle + 1
+        if self.idle > PATIENCE:
+            raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
+        self.broken = False
+
+    @rule(count=st.integers(2, 8))
+    def run(self, count: int) -> None:
+        """Run some steps, undisturbed."""
+        for _ in range(count):
+            self.step(when="never", pick=0, again=None)
+
+    def teardown(self) -> None:
+        """Run to the end; every block must be free then, and every ticket ended."""
+        if self.broken or not hasattr(self, "executor"):
+            return
+        for _ in range(100 * PATIENCE):
+            if not self.live and not self.executor.num_in_flight:
+                break
+            self.step(when="never", pick=0, again=None)
+        self.end_tickets()
+        free = {tier: self.manager.num_free(tier) for tier in TIERS}
+        blocks = {tier: self.manager.num_blocks(tier) for tier in TIERS}
+        if self.live or free != blocks or self.manager.num_sequences:
+            raise AssertionError(f"{len(self.live)} requests are left, free blocks {free} of {blocks}")
+
+    # ---- helpers ----
+
+    def end_tickets(self) -> bool:
+        """Tell the scheduler which tickets have ended."""
+        ended = self.executor.poll()
+        for done in ended:
+            self.scheduler.finish(done.ticket, done.lost)
+        return bool(ended)
+
+    def settle(self, step: Step) -> bool:
+        """End what has ended; what this step has computed from loads is known to be good, or lost, after that."""
+        progress = self.end_tickets()
+        loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
+        for _ in range(PATIENCE):
+            if not self.executor.is_open(step.decision.ticket):
+                return progress
+            if not loads and not self.executor.lost(step.decision.ticket):
+                return progress
+            progress |= self.end_tickets()
+        raise AssertionError(f"ticket {step.decision.ticket} has not ended after {PATIENCE} polls")
+
+    def launch(self, step: Step, *, by_layer: bool) -> list[list[Cells]]:
+        """Queue the step's compute; returns, for each sequence, what each layer will have read."""
+        read: list[list[Cells]] = [[] for _ in step.batch]
+        for layer in range(LAYERS):
+            if by_layer:
+                self.executor.wait_for_layer(step.decision.ticket, layer)
+            self.streams.compute(partial(self.compute_layer, step, layer, read))
+        return read
+
+    def compute_layer(self, step: Step, layer: int, read: list[list[Cells]]) -> None:
+        """Write the new tokens' cells of a layer, then read each sequence's through its block table."""
+        cells = self.engine.device_caches[layer].view(torch.int64).numpy().reshape(2, -1)
+        positions = [item.start + i for item in step.batch for i in range(len(item.tokens))]
+        tokens = [token for item in step.batch for token in item.tokens]
+        cells[:, step.slot_mapping] = model_cells(tokens, positions, layer)
+        size = self.manager.block_size
+        for found, item, table in zip(read, step.batch, step.block_tables, strict=True):
+            length = item.start + len(item.tokens)
+            at = np.arange(length)
+            found.append(cells[:, table[at // size].astype(np.int64) * size + at % size])
+
+    def compare(self, step: Step, read: list[list[Cells]]) -> list[list[int]]:
+        """What the step's sequences have read must be the plain model's cells; then draw from it."""
+        return [self.draw(item, found) for item, found in zip(step.batch, read, strict=True)]
+
+    def draw(self, item: ScheduledSequence, found: Sequence[Cells]) -> list[int]:
+        """Draw from what a sequence has read; the scheduler passes over one that is gone or has lost bytes."""
+        sequence = item.group.sequences[item.index]
+        if not item.group.alive or sequence.handle != item.handle:
+            return [0 for _ in item.sample_indices]
+        length = item.start + len(item.tokens)
+        tokens = sequence.tokens[:length]
+        for layer, cells in enumerate(found):
+            wanted = model_cells(tokens, range(length), layer)
+            if not np.array_equal(cells, wanted):
+                wrong = np.flatnonzero((cells != wanted).any(axis=0)).tolist()
+                raise AssertionError(f"{item}: layer {layer} reads wrong keys or values at positions {wrong}")
+        return [draw_token(tokens, index) for index in item.sample_indices]
+
+
+def model_cells(tokens: Sequence[int], positions: Sequence[int], layer: int) -> Cells:
+    """What key and value of tokens are in the plain model, int64 `[2, tokens]`."""
+    both = np.asarray(tokens, dtype=np.int64) * 1_000_003 + np.asarray(positions, dtype=np.int64) * 64 + layer * 2
+    return np.stack((both + 1, both + 2))
+
+
+def crowd(config: Config, count: int, seed: int) -> list[Request]:
+    """Requests that fit alone, but not together: each grows to a third or more of the device."""
+    draw = random.Random(seed)
+    slots = config.device_blocks * config.block_size
+    made = []
+    for index in range(count):
+        n = draw.choice((1, 1, 2))
+        length = draw.randint(max(2, slots // (3 * n)), max(2, slots // n - config.block_size))
+        prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, length - 1))]
+        made.append(Request(f"crowd {index}", prompt, length - len(prompt), n, draw.randrange(2)))
+    return made
+
+
+class RotatingScheduler(Scheduler):
+    """Lets swapped requests take turns with running ones: stores and loads meet on the same blocks in one step.
+
+    Args:
+        manager: the books.
+        period: steps of a turn; 0 for none.
+    """
+
+    def __init__(self, manager: BlockManager, period: int = 0) -> None:
+        super().__init__(manager, preemption_mode="swap", max_num_seqs=6, max_num_batched_tokens=40, overlap_io=True)
+        self._period = period
+
+    def _make_room(self) -> bool:
+        preempted = super()._make_room()
+        turn = self._period and self.stats.steps % self._period == 0
+        if turn and not preempted and self._swapped and len(self._running) > 1:
+            group = self._running.pop(0)
+            self._preempt(group)
+            if group in self._swapped:  # behind those that it makes room for
+                self._swapped.remove(group)
+                self._swapped.append(group)
+        return preempted
+
+
+def overlapping(manager: BlockManager, config: Config) -> Scheduler:
+    """The reference scheduler as the machine drives it, with or without turns."""
+    return RotatingScheduler(manager, config.device_blocks % 4)

@@ -1,0 +1,291 @@
+"""The cache engine by ticket: on a worker thread and on a simulated device, against plain numpy rows."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard.errors import (
+    BlockyardError,
+    InvalidArgumentError,
+    LayoutError,
+    MappingError,
+    TransferQueueFullError,
+    UnknownTicketError,
+)
+from blockyard.layout import KINDS, KVLayout
+from blockyard.testing.device import SimulatedStreams
+from blockyard.transfer.engine import CacheEngine
+from blockyard.transfer.streams import WorkerStreams
+
+BLOCKS = 8
+LAYERS = 3
+
+
+def layout(kind: str = "kv_first") -> KVLayout:
+    return KVLayout(kind, num_layers=LAYERS, block_size=2, num_kv_heads=1, head_size=4, dtype="float32")
+
+
+def make(streams: object = None, kind: str = "kv_first", **more: int) -> CacheEngine:
+    return CacheEngine(layout(kind), num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams, **more)
+
+
+def content(seed: int, count: int = BLOCKS) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, layout().bytes_per_block), np.uint8)
+
+
+def filled(engine: CacheEngine) -> dict[str, np.ndarray]:
+    rows = {"device": content(0), "host": content(1)}
+    for tier, values in rows.items():
+        engine.write_blocks(tier, np.arange(BLOCKS), values)
+    return rows
+
+
+def pairs(*rows: tuple[int, int]) -> np.ndarray:
+    return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def assert_rows(engine: CacheEngine, wanted: dict[str, np.ndarray]) -> None:
+    for tier, rows in wanted.items():
+        np.testing.assert_array_equal(engine.read_blocks(tier, np.arange(BLOCKS)), rows, err_msg=tier)
+
+
+@pytest.fixture(params=["worker", "simulated"])
+def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
+    streams = SimulatedStreams(3) if request.param == "simulated" else None
+    with make(streams) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_every_kind_of_ticket_moves_its_bytes_and_no_others(kind: str, by_layer: bool):
+    with make(kind=kind) as engine:
+        rows = filled(engine)
+        out = engine.submit_swap_out(pairs((0, 5), (1, 2)))
+        back = engine.submit_swap_in(pairs((5, 7)), after=[out], by_layer=by_layer)
+        copied = engine.submit_copy(pairs((7, 6)), after=[back])
+        read = engine.submit_read("device", np.array([6, 3]), after=[copied])
+        written = engine.submit_write("host", np.array([4, 0]), content(9, 2))
+        wrote = engine.submit_write("device", np.array([2]), content(8, 1), after=[read])
+        done = engine.wait(read)
+        np.testing.assert_array_equal(done.rows, rows["device"][[0, 3]])
+        others = {out, back, copied, written, wrote}
+        engine.wait(wrote)
+        assert all(done.error is None for done in engine.poll())
+        rows["host"][[5, 2]] = rows["device"][[0, 1]]
+        rows["device"][[7, 6]] = rows["device"][0]
+        rows["host"][[4, 0]] = content(9, 2)
+        rows["device"][2] = content(8, 1)[0]
+        assert_rows(engine, rows)
+        assert len(others) == 5
+        size = engine.layout.bytes_per_block
+        assert engine.counters == {
+            ("device", "host"): (2, 2 * size),
+            ("host", "device"): (1, size),
+            ("device", "device"): (1, size),
+        }
+
+
+def test_calls_at_once_come_after_all_tickets(engine: CacheEngine):
+    rows = filled(engine)
+    engine.submit_swap_out(pairs(*[(i, BLOCKS - 1 - i) for i in range(BLOCKS)]))
+    engine.swap_in(pairs((7, 3)))
+    rows["host"] = rows["device"][::-1].copy()
+    rows["device"][3] = rows["device"][0]
+    assert_rows(engine, rows)
+
+
+def test_a_mapping_may_be_changed_as_soon_as_the_call_returns(engine: CacheEngine):
+    rows = filled(engine)
+    mapping = pairs((0, 1))
+    tickets = []
+    for block in range(BLOCKS):
+        mapping[:] = block, BLOCKS - 1 - block
+        tickets.append(engine.submit_swap_out(mapping))
+    for ticket in tickets:
+        engine.wait(ticket)
+    rows["host"] = rows["device"][::-1].copy()
+    assert_rows(engine, rows)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_stores_and_loads_come_after_compute_and_compute_after_what_it_waits_for(seed: int):
+    streams = SimulatedStreams(seed)
+    engine = make(streams)
+    rows = filled(engine)
+    first, read = engine.device_caches[0], []
+    before = first.clone()
+    streams.compute(lambda: first.fill_(7))
+    engine.submit_swap_out(pairs((0, 0)))
+    streams.compute(lambda: read.append(first[:, 4].clone()))
+    load = engine.submit_swap_in(pairs((3, 4)))
+    engine.order_compute(load)
+    streams.compute(lambda: read.append(first[:, 4].clone()))
+    engine.fence().synchronize()
+    engine.wait(load)
+    assert bool((read[0] == 7).all())
+    piece = layout().piece_sizes[0] * 2
+    np.testing.assert_array_equal(read[1].view(torch.uint8).numpy().reshape(-1), rows["host"][3][:piece])
+    stored = engine.read_blocks("host", np.array([0]))[0]
+    np.testing.assert_array_equal(stored[:piece].view(np.float32), 7)
+    np.testing.assert_array_equal(stored[piece:], rows["device"][0][piece:])
+    assert before.shape == first.shape
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_behind_an_earlier_fence_a_transfer_overtakes_later_compute(seed: int):
+    class ComputeStops(SimulatedStreams):
+        """Compute does not go on by itself."""
+
+        def progress(self) -> None:
+            return
+
+    streams = ComputeStops(seed)
+    engine = make(streams)
+    fence = engine.fence()
+    log: list[str] = []
+    streams.compute(lambda: log.append("compute"))
+    ticket = engine.submit_swap_out(pairs((0, 0)), behind=fence)
+    engine.on_done(ticket, lambda done: log.append("store"))
+    streams._speeds = dict.fromkeys(streams._speeds, 1.0) | {"compute": 1e-9}
+    fence.synchronize()
+    engine.wait(ticket)
+    assert log == ["store"]
+    engine.close()
+    assert log == ["store", "compute"]
+
+
+def test_a_layer_can_be_computed_while_the_next_one_is_loaded():
+    class OneAtATime(WorkerStreams):
+        """Work of the load stream runs when the test says so."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.permits = threading.Semaphore(0)
+
+        def launch(self, stream: str, work: object, waits: object = ()) -> object:
+            def permitted() -> None:
+                if stream == "in":
+                    assert self.permits.acquire(timeout=30)
+                work()
+
+            return super().launch(stream, permitted, waits)
+
+    streams = OneAtATime()
+    with make(streams) as engine:
+        rows = filled(engine)
+        ticket = engine.submit_swap_in(pairs((2, 5)), by_layer=True)
+        piece = layout().piece_sizes[0] * 2
+        for layer in range(LAYERS):
+            streams.permits.release()
+            engine.wait_for_layer(ticket, layer)
+            loaded = engine.device_caches[layer][:, 5].contiguous().view(torch.uint8).numpy().reshape(-1)
+            np.testing.assert_array_equal(loaded, rows["host"][2][layer * piece : (layer + 1) * piece])
+            if layer + 1 < LAYERS:
+                assert engine.poll() == []
+        assert engine.wait(ticket).error is None
+
+
+def test_a_load_waits_for_one_piece_of_a_long_store_at_most():
+    class Small(WorkerStreams):
+        chunk_bytes = layout().bytes_per_block
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.log: list[str] = []
+            self.gate = threading.Event()
+
+        def launch(self, stream: str, work: object, waits: object = ()) -> object:
+            def logged() -> None:
+                assert self.gate.wait(30)
+                self.log.append(stream)
+                work()
+
+            return super().launch(stream, logged, waits)
+
+    streams = Small()
+    with make(streams) as engine:
+        store = engine.submit_swap_out(pairs(*[(i, i) for i in range(BLOCKS)]))
+        load = engine.submit_swap_in(pairs((0, 0)), behind=None)
+        streams.gate.set()
+        engine.wait(load)
+        engine.wait(store)
+        assert streams.log.index("in") <= 1
+        assert len(streams.log) == BLOCKS + 1
+
+
+def test_a_full_queue_refuses_and_leaves_all_as_it_was():
+    streams = SimulatedStreams(0)
+    streams.progress = lambda: None
+    with make(streams, max_outstanding=2 * layout().bytes_per_block) as engine:
+        engine.submit_swap_out(pairs((0, 0), (1, 1)))
+        with pytest.raises(TransferQueueFullError):
+            engine.submit_swap_out(pairs((2, 2)), on_full="refuse")
+        load = engine.submit_swap_in(pairs((5, 5)), on_full="refuse")
+        waited = engine.submit_swap_out(pairs((2, 2)))
+        assert engine.wait(waited).ticket == waited == load + 1
+
+
+BAD_CALLS = {
+    "swap_out beyond the host": lambda engine: engine.submit_swap_out(pairs((0, BLOCKS))),
+    "swap_in twice onto one block": lambda engine: engine.submit_swap_in(pairs((0, 2), (1, 2))),
+    "copy of what is written": lambda engine: engine.submit_copy(pairs((0, 2), (2, 3))),
+    "read beyond the end": lambda engine: engine.submit_read("host", np.array([BLOCKS])),
+    "write twice onto one block": lambda engine: engine.submit_write("host", np.array([1, 1]), content(0, 2)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
+    rows = filled(engine)
+    with pytest.raises(MappingError):
+        BAD_CALLS[case](engine)
+    with pytest.raises(LayoutError, match="wanted uint8"):
+        engine.submit_write("device", np.array([1]), content(0, 2))
+    assert engine.poll() == []
+    assert_rows(engine, rows)
+
+
+def test_empty_transfers_end_too(engine: CacheEngine):
+    none = np.zeros(0, np.int64)
+    empty = content(0)[np.zeros(BLOCKS, np.bool_)]
+    tickets = [
+        engine.submit_swap_out(pairs()),
+        engine.submit_swap_in(pairs(), by_layer=True),
+        engine.submit_copy(pairs()),
+        *(engine.submit_read(tier, none) for tier in ("device", "host")),
+        *(engine.submit_write(tier, none, empty) for tier in ("device", "host")),
+    ]
+    assert [engine.wait(ticket).error for ticket in tickets] == [None] * len(tickets)
+
+
+def test_a_failed_transfer_is_reported_and_not_counted():
+    with make(SimulatedStreams(0, fail=1.0)) as engine:
+        ticket = engine.submit_swap_out(pairs((0, 0)))
+        assert "failed on purpose" in str(engine.wait(ticket).error)
+        assert engine.counters == {}
+
+
+def test_tickets_and_layers_that_there_are_not_are_refused(engine: CacheEngine):
+    with pytest.raises(UnknownTicketError):
+        engine.wait(1)
+    with pytest.raises(UnknownTicketError):
+        engine.submit_swap_out(pairs((0, 0)), after=[7])
+    ticket = engine.submit_swap_in(pairs((0, 0)))
+    engine.wait_for_layer(ticket, 99)  # it is waited for as a whole
+    with pytest.raises(InvalidArgumentError, match="max_outstanding"):
+        make(max_outstanding=0)
+
+
+def test_closing_waits_for_tickets(engine: CacheEngine):
+    host = engine.host_cache
+    engine.write_blocks("device", np.array([1]), content(4, 1))
+    engine.submit_swap_out(pairs((1, 6)))
+    engine.close()
+    np.testing.assert_array_equal(host[6].numpy(), content(4, 1)[0])
+    with pytest.raises(BlockyardError, match="closed"):
+        engine.submit_swap_out(pairs((0, 0)))
