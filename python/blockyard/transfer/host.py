@@ -30,6 +30,8 @@ _FEW_RUNS = 4
 _SCRATCH_BYTES = 256 << 10
 # Plans of more bytes are shared among threads.
 _SHARE_BYTES = 8 << 20
+# In an exchange, three calls a run, both pay off later: by these factors.
+_EXCHANGE_CALLS, _EXCHANGE_SHARES = 4, 8
 Bytes = NDArray[np.uint8]
 Move = Callable[[Bytes, Bytes, Ids], None]
 
@@ -174,10 +176,11 @@ def _move_in_order(rows: Bytes, order: MoveOrder) -> None:
 def _exchange_rows(rows: Bytes, pairs: Ids) -> None:
     width = rows.shape[1]
     runs = merge_runs(pairs)
-    if width * len(pairs) // len(runs) >= _CALL_BYTES:
-        _share(_exchange_runs, rows, rows, runs, 2 * width * len(pairs))
+    num_bytes = 2 * width * len(pairs)
+    if width * len(pairs) // len(runs) >= _EXCHANGE_CALLS * _CALL_BYTES:
+        _share(_exchange_runs, rows, rows, runs, num_bytes // _EXCHANGE_SHARES)
     elif width:
-        _share(_exchange_scattered, rows, rows, pairs, 2 * width * len(pairs))
+        _share(_exchange_scattered, rows, rows, pairs, num_bytes // _EXCHANGE_SHARES)
 
 
 def _exchange_runs(rows: Bytes, _same: Bytes, runs: Ids) -> None:
