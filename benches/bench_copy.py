@@ -8,14 +8,12 @@ ours, for 512 pairs in 32 layers. The ways take turns, and the best of each coun
 """
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
+from figures import keep
 
 from blockyard.transfer import ops
 
@@ -35,10 +33,7 @@ def main() -> None:
     figures = swap(max(1, (arguments.mib << 20) // piece), piece, arguments.repeat) | exchange(arguments.repeat)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | figures, indent=2) + "\n")
+    keep(figures)
 
 
 def swap(blocks: int, piece: int, repeat: int) -> dict[str, float]:

@@ -9,15 +9,13 @@ run and append a token a step; in each step 8 end and 8 of 64 blocks start.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import random
 import time
 from collections import deque
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from figures import keep
 from numpy.typing import NDArray
 
 from blockyard import BlockObserver
@@ -142,10 +140,7 @@ def main() -> None:
     found = figures(repeats=5)
     for name, value in found.items():
         print(f"{name:26} {value:10.4f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | found, indent=2) + "\n")
+    keep(found)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ between numpy and the store's buffers, checksummed and checked.
 """
 
 import argparse
-import json
-import os
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
+from figures import keep
 
 from blockyard.tiers import ExternalStore, open_store
 
@@ -35,10 +33,7 @@ def main() -> None:
             print(store)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | figures, indent=2) + "\n")
+    keep(figures)
 
 
 def measure(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:

@@ -7,13 +7,11 @@ prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON o
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from figures import keep
 
 from blockyard import BlockManager, DecodeBatch
 
@@ -152,10 +150,7 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:24} {value:10.2f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | figures, indent=2) + "\n")
+    keep(figures)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_prefix import prompts, w_prefix
+from figures import keep
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,10 +90,7 @@ def main() -> None:
     compare(requests, figures)
     for name, value in figures.items():
         print(f"{name:24} {value:10.2f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | figures, indent=2) + "\n")
+    keep(figures)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ blocks in 64 tensors, 262,144 pieces before merging, to host blocks of 4 device 
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from figures import keep
 from numpy.typing import NDArray
 
 from blockyard import Pairs, StepDecision
@@ -98,10 +96,7 @@ def main() -> None:
     found = figures()
     for name, value in found.items():
         print(f"{name:26} {value:12.4f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | found, indent=2) + "\n")
+    keep(found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import os
 import random
 import time
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from figures import keep
 from numpy.typing import NDArray
 
 from blockyard import BlockManager
@@ -168,10 +168,7 @@ def main() -> None:
     found = figures(repeats=9)
     for name, value in found.items():
         print(f"{name:26} {value:10.4f}")
-    if path := os.environ.get("BENCH_JSON"):
-        file = Path(path)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(known | found, indent=2) + "\n")
+    keep(found)
 
 
 if __name__ == "__main__":

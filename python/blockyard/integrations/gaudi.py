@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.transfer.mover import PAD_SIZES
 from blockyard.transfer.ops import exchange_blocks
-
-# Batches are padded to one of these lengths, so that a captured graph fits many of them.
-PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 

@@ -11,6 +11,7 @@ from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.plan import Ids
 from blockyard.transfer import ops
 
+# Batches are padded to one of these lengths, so that a captured graph fits many of them.
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)
 
 Move = Callable[[Sequence[Tensor], Tensor], None]
