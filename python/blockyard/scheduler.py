@@ -22,15 +22,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager, Pairs, StepDecision
+from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.request import Finished, Request, RequestGroup, Share, TokenSequence
+from blockyard.step import Batch, ScheduledSequence, SchedulerStats, Step
 
 __all__ = [
     "PREEMPTION_MODES",
@@ -48,70 +47,8 @@ PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's part of a step.
-
-    `tokens` are to be computed at positions `start`, `start + 1`, ...; from the logits of the last one, one token is to
-    be drawn for each sequence of the request that `sample_indices` names (several at the end of a shared prompt).
-    `group` is the scheduler's own.
-    """
-
-    request_id: str
-    index: int
-    handle: int
-    start: int
-    tokens: Sequence[int]
-    sample_indices: tuple[int, ...]
-    group: RequestGroup = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step transfers, computes and samples.
-
-    `slot_mapping` is int64 `[tokens]`, the slots of all tokens of `batch` in order; `block_tables` int32
-    `[len(batch), max_blocks]`, padded with 0.
-    """
-
-    decision: StepDecision
-    batch: tuple[ScheduledSequence, ...]
-    slot_mapping: NDArray[np.int64]
-    block_tables: NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the scheduler was made; peaks are blocks in use."""
-
-    steps: int = 0
-    tokens: int = 0
-    preempted_swap: int = 0
-    preempted_spill: int = 0
-    preempted_recompute: int = 0
-    lost: int = 0
-    resumed_swap: int = 0
-    resumed_fetch: int = 0
-    peak_device_blocks: int = 0
-    peak_host_blocks: int = 0
-    peak_external_blocks: int = 0
-
-
 def _key(group: RequestGroup) -> tuple[int, float, int]:
     return group.key
-
-
-class _Batch:
-    """The step being put together."""
-
-    def __init__(self) -> None:
-        self.items: list[ScheduledSequence] = []
-        self.slots: list[NDArray[np.int64]] = []
-        self.tokens = 0
-
-    def add(self, item: ScheduledSequence) -> None:
-        self.items.append(item)
-        self.tokens += len(item.tokens)
 
 
 class Scheduler:
@@ -215,7 +152,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Decide one step. Its decision is to be carried out before its batch is computed."""
-        batch = _Batch()
+        batch = Batch()
         preempted = self._make_room()
         self._decode(self._running, batch)
         if not preempted:
@@ -242,7 +179,7 @@ class Scheduler:
         Returns:
             The step without the requests that lost bytes: those start again from their tokens.
         """
-        return self._without(step, self.finish(step.decision.ticket, lost))
+        return step.without(self.finish(step.decision.ticket, lost))
 
     def finish(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[RequestGroup]:
         """End a ticket whose transfers have run; what it fetched runs in the next step.
@@ -353,7 +290,7 @@ class Scheduler:
             sequence.computed = 0
         bisect.insort(self._waiting, group, key=_key)
 
-    def _decode(self, groups: Iterable[RequestGroup], batch: _Batch) -> None:
+    def _decode(self, groups: Iterable[RequestGroup], batch: Batch) -> None:
         """Append the last token of every sequence; the blocks are there."""
         items = [
             ScheduledSequence(
@@ -374,7 +311,7 @@ class Scheduler:
         for item in items:
             batch.add(item)
 
-    def _resume(self, batch: _Batch) -> None:
+    def _resume(self, batch: Batch) -> None:
         """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
         computed = False
         while self._swapped:
@@ -418,7 +355,7 @@ class Scheduler:
         loading = (group for groups in (self._fetching, *self._loading.values()) for group in groups)
         return sum(group.seats for groups in (self._running, loading) for group in groups)
 
-    def _admit(self, batch: _Batch) -> None:
+    def _admit(self, batch: Batch) -> None:
         """Start waiting requests, in order, while blocks, sequences and tokens allow."""
         while self._waiting:
             group = self._waiting[0]
@@ -436,7 +373,7 @@ class Scheduler:
             self._prefill(group, shares, batch)
             bisect.insort(self._running, group, key=_key)
 
-    def _prefill(self, group: RequestGroup, shares: list[Share], batch: _Batch) -> None:
+    def _prefill(self, group: RequestGroup, shares: list[Share], batch: Batch) -> None:
         first = len(group.sequences) == 1 and group.request.n > 1
         for sequence, earlier, shared in shares:
             length = len(sequence.tokens)
@@ -481,17 +418,6 @@ class Scheduler:
     def _close(self, group: RequestGroup) -> None:
         group.alive = False
         del self._groups[group.request.request_id]
-
-    def _without(self, step: Step, groups: list[RequestGroup]) -> Step:
-        ends = np.cumsum([len(item.tokens) for item in step.batch])
-        keep = [i for i, item in enumerate(step.batch) if not any(item.group is group for group in groups)]
-        slots = [step.slot_mapping[ends[i] - len(step.batch[i].tokens) : ends[i]] for i in keep]
-        return Step(
-            step.decision,
-            tuple(step.batch[i] for i in keep),
-            np.concatenate(slots) if slots else np.zeros(0, dtype=np.int64),
-            step.block_tables[keep],
-        )
 
     def _note_peaks(self) -> None:
         for tier in ("device", "host", "external"):
