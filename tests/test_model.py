@@ -26,6 +26,7 @@ NOT_MODELLED = {
     "allocate_prompts",
     "cached_tokens",
     "common_computed_blocks",
+    "defragment",
     "expire",
     "free_block_ids",
     "groups",
