@@ -28,6 +28,7 @@ NOT_MODELLED = {
     "common_computed_blocks",
     "defragment",
     "expire",
+    "fragmentation",
     "free_block_ids",
     "groups",
     "iter_free_blocks",

@@ -27,6 +27,8 @@ const UNKNOWN: Hint = Hint { row: u32::MAX, index: u32::MAX };
 #[derive(Debug, Clone)]
 pub(super) struct Moves {
     places: Places,
+    /// Live and moving blocks that are in no table: they are cached.
+    idle: BlockSet,
     /// Blocks that the present step writes.
     dirty: BlockSet,
     /// Sources of moves that still count, and by source the target.
@@ -51,16 +53,35 @@ impl Moves {
         }
     }
 
-    /// Says what neighbours are; a block that is free or leased moves no more.
-    fn put(&mut self, run: Range<u32>, place: Place, leased: bool) {
+    /// Says what neighbours are that are alike; a block that is free or leased moves no more.
+    fn put(&mut self, run: Range<u32>, like: Like) {
+        let Like { place, leased, idle } = like;
         if place == Place::Hole || leased {
             self.moving.remove_run(run.clone());
         }
         if place == Place::Hole {
             self.dirty.remove_run(run.clone());
         }
+        if idle {
+            self.idle.insert_run(run.clone());
+        } else {
+            self.idle.remove_run(run.clone());
+        }
         self.places.set_run(run, place);
     }
+
+    fn like(&self, block: BlockId, node: Node) -> Like {
+        let leased = node.is_leased();
+        Like { place: self.place(block, node), leased, idle: node.refs == 0 && node.tag != 0 && !leased }
+    }
+}
+
+/// What neighbours have in common.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Like {
+    place: Place,
+    leased: bool,
+    idle: bool,
 }
 
 impl Pool {
@@ -75,6 +96,7 @@ impl Pool {
         }
         self.moves = Some(Box::new(Moves {
             places: Places::new(self.blocks),
+            idle: BlockSet::empty(self.blocks),
             dirty,
             moving: BlockSet::empty(self.blocks),
             targets: vec![NULL_BLOCK; self.blocks],
@@ -110,17 +132,12 @@ impl Pool {
         let Some(moves) = &mut self.moves else { return };
         let mut from = run.start;
         while from < run.end {
-            let node = self.nodes[from as usize];
-            let place = moves.place(BlockId(from), node);
+            let like = moves.like(BlockId(from), self.nodes[from as usize]);
             let mut end = from + 1;
-            while end < run.end {
-                let next = self.nodes[end as usize];
-                if next.is_leased() != node.is_leased() || moves.place(BlockId(end), next) != place {
-                    break;
-                }
+            while end < run.end && moves.like(BlockId(end), self.nodes[end as usize]) == like {
                 end += 1;
             }
-            moves.put(from..end, place, node.is_leased());
+            moves.put(from..end, like);
             from = end;
         }
     }
@@ -140,6 +157,7 @@ impl Pool {
             let run = run[0].0..run[run.len() - 1].0 + 1;
             moves.moving.remove_run(run.clone());
             moves.dirty.insert_run(run.clone());
+            moves.idle.remove_run(run.clone());
             moves.places.set_run(run, Place::Fixed);
         }
     }
@@ -179,6 +197,28 @@ impl Pool {
     /// Ends [`Pool::set_aside`].
     pub(crate) fn put_back(&mut self, block: BlockId) {
         self.refresh(block);
+    }
+
+    /// Cached blocks in no table, the lowest first, whose bytes no move is to keep.
+    pub(crate) fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let moves = self.moves.iter();
+        moves.flat_map(|moves| moves.idle.iter().filter(|&block| !moves.moving.contains(block)))
+    }
+
+    /// The places of all blocks, found anew where they are not kept.
+    pub(crate) fn survey(&self, null: bool) -> Places {
+        if let Some(places) = self.places() {
+            return places.clone();
+        }
+        let mut places = Places::new(self.blocks);
+        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
+            if node.is_leased() || (null && block == NULL_BLOCK) {
+                places.set(block, Place::Fixed);
+            } else if node.refs | node.tag != 0 {
+                places.set(block, Place::Live);
+            }
+        }
+        places
     }
 
     /// Begins a move of a live block into a hole, which is written from now on.
@@ -272,8 +312,10 @@ impl Pool {
     pub(super) fn check_place(&self, block: BlockId, node: Node) -> Option<String> {
         let moves = self.moves.as_ref()?;
         let (found, place) = (moves.places.get(block), moves.place(block, node));
-        let moving = moves.moving.contains(block);
-        if found != place {
+        let (moving, idle) = (moves.moving.contains(block), node.refs == 0 && node.tag != 0 && !node.is_leased());
+        if moves.idle.contains(block) != idle {
+            Some(format!("in no table is {}", moves.idle.contains(block)))
+        } else if found != place {
             Some(format!("its place is {found:?}, counted {place:?}"))
         } else if moving && (node.is_leased() || node.refs | node.tag == 0) {
             Some("moving without bytes, or leased".to_owned())
@@ -332,7 +374,9 @@ mod tests {
     fn a_move_ends_with_what_was_read_being_written_freed_given_out_or_leased() {
         let ends: [fn(&mut Pool); 4] = [
             |pool| pool.note_written(BlockId(2)),
-            |pool| drop(pool.release(BlockId(2))),
+            |pool| {
+                pool.release(BlockId(2));
+            },
             |pool| {
                 pool.release(BlockId(2));
                 pool.take(1, &mut Vec::new());
