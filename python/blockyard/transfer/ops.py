@@ -23,6 +23,7 @@ from torch import Tensor
 
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
 from blockyard.transfer import fallback, host
+from blockyard.transfer.checks import CopyOps
 from blockyard.transfer.cuda import op_library
 from blockyard.transfer.ways import use_cached
 
@@ -186,29 +187,35 @@ def _check_width(rows: Tensor, caches: list[Tensor]) -> None:
 
 Implementation = Callable[..., None]
 
-# Arguments; the implementations on the CPU and on CUDA without the library; what is known without any bytes.
-OPS: Final[dict[str, tuple[str, Implementation, Implementation, Implementation]]] = {
-    "swap_blocks": ("Tensor[] src, Tensor(a!)[] dst, Tensor pairs", host.swap, fallback.swap, _swap_fake),
-    "copy_blocks": ("Tensor(a!)[] caches, Tensor pairs", host.copy, fallback.copy, _in_place_fake),
-    "move_blocks": ("Tensor(a!)[] caches, Tensor pairs", host.move, fallback.move, _in_place_fake),
-    "exchange_blocks": ("Tensor(a!)[] caches, Tensor pairs", host.exchange, fallback.exchange, _in_place_fake),
-    "gather_blocks": ("Tensor[] caches, Tensor(a!) rows, Tensor blocks", host.gather, fallback.gather, _gather_fake),
-    "scatter_blocks": (
-        "Tensor rows, Tensor(a!)[] caches, Tensor blocks",
-        host.scatter,
-        fallback.scatter,
-        _scatter_fake,
-    ),
+# Arguments, and what is known without any bytes.
+OPS: Final[dict[str, tuple[str, Implementation]]] = {
+    "swap_blocks": ("Tensor[] src, Tensor(a!)[] dst, Tensor pairs", _swap_fake),
+    "copy_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "move_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "exchange_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "gather_blocks": ("Tensor[] caches, Tensor(a!) rows, Tensor blocks", _gather_fake),
+    "scatter_blocks": ("Tensor rows, Tensor(a!)[] caches, Tensor blocks", _scatter_fake),
 }
+
+
+def _implementations(ops: CopyOps) -> dict[str, Implementation]:
+    return {
+        "swap_blocks": ops.swap,
+        "copy_blocks": ops.copy,
+        "move_blocks": ops.move,
+        "exchange_blocks": ops.exchange,
+        "gather_blocks": ops.gather,
+        "scatter_blocks": ops.scatter,
+    }
 
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockyard", "DEF")
-    for name, (arguments, on_cpu, on_cuda, fake) in OPS.items():
+    for name, (arguments, fake) in OPS.items():
         library.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, on_cpu, "CPU")
+        library.impl(name, _implementations(host.ON_CPU)[name], "CPU")
         if not op_library().loaded:
-            library.impl(name, on_cuda, "CUDA")
+            library.impl(name, _implementations(fallback.BY_TORCH)[name], "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
     library.define("set_ways(int device, Tensor rules) -> ()")
     # Whether a device and the compiled library's code for it have the bulk engine.
