@@ -65,6 +65,10 @@ class TransferQueueFullError(BlockyardError):
     """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
 
 
+class OutOfMemoryError(BlockyardError, MemoryError):
+    """Device or system has less memory, or fewer addresses, than an elastic cache asks for."""
+
+
 class OpLibraryError(BlockyardError):
     """The compiled op library is missing or cannot be loaded; the message says why."""
 

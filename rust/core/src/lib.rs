@@ -37,5 +37,5 @@ pub use manager::{
     TableRows, TierUse,
 };
 pub use plan::{End, Pieces, Region, Route, Run, Side, Span, merge_runs, order_moves, orders};
-pub use pool::Policies;
+pub use pool::{BlockUse, Policies};
 pub use reuse::ReuseOrder;

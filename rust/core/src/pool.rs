@@ -22,6 +22,7 @@ mod quota;
 mod resize;
 mod snapshot;
 pub(crate) use publish::Published;
+pub use resize::BlockUse;
 pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
 
@@ -130,19 +131,6 @@ impl Pool {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
-    }
-
-    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted. One fewer for
-    /// each block that is still referenced beyond the end of a pool that has shrunk.
-    #[must_use]
-    pub fn free(&self) -> usize {
-        (self.free.len() + self.evictable()).saturating_sub(self.tail.live)
-    }
-
-    /// Free blocks, and those that device work ordered after their readers may have.
-    #[must_use]
-    pub fn available(&self) -> usize {
-        (self.free.len() + self.evictable() + self.draining.len()).saturating_sub(self.tail.live)
     }
 
     /// Free blocks that hold nothing findable, in the order in which they are given out; nothing is taken.

@@ -35,7 +35,7 @@ impl PrefixIndex {
 
     /// Makes room for so many blocks; what is in the table stays.
     pub(crate) fn grow(&mut self, blocks: usize) {
-        if blocks / BLOCKS + 1 <= self.buckets {
+        if blocks / BLOCKS < self.buckets {
             return;
         }
         let former = std::mem::replace(self, Self::new(blocks));

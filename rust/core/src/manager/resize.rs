@@ -6,8 +6,8 @@
 
 use super::{Manager, invalid, part_orphans};
 use crate::error::Result;
-use crate::id::Tier;
-use crate::pool::MAX_BLOCKS;
+use crate::id::{BlockId, Tier};
+use crate::pool::{BlockUse, MAX_BLOCKS};
 
 /// How far the device's size has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,6 +58,12 @@ impl Manager {
         self.watermark = watermark;
         self.pins.resize(blocks);
         Ok(self.resize_progress())
+    }
+
+    /// What every device block is used for, by id, those in use beyond the end included.
+    #[must_use]
+    pub fn device_uses(&self) -> Vec<BlockUse> {
+        (0..).map(BlockId).take(self.pools[0].extent()).map(|block| self.pools[0].usage(block)).collect()
     }
 
     /// What is in use beyond the device's blocks.

@@ -20,12 +20,38 @@ pub(crate) struct Tail {
     end: usize,
 }
 
+/// What a block is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BlockUse {
+    /// Nothing: it is given out next, or beyond the end.
+    Free = 0,
+    /// It can be found by its key, and given out.
+    Cached = 1,
+    /// Only transfers or pins hold it.
+    Held = 2,
+    /// Tables refer to it.
+    Live = 3,
+}
+
 /// As the number of a block; pools are smaller than that.
 pub(super) fn id(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
 
 impl Pool {
+    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted. One fewer for
+    /// each block that is still referenced beyond the end of a pool that has shrunk.
+    #[must_use]
+    pub fn free(&self) -> usize {
+        (self.free.len() + self.evictable()).saturating_sub(self.tail.live)
+    }
+
+    /// Free blocks, and those that device work ordered after their readers may have.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        (self.free.len() + self.evictable() + self.draining.len()).saturating_sub(self.tail.live)
+    }
+
     /// What is still in use beyond the pool's end.
     pub(crate) fn tail(&self) -> Tail {
         self.tail
@@ -39,6 +65,17 @@ impl Pool {
     /// Blocks that are referenced or leased, those beyond the end included.
     pub(crate) fn used(&self) -> usize {
         self.blocks - self.free.len() - self.evictable() + self.tail.live + self.tail.held
+    }
+
+    /// What a block is used for.
+    pub(crate) fn usage(&self, block: BlockId) -> BlockUse {
+        let node = self.node(block);
+        match (node.refs, node.is_leased(), node.tag) {
+            (1.., _, _) => BlockUse::Live,
+            (0, true, _) => BlockUse::Held,
+            (0, false, 0) => BlockUse::Free,
+            (0, false, _) => BlockUse::Cached,
+        }
     }
 
     /// Whether a block has no place in the pool any more.
