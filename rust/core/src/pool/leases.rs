@@ -37,11 +37,15 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        if node.refs == 0 {
+        let (used, leased) = (node.refs > 0, node.is_leased());
+        if used {
+            self.refresh(block);
+        } else if self.is_beyond(block) {
+            self.let_go(usize::from(!leased));
+            self.refresh(block);
+        } else {
             self.begin_chain();
             self.settle(block, true);
-        } else {
-            self.refresh(block);
         }
     }
 

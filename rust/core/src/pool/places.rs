@@ -3,6 +3,7 @@
 //! A move has a source and a target. The target is written under the ticket's lease, and nobody's; the source stays whose
 //! it is, and is not held: whatever ends or changes its bytes, or takes a lease on it, ends the move's effect.
 
+use super::resize::id;
 use super::{Node, Pool, WRITING, decode};
 use crate::defrag::{Place, Places};
 use crate::event::Reason;
@@ -38,6 +39,8 @@ pub(super) struct Moves {
     hints: Vec<Hint>,
     /// Whether block 0 is in the tables of many.
     null: bool,
+    /// The pool's end: no block from there on is a hole.
+    end: u32,
 }
 
 impl Moves {
@@ -45,7 +48,7 @@ impl Moves {
         if node.is_leased() || (self.null && block == NULL_BLOCK) {
             Place::Fixed
         } else if node.refs | node.tag == 0 {
-            Place::Hole
+            if block.0 < self.end { Place::Hole } else { Place::Fixed }
         } else if self.dirty.contains(block) || self.moving.contains(block) {
             Place::Fixed
         } else {
@@ -55,11 +58,11 @@ impl Moves {
 
     /// Says what neighbours are that are alike; a block that is free or leased moves no more.
     fn put(&mut self, run: Range<u32>, like: Like) {
-        let Like { place, leased, idle } = like;
-        if place == Place::Hole || leased {
+        let Like { place, leased, empty, idle } = like;
+        if empty || leased {
             self.moving.remove_run(run.clone());
         }
-        if place == Place::Hole {
+        if empty && !leased {
             self.dirty.remove_run(run.clone());
         }
         if idle {
@@ -71,8 +74,8 @@ impl Moves {
     }
 
     fn like(&self, block: BlockId, node: Node) -> Like {
-        let leased = node.is_leased();
-        Like { place: self.place(block, node), leased, idle: node.refs == 0 && node.tag != 0 && !leased }
+        let (leased, empty) = (node.is_leased(), node.refs | node.tag == 0);
+        Like { place: self.place(block, node), leased, empty, idle: node.refs == 0 && !empty && !leased }
     }
 }
 
@@ -81,6 +84,7 @@ impl Moves {
 struct Like {
     place: Place,
     leased: bool,
+    empty: bool,
     idle: bool,
 }
 
@@ -90,21 +94,27 @@ impl Pool {
         if self.moves.is_some() {
             return;
         }
-        let mut dirty = BlockSet::empty(self.blocks);
+        let blocks = self.extent();
+        let mut dirty = BlockSet::empty(blocks);
         for block in written(self) {
             dirty.insert(block);
         }
         self.moves = Some(Box::new(Moves {
-            places: Places::new(self.blocks),
-            idle: BlockSet::empty(self.blocks),
+            places: Places::new(blocks),
+            idle: BlockSet::empty(blocks),
             dirty,
-            moving: BlockSet::empty(self.blocks),
-            targets: vec![NULL_BLOCK; self.blocks],
-            hints: vec![UNKNOWN; self.blocks],
+            moving: BlockSet::empty(blocks),
+            targets: vec![NULL_BLOCK; blocks],
+            hints: vec![UNKNOWN; blocks],
             null,
+            end: id(self.blocks),
         }));
-        let taken = u32::try_from(self.nodes.len().min(self.blocks)).unwrap_or(u32::MAX);
-        self.refresh_run(0..taken);
+        self.refresh_run(0..id(self.nodes.len().min(blocks)));
+    }
+
+    /// Forgets the places, as the pool's size changes. Moves under way count no more: their sources stay.
+    pub(super) fn forget_places(&mut self) {
+        self.moves = None;
     }
 
     /// Whether the places of blocks are kept.
@@ -210,9 +220,10 @@ impl Pool {
         if let Some(places) = self.places() {
             return places.clone();
         }
-        let mut places = Places::new(self.blocks);
-        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
-            if node.is_leased() || (null && block == NULL_BLOCK) {
+        let mut places = Places::new(self.extent());
+        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.extent()) {
+            let beyond = self.is_beyond(block) && node.refs == 0;
+            if node.is_leased() || beyond || (null && block == NULL_BLOCK) {
                 places.set(block, Place::Fixed);
             } else if node.refs | node.tag != 0 {
                 places.set(block, Place::Live);
@@ -284,8 +295,12 @@ impl Pool {
             cache.policy.relocate(from, to);
             self.note_removal(from, Reason::Moved, twin);
         }
-        self.free.used(from);
-        self.free.insert(from);
+        if self.is_beyond(from) {
+            self.leave_free();
+        } else {
+            self.free.used(from);
+            self.free.insert(from);
+        }
         if let Some(moves) = &mut self.moves {
             moves.hints[to.index()] = moves.hints[from.index()];
         }
