@@ -518,6 +518,13 @@ class BlockManager:
         self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> int:
         """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
+    def blocks_to_allocate(
+        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> int:
+        """Device blocks that must be free for `allocate_prompts` of one prompt.
+
+        They are new ones, those it loads into, and cached ones that nothing uses: what others use costs nothing.
+        """
     def next_chunk(self, sequence: int, budget: int) -> int:
         """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
 
