@@ -16,6 +16,7 @@ from blockyard.errors import (
     UnknownSequenceError,
 )
 from blockyard.integrations.nano import BlockManager, Fit
+from blockyard.offload.executor import Executor
 
 SIZE, BLOCKS, HOST = 4, 16, 24
 
@@ -52,9 +53,10 @@ def test_a_sequence_gets_blocks_and_gives_them_back():
     books.allocate(seq, 0)
     assert table == [0, 1, 2]
     assert books.used_block_ids == {0, 1, 2}
+    seq.num_cached_tokens = 9
     books.deallocate(seq)
     assert seq.block_table is table
-    assert table == []
+    assert (table, seq.num_cached_tokens) == ([], 0)
     books.deallocate(seq)
     assert books.free_block_ids == list(range(BLOCKS))
 
@@ -99,6 +101,35 @@ def test_what_was_never_run_is_never_found():
     seq.token_ids.append(5)
     books.deallocate(seq)
     assert books.can_allocate(Sequence(prompt)) == 2, "a token was sampled behind the prompt"
+
+
+def test_of_a_prompt_in_chunks_only_those_computed_are_found():
+    books, prompt = BlockManager(BLOCKS, SIZE), list(range(17))
+    seq = Sequence(prompt)
+    books.allocate(seq, 0)
+    seq.num_scheduled_tokens = 9
+    books.hash_blocks(seq)
+    seq.num_cached_tokens += 9
+    assert books.can_allocate(Sequence(prompt)) == 2
+    seq.num_scheduled_tokens = 8
+    books.hash_blocks(seq)
+    assert books.can_allocate(Sequence(prompt)) == 4
+
+
+def test_a_block_that_a_token_evicts_is_on_the_host_first():
+    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), host_blocks=HOST)
+    gone, seq = Sequence([0] * 9), Sequence([1] * (BLOCKS - 2) * SIZE)
+    for one in (gone, seq):
+        books.allocate(one)
+        one.token_ids.append(7)
+        books.may_append(one)
+        if one is gone:
+            books.deallocate(gone)
+    assert len(seq.block_table) == BLOCKS - 1
+    assert books.stats.swapped_out_blocks == 1
+    assert books.can_allocate(Sequence([0] * 4)) == 0
+    books.deallocate(seq)
+    assert books.can_allocate(gone) == 2
 
 
 def test_errors_change_nothing():
@@ -152,15 +183,18 @@ def test_a_kv_tensor_that_does_not_fit_is_refused():
 
 
 class Failing:
-    """Loses all it is to carry out, or raises."""
+    """Loses all that is to be loaded, or raises."""
 
-    def __init__(self, *, error: bool) -> None:
-        self.error = error
+    def __init__(self, inner: Executor | None, *, error: bool) -> None:
+        assert inner is not None
+        self.inner, self.error = inner, error
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
+        if not decision.swap_in:
+            return self.inner.execute(decision)
         if self.error:
             raise RuntimeError("the device is gone")
-        return [pairs for _, pairs in decision.transfers()]
+        return list(decision.swap_in)
 
 
 @pytest.mark.parametrize("error", [True, False])
@@ -172,11 +206,13 @@ def test_a_load_that_fails_leaves_the_sequence_without_blocks(error: bool):
         seq.token_ids.append(7)
         books.deallocate(seq)
     assert books.stats.swapped_out_blocks == BLOCKS - 1
-    inner, books.executor = books.executor, Failing(error=error)
+    inner, books.executor = books.executor, Failing(books.executor, error=error)
     seq = Sequence([0] * 9)
     with pytest.raises(RuntimeError if error else SequenceStateError):
         books.allocate(seq)
-    assert (seq.block_table, books.used_block_ids, books.stats.sequences) == ([], set(), 0)
+    assert (seq.block_table, books.used_block_ids) == ([], set())
+    assert (books.stats.sequences, books.stats.open_tickets) == (0, 0)
+    assert books.can_allocate(seq) == 0, "what could not be brought back is not tried again"
     books.manager.check()
     books.executor = inner
     books.allocate(seq)
