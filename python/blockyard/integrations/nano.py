@@ -60,7 +60,9 @@ class _Running:
     # Kept, so that its id() stays its own.
     sequence: NanoSequence
     handle: int
+    # Tokens that have slots; the books are told of them when a block is full, or a new one is needed.
     tokens: int
+    told: int
     computed: int
 
 
@@ -172,7 +174,7 @@ class BlockManager:
         except BaseException:
             self.manager.free([handle])
             raise
-        entry = self._running[id(seq)] = _Running(seq, handle, len(tokens), hit)
+        entry = self._running[id(seq)] = _Running(seq, handle, len(tokens), len(tokens), hit)
         self._show(entry)
         seq.num_cached_tokens = hit
 
@@ -201,8 +203,8 @@ class BlockManager:
             UnknownSequenceError: it has no blocks from here.
             InvalidArgumentError: it has fewer tokens than it had.
         """
-        entry = self._entry(seq)
-        return self.manager.can_append([entry.handle], _grown(entry))
+        wanted = self._wanted(self._entry(seq))
+        return wanted <= 0 or wanted <= self.manager.num_free()
 
     def may_append(self, seq: NanoSequence) -> None:
         """Make room for the tokens that a sequence got since the last call: extends its `block_table` where needed.
@@ -213,15 +215,13 @@ class BlockManager:
             InvalidArgumentError: it has fewer tokens than it had.
         """
         entry = self._entry(seq)
-        if not (grown := _grown(entry)):
-            return
-        certain, wanted = self._certain(entry), self.manager.blocks_to_append([entry.handle], grown)
-        if wanted and wanted <= self.manager.num_free():
-            self._offload(wanted)
-        self.manager.append([entry.handle], grown, token_ids=seq.token_ids[entry.tokens : entry.tokens + grown])
-        entry.tokens += grown
-        if wanted:
+        wanted, certain, tokens = self._wanted(entry), self._certain(entry), len(seq)
+        if wanted > 0:
+            if wanted <= self.manager.num_free():
+                self._offload(wanted)
+            self._tell(entry, tokens)
             self._show(entry)
+        entry.tokens = tokens
         self._publish(entry, certain)
 
     def hash_blocks(self, seq: ScheduledSequence) -> None:
@@ -272,6 +272,13 @@ class BlockManager:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def _wanted(self, entry: _Running) -> int:
+        """Blocks that a sequence lacks."""
+        tokens = len(entry.sequence)
+        if tokens < entry.tokens:
+            raise InvalidArgumentError(f"the sequence has {tokens} tokens, it had {entry.tokens}")
+        return self._blocks(tokens) - len(entry.sequence.block_table)
 
     def _certain(self, entry: _Running) -> int:
         """Tokens that are computed for certain: all there were, once a token was sampled behind them."""
@@ -327,9 +334,16 @@ class BlockManager:
         """Note that the first tokens of a sequence are computed."""
         full, entry.computed = entry.computed // self.block_size, max(entry.computed, computed)
         if entry.computed // self.block_size > full:
+            self._tell(entry, entry.computed)
             self._land(())
             self.manager.mark_computed([entry.handle], [entry.computed])
             self._show(entry)
+
+    def _tell(self, entry: _Running, tokens: int) -> None:
+        """Tell the books of tokens up to these."""
+        if (new := tokens - entry.told) > 0:
+            self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.told : tokens])
+            entry.told = tokens
 
     def _show(self, entry: _Running) -> None:
         """Write a sequence's block table, into the list that the engine has."""
@@ -338,11 +352,3 @@ class BlockManager:
 
 def _tokens(seq: NanoSequence) -> list[int]:
     return seq.token_ids[: len(seq)]
-
-
-def _grown(entry: _Running) -> int:
-    """Tokens that a sequence got since it was last seen."""
-    tokens = len(entry.sequence)
-    if tokens < entry.tokens:
-        raise InvalidArgumentError(f"the sequence has {tokens} tokens, it had {entry.tokens}")
-    return tokens - entry.tokens
