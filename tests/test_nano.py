@@ -132,6 +132,36 @@ def test_a_block_that_a_token_evicts_is_on_the_host_first():
     assert books.can_allocate(gone) == 2
 
 
+def test_blocks_move_down_between_steps_and_their_tables_follow():
+    kv_cache = kv_tensor()
+    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_cache, moves=0)
+    low, high = Sequence([0] * 9), Sequence([1] * 10)
+    for seq in (low, high):
+        books.allocate(seq, 0)
+    table = high.block_table
+    assert table == [3, 4, 5]
+    kv_cache[:, :, table] = torch.arange(48.0).view(2, 1, 3, SIZE, 1, 2)
+    before = kv_cache[:, :, table].clone()
+    books.deallocate(low)
+    assert books.defragment() == 3
+    assert high.block_table is table
+    assert sorted(table) == [0, 1, 2]
+    assert torch.equal(kv_cache[:, :, table], before)
+    assert books.defragment() == 0
+    assert books.stats.moved_blocks == 3
+    books.manager.check()
+
+
+def test_blocks_move_by_themselves_when_a_sequence_leaves_as_many_as_allowed():
+    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), moves=2)
+    sequences = [Sequence([i] * 12) for i in range(4)]
+    for seq in sequences:
+        books.allocate(seq, 0)
+    books.deallocate(sequences[0])
+    assert books.stats.moved_blocks == 2
+    assert max(books.used_block_ids) == 9
+
+
 def test_errors_change_nothing():
     books, seq = BlockManager(4, SIZE), Sequence([1] * 9)
     with pytest.raises(OutOfBlocksError, match="5 device blocks, 4 of 4 are free"):
@@ -176,7 +206,11 @@ def test_a_kv_tensor_that_does_not_fit_is_refused():
         BlockManager(BLOCKS, 8).attach(kv_tensor())
     with pytest.raises(InvalidArgumentError, match="host_blocks is 3, but there is no KV tensor"):
         BlockManager(BLOCKS, SIZE, host_blocks=3)
+    with pytest.raises(InvalidArgumentError, match="moves is -1"):
+        BlockManager(BLOCKS, SIZE).attach(kv_tensor(), moves=-1)
     books = BlockManager(BLOCKS, SIZE)
+    with pytest.raises(SequenceStateError, match="no KV tensor is attached"):
+        books.defragment()
     books.allocate(Sequence([1]))
     with pytest.raises(SequenceStateError, match="1 sequences have blocks"):
         books.attach(kv_tensor())

@@ -256,6 +256,8 @@ def serve(engine: Engine, requests: list[Request], *, every: int = 2) -> list[tu
 def check(engine: Engine) -> None:
     books = engine.books
     books.manager.check()
+    for entry in books._running.values():
+        assert entry.sequence.block_table == books.manager.block_table(entry.handle).tolist()
     holders = [seq for seq in [*engine.running, *engine.waiting] if seq.block_table]
     assert {block for seq in holders for block in seq.block_table} == books.used_block_ids
     assert len(books.free_block_ids) == books.manager.num_free() == BLOCKS - len(books.used_block_ids)
@@ -281,11 +283,11 @@ def families(random: np.random.Generator, count: int) -> list[Request]:
 REQUESTS = families(np.random.default_rng(11), 40)
 
 
-def engine_of(kind: type[Engine], *, host: int = HOST, attached: bool = True) -> Engine:
+def engine_of(kind: type[Engine], *, host: int = HOST, moves: int = 4, attached: bool = True) -> Engine:
     kv_cache = kv_tensor()
     books = BlockManager(BLOCKS, SIZE)
     if attached:
-        books.attach(kv_cache, host_blocks=host)
+        books.attach(kv_cache, host_blocks=host, moves=moves)
     return kind(books, kv_cache)
 
 
@@ -299,17 +301,18 @@ def test_tokens_are_those_of_the_unpaged_model_with_the_books_alone(kind: type[E
     stats = engine.books.stats
     assert engine.preempted > 0
     assert engine.prefix_hits == stats.hit_blocks > 0
-    assert (stats.swapped_out_blocks, stats.loaded_blocks) == (0, 0)
+    assert (stats.swapped_out_blocks, stats.loaded_blocks, stats.moved_blocks) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_tokens_are_those_of_the_unpaged_model_with_evicted_blocks_on_the_host(kind: type[Engine]):
+def test_tokens_are_those_of_the_unpaged_model_with_copies_on_the_host_and_moves(kind: type[Engine]):
     alone, engine = engine_of(kind, attached=False), engine_of(kind)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
     stats = engine.books.stats
     assert engine.preempted > 0
     assert stats.swapped_out_blocks > 0
     assert stats.loaded_blocks > 0
+    assert stats.moved_blocks > 0
     serve(alone, REQUESTS)
     assert engine.prefix_hits > alone.prefix_hits, "what was evicted is found again"
 
@@ -352,9 +355,10 @@ class Breaking:
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("how", ["skip", "corrupt"])
-def test_one_load_that_goes_wrong_is_noticed(kind: type[Engine], how: str):
+@pytest.mark.parametrize("transfer", ["swap_in", "move"])
+def test_one_load_or_move_that_goes_wrong_is_noticed(kind: type[Engine], transfer: str, how: str):
     engine = engine_of(kind)
-    breaking = Breaking(engine, "swap_in", how=how)
+    breaking = Breaking(engine, transfer, how=how)
     engine.books.executor = breaking
     assert serve(engine, REQUESTS) != wanted(REQUESTS)
     assert breaking.broken == 1
@@ -371,10 +375,10 @@ def workloads(draw: st.DrawFn) -> list[Request]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(workloads(), st.sampled_from(ENGINES), st.integers(0, 20), st.integers(1, 5), st.booleans())
+@given(workloads(), st.sampled_from(ENGINES), st.integers(0, 20), st.integers(0, 5), st.integers(1, 5), st.booleans())
 def test_prompts_that_begin_alike_get_the_tokens_they_would_get_alone(
-    requests: list[Request], kind: type[Engine], host: int, every: int, attached: bool
+    requests: list[Request], kind: type[Engine], host: int, moves: int, every: int, attached: bool
 ):
-    engine = engine_of(kind, host=host, attached=attached)
+    engine = engine_of(kind, host=host, moves=moves, attached=attached)
     assert serve(engine, requests, every=every) == wanted(requests)
     assert engine.books.used_block_ids == set()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from blockyard import _core
 from blockyard.errors import InvalidArgumentError, LayoutError, SequenceStateError, UnknownSequenceError
@@ -24,7 +24,10 @@ from blockyard.offload.executor import Executor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BlockManager", "Fit", "NanoSequence", "ScheduledSequence"]
+__all__ = ["BlockManager", "Fit", "Goal", "NanoSequence", "ScheduledSequence"]
+
+
+Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 
 
 class NanoSequence(Protocol):
@@ -78,6 +81,7 @@ class BlockManager:
         block_size: token slots in a block.
         kv_cache: see `attach`, which is called with it.
         host_blocks: as for `attach`.
+        moves: as for `attach`.
 
     Raises:
         InvalidArgumentError: a size is out of range, or there are host blocks without a KV tensor.
@@ -87,43 +91,48 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, kv_cache: Tensor | None = None, host_blocks: int = 0
+        self, num_blocks: int, block_size: int, *, kv_cache: Tensor | None = None, host_blocks: int = 0, moves: int = 16
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.executor: Executor | None = None
+        self.moves = 0
         self._running: dict[int, _Running] = {}
         self.manager = self._books(0)
         if kv_cache is not None:
-            self.attach(kv_cache, host_blocks=host_blocks)
+            self.attach(kv_cache, host_blocks=host_blocks, moves=moves)
         elif host_blocks:
             raise InvalidArgumentError(f"host_blocks is {host_blocks}, but there is no KV tensor to copy from")
 
-    def attach(self, kv_cache: Tensor, *, host_blocks: int = 0) -> None:
+    def attach(self, kv_cache: Tensor, *, host_blocks: int = 0, moves: int = 16) -> None:
         """Let blocks be copied, now that the engine has its KV tensor; what was cached before is forgotten.
 
         Blocks that are about to be evicted are copied to the host first. A prompt finds them there, and `allocate`
-        brings them back. All copies are queued before the call that decides on them returns, on the current CUDA
-        stream if the tensor is on a CUDA device.
+        brings them back. Whenever a sequence leaves, blocks move into the lowest holes (`defragment`). All copies are
+        queued before the call that decides on them returns, on the current CUDA stream if the tensor is on a CUDA
+        device.
 
         Args:
             kv_cache: the engine's own, `[2, layers, blocks, block_size, heads, dim]`, any dtype and device. One process
                 holds all of it: with tensor parallelism leave it out.
             host_blocks: blocks that the host keeps; 0 for none.
+            moves: most blocks that move when a sequence leaves; 0 for none.
 
         Raises:
             SequenceStateError: sequences have blocks already.
-            InvalidArgumentError: `host_blocks` is out of range.
+            InvalidArgumentError: `host_blocks` or `moves` is negative.
             LayoutError: the tensor has another shape, or other numbers of blocks or slots.
         """
         if self._running:
             raise SequenceStateError(f"{len(self._running)} sequences have blocks: attach before the first one")
+        if moves < 0:
+            raise InvalidArgumentError(f"moves is {moves}, must be at least 0")
         cache = KVTensor(kv_cache, host_blocks=host_blocks)
         if (cache.num_blocks, cache.layout.block_size) != (self.num_blocks, self.block_size):
             raise LayoutError(
                 f"the KV tensor has {cache.num_blocks} blocks of {cache.layout.block_size}, "
                 f"the manager {self.num_blocks} of {self.block_size}"
             )
-        self.manager, self.executor = self._books(host_blocks), cache
+        self.manager, self.executor, self.moves = self._books(host_blocks), cache, moves
 
     @property
     def free_block_ids(self) -> list[int]:
@@ -186,13 +195,15 @@ class BlockManager:
         Raises:
             UnknownSequenceError: its blocks are not from here.
         """
-        if id(seq) in self._running or seq.block_table:
-            entry = self._entry(seq)
+        entry = self._entry(seq) if seq.block_table or id(seq) in self._running else None
+        if entry is not None:
             self._publish(entry, self._certain(entry))
             self.manager.free([entry.handle])
             del self._running[id(seq)]
         seq.block_table.clear()
         seq.num_cached_tokens = 0
+        if entry is not None and self.moves:
+            self.defragment(max_moves=self.moves)
 
     # ---- tokens ----
 
@@ -240,6 +251,37 @@ class BlockManager:
         if computed > entry.tokens:
             raise InvalidArgumentError(f"{computed} tokens are computed, the sequence has blocks for {entry.tokens}")
         self._publish(entry, computed)
+
+    def defragment(self, goal: Goal = "dense", number: int = 0, *, max_moves: int = 512) -> int:
+        """Move blocks of the KV tensor towards a goal, and rewrite the block tables of the sequences that have them.
+
+        Call it between steps: after the model was queued with one list of block tables, before the next is read.
+
+        Args:
+            goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
+                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+            number: see above, in blocks.
+            max_moves: most blocks to move.
+
+        Returns:
+            Blocks that have moved, cached ones too; call again until there are none.
+
+        Raises:
+            SequenceStateError: no KV tensor is attached.
+            InvalidArgumentError: there is no such goal, or a page has no blocks.
+        """
+        if self.executor is None:
+            raise SequenceStateError("blocks are to be moved, and no KV tensor is attached")
+        # What the step before wrote counts as being filled; here it is queued, and moves come after it.
+        self._land(())
+        self._land(())
+        before = self.stats.moved_blocks
+        if not self.manager.defragment(goal, number, max_moves=max_moves).planned:
+            return 0
+        self._land(())
+        for entry in self._running.values():
+            self._show(entry)
+        return self.stats.moved_blocks - before
 
     # ---- below the surface ----
 

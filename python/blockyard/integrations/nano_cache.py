@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from blockyard._core import Pairs, StepDecision
@@ -13,6 +12,7 @@ from blockyard.layout import KVLayout
 from blockyard.transfer import ops
 from blockyard.transfer.caches import as_tensor
 from blockyard.transfer.cuda import check_device, op_library
+from blockyard.transfer.hostpool import HostPool
 
 KIND: Final = "kv layers blocks tokens heads dim"
 """Dimensions of the KV tensor, outermost first."""
@@ -25,9 +25,14 @@ class KVTensor:
 
     Args:
         kv_cache: the engine's own, `[2, layers, blocks, block_size, heads, dim]`, any dtype and device.
-        host_blocks: blocks that the host keeps, page-locked with a CUDA device.
+        host_blocks: blocks that the host keeps, made ready in the background; page-locked with a CUDA device.
+
+    Attributes:
+        num_blocks: blocks of the tensor.
+        host_rows: uint8 `[host_blocks, bytes_per_block]`, keys and values of all layers side by side.
 
     Raises:
+        HostMemoryError: the system does not give so much memory.
         InvalidArgumentError: the number of host blocks is negative.
         LayoutError: the tensor has another shape, or its blocks are not whole.
         OpLibraryError: the op library has no code for this device.
@@ -40,8 +45,8 @@ class KVTensor:
             check_device(kv_cache.device, op_library())
         self.layout = KVLayout.from_tensors([kv_cache], kind=KIND)
         self.num_blocks = self.layout.num_blocks(kv_cache)
-        shape = (host_blocks, self.layout.bytes_per_block)
-        self.host_rows = torch.zeros(shape, dtype=torch.uint8, pin_memory=kv_cache.is_cuda)
+        self._pool = HostPool.for_device(host_blocks, self.layout.bytes_per_block, kv_cache.device)
+        self.host_rows = self._pool.rows
         self._device, self._host = self.layout.views([kv_cache]), self.layout.row_views(self.host_rows)
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
@@ -54,11 +59,19 @@ class KVTensor:
             The pairs that did not land: none.
 
         Raises:
+            HostMemoryError: memory of the host cannot be made ready.
             MappingError: an id is out of range, or a transfer is of the external tier.
         """
         for kind, pairs in decision.transfers():
+            self._await_host(pairs)
             self._transfer(kind, as_tensor(pairs.ids))
         return []
+
+    def _await_host(self, pairs: Pairs) -> None:
+        """Wait until the blocks of the host that are named are ready; those out of range are refused later."""
+        for column, tier in enumerate((pairs.src, pairs.dst)):
+            if tier == "host" and len(pairs):
+                self._pool.wait(min(int(pairs.ids[:, column].max()) + 1, self._pool.num_blocks))
 
     def _transfer(self, kind: str, pairs: Tensor) -> None:
         if kind == "swap_out":
