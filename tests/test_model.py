@@ -27,6 +27,7 @@ NOT_MODELLED = {
     "blocks_to_allocate",
     "cached_tokens",
     "common_computed_blocks",
+    "defragment",
     "expire",
     "free_block_ids",
     "groups",

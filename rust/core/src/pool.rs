@@ -16,6 +16,7 @@ use cached::Cache;
 
 mod bulk;
 mod cached;
+mod places;
 mod publish;
 mod quota;
 mod snapshot;
@@ -82,6 +83,8 @@ pub struct Pool {
     peak: usize,
     /// Where events are on: what was removed and not yet gathered.
     removals: Option<Box<Removals>>,
+    /// Where blocks have been asked to move.
+    moves: Option<Box<places::Moves>>,
 }
 
 impl Pool {
@@ -106,7 +109,19 @@ impl Pool {
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
         let orphans = Vec::new();
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, removals: None })
+        Ok(Self {
+            tier,
+            blocks,
+            nodes,
+            free,
+            draining,
+            cache,
+            orphans,
+            evictions: 0,
+            peak: 0,
+            removals: None,
+            moves: None,
+        })
     }
 
     /// The tier that the blocks are in.
@@ -223,6 +238,9 @@ impl Pool {
         self.open(&out[first..], leases);
         let ready = out.len() - first;
         if ready == count {
+            if self.moves.is_some() {
+                self.note_taken(&out[first..]);
+            }
             self.note_peak();
             return false;
         }
@@ -237,6 +255,7 @@ impl Pool {
         for &block in &out[first + ready..] {
             self.nodes[block.index()].drains |= leases;
         }
+        self.note_taken(&out[first..]);
         self.note_peak();
         drained
     }
@@ -255,6 +274,7 @@ impl Pool {
             self.nodes.resize(grown(block, self.nodes.capacity()), Node::default());
         }
         self.nodes[block.index()].refs = 1;
+        self.note_written(block);
     }
 
     /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
@@ -319,6 +339,7 @@ impl Pool {
             LeaseKind::Drain => node.drains += 1,
             LeaseKind::Write => node.drains |= WRITING,
         }
+        self.refresh(block);
         Ok(())
     }
 
@@ -333,6 +354,8 @@ impl Pool {
         if node.refs == 0 {
             self.begin_chain();
             self.settle(block, true);
+        } else {
+            self.refresh(block);
         }
     }
 
@@ -366,6 +389,7 @@ impl Pool {
         } else if node.is_draining() {
             self.draining.insert(block);
         }
+        self.refresh(block);
     }
 
     /// What does not hold about one block, given the references and leases counted from outside.
@@ -387,7 +411,7 @@ impl Pool {
         } else if refs == 0 && node.tag == 0 && node.twin != 0 {
             "a twin without bytes".to_owned()
         } else {
-            return None;
+            self.check_place(block, node)?
         };
         Some(format!("{} block {block}: {what}", self.tier))
     }

@@ -12,6 +12,7 @@ mod batch;
 mod chunk;
 mod groups;
 mod hostcache;
+mod moves;
 mod pass;
 mod pin;
 mod prefix;
@@ -40,6 +41,7 @@ use twins::{link, part_orphans, release, release_all, take, unlink};
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use groups::Demand;
+pub use moves::{MoveStats, Moves};
 pub use pin::Expired;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use stats::{Stats, TierUse};
@@ -109,6 +111,7 @@ pub struct Manager {
     stats: PrefixStats,
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
+    moved: MoveStats,
     events: Option<Box<Events>>,
     pins: pin::Pins,
     tenants: quota::Tenants,
@@ -185,6 +188,7 @@ impl Manager {
             step: OpenStep::default(),
             stats: PrefixStats::default(),
             decided: [0; 7],
+            moved: MoveStats::default(),
             events: None,
             host_cache: None,
             pins: pin::Pins::new(device / 2),

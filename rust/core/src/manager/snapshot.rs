@@ -3,7 +3,7 @@
 use super::pass::Work;
 use super::pin::Pins;
 use super::quota::Tenants;
-use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
+use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
 use crate::group::{Group, Groups, NULL_BLOCK};
@@ -27,6 +27,7 @@ struct Image {
     twins: Vec<(Twin, Twin)>,
     stats: PrefixStats,
     decided: [u64; 7],
+    moved: MoveStats,
     events: Option<EventsImage>,
     pin_limit: usize,
     /// Salts of the tenants with quotas, in the order of their numbers.
@@ -43,7 +44,8 @@ impl Manager {
     /// Tickets are in flight, or pins, which count as such, or the open step has transfers.
     pub fn snapshot(&mut self) -> Result<Vec<u8>> {
         let tickets = self.tickets.in_flight_count() + self.pins.len();
-        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum::<usize>();
+        let pairs = pairs + self.tickets.open_moves().len();
         if tickets > 0 || pairs > 0 {
             return Err(Error::Busy { tickets, pairs });
         }
@@ -59,6 +61,7 @@ impl Manager {
             step,
             stats,
             decided,
+            moved,
             events: _,
             // Without tickets nothing is promised; that the host is a cache, its pool says.
             host_cache: _,
@@ -87,6 +90,7 @@ impl Manager {
             twins,
             stats: *stats,
             decided: *decided,
+            moved: *moved,
             events,
             pin_limit: pins.limit(),
             salts: tenants.all().iter().map(|(salt, _)| *salt).collect(),
@@ -118,6 +122,7 @@ impl Image {
             twins,
             stats,
             decided,
+            moved,
             events,
             pin_limit,
             salts,
@@ -134,7 +139,7 @@ impl Image {
         if stats.hit_blocks > stats.blocks || stats.hit_tokens > stats.tokens {
             return Err(format!("{} of {} blocks were found", stats.hit_blocks, stats.blocks));
         }
-        if stats.counters().into_iter().chain(decided).any(|counter| counter > MAX_COUNT) {
+        if stats.counters().into_iter().chain(decided).chain(moved.counters()).any(|counter| counter > MAX_COUNT) {
             return Err(format!("a counter is beyond {MAX_COUNT}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
@@ -164,6 +169,7 @@ impl Image {
             step,
             stats,
             decided,
+            moved,
             events,
             host_cache,
             pins: Pins::new(pin_limit),

@@ -57,11 +57,17 @@ impl Pool {
                 self.nodes[indices(&run)].iter_mut().for_each(Node::part);
                 self.free.used_run(run.clone());
                 self.free.insert_run(run);
+                if self.moves.is_some() {
+                    self.refresh_all(blocks);
+                }
             } else {
                 for &block in blocks.iter().rev() {
                     self.nodes[block.index()].part();
                     self.free.used(block);
                     self.free.insert(block);
+                }
+                if self.moves.is_some() {
+                    self.refresh_all(blocks);
                 }
             }
         }
@@ -95,8 +101,9 @@ impl Pool {
         }
         self.free.used_run(run.clone());
         if reads == LeaseKind::Drain {
-            self.draining.insert_run(run);
+            self.draining.insert_run(run.clone());
         }
+        self.refresh_run(run);
     }
 
     /// Ends a lease on each of some neighbours, on the last one first. As [`Pool::end_lease`].
@@ -111,6 +118,7 @@ impl Pool {
             for node in nodes {
                 node.drains &= !WRITING;
             }
+            self.refresh_run(run);
         } else if nodes.iter().all(|node| node.refs | node.tag == 0 && (node.reads, node.drains) == alone) {
             for node in nodes {
                 (node.reads, node.drains) = (0, 0);
@@ -118,7 +126,8 @@ impl Pool {
             if kind == LeaseKind::Drain {
                 self.draining.remove_run(run.clone());
             }
-            self.free.insert_run(run);
+            self.free.insert_run(run.clone());
+            self.refresh_run(run);
         } else {
             for block in run.rev().map(BlockId) {
                 self.end_lease(block, kind);

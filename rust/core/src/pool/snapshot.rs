@@ -41,7 +41,19 @@ impl Pool {
     /// What a snapshot keeps of a pool without leases.
     pub(crate) fn image(&self) -> PoolImage {
         // Named one by one: a new field has to be thought of here. What is left out is made anew by `restore`.
-        let Self { tier: _, blocks, nodes, free, draining: _, cache, orphans: _, evictions, peak, removals: _ } = self;
+        let Self {
+            tier: _,
+            blocks,
+            nodes,
+            free,
+            draining: _,
+            cache,
+            orphans: _,
+            evictions,
+            peak,
+            removals: _,
+            moves: _,
+        } = self;
         let generations = (0..).map(BlockId).take(*blocks).map(|block| self.generation(block)).collect();
         let cache = cache.as_ref().map(|Cache { index, policy }| {
             let published = (0..).map(BlockId).zip(nodes).filter(|(_, node)| node.tag != 0);
