@@ -35,13 +35,21 @@ class Caches:
         num_device_blocks: at least 1.
         num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
         device: where the device's caches live.
+        device_caches: tensors that there are already, as `layout.views` takes them; made here if None.
 
     Raises:
         InvalidArgumentError: a number of blocks is too small.
+        LayoutError: the tensors given do not have the layout, or another number of blocks.
     """
 
     def __init__(
-        self, layout: KVLayout, *, num_device_blocks: int, num_host_blocks: int, device: str | torch.device = "cpu"
+        self,
+        layout: KVLayout,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        device: str | torch.device = "cpu",
+        device_caches: Sequence[Tensor] | None = None,
     ) -> None:
         if num_device_blocks < 1 or num_host_blocks < 0:
             raise InvalidArgumentError(
@@ -51,14 +59,19 @@ class Caches:
         self.device = torch.device(device)
         on_cuda = self.device.type == "cuda"
         shape, dtype = layout.tensor_shape(num_device_blocks), _torch_dtype(layout.dtype)
-        self.device_caches: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)
-        ]
+        self.device_caches: list[Tensor] = (
+            [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)]
+            if device_caches is None
+            else list(device_caches)
+        )
         self.host_cache = torch.zeros((num_host_blocks, layout.bytes_per_block), dtype=torch.uint8, pin_memory=on_cuda)
         self._views: dict[EngineTier, list[Tensor]] = {
             "device": layout.views(self.device_caches),
             "host": layout.row_views(self.host_cache),
         }
+        found = self._views["device"][0]
+        if len(found) != num_device_blocks or found.device.type != self.device.type:
+            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
         self._num_blocks: dict[EngineTier, int] = {"device": num_device_blocks, "host": num_host_blocks}
         self._traffic: dict[tuple[EngineTier, EngineTier], Traffic] = {}
         self._closed = False
