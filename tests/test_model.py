@@ -27,6 +27,7 @@ NOT_MODELLED = {
     "cached_tokens",
     "common_computed_blocks",
     "device_uses",
+    "defragment",
     "expire",
     "free_block_ids",
     "groups",

@@ -17,14 +17,18 @@ use cached::Cache;
 
 mod bulk;
 mod cached;
+mod places;
 mod publish;
 mod quota;
 mod resize;
 mod snapshot;
+mod twin;
 pub(crate) use publish::Published;
 pub use resize::BlockUse;
 pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
+pub(crate) use twin::Twin;
+use twin::decode;
 
 /// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -32,9 +36,6 @@ pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 /// Most leases of one kind on one block.
 const MAX_LEASES: u16 = u16::MAX >> 1;
 const WRITING: u16 = 1 << 15;
-
-/// A copy of the same bytes in another tier, so that sharing survives a swap.
-pub(crate) type Twin = (Tier, BlockId);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Node {
@@ -88,6 +89,8 @@ pub struct Pool {
     tail: Tail,
     /// Where events are on: what was removed and not yet gathered.
     removals: Option<Box<Removals>>,
+    /// Where blocks have been asked to move.
+    moves: Option<Box<places::Moves>>,
 }
 
 impl Pool {
@@ -112,7 +115,20 @@ impl Pool {
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
         let (orphans, tail) = (Vec::new(), Tail::default());
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, tail, removals: None })
+        Ok(Self {
+            tier,
+            blocks,
+            nodes,
+            free,
+            draining,
+            cache,
+            orphans,
+            evictions: 0,
+            peak: 0,
+            tail,
+            removals: None,
+            moves: None,
+        })
     }
 
     /// The tier that the blocks are in.
@@ -217,6 +233,9 @@ impl Pool {
         self.open(&out[first..], leases);
         let ready = out.len() - first;
         if ready == count {
+            if self.moves.is_some() {
+                self.note_taken(&out[first..]);
+            }
             self.note_peak();
             return false;
         }
@@ -231,6 +250,7 @@ impl Pool {
         for &block in &out[first + ready..] {
             self.nodes[block.index()].drains |= leases;
         }
+        self.note_taken(&out[first..]);
         self.note_peak();
         drained
     }
@@ -249,6 +269,7 @@ impl Pool {
             self.nodes.resize(grown(block, self.nodes.capacity()), Node::default());
         }
         self.nodes[block.index()].refs = 1;
+        self.note_written(block);
     }
 
     /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
@@ -316,6 +337,7 @@ impl Pool {
             LeaseKind::Drain => node.drains += 1,
             LeaseKind::Write => node.drains |= WRITING,
         }
+        self.refresh(block);
         Ok(())
     }
 
@@ -328,11 +350,12 @@ impl Pool {
             LeaseKind::Write => node.drains &= !WRITING,
         }
         if node.refs > 0 {
-            return;
+            return self.refresh(block);
         }
         let leased = node.is_leased();
         if self.is_beyond(block) {
             self.let_go(usize::from(!leased));
+            self.refresh(block);
         } else {
             self.begin_chain();
             self.settle(block, true);
@@ -342,16 +365,6 @@ impl Pool {
     /// Room for more read leases on a block.
     pub(crate) fn lease_room(&self, block: BlockId) -> usize {
         usize::from(MAX_LEASES - self.nodes[block.index()].reads)
-    }
-
-    /// The copy of the block's bytes in another tier.
-    pub(crate) fn twin(&self, block: BlockId) -> Option<Twin> {
-        decode(self.node(block).twin)
-    }
-
-    /// Sets or clears the twin; returns the one before.
-    pub(crate) fn set_twin(&mut self, block: BlockId, twin: Option<Twin>) -> Option<Twin> {
-        decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
     }
 
     /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
@@ -369,6 +382,7 @@ impl Pool {
         } else if node.is_draining() {
             self.draining.insert(block);
         }
+        self.refresh(block);
     }
 
     /// What does not hold about one block, given the references and leases counted from outside.
@@ -393,20 +407,10 @@ impl Pool {
         } else if refs == 0 && node.tag == 0 && node.twin != 0 {
             "a twin without bytes".to_owned()
         } else {
-            return None;
+            self.check_place(block, node)?
         };
         Some(format!("{} block {block}: {what}", self.tier))
     }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a tier's index is below 3")]
-fn encode(twin: Option<Twin>) -> u32 {
-    twin.map_or(0, |(tier, block)| ((tier.index() as u32) << 30 | block.0) + 1)
-}
-
-fn decode(word: u32) -> Option<Twin> {
-    let word = word.checked_sub(1)?;
-    Some((Tier::ALL[(word >> 30) as usize], BlockId(word & ((1 << 30) - 1))))
 }
 
 #[cfg(test)]
@@ -421,16 +425,6 @@ mod tests {
         let mut out = Vec::new();
         pool.take(count, &mut out);
         out
-    }
-
-    #[test]
-    fn twins_of_every_tier_and_the_highest_id_survive_encoding() {
-        for tier in Tier::ALL {
-            for id in [0, 1, u32::try_from(MAX_BLOCKS).unwrap()] {
-                assert_eq!(decode(encode(Some((tier, BlockId(id))))), Some((tier, BlockId(id))));
-            }
-        }
-        assert_eq!(decode(encode(None)), None);
     }
 
     #[test]

@@ -25,6 +25,8 @@ mod groups;
 mod keep;
 #[path = "manager/memory.rs"]
 mod memory;
+#[path = "manager/moves.rs"]
+mod moves;
 #[path = "manager/ops.rs"]
 mod ops;
 #[path = "manager/resize.rs"]
@@ -335,6 +337,7 @@ impl World {
             }
             Op::Bound(op) => self.apply_bound(op),
             Op::Keep(op) => self.apply_keep(op),
+            Op::Moves(op) => self.apply_moves(op),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);

@@ -104,6 +104,7 @@ impl Pool {
             cache.policy.resize(blocks);
         }
         self.lower_tail();
+        self.resize_places(former);
     }
 
     fn shrink(&mut self, former: usize) {
@@ -155,7 +156,14 @@ impl Pool {
         self.tail.live -= 1;
         self.tail.held += usize::from(self.nodes[block.index()].is_leased());
         self.lower_tail();
+        self.refresh(block);
         twin
+    }
+
+    /// A block beyond the end that had so many references has moved.
+    pub(super) fn left(&mut self, refs: u32) {
+        self.tail.live -= usize::from(refs > 0);
+        self.lower_tail();
     }
 
     /// The last leases on so many unreferenced blocks beyond the end are gone.
