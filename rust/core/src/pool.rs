@@ -1,7 +1,8 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
+//! but drains it is in `draining`; else its leases hold it. Beyond the end of a pool that has shrunk it is in none of
+//! them, and none of its bytes are findable. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
 //! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
@@ -18,8 +19,11 @@ mod bulk;
 mod cached;
 mod publish;
 mod quota;
+mod resize;
 mod snapshot;
 pub(crate) use publish::Published;
+pub use resize::BlockUse;
+pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
 
 /// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
@@ -80,6 +84,8 @@ pub struct Pool {
     evictions: u64,
     /// Most blocks that were not free at once.
     peak: usize,
+    /// What is in use beyond the end, where the pool has shrunk.
+    tail: Tail,
     /// Where events are on: what was removed and not yet gathered.
     removals: Option<Box<Removals>>,
 }
@@ -105,8 +111,8 @@ impl Pool {
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
-        let orphans = Vec::new();
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, removals: None })
+        let (orphans, tail) = (Vec::new(), Tail::default());
+        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, tail, removals: None })
     }
 
     /// The tier that the blocks are in.
@@ -125,18 +131,6 @@ impl Pool {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
-    }
-
-    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted.
-    #[must_use]
-    pub fn free(&self) -> usize {
-        self.free.len() + self.evictable()
-    }
-
-    /// Free blocks, and those that device work ordered after their readers may have.
-    #[must_use]
-    pub fn available(&self) -> usize {
-        self.free() + self.draining.len()
     }
 
     /// Free blocks that hold nothing findable, in the order in which they are given out; nothing is taken.
@@ -271,7 +265,7 @@ impl Pool {
 
     /// Notes how many blocks are not free, where a call has made them more.
     pub(crate) fn note_peak(&mut self) {
-        self.peak = self.peak.max(self.len() - self.free());
+        self.peak = self.peak.max(self.used());
     }
 
     /// Adds references to a block that has some.
@@ -296,6 +290,9 @@ impl Pool {
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.free.used(block);
+        if self.is_beyond(block) {
+            return self.leave(block).or(twin);
+        }
         self.settle(block, false);
         twin
     }
@@ -330,7 +327,13 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        if node.refs == 0 {
+        if node.refs > 0 {
+            return;
+        }
+        let leased = node.is_leased();
+        if self.is_beyond(block) {
+            self.let_go(usize::from(!leased));
+        } else {
             self.begin_chain();
             self.settle(block, true);
         }
@@ -372,17 +375,20 @@ impl Pool {
     pub(crate) fn check(&self, block: BlockId, refs: u32, leases: [u16; 3]) -> Option<String> {
         let node = self.node(block);
         let found = [node.drains & !WRITING, node.reads, u16::from(node.drains & WRITING != 0)];
+        let idle = refs == 0 && !node.is_leased() && !self.is_beyond(block);
         let what = if node.refs != refs {
             format!("{} references, counted {refs}", node.refs)
         } else if found != leases {
             format!("leases [drain, read, write] {found:?}, counted {leases:?}")
-        } else if self.free.contains(block) != (refs == 0 && !node.is_leased() && node.tag == 0) {
+        } else if self.is_beyond(block) && refs == 0 && node.tag != 0 {
+            "findable, unused and beyond the end".to_owned()
+        } else if self.free.contains(block) != (idle && node.tag == 0) {
             format!("free is {}", self.free.contains(block))
-        } else if self.is_evictable(block) != (refs == 0 && !node.is_leased() && node.tag != 0) {
+        } else if self.is_evictable(block) != (idle && node.tag != 0) {
             format!("evictable is {}", self.is_evictable(block))
         } else if self.finds(block) != (node.tag != 0) {
             format!("found by its key is {}", self.finds(block))
-        } else if self.draining.contains(block) != node.is_draining() {
+        } else if self.draining.contains(block) != (node.is_draining() && !self.is_beyond(block)) {
             format!("draining is {}", self.draining.contains(block))
         } else if refs == 0 && node.tag == 0 && node.twin != 0 {
             "a twin without bytes".to_owned()
