@@ -7,8 +7,8 @@ Directions: d2h, h2d (page-locked memory), both (d2h and h2d at once, on two str
 cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time until the call returns, for a hundred pieces;
 `loop_host_us_per_100` the loop's. `way` is what the calibrated table chose, `sms` how many multiprocessors that way may
 take, and `ways` has the GB/s of each way that the direction knows. `compute_kept` is the rate of matrix products on
-another stream while copies run, as a part of their rate alone, where copies last long enough to tell. Without a CUDA
-device it says so; that is an error with --require.
+another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is how
+fast host memory is touched and page-locked. Without a CUDA device it says so; that is an error with --require.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 from blockyard.transfer import ops, ways
 from blockyard.transfer.calibrate import calibrate_device
 from blockyard.transfer.cuda import op_library
+from blockyard.transfer.hostpool import HostPool
 
 SIZES = tuple(4096 << step for step in range(11))
 COUNTS = (16, 128, 1024, 8192, 50_000)
@@ -61,10 +62,22 @@ def main() -> int:
             results.append(result)
             print(" ".join(f"{name}={show(value)}" for name, value in result.items()), flush=True)
         torch.cuda.empty_cache()
-    write(
-        arguments.json, {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "results": results}
-    )
+    pool = pool_figures(torch.device("cuda", device))
+    print(" ".join(f"{name}={show(value)}" for name, value in pool.items()))
+    name = torch.cuda.get_device_name(device)
+    write(arguments.json, {"device": name, "torch": torch.__version__, "pool": pool, "results": results})
     return 0
+
+
+def pool_figures(device: torch.device, *, blocks: int = 4096, block_bytes: int = 1 << 20) -> dict[str, float]:
+    """How fast host memory is made ready for a device, and when its first blocks can be used."""
+    start = time.perf_counter()
+    with HostPool.for_device(blocks, block_bytes, device) as pool:
+        first = time.perf_counter() - start
+        pool.wait(blocks)
+        seconds = time.perf_counter() - start
+        pinned = pool.pinned_blocks / blocks
+    return {"pool_first_s": first, "pool_gb_s": blocks * block_bytes / seconds / 1e9, "pool_pinned": pinned}
 
 
 def shapes(*, quick: bool) -> Iterator[tuple[int, int]]:
