@@ -7,8 +7,10 @@ Directions: d2h, h2d (page-locked memory), both (d2h and h2d at once, on two str
 cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time until the call returns, for a hundred pieces;
 `loop_host_us_per_100` the loop's. `way` is what the calibrated table chose, `sms` how many multiprocessors that way may
 take, and `ways` has the GB/s of each way that the direction knows. `compute_kept` is the rate of matrix products on
-another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is how
-fast host memory is touched and page-locked. Without a CUDA device it says so; that is an error with --require.
+another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is
+the rate at which host memory is touched and page-locked.
+
+Without a CUDA device it says so; that is an error with --require.
 """
 
 import argparse
