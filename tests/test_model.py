@@ -24,9 +24,11 @@ def calls(kind: type) -> set[str]:
 # reports is not of it either.
 NOT_MODELLED = {
     "allocate_prompts",
+    "blocks_to_allocate",
     "cached_tokens",
     "common_computed_blocks",
     "device_uses",
+    "defragment",
     "expire",
     "free_block_ids",
     "groups",

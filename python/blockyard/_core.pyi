@@ -519,6 +519,13 @@ class BlockManager:
         self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> int:
         """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
+    def blocks_to_allocate(
+        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> int:
+        """Device blocks that must be free for `allocate_prompts` of one prompt.
+
+        They are new ones, those it loads into, and cached ones that nothing uses: what others use costs nothing.
+        """
     def next_chunk(self, sequence: int, budget: int) -> int:
         """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
 
@@ -585,6 +592,27 @@ class BlockManager:
         """
     def resize_progress(self) -> ResizeProgress:
         """What is in use beyond the device's blocks."""
+    def defragment(self, goal: _Goal, number: int, *, max_moves: int = 512) -> DefragReport:
+        """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
+
+        Nothing else changes before the step's ticket is completed: block tables, slots and cached blocks name the old
+        blocks, which are read and written as ever. Then a target takes the place of its source in all books, unless the
+        source was written, freed or leased meanwhile. Targets are not free from this call on; a move that is cancelled,
+        or whose pair `fail` names, gives its target back and costs nobody a byte. Cached blocks move like others, and
+        keep their place in the order of eviction.
+
+        Args:
+            goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
+                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+            number: see above, in blocks.
+            max_moves: most blocks to move in this step.
+
+        Returns:
+            How many moves are planned, and what stays in the way of the goal.
+
+        Raises:
+            InvalidArgumentError: there is no such goal, or a page has no blocks.
+        """
     def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
         """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
 
@@ -934,7 +962,7 @@ class EventBatch:
 
     KINDS: tuple[str, str, str]
     TIERS: tuple[str, str, str]
-    REASONS: tuple[str, str, str, str]
+    REASONS: tuple[str, str, str, str, str]
     @property
     def first(self) -> int: ...
     @property
@@ -1005,7 +1033,8 @@ class ManagerStats:
     `pinned`, and `quarantined` (held past a deadline).
 
     Transfers count when they are decided; `loaded` blocks were found on the host alone. Blocks and tokens are missed if
-    a prompt did not find them.
+    a prompt did not find them. Moves of `defragment` count when they end: `moved` blocks lie elsewhere now; `cancelled`
+    ones were written, freed or leased meanwhile, and the bytes of `failed` ones did not land.
     """
 
     @property
@@ -1038,6 +1067,12 @@ class ManagerStats:
     def spilled_blocks(self) -> int: ...
     @property
     def fetched_blocks(self) -> int: ...
+    @property
+    def moved_blocks(self) -> int: ...
+    @property
+    def cancelled_moves(self) -> int: ...
+    @property
+    def failed_moves(self) -> int: ...
     @property
     def used_blocks(self) -> dict[_Tier, int]: ...
     @property
@@ -1580,6 +1615,29 @@ def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, ex
 
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 _BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | Sequence[int]
+
+@final
+class DefragReport:
+    """What one `BlockManager.defragment` has decided, in blocks.
+
+    Attributes:
+        planned: moves that the step's decision is going to have; also the report's length.
+        left: moves that the goal needs beyond these.
+        stuck: blocks in the way for which there is no hole.
+        held: blocks in the way that cannot be moved now: they are being filled, or what they hold may turn out lost.
+    """
+
+    @property
+    def planned(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def stuck(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class MovePlan:

@@ -19,6 +19,7 @@ impl Manager {
         let quotas = || self.pool(Tier::Device).check_quotas().map_or(Ok(()), Err);
         self.check_promises()
             .and_then(|()| self.check_pins())
+            .and_then(|()| self.check_moves())
             .and_then(|()| quotas())
             .map_err(|what| Error::Broken { what })?;
         let events = self.events().and_then(|events| events.check(&self.pools));

@@ -23,11 +23,13 @@ pub enum Reason {
     Lost,
     /// It holds other tokens now.
     Replaced,
+    /// Its bytes lie in another block now; that it is stored there is told next.
+    Moved,
 }
 
 impl Reason {
     /// All reasons, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Evicted, Self::Lost, Self::Replaced];
+    pub const ALL: [Self; 4] = [Self::Evicted, Self::Lost, Self::Replaced, Self::Moved];
 
     /// The reason's name in Python.
     #[must_use]
@@ -36,6 +38,7 @@ impl Reason {
             Self::Evicted => "evicted",
             Self::Lost => "lost",
             Self::Replaced => "replaced",
+            Self::Moved => "moved",
         }
     }
 }

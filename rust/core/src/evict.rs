@@ -106,6 +106,14 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// what is known of them.
     fn resize(&mut self, _blocks: usize) {}
 
+    /// The bytes of a block, evictable or not, lie in another from now on, of which nothing is known: that takes its place.
+    /// Unless a policy does better, it takes the place of a block that has just become evictable.
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        if self.remove(from, Departure::Gone) {
+            self.insert(to);
+        }
+    }
+
     /// A copy.
     fn boxed_clone(&self) -> Box<dyn Evictor>;
 }
@@ -291,6 +299,10 @@ impl Policy {
 
     pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
         dispatch!(self, policy => policy.prioritise(block, priority));
+    }
+
+    pub(crate) fn relocate(&mut self, from: BlockId, to: BlockId) {
+        dispatch!(self, policy => policy.relocate(from, to));
     }
 }
 

@@ -17,6 +17,7 @@ use cached::Cache;
 
 mod bulk;
 mod cached;
+mod places;
 mod publish;
 mod quota;
 mod resize;
@@ -88,6 +89,8 @@ pub struct Pool {
     tail: Tail,
     /// Where events are on: what was removed and not yet gathered.
     removals: Option<Box<Removals>>,
+    /// Where blocks have been asked to move.
+    moves: Option<Box<places::Moves>>,
 }
 
 impl Pool {
@@ -111,8 +114,20 @@ impl Pool {
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
-        let (orphans, tail) = (Vec::new(), Tail::default());
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, tail, removals: None })
+        Ok(Self {
+            tier,
+            blocks,
+            nodes,
+            free,
+            draining,
+            cache,
+            orphans: Vec::new(),
+            evictions: 0,
+            peak: 0,
+            tail: Tail::default(),
+            removals: None,
+            moves: None,
+        })
     }
 
     /// The tier that the blocks are in.
@@ -217,6 +232,9 @@ impl Pool {
         self.open(&out[first..], leases);
         let ready = out.len() - first;
         if ready == count {
+            if self.moves.is_some() {
+                self.note_taken(&out[first..]);
+            }
             self.note_peak();
             return false;
         }
@@ -231,6 +249,7 @@ impl Pool {
         for &block in &out[first + ready..] {
             self.nodes[block.index()].drains |= leases;
         }
+        self.note_taken(&out[first..]);
         self.note_peak();
         drained
     }
@@ -249,6 +268,7 @@ impl Pool {
             self.nodes.resize(grown(block, self.nodes.capacity()), Node::default());
         }
         self.nodes[block.index()].refs = 1;
+        self.note_written(block);
     }
 
     /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
@@ -316,6 +336,7 @@ impl Pool {
             LeaseKind::Drain => node.drains += 1,
             LeaseKind::Write => node.drains |= WRITING,
         }
+        self.refresh(block);
         Ok(())
     }
 
@@ -327,12 +348,10 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        if node.refs > 0 {
-            return;
-        }
-        let leased = node.is_leased();
-        if self.is_beyond(block) {
-            self.let_go(usize::from(!leased));
+        let (live, leased) = (node.refs > 0, node.is_leased());
+        if live || self.is_beyond(block) {
+            self.let_go(usize::from(!live && !leased));
+            self.refresh(block);
         } else {
             self.begin_chain();
             self.settle(block, true);
@@ -369,6 +388,7 @@ impl Pool {
         } else if node.is_draining() {
             self.draining.insert(block);
         }
+        self.refresh(block);
     }
 
     /// What does not hold about one block, given the references and leases counted from outside.
@@ -393,7 +413,7 @@ impl Pool {
         } else if refs == 0 && node.tag == 0 && node.twin != 0 {
             "a twin without bytes".to_owned()
         } else {
-            return None;
+            self.check_place(block, node)?
         };
         Some(format!("{} block {block}: {what}", self.tier))
     }

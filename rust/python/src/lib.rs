@@ -12,6 +12,7 @@ mod fill;
 mod group;
 mod hostcache;
 mod manager;
+mod moves;
 mod pair;
 mod pin;
 mod plan;
@@ -47,6 +48,8 @@ mod _core {
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
+    #[pymodule_export]
+    use crate::moves::PyDefragReport;
     #[pymodule_export]
     use crate::pair::PyAllocatorPair;
     #[pymodule_export]

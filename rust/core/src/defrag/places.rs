@@ -68,6 +68,14 @@ impl Places {
         }
     }
 
+    /// Says what neighbours are from now on; they must be below the capacity.
+    pub(crate) fn set_run(&mut self, run: Range<u32>, place: Place) {
+        for other in [Place::Hole, Place::Live, Place::Fixed].into_iter().filter(|&other| other != place) {
+            self.of_mut(other).remove_run(run.clone());
+        }
+        self.of_mut(place).insert_run(run);
+    }
+
     /// Live neighbours become holes.
     pub(super) fn free_run(&mut self, run: Range<u32>) {
         self.live.remove_run(run.clone());

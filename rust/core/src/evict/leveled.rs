@@ -82,6 +82,13 @@ impl Leveled {
         self.deadlines[block.index()] = self.now;
     }
 
+    /// Puts another block in the place of one.
+    pub(crate) fn rename(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.deadlines[to.index()] = self.deadlines[from.index()];
+        self.forget(from);
+    }
+
     /// Takes out the block with the earliest deadline.
     pub(crate) fn pop(&mut self) -> Option<BlockId> {
         let mut first: Option<(i64, usize)> = None;

@@ -52,6 +52,10 @@ impl Evictor for Lru {
         self.0.make_room(blocks);
     }
 
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.0.rename(from, to);
+    }
+
     fn boxed_clone(&self) -> Box<dyn Evictor> {
         Box::new(self.clone())
     }
@@ -113,6 +117,11 @@ impl Evictor for Priority {
     fn prioritise(&mut self, block: BlockId, priority: u8) {
         let wanted = &mut self.wanted[block.index()];
         *wanted = (*wanted).max(priority.min(MAX_PRIORITY));
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.levels.rename(from, to);
+        self.wanted[to.index()] = std::mem::take(&mut self.wanted[from.index()]);
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {
@@ -235,6 +244,12 @@ impl Evictor for Adaptive {
 
     fn hold(&mut self, block: BlockId) {
         self.levels.hold(block);
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.levels.rename(from, to);
+        self.hits[to.index()] = std::mem::take(&mut self.hits[from.index()]);
+        self.classes[to.index()] = self.classes[from.index()];
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {

@@ -165,6 +165,12 @@ impl Evictor for Quotas {
         self.inner.prioritise(block, priority);
     }
 
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.owners[to.index()] = std::mem::take(&mut self.owners[from.index()]);
+        self.inner.relocate(from, to);
+    }
+
     fn boxed_clone(&self) -> Box<dyn Evictor> {
         Box::new(self.clone())
     }

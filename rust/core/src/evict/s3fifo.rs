@@ -131,6 +131,12 @@ impl Evictor for S3Fifo {
         *hits = (*hits).max(self.floor);
     }
 
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.hits[to.index()] = std::mem::take(&mut self.hits[from.index()]);
+        self.tags[to.index()] = self.tags[from.index()];
+    }
+
     fn boxed_clone(&self) -> Box<dyn Evictor> {
         Box::new(self.clone())
     }

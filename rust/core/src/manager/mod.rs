@@ -12,6 +12,7 @@ mod batch;
 mod chunk;
 mod groups;
 mod hostcache;
+mod moves;
 mod pass;
 mod pin;
 mod prefix;
@@ -42,6 +43,7 @@ use twins::{link, part_orphans, release, release_all, take, unlink};
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use groups::Demand;
+pub use moves::{MoveStats, Moves};
 pub use pin::Expired;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use resize::Resize;
@@ -113,6 +115,7 @@ pub struct Manager {
     stats: PrefixStats,
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
+    moved: MoveStats,
     events: Option<Box<Events>>,
     pins: pin::Pins,
     tenants: quota::Tenants,
@@ -183,6 +186,7 @@ impl Manager {
             step: OpenStep::default(),
             stats: PrefixStats::default(),
             decided: [0; 7],
+            moved: MoveStats::default(),
             events: None,
             host_cache: None,
             pins: pin::Pins::new(0.5, device),

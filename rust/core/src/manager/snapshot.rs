@@ -4,7 +4,7 @@ use super::pass::Work;
 use super::pin::Pins;
 use super::quota::Tenants;
 use super::resize::share;
-use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
+use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
 use crate::group::{Group, Groups, NULL_BLOCK};
@@ -29,6 +29,7 @@ struct Image {
     twins: Vec<(Twin, Twin)>,
     stats: PrefixStats,
     decided: [u64; 7],
+    moved: MoveStats,
     events: Option<EventsImage>,
     /// Fraction of the device's blocks.
     pin_limit: f64,
@@ -46,7 +47,8 @@ impl Manager {
     /// Tickets are in flight, or pins, which count as such, or the open step has transfers.
     pub fn snapshot(&mut self) -> Result<Vec<u8>> {
         let tickets = self.tickets.in_flight_count() + self.pins.len();
-        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum::<usize>();
+        let pairs = pairs + self.tickets.open_moves().len();
         if tickets > 0 || pairs > 0 {
             return Err(Error::Busy { tickets, pairs });
         }
@@ -63,6 +65,7 @@ impl Manager {
             step,
             stats,
             decided,
+            moved,
             events: _,
             // Without tickets nothing is promised; that the host is a cache, its pool says.
             host_cache: _,
@@ -91,6 +94,7 @@ impl Manager {
             twins,
             stats: *stats,
             decided: *decided,
+            moved: *moved,
             events,
             pin_limit: pins.fraction(),
             salts: tenants.all().iter().map(|(salt, _)| *salt).collect(),
@@ -122,6 +126,7 @@ impl Image {
             twins,
             stats,
             decided,
+            moved,
             events,
             pin_limit,
             salts,
@@ -138,7 +143,7 @@ impl Image {
         if stats.hit_blocks > stats.blocks || stats.hit_tokens > stats.tokens {
             return Err(format!("{} of {} blocks were found", stats.hit_blocks, stats.blocks));
         }
-        if stats.counters().into_iter().chain(decided).any(|counter| counter > MAX_COUNT) {
+        if stats.counters().into_iter().chain(decided).chain(moved.counters()).any(|counter| counter > MAX_COUNT) {
             return Err(format!("a counter is beyond {MAX_COUNT}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
@@ -169,6 +174,7 @@ impl Image {
             step,
             stats,
             decided,
+            moved,
             events,
             host_cache,
             pins: Pins::new(pin_limit, sizes[0]),

@@ -59,11 +59,17 @@ impl Pool {
                 self.nodes[indices(&run)].iter_mut().for_each(Node::part);
                 self.free.used_run(run.clone());
                 self.free.insert_run(run);
+                if self.moves.is_some() {
+                    self.refresh_all(blocks);
+                }
             } else {
                 for &block in blocks.iter().rev() {
                     self.nodes[block.index()].part();
                     self.free.used(block);
                     self.free.insert(block);
+                }
+                if self.moves.is_some() {
+                    self.refresh_all(blocks);
                 }
             }
         }
@@ -101,6 +107,7 @@ impl Pool {
         if reads == LeaseKind::Drain {
             self.draining.insert_run(run.start..run.end - id(beyond));
         }
+        self.refresh_run(run);
     }
 
     /// Ends a lease on each of some neighbours, on the last one first. As [`Pool::end_lease`].
@@ -115,6 +122,7 @@ impl Pool {
             for node in nodes {
                 node.drains &= !WRITING;
             }
+            self.refresh_run(run);
         } else if nodes.iter().all(|node| node.refs | node.tag == 0 && (node.reads, node.drains) == alone) {
             for node in nodes {
                 (node.reads, node.drains) = (0, 0);
@@ -125,6 +133,7 @@ impl Pool {
             let beyond = self.beyond(&run);
             self.free.insert_run(run.start..run.end - id(beyond));
             self.let_go(beyond);
+            self.refresh_run(run);
         } else {
             for block in run.rev().map(BlockId) {
                 self.end_lease(block, kind);

@@ -43,6 +43,7 @@ impl Pool {
         {
             self.drop_bytes(block);
             self.free.insert(block);
+            self.refresh(block);
         }
     }
 
@@ -52,6 +53,7 @@ impl Pool {
             self.retire(block);
             self.drop_bytes(block);
             self.free.insert(block);
+            self.refresh(block);
         }
     }
 

@@ -104,6 +104,7 @@ impl Pool {
             cache.policy.resize(blocks);
         }
         self.lower_tail();
+        self.resize_places(former);
     }
 
     fn shrink(&mut self, former: usize) {
@@ -152,10 +153,16 @@ impl Pool {
         if twin.is_some() {
             self.orphans.pop();
         }
+        self.leave_beyond(block);
+        twin
+    }
+
+    /// A block beyond the end is referred to no more.
+    pub(super) fn leave_beyond(&mut self, block: BlockId) {
         self.tail.live -= 1;
         self.tail.held += usize::from(self.nodes[block.index()].is_leased());
         self.lower_tail();
-        twin
+        self.refresh(block);
     }
 
     /// The last leases on so many unreferenced blocks beyond the end are gone.

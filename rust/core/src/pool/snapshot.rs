@@ -61,6 +61,7 @@ impl Pool {
             peak,
             tail: _,
             removals: _,
+            moves: _,
         } = self;
         let generations = (0..).map(BlockId).take(self.extent()).map(|block| self.generation(block)).collect();
         let cache = cache.as_ref().map(|Cache { index, policy }| {
