@@ -389,7 +389,8 @@ class BlockManager:
         prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
         reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
             ids never used, then the one that came free first. `"lru"`: ids never used, then the one whose last use
-            ended first.
+            ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks that has the fewest free
+            ones; pages in use are filled before one is opened, so that whole pages can be given back.
         eviction: which cached block goes first, once none is free. `"lru"`: the least recently used. `"s3fifo"`: those
             never hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and, before the
             first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
@@ -417,7 +418,7 @@ class BlockManager:
         external_blocks: int = 0,
         watermark: float = 0.01,
         prefix_caching: bool = False,
-        reuse_order: Literal["lowest", "fifo", "lru"] = "lowest",
+        reuse_order: str = "lowest",
         eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
         events: int = 0,
         sliding_window: int | None = None,
