@@ -4,15 +4,15 @@
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
 //! references may still hold what its id is cached for; it is *blank* once the caller has said that it does not.
 
-use super::goal::Goal;
 use super::places::{Place, Places};
-use super::plan::Plan;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
+
+mod steps;
 
 /// Blocks that stay where they are for a reader outside of the books.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -314,38 +314,6 @@ impl Observer {
                         self.places.set(BlockId(block), place);
                     }
                 }
-            }
-        }
-        Ok(())
-    }
-
-    /// The moves that the goal asks for now; nothing changes until [`Observer::commit`].
-    #[must_use]
-    pub fn plan(&self, goal: Goal, budget: usize) -> Plan {
-        self.places.plan(goal, budget)
-    }
-
-    /// Whether a block is a hole whose bytes nobody will read: it can be moved into one way.
-    #[must_use]
-    pub fn is_blank(&self, block: BlockId) -> bool {
-        self.blank.contains(block)
-    }
-
-    /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if the plan no longer fits the books; nothing has changed.
-    pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
-        self.places.check_pairs(pairs)?;
-        for &[from, to] in pairs {
-            let (id, other) = (self.blocks[from as usize].id, self.blocks[to as usize].id);
-            self.link(id, to);
-            self.link(other, from);
-            self.swap_counts(from, to);
-            self.places.set(BlockId(from), Place::Hole);
-            self.places.set(BlockId(to), Place::Live);
-            if self.blank.remove(BlockId(to)) {
-                self.blank.insert(BlockId(from));
             }
         }
         Ok(())
