@@ -168,21 +168,17 @@ impl Observer {
         let mut unused = Vec::with_capacity(ids.len());
         for &id in ids {
             let block = self.forward[id as usize];
-            if self.is_free(block) {
+            let known = &mut self.blocks[block as usize];
+            known.refs += 1;
+            if known.refs == 1 && !self.places.fixed().contains(BlockId(block)) {
                 unused.push(id);
+                self.blank.insert(BlockId(block));
             }
-            self.blocks[block as usize].refs += 1;
-        }
-        for run in runs(unused.iter().map(|&id| self.forward[id as usize])) {
-            self.blank.insert_run(run);
         }
         let mut unused = unused.into_iter();
         for run in self.blank_runs(unused.len()) {
             for (block, id) in run.clone().zip(unused.by_ref()) {
-                let (before, other) = (self.forward[id as usize], self.blocks[block as usize].id);
-                self.link(id, block);
-                self.link(other, before);
-                self.swap_counts(before, block);
+                self.swap_places(self.forward[id as usize], block);
             }
             self.blank.remove_run(run.clone());
             self.places.fill_run(run);
@@ -342,9 +338,12 @@ impl Observer {
         Ok(())
     }
 
-    fn swap_counts(&mut self, a: u32, b: u32) {
-        let refs = self.blocks[a as usize].refs;
-        self.blocks[a as usize].refs = std::mem::replace(&mut self.blocks[b as usize].refs, refs);
+    /// Lets the ids of two blocks change places, with all that is known of them.
+    #[inline]
+    fn swap_places(&mut self, a: u32, b: u32) {
+        self.blocks.swap(a as usize, b as usize);
+        self.forward[self.blocks[a as usize].id as usize] = a;
+        self.forward[self.blocks[b as usize].id as usize] = b;
     }
 
     fn link(&mut self, id: u32, block: u32) {

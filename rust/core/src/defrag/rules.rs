@@ -10,6 +10,8 @@ use std::ops::Range;
 
 /// How many runs of holes are looked at beyond those that are needed, in search of a better fit.
 const SPARE_RUNS: usize = 64;
+/// The same for plans of few moves, beyond their number.
+const FEW_RUNS: usize = 8;
 /// How many holes are looked at, beyond a multiple of those needed, in search of some that cost less to enter.
 const SPARE_HOLES: usize = 1024;
 
@@ -139,7 +141,7 @@ impl<'a, F: Facts> Rules<'a, F> {
     /// Adds holes of a range until `holes` has `count` that are entered by a move, and some more to choose from, or
     /// enough of all kinds and it has looked long enough. Returns whether that is so.
     pub(super) fn find_holes(&self, places: &Places, range: Range<u32>, count: usize, holes: &mut HoleRuns) -> bool {
-        let (mut spare, mut looked) = (0, 0);
+        let (mut spare, mut looked, most_spare) = (0, 0, SPARE_RUNS.min(count + FEW_RUNS));
         let most = count.saturating_mul(16).saturating_add(SPARE_HOLES);
         let longest = u32::try_from(count).unwrap_or(u32::MAX).max(1);
         let mut from = range.start;
@@ -151,7 +153,7 @@ impl<'a, F: Facts> Rules<'a, F> {
             (from, looked) = (run.end, looked + run.len());
             run.for_each(|hole| holes.push(self.entry(places, hole), hole..hole + 1));
             spare += usize::from(holes.found[0] >= count);
-            if (count == 1 && spare > 0) || spare > SPARE_RUNS || (looked > most && holes.len() >= count) {
+            if (count == 1 && spare > 0) || spare > most_spare || (looked > most && holes.len() >= count) {
                 return true;
             }
         }

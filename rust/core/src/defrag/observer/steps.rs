@@ -77,10 +77,7 @@ impl Observer {
     pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
         self.places.check_pairs(pairs)?;
         for &[from, to] in pairs {
-            let (id, other) = (self.blocks[from as usize].id, self.blocks[to as usize].id);
-            self.link(id, to);
-            self.link(other, from);
-            self.swap_counts(from, to);
+            self.swap_places(from, to);
             self.places.set(BlockId(from), Place::Hole);
             self.places.set(BlockId(to), Place::Live);
             if self.blank.remove(BlockId(to)) {
