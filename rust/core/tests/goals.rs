@@ -4,6 +4,7 @@
 use blockyard_core::defrag::{Budget, Entry, Facts, Goal, Place, Places, Plain, Plan, Planner, Wanted, runs};
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
+use std::cell::Cell;
 use std::collections::HashMap;
 
 fn places(states: &[u8]) -> Places {
@@ -293,6 +294,46 @@ proptest! {
         let goal = Goal::EmptyPages(page);
         prop_assert_eq!(watched.plan(goal, budget), counted.plan(goal, budget));
         prop_assert_eq!(watched.excess(goal), counted.excess(goal));
+    }
+}
+
+/// Counts how many blocks a plan asks about.
+#[derive(Default)]
+struct Counted(Cell<usize>);
+
+impl Counted {
+    fn count(&self) {
+        self.0.set(self.0.get() + 1);
+    }
+}
+
+impl Facts for Counted {
+    fn entry(&self, _hole: BlockId) -> Entry {
+        self.count();
+        Entry::Exchange
+    }
+
+    fn is_hot(&self, _live: BlockId) -> bool {
+        self.count();
+        false
+    }
+}
+
+#[test]
+fn a_plan_of_few_moves_looks_at_few_blocks_of_however_many() {
+    for goal in [Goal::Dense(0), Goal::MaxId(1_000_000), Goal::EmptyPages(32), Goal::Contiguous(1)] {
+        let mut places = Places::new(1_048_576);
+        places.set(BlockId(0), Place::Fixed);
+        // All pages are in use but for the last blocks, where four strays are.
+        places.set_run(1..900_000, Place::Live);
+        for stray in [1_048_001, 1_048_100, 1_048_200, 1_048_300] {
+            places.set(BlockId(stray), Place::Live);
+        }
+        let table = [1_048_001, 1_048_100, 1_048_200, 1_048_300].map(BlockId);
+        let facts = Counted::default();
+        let plan = places.plan_all(&[goal], &[&table], &facts, Budget::UNLIMITED);
+        assert!((3..=4).contains(&plan.pairs.len()), "{goal:?}");
+        assert!(facts.0.get() < 5000, "{goal:?} looked at {} blocks", facts.0.get());
     }
 }
 

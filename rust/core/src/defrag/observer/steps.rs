@@ -87,3 +87,26 @@ impl Observer {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::defrag::{Goal, Wanted};
+
+    #[test]
+    fn blank_holes_are_moved_into_before_cached_ones_are_exchanged_and_hot_ids_come_last() -> Result<()> {
+        let mut observer = Observer::new(32, 32);
+        observer.use_ids(&[20, 21, 22, 23])?;
+        observer.forget_ids(&[2, 3])?;
+        let mut planner = Planner::new(&[Wanted::from(Goal::Dense(0))]);
+        let plan = observer.plan(&mut planner, &[], &[23, 22], Budget::of_moves(3))?;
+        assert_eq!((plan.moves(), plan.exchanges()), (&[[20, 2], [21, 3]][..], &[[23, 1]][..]));
+        assert_eq!((plan.writes(), plan.left), (4, 1));
+        observer.commit(&plan.pairs)?;
+        assert_eq!([20, 21, 22, 23].map(|id| observer.resolve(id)), [2, 3, 22, 1]);
+        assert!(!observer.is_blank(BlockId(2)) && observer.is_blank(BlockId(20)) && !observer.is_blank(BlockId(23)));
+        assert!(observer.plan(&mut planner, &[vec![32]], &[], Budget::UNLIMITED).is_err());
+        assert_eq!(observer.runs(&[vec![0, 20, 21, 22], vec![20, 21]])?, (2, 2));
+        observer.check()
+    }
+}
