@@ -100,7 +100,7 @@ impl Manager {
     fn plan_moves(&mut self, goal: Goal, budget: usize, aside: &mut Vec<BlockId>) -> (Vec<[u32; 2]>, Moves) {
         let mut asked = budget;
         for attempt in 1.. {
-            let Plan { mut pairs, left, stuck } =
+            let Plan { mut pairs, left, stuck, .. } =
                 self.pools[0].places().map_or_else(Plan::default, |places| plan(places, goal, asked));
             let before = aside.len();
             for &[from, _] in &pairs {
