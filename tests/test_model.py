@@ -30,6 +30,7 @@ NOT_MODELLED = {
     "device_uses",
     "defragment",
     "expire",
+    "fragmentation",
     "free_block_ids",
     "groups",
     "iter_free_blocks",

@@ -31,7 +31,8 @@ def test_blocks_move_once_their_ticket_is_completed() -> None:
     manager = books()
     sequence = holey(manager)
     report = manager.defragment("max_id", 3)
-    assert (report.planned, report.left, report.stuck, report.held, len(report)) == (4, 0, 0, 0, 4)
+    assert (report.planned, report.left, report.stuck, report.held, report.dropped) == (4, 0, 0, 0, 0)
+    assert len(report) == 4
     decision = manager.take_decision()
     assert [kind for kind, _ in decision.transfers()] == ["move"]
     assert decision.move[0].ids.tolist() == [[4, 0], [5, 1], [6, 2], [7, 3]]
@@ -49,7 +50,7 @@ def test_the_budget_takes_the_highest_blocks_first_and_says_what_is_left() -> No
     manager = books()
     sequence = holey(manager)
     report = manager.defragment("free_tail", 12, max_moves=1)
-    assert repr(report) == "DefragReport(planned=1, left=3, stuck=0, held=0)"
+    assert repr(report) == "DefragReport(planned=1, left=3, stuck=0, held=0, dropped=0)"
     end(manager)
     assert manager.block_table(sequence).tolist() == [4, 5, 6, 0]
 
@@ -92,6 +93,63 @@ def test_cached_blocks_are_found_where_they_have_moved() -> None:
     handles, cached = manager.allocate_prompts([tokens])
     assert cached.tolist() == [3 * SIZE]
     assert sorted(manager.block_table(handles[0]).tolist()[:3]) == [0, 1, 2]
+
+
+def cached_below(manager: BlockManager) -> int:
+    """Three cached blocks that nothing uses, and a sequence in the two blocks after them."""
+    prompts, _ = manager.allocate_prompts([list(range(3 * SIZE)), [99] * 2 * SIZE])
+    end(manager)
+    manager.mark_computed(prompts)
+    manager.free(prompts[:1])
+    return int(prompts[1])
+
+
+def test_cached_blocks_in_the_way_are_dropped_where_they_may_be() -> None:
+    manager = books(5, prefix_caching=True)
+    sequence = cached_below(manager)
+    assert manager.defragment("max_id", 1).stuck == 3
+    report = manager.defragment("max_id", 1, cached="drop")
+    assert (report.planned, report.stuck, report.dropped) == (2, 0, 3)
+    end(manager)
+    assert manager.block_table(sequence).tolist() == [0, 1]
+    assert manager.cached_tokens(list(range(3 * SIZE + 1))) == 0
+
+
+def test_a_cached_block_that_moves_keeps_its_turn_to_be_evicted() -> None:
+    manager = books(8, prefix_caching=True)
+    first, _ = manager.allocate([3 * SIZE, 0])
+    old, _ = manager.allocate_prompts([[1] * (SIZE + 1)])
+    young, _ = manager.allocate_prompts([[2] * (SIZE + 1)])
+    end(manager)
+    for handles in (old, young):
+        manager.mark_computed(handles)
+        manager.free(handles)
+    manager.free([first])
+    manager.defragment("max_id", 1)
+    end(manager)
+    manager.free(manager.allocate([7 * SIZE]))
+    assert [manager.cached_tokens([n] * (SIZE + 1)) for n in (1, 2)] == [0, SIZE]
+
+
+def test_fragmentation_says_how_blocks_lie() -> None:
+    manager = books()
+    assert repr(manager.fragmentation()) == (
+        "Fragmentation(max_id=None, gap=0, holes=16, empty_pages=0, tables=0, runs=0)"
+    )
+    holey(manager)
+    found = manager.fragmentation(page_blocks=4)
+    assert (found.max_id, found.gap, found.holes, found.empty_pages) == (7, 4, 12, 3)
+    assert (found.tables, found.runs) == (1, 1)
+    manager.defragment("free_tail", 9, max_moves=2)
+    end(manager)
+    assert manager.fragmentation(page_blocks=4).runs == 2
+    with pytest.raises(InvalidArgumentError, match="page_blocks is 0"):
+        manager.fragmentation(page_blocks=0)
+
+
+def test_what_becomes_of_cached_blocks_has_a_name() -> None:
+    with pytest.raises(InvalidArgumentError, match='cached is "burn", must be "move" or "drop"'):
+        books().defragment("dense", 0, cached="burn")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("goal", "number"), [("tidy", 1), ("empty_pages", 0), ("max_id", -1)])

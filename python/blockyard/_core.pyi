@@ -593,26 +593,39 @@ class BlockManager:
         """
     def resize_progress(self) -> ResizeProgress:
         """What is in use beyond the device's blocks."""
-    def defragment(self, goal: _Goal, number: int, *, max_moves: int = 512) -> DefragReport:
+    def defragment(
+        self, goal: _Goal, number: int, *, max_moves: int = 512, cached: Literal["move", "drop"] = "move"
+    ) -> DefragReport:
         """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
 
         Nothing else changes before the step's ticket is completed: block tables, slots and cached blocks name the old
         blocks, which are read and written as ever. Then a target takes the place of its source in all books, unless the
         source was written, freed or leased meanwhile. Targets are not free from this call on; a move that is cancelled,
-        or whose pair `fail` names, gives its target back and costs nobody a byte. Cached blocks move like others, and
-        keep their place in the order of eviction.
+        or whose pair `fail` names, gives its target back and costs nobody a byte.
 
         Args:
             goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
                 low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
             number: see above, in blocks.
             max_moves: most blocks to move in this step.
+            cached: what becomes of cached blocks in the way that no sequence uses. `"move"`: they move like others and
+                keep their place in the order of eviction. `"drop"`: they are evicted, and so are others, the lowest
+                first, where live blocks lack holes.
 
         Returns:
             How many moves are planned, and what stays in the way of the goal.
 
         Raises:
-            InvalidArgumentError: there is no such goal, or a page has no blocks.
+            InvalidArgumentError: there is no such goal or no such policy, or a page has no blocks.
+        """
+    def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation:
+        """How the device's blocks lie, for metrics: takes time that rises with the pool and the block tables.
+
+        Args:
+            page_blocks: blocks of a page, for `empty_pages`.
+
+        Raises:
+            InvalidArgumentError: a page has no blocks.
         """
     def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
         """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
@@ -1627,6 +1640,7 @@ class DefragReport:
         left: moves that the goal needs beyond these.
         stuck: blocks in the way for which there is no hole.
         held: blocks in the way that cannot be moved now: they are being filled, or what they hold may turn out lost.
+        dropped: cached blocks that were evicted.
     """
 
     @property
@@ -1637,7 +1651,37 @@ class DefragReport:
     def stuck(self) -> int: ...
     @property
     def held(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
     def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class Fragmentation:
+    """How the device's blocks lie.
+
+    Attributes:
+        max_id: the highest block that is not free; None if all are.
+        gap: blocks between the highest one that could move and the highest that there need be.
+        holes: free blocks that hold nothing findable.
+        empty_pages: whole pages of the pool of which all blocks are holes.
+        tables: block tables of sequences on the device, one for each cache group; those without blocks left out.
+        runs: runs of neighbouring ids that these tables consist of; `runs / tables` is 1 where all are contiguous.
+    """
+
+    @property
+    def max_id(self) -> int | None: ...
+    @property
+    def gap(self) -> int: ...
+    @property
+    def holes(self) -> int: ...
+    @property
+    def empty_pages(self) -> int: ...
+    @property
+    def tables(self) -> int: ...
+    @property
+    def runs(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, EventBatch, Pairs, PrefixStats, StepDecision
+from blockyard._core import AllocStatus, DefragReport, EventBatch, Pairs, PrefixStats, StepDecision
 from blockyard.request import Finished, Request
 from blockyard.scheduler import Step
 
@@ -126,6 +126,14 @@ class PrefixManagerLike(ManagerLike, Protocol):
     def mark_computed(self, sequences: Handles) -> None: ...
     def common_computed_blocks(self, sequences: Handles) -> NDArray[np.int32]: ...
     def reset_prefix_cache(self) -> bool: ...
+    def defragment(
+        self,
+        goal: Literal["max_id", "free_tail", "dense", "empty_pages"],
+        number: int,
+        *,
+        max_moves: int = ...,
+        cached: Literal["move", "drop"] = ...,
+    ) -> DefragReport: ...
     def take_events(self) -> EventBatch: ...
 
 

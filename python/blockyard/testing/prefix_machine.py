@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -206,6 +206,26 @@ class PrefixMachine(RuleBasedStateMachine):
         for sequence in batch:
             sequence.published = 0
 
+    @rule(
+        goal=st.sampled_from(["max_id", "free_tail", "dense", "empty_pages"]),
+        number=st.integers(1, 12),
+        most=st.integers(0, 6),
+        cached=st.sampled_from(["move", "move", "drop"]),
+    )
+    def defragment(
+        self,
+        goal: Literal["max_id", "free_tail", "dense", "empty_pages"],
+        number: int,
+        most: int,
+        cached: Literal["move", "drop"],
+    ) -> None:
+        """Decide moves within the device, which nobody notices before their ticket is completed."""
+        free, tables = self.manager.num_free("device"), self.describe()[0]
+        report = self.manager.defragment(goal, number, max_moves=most, cached=cached)
+        _at_most("moves", report.planned, most)
+        _same("free device blocks", self.manager.num_free("device"), free - report.planned)
+        _same("tables", self.describe()[0], tables)
+
     @rule(lost=_losses)
     def step(self, lost: list[int]) -> None:
         """Take the decision, begin its transfers, compute the step's tokens."""
@@ -339,13 +359,14 @@ class PrefixMachine(RuleBasedStateMachine):
                 sound = sound and value == there
 
     def compare_free(self) -> None:
-        """After a step: free is what no table names and no running transfer uses."""
+        """After a step: free is what no table names and no running transfer uses; moves do not hold what they read."""
         for tier in TIERS:
             used = self.held(tier)
             for decision, _ in self.running.values():
-                for _, pairs in decision.transfers():
+                for kind, pairs in decision.transfers():
                     for side, column in ((pairs.src, 0), (pairs.dst, 1)):
-                        used |= set(pairs.ids[:, column].tolist()) if side == tier else set()
+                        if side == tier and (kind, column) != ("move", 0):
+                            used |= set(pairs.ids[:, column].tolist())
             _same(f"free {tier} blocks", self.manager.num_free(tier), self.manager.num_blocks(tier) - len(used))
 
     def end(self, ticket: int) -> None:

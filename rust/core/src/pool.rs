@@ -10,13 +10,14 @@ use crate::event::Removals;
 use crate::evict::Eviction;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
-use crate::lease::{Bytes, LeaseKind};
+use crate::lease::Bytes;
 use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
 
 mod bulk;
 mod cached;
+mod leases;
 mod places;
 mod publish;
 mod quota;
@@ -318,55 +319,6 @@ impl Pool {
         twin
     }
 
-    /// Takes a lease.
-    ///
-    /// # Errors
-    /// The block has as many leases of that kind as can be counted, or a second writer.
-    pub(crate) fn lease(&mut self, block: BlockId, kind: LeaseKind) -> Result<()> {
-        let node = &mut self.nodes[block.index()];
-        let (counter, limit) = match kind {
-            LeaseKind::Read => (node.reads, MAX_LEASES),
-            LeaseKind::Drain => (node.drains & !WRITING, MAX_LEASES),
-            LeaseKind::Write => (u16::from(node.drains & WRITING != 0), 1),
-        };
-        if counter >= limit {
-            return Err(Error::TooManyLeases { tier: self.tier, block, limit: u32::from(limit) });
-        }
-        match kind {
-            LeaseKind::Read => node.reads += 1,
-            LeaseKind::Drain => node.drains += 1,
-            LeaseKind::Write => node.drains |= WRITING,
-        }
-        self.refresh(block);
-        Ok(())
-    }
-
-    /// Ends a lease; a block without references goes free once its last lease has ended.
-    pub(crate) fn end_lease(&mut self, block: BlockId, kind: LeaseKind) {
-        let node = &mut self.nodes[block.index()];
-        match kind {
-            LeaseKind::Read => node.reads -= 1,
-            LeaseKind::Drain => node.drains -= 1,
-            LeaseKind::Write => node.drains &= !WRITING,
-        }
-        if node.refs > 0 {
-            return self.refresh(block);
-        }
-        let leased = node.is_leased();
-        if self.is_beyond(block) {
-            self.let_go(usize::from(!leased));
-            self.refresh(block);
-        } else {
-            self.begin_chain();
-            self.settle(block, true);
-        }
-    }
-
-    /// Room for more read leases on a block.
-    pub(crate) fn lease_room(&self, block: BlockId) -> usize {
-        usize::from(MAX_LEASES - self.nodes[block.index()].reads)
-    }
-
     /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
     #[inline]
     fn settle(&mut self, block: BlockId, drained: bool) {
@@ -446,32 +398,6 @@ mod tests {
         pool.release(block);
         assert_eq!(pool.free(), 1);
         assert_eq!(pool.generation(block), 1);
-    }
-
-    #[test]
-    fn a_read_lease_keeps_a_released_block_and_a_drain_lease_gives_it_to_ordered_work() {
-        let mut pool = pool(2);
-        let blocks = take(&mut pool, 2);
-        pool.lease(blocks[0], LeaseKind::Read).unwrap();
-        pool.lease(blocks[1], LeaseKind::Drain).unwrap();
-        pool.release(blocks[0]);
-        pool.release(blocks[1]);
-        assert_eq!((pool.free(), pool.available()), (0, 1));
-        assert!(pool.require(1, false).is_err());
-        let mut out = Vec::new();
-        assert!(pool.take(1, &mut out));
-        assert_eq!(out, [blocks[1]]);
-        pool.end_lease(blocks[1], LeaseKind::Drain);
-        pool.end_lease(blocks[0], LeaseKind::Read);
-        assert_eq!((pool.free(), pool.refs(blocks[1])), (1, 1));
-    }
-
-    #[test]
-    fn a_second_writer_is_refused() {
-        let mut pool = pool(1);
-        let block = take(&mut pool, 1)[0];
-        pool.lease(block, LeaseKind::Write).unwrap();
-        assert!(matches!(pool.lease(block, LeaseKind::Write), Err(Error::TooManyLeases { limit: 1, .. })));
     }
 
     #[test]

@@ -49,7 +49,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
-    use crate::moves::PyDefragReport;
+    use crate::moves::{PyDefragReport, PyFragmentation};
     #[pymodule_export]
     use crate::pair::PyAllocatorPair;
     #[pymodule_export]

@@ -43,7 +43,7 @@ use twins::{link, part_orphans, release, release_all, take, unlink};
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use groups::Demand;
-pub use moves::{MoveStats, Moves};
+pub use moves::{Cached, Fragmentation, MoveStats, Moves};
 pub use pin::Expired;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
 pub use resize::Resize;

@@ -4,7 +4,7 @@
 //! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
 //! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
 
-use super::{Manager, link};
+use super::{Manager, invalid, link, part_orphans};
 use crate::defrag::{Goal, Places, Plan};
 use crate::id::{BlockId, TicketId, Tier};
 use crate::pool::Twin;
@@ -18,6 +18,36 @@ const ATTEMPTS: usize = 8;
 /// Fewest moves that are planned anew, so that small budgets get past many such blocks.
 const RETRIED: usize = 64;
 
+/// What becomes of cached blocks that are in the way and that no sequence uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cached {
+    /// They move like others, and stay findable.
+    #[default]
+    Move,
+    /// They are evicted: those in the way, and others where live blocks lack holes.
+    Drop,
+}
+
+impl Cached {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Move, Self::Drop];
+
+    /// Its name in messages and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Move => "move",
+            Self::Drop => "drop",
+        }
+    }
+
+    /// The one of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|cached| cached.name() == name)
+    }
+}
+
 /// What one call has decided to move, and what stays.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
@@ -29,6 +59,8 @@ pub struct Moves {
     pub stuck: usize,
     /// Live blocks that stay in the way for now: they are being filled, or what they hold may yet turn out to be lost.
     pub held: usize,
+    /// Cached blocks that were evicted.
+    pub dropped: usize,
 }
 
 /// Counters of moves since the manager was made.
@@ -48,6 +80,23 @@ impl MoveStats {
     }
 }
 
+/// How the blocks of the device lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fragmentation {
+    /// The highest block that is not free; none if all are.
+    pub max_id: Option<BlockId>,
+    /// Blocks between the highest one that could move and the highest that there need be.
+    pub gap: u32,
+    /// Free blocks that hold nothing findable.
+    pub holes: usize,
+    /// Whole pages of the pool, of the size asked for, of which all blocks are holes.
+    pub empty_pages: usize,
+    /// Block tables with blocks of their own, and the runs of neighbours that they consist of.
+    pub tables: usize,
+    /// See `tables`.
+    pub runs: usize,
+}
+
 /// A move that is about to take effect, and the rows that have its source in their tables.
 struct Landed {
     from: BlockId,
@@ -60,15 +109,18 @@ struct Landed {
 
 impl Manager {
     /// Decides up to `budget` moves of device blocks towards a goal, as pairs of [`Kind::Move`](crate::Kind::Move) in the
-    /// present step's decision. Cached blocks that nothing uses are moved like others.
+    /// present step's decision.
     ///
     /// Nobody notices before the step's ticket is completed: block tables, slots and cached blocks stay as they are until
     /// then. A target is taken out of the free blocks at once; a source that is written, freed or leased meanwhile stays
     /// where it is.
-    pub fn defragment(&mut self, goal: Goal, budget: usize) -> Moves {
+    pub fn defragment(&mut self, goal: Goal, budget: usize, cached: Cached) -> Moves {
         self.follow_places();
         let mut aside = Vec::new();
-        let (plan, moves) = self.plan_moves(goal, budget, &mut aside);
+        let (plan, moves) = self.plan_moves(goal, budget, cached, &mut aside);
+        if moves.dropped > 0 {
+            part_orphans(&mut self.pools, Tier::Device);
+        }
         for &block in &aside {
             self.pools[0].put_back(block);
         }
@@ -96,12 +148,25 @@ impl Manager {
         }
     }
 
-    /// Plans, and plans again around blocks that cannot be moved now, which are set aside.
-    fn plan_moves(&mut self, goal: Goal, budget: usize, aside: &mut Vec<BlockId>) -> (Vec<[u32; 2]>, Moves) {
-        let mut asked = budget;
+    /// Plans, and plans again around blocks that cannot be moved now, which are set aside, and those that are evicted.
+    fn plan_moves(
+        &mut self,
+        goal: Goal,
+        budget: usize,
+        cached: Cached,
+        aside: &mut Vec<BlockId>,
+    ) -> (Vec<[u32; 2]>, Moves) {
+        let (mut asked, mut dropped) = (budget, 0);
         for attempt in 1.. {
             let Plan { mut pairs, left, stuck, .. } =
                 self.pools[0].places().map_or_else(Plan::default, |places| plan(places, goal, asked));
+            if cached == Cached::Drop {
+                let evicted = self.evict_for(&mut pairs, stuck.min(budget));
+                dropped += evicted;
+                if evicted > 0 && attempt < ATTEMPTS {
+                    continue;
+                }
+            }
             let before = aside.len();
             for &[from, _] in &pairs {
                 if !self.is_movable(BlockId(from)) {
@@ -120,9 +185,25 @@ impl Manager {
             pairs.drain(..pairs.len().saturating_sub(budget));
             let planned = pairs.len();
             let left = total - refused.len() - planned;
-            return (pairs, Moves { planned, left, stuck, held: aside.len() });
+            return (pairs, Moves { planned, left, stuck, held: aside.len(), dropped });
         }
         (Vec::new(), Moves::default())
+    }
+
+    /// Evicts the sources that nothing uses, and so many other cached blocks, the lowest first; returns how many.
+    fn evict_for(&mut self, pairs: &mut Vec<[u32; 2]>, stuck: usize) -> usize {
+        let before = pairs.len();
+        let pool = &mut self.pools[0];
+        pairs.retain(|&[from, _]| {
+            let idle = pool.is_idle(BlockId(from));
+            if idle {
+                pool.drop_cached(BlockId(from));
+            }
+            !idle
+        });
+        let low: Vec<_> = pool.idle_blocks().take(stuck).collect();
+        low.iter().for_each(|&block| pool.drop_cached(block));
+        before - pairs.len() + low.len()
     }
 
     /// Whether a live block's bytes are what they will be at the end of the step, and are not about to change.
@@ -208,8 +289,7 @@ impl Manager {
     /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
     pub(super) fn lose_moves(&mut self, ticket: TicketId, lost: &mut HashSet<Twin>) {
         let Some(moves) = self.tickets.moves_of(ticket) else { return };
-        let pool = &mut self.pools[0];
-        let moved = &mut self.moved;
+        let (pool, stats) = (&mut self.pools[0], &mut self.moved);
         moves.retain(|&[from, to]| {
             let landed = !lost.remove(&(Tier::Device, BlockId(to)));
             if !landed {
@@ -217,7 +297,7 @@ impl Manager {
                     pool.stay(BlockId(from));
                 }
                 pool.give_back(BlockId(to));
-                moved.failed += 1;
+                stats.failed += 1;
             }
             landed
         });
@@ -305,6 +385,32 @@ impl Manager {
         if let Some(&row) = landed.rows.first() {
             self.pools[0].note_owner(row, index, &[to]);
         }
+    }
+
+    /// How the device's blocks lie; takes time that rises with the pool and the tables.
+    ///
+    /// # Errors
+    /// A page has no blocks.
+    pub fn fragmentation(&self, page_blocks: u32) -> crate::Result<Fragmentation> {
+        if page_blocks == 0 {
+            return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
+        }
+        let places = self.pools[0].survey(self.groups.slide());
+        let capacity = places.capacity();
+        let pages = (0..capacity / page_blocks).map(|page| page * page_blocks..(page + 1) * page_blocks);
+        let mut found = Fragmentation {
+            max_id: places.highest(),
+            gap: places.gap(),
+            holes: places.holes().len(),
+            empty_pages: pages.filter(|page| places.holes().count(page.clone()) == page.len()).count(),
+            ..Fragmentation::default()
+        };
+        for (_, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+            let table = &row.table[row.slid as usize..];
+            found.tables += usize::from(!table.is_empty());
+            found.runs += table.chunk_by(|a, b| a.0 + 1 == b.0).count();
+        }
+        Ok(found)
     }
 
     /// What does not hold of the moves under way.

@@ -160,6 +160,7 @@ impl Pool {
             }
         }
         node.refs += 1;
+        self.refresh(block);
     }
 
     pub(super) fn is_evictable(&self, block: BlockId) -> bool {

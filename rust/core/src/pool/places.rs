@@ -28,6 +28,8 @@ const UNKNOWN: Hint = Hint { row: u32::MAX, index: u32::MAX };
 #[derive(Debug, Clone)]
 pub(super) struct Moves {
     places: Places,
+    /// Live and moving blocks that are in no table: they are cached.
+    idle: BlockSet,
     /// Blocks that the present step writes.
     dirty: BlockSet,
     /// Sources of moves that still count, and by source the target.
@@ -61,16 +63,36 @@ impl Moves {
         }
     }
 
-    /// Says what neighbours are; a block that is free or leased moves no more.
-    fn put(&mut self, run: Range<u32>, node: Node, place: Place) {
-        if node.is_empty() || node.is_leased() {
+    /// Says what neighbours are that are alike; a block that is free or leased moves no more.
+    fn put(&mut self, run: Range<u32>, like: Like) {
+        let Like { place, leased, empty, idle } = like;
+        if empty || leased {
             self.moving.remove_run(run.clone());
         }
-        if node.is_empty() && !node.is_leased() {
+        if empty && !leased {
             self.dirty.remove_run(run.clone());
+        }
+        if idle {
+            self.idle.insert_run(run.clone());
+        } else {
+            self.idle.remove_run(run.clone());
         }
         self.places.set_run(run, place);
     }
+
+    fn like(&self, block: BlockId, node: Node) -> Like {
+        let (leased, empty) = (node.is_leased(), node.is_empty());
+        Like { place: self.place(block, node), leased, empty, idle: node.refs == 0 && !empty && !leased }
+    }
+}
+
+/// What neighbours have in common.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Like {
+    place: Place,
+    leased: bool,
+    empty: bool,
+    idle: bool,
 }
 
 impl Pool {
@@ -86,6 +108,7 @@ impl Pool {
         }
         self.moves = Some(Box::new(Moves {
             places: Places::new(known),
+            idle: BlockSet::empty(known),
             dirty,
             moving: BlockSet::empty(known),
             targets: vec![NULL_BLOCK; known],
@@ -104,6 +127,7 @@ impl Pool {
         let known = moves.hints.len().max(blocks);
         moves.places.grow(id(known));
         moves.dirty.grow(known);
+        moves.idle.grow(known);
         moves.moving.grow(known);
         moves.targets.resize(known, NULL_BLOCK);
         moves.hints.resize(known, UNKNOWN);
@@ -144,18 +168,12 @@ impl Pool {
         let Some(moves) = &mut self.moves else { return };
         let mut from = run.start;
         while from < run.end {
-            let node = self.nodes[from as usize];
-            let place = moves.place(BlockId(from), node);
+            let like = moves.like(BlockId(from), self.nodes[from as usize]);
             let mut end = from + 1;
-            while end < run.end {
-                let next = self.nodes[end as usize];
-                let same = next.is_leased() == node.is_leased() && next.is_empty() == node.is_empty();
-                if !same || moves.place(BlockId(end), next) != place {
-                    break;
-                }
+            while end < run.end && moves.like(BlockId(end), self.nodes[end as usize]) == like {
                 end += 1;
             }
-            moves.put(from..end, node, place);
+            moves.put(from..end, like);
             from = end;
         }
     }
@@ -175,6 +193,7 @@ impl Pool {
             let run = run[0].0..run[run.len() - 1].0 + 1;
             moves.moving.remove_run(run.clone());
             moves.dirty.insert_run(run.clone());
+            moves.idle.remove_run(run.clone());
             moves.places.set_run(run, Place::Fixed);
         }
     }
@@ -214,6 +233,28 @@ impl Pool {
     /// Ends [`Pool::set_aside`].
     pub(crate) fn put_back(&mut self, block: BlockId) {
         self.refresh(block);
+    }
+
+    /// Cached blocks in no table, the lowest first, whose bytes no move is to keep.
+    pub(crate) fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let moves = self.moves.iter();
+        moves.flat_map(|moves| moves.idle.iter().filter(|&block| !moves.moving.contains(block)))
+    }
+
+    /// The places of all blocks, found anew where they are not kept.
+    pub(crate) fn survey(&self, null: bool) -> Places {
+        if let Some(places) = self.places() {
+            return places.clone();
+        }
+        let mut places = Places::new(self.blocks);
+        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
+            if node.is_leased() || (null && block == NULL_BLOCK) {
+                places.set(block, Place::Fixed);
+            } else if node.refs | node.tag != 0 {
+                places.set(block, Place::Live);
+            }
+        }
+        places
     }
 
     /// Begins a move of a live block into a hole, which is written from now on.
@@ -311,8 +352,10 @@ impl Pool {
     pub(super) fn check_place(&self, block: BlockId, node: Node) -> Option<String> {
         let moves = self.moves.as_ref()?;
         let (found, place) = (moves.places.get(block), moves.place(block, node));
-        let moving = moves.moving.contains(block);
-        if found != place {
+        let (moving, idle) = (moves.moving.contains(block), node.refs == 0 && node.tag != 0 && !node.is_leased());
+        if moves.idle.contains(block) != idle {
+            Some(format!("in no table is {}", moves.idle.contains(block)))
+        } else if found != place {
             Some(format!("its place is {found:?}, counted {place:?}"))
         } else if moving && (node.is_leased() || node.refs | node.tag == 0) {
             Some("moving without bytes, or leased".to_owned())

@@ -1,0 +1,117 @@
+"""Defragmentation inside the manager: what planning a step's moves and rewriting the tables costs.
+
+    python benches/bench_moves.py
+
+prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. W-defrag: 256 sequences
+run and append a token a step; in each step 8 end and 8 of 64 blocks start. With a shared prefix, those that start share
+their first 16 blocks with a sequence that is replaced every 16 steps. Tickets end one step late.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+
+import numpy as np
+from figures import keep
+
+from blockyard import BlockManager
+
+RUNNING = 256
+STARTS = 8
+PROMPT_BLOCKS = 64
+SHARED_BLOCKS = 16
+BLOCK_SIZE = 16
+BLOCKS = 262144
+MARGIN = 16
+STEPS = 2000
+WARM_UP = 2 * RUNNING // STARTS
+
+
+class Churn:
+    """W-defrag's sequences, in the books of one manager."""
+
+    def __init__(self, *, shared: bool, defragment: bool, seed: int = 1) -> None:
+        self._rng = random.Random(seed)
+        self._shared = shared
+        self._defragment = defragment
+        self.manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=BLOCKS)
+        self._running: list[int] = []
+        self._prefix: int | None = None
+        self._ticket: int | None = None
+        self._slots = np.zeros(RUNNING, dtype=np.int64)
+        self.moves = 0
+
+    def step(self, number: int) -> int:
+        """End, append, start, and hand the step out; returns the nanoseconds of what moving takes part in."""
+        manager, rng, running = self.manager, self._rng, self._running
+        if len(running) + STARTS > RUNNING:
+            rng.shuffle(running)
+            manager.free(running[-STARTS:])
+            del running[-STARTS:]
+        manager.append(np.array(running, dtype=np.uint64), out=self._slots[: len(running)])
+        self._start(number)
+        clock = time.thread_time_ns
+        begin = clock()
+        if self._defragment:
+            self.moves += len(manager.defragment("dense", MARGIN))
+        decision = manager.take_decision()
+        if self._ticket is not None:
+            manager.complete(self._ticket)
+        spent = clock() - begin
+        self._ticket = decision.ticket
+        return spent
+
+    def _start(self, number: int) -> None:
+        tokens = [
+            self._rng.randrange(PROMPT_BLOCKS * BLOCK_SIZE - BLOCK_SIZE, PROMPT_BLOCKS * BLOCK_SIZE)
+            for _ in range(STARTS)
+        ]
+        if not self._shared:
+            self._running += self.manager.allocate(tokens).tolist()
+            return
+        if number % 16 == 0:
+            before, self._prefix = self._prefix, int(self.manager.allocate([SHARED_BLOCKS * BLOCK_SIZE])[0])
+            if before is not None:
+                self.manager.free([before])
+        prefix = self._prefix or 0
+        self._running += [self.manager.fork_prefix(prefix, SHARED_BLOCKS * BLOCK_SIZE, n) for n in tokens]
+
+
+def spent(*, shared: bool, defragment: bool) -> tuple[np.ndarray, float]:
+    """Microseconds of each step, and moves a step."""
+    churn = Churn(shared=shared, defragment=defragment)
+    for number in range(WARM_UP):
+        churn.step(number)
+    churn.moves = 0
+    found = np.array([churn.step(number) for number in range(WARM_UP, WARM_UP + STEPS)]) / 1000
+    churn.manager.check()
+    return found, churn.moves / STEPS
+
+
+def cost(repeats: int, *, shared: bool) -> dict[str, float]:
+    """What moving adds to a step, in microseconds: the quietest of several runs."""
+    idle = [spent(shared=shared, defragment=False)[0] for _ in range(repeats)]
+    moving = [spent(shared=shared, defragment=True) for _ in range(repeats)]
+    without = min(float(np.mean(run)) for run in idle)
+    return {
+        "moves": moving[0][1],
+        "mean_us": min(float(np.mean(run)) for run, _ in moving) - without,
+        "p99_us": min(float(np.percentile(run, 99)) for run, _ in moving) - without,
+        "without_us": without,
+    }
+
+
+def main() -> None:
+    """Measure, print, and add to BENCH_JSON."""
+    gc.disable()  # its walks would be charged to whoever allocates next
+    found = {f"w_moves_256k_{name}": value for name, value in cost(5, shared=False).items()}
+    found |= {f"w_moves_256k_shared_{name}": value for name, value in cost(5, shared=True).items()}
+    for name, value in found.items():
+        print(f"{name:30} {value:10.4f}")
+    keep(found)
+
+
+if __name__ == "__main__":
+    main()
