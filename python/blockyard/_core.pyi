@@ -34,6 +34,7 @@ __all__ = [
     "Pairs",
     "PrefixCachingAllocator",
     "PrefixStats",
+    "ResizeProgress",
     "SlabStore",
     "StepDecision",
     "TierStats",
@@ -564,6 +565,33 @@ class BlockManager:
         Raises:
             InvalidArgumentError: the manager has no `host_prefix_cache`.
         """
+    def resize_device(self, blocks: int) -> ResizeProgress:
+        """Give the device so many blocks from now on, while sequences run.
+
+        Growing is done at once. Shrinking goes on: blocks beyond the end are not given out any more and what is only
+        cached there is dropped; what sequences use there leaves as they do, or is moved, and what transfers and pins
+        hold is waited for. Admission, watermark and `max_pinned` go by the new size at once, and each block that a
+        sequence still uses beyond counts as one fewer that is free. Another call, larger or smaller, changes what this
+        one has not ended; quotas stay the numbers that they were.
+
+        Args:
+            blocks: of the device.
+
+        Returns:
+            What is in use beyond the end, now.
+
+        Raises:
+            InvalidArgumentError: too many; or too few for the null block, what is pinned, the watermark, and one to
+                give out; nothing was changed.
+        """
+    def device_uses(self) -> NDArray[np.uint8]:
+        """What every device block is used for, uint8 `[resize_progress().extent]`.
+
+        0: free. 1: cached, found by its key and given out if needed. 2: only transfers or pins hold it. 3: sequences
+        use it; a null block counts as such.
+        """
+    def resize_progress(self) -> ResizeProgress:
+        """What is in use beyond the device's blocks."""
     def defragment(self, goal: _Goal, number: int, *, max_moves: int = 512) -> DefragReport:
         """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
 
@@ -977,6 +1005,26 @@ class Expired:
     @property
     def sequences(self) -> NDArray[np.uint64]:
         """Sequences that waited for either kind of ticket, uint64 `[n]`: they can only be freed."""
+
+@final
+class ResizeProgress:
+    """How far the device's size has changed.
+
+    Counts blocks: `blocks` of the device, `live` beyond them that sequences use, `held` beyond them that only transfers
+    and pins hold. `extent` is one past the highest block in use, and at least `blocks`: memory behind it can go.
+    """
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def extent(self) -> int: ...
+    @property
+    def done(self) -> bool:
+        """Whether nothing is in use beyond the end."""
 
 @final
 class ManagerStats:

@@ -86,6 +86,10 @@ class HostMemoryError(BlockyardError):
         return str(self.args[0])
 
 
+class OutOfMemoryError(BlockyardError, MemoryError):
+    """Device or system has less memory, or fewer addresses, than an elastic cache asks for."""
+
+
 class OpLibraryError(BlockyardError):
     """The compiled op library is missing or cannot be loaded; the message says why."""
 

@@ -1,7 +1,8 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
+//! but drains it is in `draining`; else its leases hold it. Beyond the end of a pool that has shrunk it is in none of
+//! them, and none of its bytes are findable. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
 //! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
@@ -19,9 +20,15 @@ mod cached;
 mod places;
 mod publish;
 mod quota;
+mod resize;
 mod snapshot;
+mod twin;
 pub(crate) use publish::Published;
+pub use resize::BlockUse;
+pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
+pub(crate) use twin::Twin;
+use twin::decode;
 
 /// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -29,9 +36,6 @@ pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 /// Most leases of one kind on one block.
 const MAX_LEASES: u16 = u16::MAX >> 1;
 const WRITING: u16 = 1 << 15;
-
-/// A copy of the same bytes in another tier, so that sharing survives a swap.
-pub(crate) type Twin = (Tier, BlockId);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Node {
@@ -81,6 +85,8 @@ pub struct Pool {
     evictions: u64,
     /// Most blocks that were not free at once.
     peak: usize,
+    /// What is in use beyond the end, where the pool has shrunk.
+    tail: Tail,
     /// Where events are on: what was removed and not yet gathered.
     removals: Option<Box<Removals>>,
     /// Where blocks have been asked to move.
@@ -108,7 +114,7 @@ impl Pool {
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
-        let orphans = Vec::new();
+        let (orphans, tail) = (Vec::new(), Tail::default());
         Ok(Self {
             tier,
             blocks,
@@ -119,6 +125,7 @@ impl Pool {
             orphans,
             evictions: 0,
             peak: 0,
+            tail,
             removals: None,
             moves: None,
         })
@@ -140,18 +147,6 @@ impl Pool {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
-    }
-
-    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted.
-    #[must_use]
-    pub fn free(&self) -> usize {
-        self.free.len() + self.evictable()
-    }
-
-    /// Free blocks, and those that device work ordered after their readers may have.
-    #[must_use]
-    pub fn available(&self) -> usize {
-        self.free() + self.draining.len()
     }
 
     /// Free blocks that hold nothing findable, in the order in which they are given out; nothing is taken.
@@ -291,7 +286,7 @@ impl Pool {
 
     /// Notes how many blocks are not free, where a call has made them more.
     pub(crate) fn note_peak(&mut self) {
-        self.peak = self.peak.max(self.len() - self.free());
+        self.peak = self.peak.max(self.used());
     }
 
     /// Adds references to a block that has some.
@@ -316,6 +311,9 @@ impl Pool {
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.free.used(block);
+        if self.is_beyond(block) {
+            return self.leave(block).or(twin);
+        }
         self.settle(block, false);
         twin
     }
@@ -351,27 +349,22 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        if node.refs == 0 {
+        if node.refs > 0 {
+            return self.refresh(block);
+        }
+        let leased = node.is_leased();
+        if self.is_beyond(block) {
+            self.let_go(usize::from(!leased));
+            self.refresh(block);
+        } else {
             self.begin_chain();
             self.settle(block, true);
-        } else {
-            self.refresh(block);
         }
     }
 
     /// Room for more read leases on a block.
     pub(crate) fn lease_room(&self, block: BlockId) -> usize {
         usize::from(MAX_LEASES - self.nodes[block.index()].reads)
-    }
-
-    /// The copy of the block's bytes in another tier.
-    pub(crate) fn twin(&self, block: BlockId) -> Option<Twin> {
-        decode(self.node(block).twin)
-    }
-
-    /// Sets or clears the twin; returns the one before.
-    pub(crate) fn set_twin(&mut self, block: BlockId, twin: Option<Twin>) -> Option<Twin> {
-        decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
     }
 
     /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
@@ -396,17 +389,20 @@ impl Pool {
     pub(crate) fn check(&self, block: BlockId, refs: u32, leases: [u16; 3]) -> Option<String> {
         let node = self.node(block);
         let found = [node.drains & !WRITING, node.reads, u16::from(node.drains & WRITING != 0)];
+        let idle = refs == 0 && !node.is_leased() && !self.is_beyond(block);
         let what = if node.refs != refs {
             format!("{} references, counted {refs}", node.refs)
         } else if found != leases {
             format!("leases [drain, read, write] {found:?}, counted {leases:?}")
-        } else if self.free.contains(block) != (refs == 0 && !node.is_leased() && node.tag == 0) {
+        } else if self.is_beyond(block) && refs == 0 && node.tag != 0 {
+            "findable, unused and beyond the end".to_owned()
+        } else if self.free.contains(block) != (idle && node.tag == 0) {
             format!("free is {}", self.free.contains(block))
-        } else if self.is_evictable(block) != (refs == 0 && !node.is_leased() && node.tag != 0) {
+        } else if self.is_evictable(block) != (idle && node.tag != 0) {
             format!("evictable is {}", self.is_evictable(block))
         } else if self.finds(block) != (node.tag != 0) {
             format!("found by its key is {}", self.finds(block))
-        } else if self.draining.contains(block) != node.is_draining() {
+        } else if self.draining.contains(block) != (node.is_draining() && !self.is_beyond(block)) {
             format!("draining is {}", self.draining.contains(block))
         } else if refs == 0 && node.tag == 0 && node.twin != 0 {
             "a twin without bytes".to_owned()
@@ -415,16 +411,6 @@ impl Pool {
         };
         Some(format!("{} block {block}: {what}", self.tier))
     }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a tier's index is below 3")]
-fn encode(twin: Option<Twin>) -> u32 {
-    twin.map_or(0, |(tier, block)| ((tier.index() as u32) << 30 | block.0) + 1)
-}
-
-fn decode(word: u32) -> Option<Twin> {
-    let word = word.checked_sub(1)?;
-    Some((Tier::ALL[(word >> 30) as usize], BlockId(word & ((1 << 30) - 1))))
 }
 
 #[cfg(test)]
@@ -439,16 +425,6 @@ mod tests {
         let mut out = Vec::new();
         pool.take(count, &mut out);
         out
-    }
-
-    #[test]
-    fn twins_of_every_tier_and_the_highest_id_survive_encoding() {
-        for tier in Tier::ALL {
-            for id in [0, 1, u32::try_from(MAX_BLOCKS).unwrap()] {
-                assert_eq!(decode(encode(Some((tier, BlockId(id))))), Some((tier, BlockId(id))));
-            }
-        }
-        assert_eq!(decode(encode(None)), None);
     }
 
     #[test]

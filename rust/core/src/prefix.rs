@@ -33,6 +33,21 @@ impl PrefixIndex {
         Self { words, first, buckets, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
+    /// Makes room for so many blocks; what is in the table stays.
+    pub(crate) fn grow(&mut self, blocks: usize) {
+        if blocks / BLOCKS < self.buckets {
+            return;
+        }
+        let former = std::mem::replace(self, Self::new(blocks));
+        self.keys.extend_from_slice(&former.keys);
+        for at in 0..former.buckets {
+            for &slot in former.bucket(at)[..SLOTS].iter().filter(|&&slot| slot != 0) {
+                let block = block_of(slot);
+                self.insert(block, former.keys[block.index()]);
+            }
+        }
+    }
+
     /// Keys in the table.
     pub(crate) fn len(&self) -> usize {
         self.len

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::ops::Range;
 
+mod resize;
 mod scan;
 mod set;
 pub use set::BlockSet;

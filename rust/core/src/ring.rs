@@ -130,6 +130,11 @@ impl Rings {
         self.each.resize(rings.max(self.each.len()), Ring::default());
     }
 
+    /// Makes room for blocks up to so many.
+    pub(crate) fn make_room(&mut self, blocks: usize) {
+        self.stamps.resize(blocks.max(self.stamps.len()), 0);
+    }
+
     /// Blocks in all rings.
     pub(crate) fn len(&self) -> usize {
         self.len

@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, SequenceId, TicketId,
-    Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, Resize, SequenceId,
+    TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -29,6 +29,8 @@ mod memory;
 mod moves;
 #[path = "manager/ops.rs"]
 mod ops;
+#[path = "manager/resize.rs"]
+mod resize;
 
 use memory::Transfer;
 pub(crate) use ops::{Op, Setup, op, setup};
@@ -76,6 +78,8 @@ pub(crate) struct World {
     findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
     events: u64,
     pins: Vec<keep::Held>,
+    /// How far the device's last change of size had come.
+    resized: Resize,
 }
 
 /// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
@@ -94,6 +98,7 @@ impl World {
             manager.record_events(1 << 16).unwrap();
         }
         let memory = blocks.map(|n| vec![GARBAGE; n]);
+        let resized = manager.resize_progress();
         Self {
             manager,
             memory,
@@ -113,6 +118,7 @@ impl World {
             findable: BTreeMap::new(),
             events: 0,
             pins: vec![],
+            resized,
         }
     }
 
@@ -371,10 +377,12 @@ impl World {
                 self.pick(pick, 1).into_iter().for_each(|s| self.come_back(s, lost, tokens));
             }
             Op::Snapshot => self.snapshot(),
+            Op::Resize(n) => self.resize(n),
         }
         self.manager.check().unwrap();
         self.follow();
         self.watch_pins();
+        self.give_back();
     }
 }
 

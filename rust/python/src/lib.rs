@@ -18,6 +18,7 @@ mod pin;
 mod plan;
 mod prefix;
 mod quota;
+mod resize;
 mod reuse;
 mod snapshot;
 mod stats;
@@ -57,6 +58,8 @@ mod _core {
     use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
+    #[pymodule_export]
+    use crate::resize::PyResizeProgress;
     #[pymodule_export]
     use crate::reuse::PyFreeBlocks;
     #[pymodule_export]

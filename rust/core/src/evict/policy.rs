@@ -48,6 +48,10 @@ impl Evictor for Lru {
         self.0.pop_into(0, count, out);
     }
 
+    fn resize(&mut self, blocks: usize) {
+        self.0.make_room(blocks);
+    }
+
     fn relocate(&mut self, from: BlockId, to: BlockId) {
         self.0.rename(from, to);
     }
@@ -103,6 +107,11 @@ impl Evictor for Priority {
 
     fn hold(&mut self, block: BlockId) {
         self.levels.hold(block);
+    }
+
+    fn resize(&mut self, blocks: usize) {
+        self.levels.resize(blocks);
+        self.wanted.resize(blocks.max(self.wanted.len()), 0);
     }
 
     fn prioritise(&mut self, block: BlockId, priority: u8) {
@@ -214,6 +223,12 @@ impl Evictor for Adaptive {
         let block = self.levels.pop()?;
         self.hits[block.index()] = 0;
         Some(block)
+    }
+
+    fn resize(&mut self, blocks: usize) {
+        self.levels.resize(blocks);
+        self.hits.resize(blocks.max(self.hits.len()), 0);
+        self.classes.resize(self.hits.len(), 0);
     }
 
     fn publish(&mut self, block: BlockId, depth: u32, _: u32) {

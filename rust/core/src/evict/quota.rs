@@ -147,6 +147,12 @@ impl Evictor for Quotas {
         self.inner.publish(block, depth, tag);
     }
 
+    fn resize(&mut self, blocks: usize) {
+        self.inner.resize(blocks);
+        self.owners.resize(blocks.max(self.owners.len()), 0);
+        self.rings.make_room(blocks);
+    }
+
     fn begin_chain(&mut self) {
         self.inner.begin_chain();
     }

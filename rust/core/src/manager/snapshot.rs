@@ -3,6 +3,7 @@
 use super::pass::Work;
 use super::pin::Pins;
 use super::quota::Tenants;
+use super::resize::share;
 use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
@@ -18,7 +19,8 @@ use serde::{Deserialize, Serialize};
 struct Image {
     block_size: u32,
     groups: Vec<Group>,
-    watermark: usize,
+    /// Fraction of the device's blocks.
+    watermark: f64,
     open: TicketId,
     reuses_drained: bool,
     pools: [PoolImage; 3],
@@ -29,7 +31,8 @@ struct Image {
     decided: [u64; 7],
     moved: MoveStats,
     events: Option<EventsImage>,
-    pin_limit: usize,
+    /// Fraction of the device's blocks.
+    pin_limit: f64,
     /// Salts of the tenants with quotas, in the order of their numbers.
     salts: Vec<[u8; 32]>,
 }
@@ -54,7 +57,8 @@ impl Manager {
         let Self {
             block_size,
             groups,
-            watermark,
+            watermark: _,
+            watermark_fraction,
             pools,
             rows,
             tickets,
@@ -74,7 +78,7 @@ impl Manager {
         let OpenStep { transfers: _, fresh: _, reuses_drained } = step;
         let mut twins = Vec::new();
         for pool in pools {
-            for block in (0..).map(BlockId).take(pool.len()) {
+            for block in (0..).map(BlockId).take(pool.extent()) {
                 let twin = pool.twin(block).filter(|twin| pool.tier() < twin.0);
                 twins.extend(twin.map(|twin| ((pool.tier(), block), twin)));
             }
@@ -82,7 +86,7 @@ impl Manager {
         seal(&Image {
             block_size: *block_size,
             groups: groups.all().to_vec(),
-            watermark: *watermark,
+            watermark: *watermark_fraction,
             open: tickets.open(),
             reuses_drained: *reuses_drained,
             pools: pools.each_ref().map(Pool::image),
@@ -92,7 +96,7 @@ impl Manager {
             decided: *decided,
             moved: *moved,
             events,
-            pin_limit: pins.limit(),
+            pin_limit: pins.fraction(),
             salts: tenants.all().iter().map(|(salt, _)| *salt).collect(),
         })
     }
@@ -129,10 +133,10 @@ impl Image {
         } = self;
         let groups = Groups::new(&groups).map_err(|error| error.to_string())?;
         let sizes = pools.each_ref().map(PoolImage::num_blocks);
-        let in_range = pin_limit <= sizes[0]
+        let in_range = (0.0..1.0).contains(&pin_limit)
             && (1..=MAX_BLOCK_SIZE).contains(&block_size)
             && sizes[0] > 0
-            && watermark <= sizes[0];
+            && (0.0..1.0).contains(&watermark);
         if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
             return Err(format!("{} blocks of {block_size}, {watermark} kept free, ticket {open}", sizes[0]));
         }
@@ -143,7 +147,7 @@ impl Image {
             return Err(format!("a counter is beyond {MAX_COUNT}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
-        let refs = references(&rows, sizes, groups.slide())?;
+        let refs = references(&rows, pools.each_ref().map(PoolImage::extent), groups.slide())?;
         let mut images = Tier::ALL.into_iter().zip(pools).zip(&refs);
         let mut next = || match images.next() {
             Some(((tier, image), refs)) => Pool::restore(tier, image, refs),
@@ -162,7 +166,8 @@ impl Image {
         Ok(Manager {
             block_size,
             groups,
-            watermark,
+            watermark: share(watermark, sizes[0]),
+            watermark_fraction: watermark,
             pools,
             rows,
             tickets,
@@ -172,7 +177,7 @@ impl Image {
             moved,
             events,
             host_cache,
-            pins: Pins::new(pin_limit),
+            pins: Pins::new(pin_limit, sizes[0]),
             tenants,
             scratch: Vec::new(),
             work: Work::default(),

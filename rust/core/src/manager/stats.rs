@@ -63,7 +63,7 @@ impl Manager {
             let null = usize::from(self.groups.slide() && !pool.is_empty());
             TierUse {
                 blocks: pool.len(),
-                used: pool.len() - pool.free() - null,
+                used: pool.used() - null,
                 peak: pool.peak().saturating_sub(null),
                 leased: leases.iter().filter(|lease| lease.0 == tier).count(),
                 cached: pool.published(),

@@ -3,6 +3,7 @@
 //! Most blocks are plain, too: one reference, and neither lease nor key nor twin. What is to be done to a run of these needs
 //! no questions; other runs go block by block.
 
+use super::resize::id;
 use super::{Node, Pool, WRITING};
 use crate::id::BlockId;
 use crate::lease::LeaseKind;
@@ -48,7 +49,8 @@ impl Pool {
     /// are not kept are left in [`Pool::take_orphans`].
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
         for blocks in blocks.rchunks(LOOK_AHEAD) {
-            if !self.are_plain(blocks) {
+            let beyond = self.tail().live > 0 && blocks.iter().any(|&block| self.is_beyond(block));
+            if beyond || !self.are_plain(blocks) {
                 for &block in blocks.iter().rev() {
                     let twin = self.release(block);
                     self.orphans.extend(twin);
@@ -100,8 +102,10 @@ impl Pool {
             (node.reads, node.drains) = leases;
         }
         self.free.used_run(run.clone());
+        let beyond = self.beyond(&run);
+        self.hold_beyond(beyond);
         if reads == LeaseKind::Drain {
-            self.draining.insert_run(run.clone());
+            self.draining.insert_run(run.start..run.end - id(beyond));
         }
         self.refresh_run(run);
     }
@@ -126,7 +130,9 @@ impl Pool {
             if kind == LeaseKind::Drain {
                 self.draining.remove_run(run.clone());
             }
-            self.free.insert_run(run.clone());
+            let beyond = self.beyond(&run);
+            self.free.insert_run(run.start..run.end - id(beyond));
+            self.let_go(beyond);
             self.refresh_run(run);
         } else {
             for block in run.rev().map(BlockId) {

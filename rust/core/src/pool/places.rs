@@ -3,6 +3,7 @@
 //! A move has a source and a target. The target is written under the ticket's lease, and nobody's; the source stays whose
 //! it is, and is not held: whatever ends or changes its bytes, or takes a lease on it, ends the move's effect.
 
+use super::resize::id;
 use super::{Node, Pool, WRITING, decode};
 use crate::defrag::{Place, Places};
 use crate::event::Reason;
@@ -36,14 +37,23 @@ pub(super) struct Moves {
     hints: Vec<Hint>,
     /// Whether block 0 is in the tables of many.
     null: bool,
+    /// Blocks of the pool: those from here on are no destination.
+    end: usize,
+}
+
+impl Node {
+    /// Whether the block is in no table, and holds nothing findable.
+    fn is_empty(self) -> bool {
+        self.refs | self.tag == 0
+    }
 }
 
 impl Moves {
     fn place(&self, block: BlockId, node: Node) -> Place {
         if node.is_leased() || (self.null && block == NULL_BLOCK) {
             Place::Fixed
-        } else if node.refs | node.tag == 0 {
-            Place::Hole
+        } else if node.is_empty() {
+            if block.index() < self.end { Place::Hole } else { Place::Fixed }
         } else if self.dirty.contains(block) || self.moving.contains(block) {
             Place::Fixed
         } else {
@@ -52,11 +62,11 @@ impl Moves {
     }
 
     /// Says what neighbours are; a block that is free or leased moves no more.
-    fn put(&mut self, run: Range<u32>, place: Place, leased: bool) {
-        if place == Place::Hole || leased {
+    fn put(&mut self, run: Range<u32>, node: Node, place: Place) {
+        if node.is_empty() || node.is_leased() {
             self.moving.remove_run(run.clone());
         }
-        if place == Place::Hole {
+        if node.is_empty() && !node.is_leased() {
             self.dirty.remove_run(run.clone());
         }
         self.places.set_run(run, place);
@@ -69,20 +79,44 @@ impl Pool {
         if self.moves.is_some() {
             return;
         }
-        let mut dirty = BlockSet::empty(self.blocks);
+        let known = self.extent();
+        let mut dirty = BlockSet::empty(known);
         for block in written(self) {
             dirty.insert(block);
         }
         self.moves = Some(Box::new(Moves {
-            places: Places::new(self.blocks),
+            places: Places::new(known),
             dirty,
-            moving: BlockSet::empty(self.blocks),
-            targets: vec![NULL_BLOCK; self.blocks],
-            hints: vec![UNKNOWN; self.blocks],
+            moving: BlockSet::empty(known),
+            targets: vec![NULL_BLOCK; known],
+            hints: vec![UNKNOWN; known],
             null,
+            end: self.blocks,
         }));
-        let taken = u32::try_from(self.nodes.len().min(self.blocks)).unwrap_or(u32::MAX);
-        self.refresh_run(0..taken);
+        self.refresh_run(0..id(self.nodes.len().min(known)));
+    }
+
+    /// Follows a change of the pool's size: blocks beyond its end are no destination, and what moves there stays.
+    pub(super) fn resize_places(&mut self, former: usize) {
+        let (blocks, nodes) = (self.blocks, self.nodes.len());
+        let Some(moves) = &mut self.moves else { return };
+        moves.end = blocks;
+        let known = moves.hints.len().max(blocks);
+        moves.places.grow(id(known));
+        moves.dirty.grow(known);
+        moves.moving.grow(known);
+        moves.targets.resize(known, NULL_BLOCK);
+        moves.hints.resize(known, UNKNOWN);
+        let (low, high) = (blocks.min(former), blocks.max(former));
+        if nodes < high {
+            let place = if blocks > former { Place::Hole } else { Place::Fixed };
+            moves.places.set_run(id(nodes.max(low))..id(high), place);
+        }
+        let lost: Vec<_> = self.moving().filter(|&[_, to]| self.is_beyond(BlockId(to))).collect();
+        for [from, _] in lost {
+            self.stay(BlockId(from));
+        }
+        self.refresh_run(id(low)..id(high.min(nodes)));
     }
 
     /// Whether the places of blocks are kept.
@@ -115,12 +149,13 @@ impl Pool {
             let mut end = from + 1;
             while end < run.end {
                 let next = self.nodes[end as usize];
-                if next.is_leased() != node.is_leased() || moves.place(BlockId(end), next) != place {
+                let same = next.is_leased() == node.is_leased() && next.is_empty() == node.is_empty();
+                if !same || moves.place(BlockId(end), next) != place {
                     break;
                 }
                 end += 1;
             }
-            moves.put(from..end, place, node.is_leased());
+            moves.put(from..end, node, place);
             from = end;
         }
     }
@@ -245,7 +280,11 @@ impl Pool {
             self.note_removal(from, Reason::Moved, twin);
         }
         self.free.used(from);
-        self.free.insert(from);
+        if self.is_beyond(from) {
+            self.left(node.refs);
+        } else {
+            self.free.insert(from);
+        }
         if let Some(moves) = &mut self.moves {
             moves.hints[to.index()] = moves.hints[from.index()];
         }
@@ -332,7 +371,9 @@ mod tests {
     fn a_move_ends_with_what_was_read_being_written_freed_given_out_or_leased() {
         let ends: [fn(&mut Pool); 4] = [
             |pool| pool.note_written(BlockId(2)),
-            |pool| drop(pool.release(BlockId(2))),
+            |pool| {
+                pool.release(BlockId(2));
+            },
             |pool| {
                 pool.release(BlockId(2));
                 pool.take(1, &mut Vec::new());
