@@ -59,6 +59,10 @@ def test_a_sequence_gets_blocks_and_gives_them_back():
     assert (table, seq.num_cached_tokens) == ([], 0)
     books.deallocate(seq)
     assert books.free_block_ids == list(range(BLOCKS))
+    empty = Sequence([])
+    books.allocate(empty)
+    books.deallocate(empty)
+    assert books.stats.sequences == 0
 
 
 def test_blocks_in_use_that_are_shared_cost_nothing():
@@ -150,6 +154,21 @@ def test_blocks_move_down_between_steps_and_their_tables_follow():
     assert books.defragment() == 0
     assert books.stats.moved_blocks == 3
     books.manager.check()
+
+
+def test_a_block_that_is_being_filled_moves_like_others():
+    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), moves=0)
+    low, seq = Sequence([0] * 4), Sequence([1] * 8)
+    for one in (low, seq):
+        books.allocate(one, 0)
+    seq.num_scheduled_tokens = 8
+    books.hash_blocks(seq)
+    seq.token_ids.append(1)
+    books.may_append(seq)
+    assert seq.block_table == [1, 2, 3]
+    books.deallocate(low)
+    assert books.defragment() == 1
+    assert seq.block_table == [1, 2, 0]
 
 
 def test_blocks_move_by_themselves_when_a_sequence_leaves_as_many_as_allowed():

@@ -1,11 +1,20 @@
-"""The block manager of nano engines, in a small engine of either kind: every token as from the model without pages."""
+"""The block manager of nano engines, in a small engine of either kind: every token as from the model without pages.
+
+`NANO_VLLM_SOURCE` names a checkout of nano-vllm, of any time from June 2025 on: its own scheduler is run, too.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,9 +100,9 @@ class Sequence:
     def num_blocks(self) -> int:
         return math.ceil(len(self) / SIZE)
 
-    @property
-    def answer(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[self.num_prompt_tokens :])
+
+def answer(seq: Sequence) -> tuple[int, ...]:
+    return tuple(seq.token_ids[seq.num_prompt_tokens :])
 
 
 class Engine:
@@ -106,6 +115,9 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preempted = self.prefix_hits = 0
+
+    def sequence(self, prompt: list[int], max_tokens: int) -> Sequence:
+        return Sequence(prompt, max_tokens)
 
     def step(self) -> None:
         batch = self.prefill() or self.decode()
@@ -144,7 +156,7 @@ class Engine:
 
     def sampled(self, seq: Sequence, token: int) -> None:
         seq.token_ids.append(token)
-        if len(seq.answer) == seq.max_tokens:
+        if len(answer(seq)) == seq.max_tokens:
             self.books.deallocate(seq)
             self.running.remove(seq)
 
@@ -228,7 +240,35 @@ class Reordered(Newer):
         self.books.hash_blocks(seq)
 
 
+class Original(Engine):
+    """nano-vllm's own scheduler, whose block manager was replaced by one assignment."""
+
+    def __init__(self, books: BlockManager, kv_cache: torch.Tensor) -> None:
+        super().__init__(books, kv_cache)
+        self.module = sys.modules["nanovllm.engine.scheduler"]
+        self.module.BlockManager = lambda *_sizes: books  # type: ignore[attr-defined]
+        self.module.Sequence.block_size = SIZE
+        self.chunked = "is_prefill" in inspect.signature(self.module.Scheduler.postprocess).parameters
+        budget = 20 if self.chunked else BLOCKS * SIZE
+        sizes = {"num_kvcache_blocks": BLOCKS, "kvcache_block_size": SIZE, "max_num_batched_tokens": budget}
+        self.scheduler = self.module.Scheduler(SimpleNamespace(max_num_seqs=self.seats, eos=-1, **sizes))
+        self.waiting, self.running = self.scheduler.waiting, self.scheduler.running
+
+    def sequence(self, prompt: list[int], max_tokens: int) -> Any:
+        return self.module.Sequence(prompt, SimpleNamespace(temperature=1.0, max_tokens=max_tokens, ignore_eos=True))
+
+    def step(self) -> None:
+        batch, is_prefill = self.scheduler.schedule()
+        tokens = []
+        for seq in batch:
+            first = seq.num_cached_tokens if is_prefill else len(seq) - 1
+            last = first + seq.num_scheduled_tokens if is_prefill and self.chunked else len(seq)
+            tokens.append(self.run(seq, first, last))
+        self.scheduler.postprocess(batch, tokens, *([is_prefill] if self.chunked else []))
+
+
 ENGINES = [Older, Newer, Reordered]
+SOURCE = os.environ.get("NANO_VLLM_SOURCE", "")
 Request = tuple[list[int], int]
 
 
@@ -239,7 +279,7 @@ def kv_tensor() -> torch.Tensor:
 
 def serve(engine: Engine, requests: list[Request], *, every: int = 2) -> list[tuple[int, ...]]:
     """Serve requests, one more every so many steps."""
-    sequences = [Sequence(*request) for request in requests]
+    sequences = [engine.sequence(*request) for request in requests]
     for at in range(2000):
         if at // every < len(sequences) and at % every == 0:
             engine.waiting.append(sequences[at // every])
@@ -249,8 +289,8 @@ def serve(engine: Engine, requests: list[Request], *, every: int = 2) -> list[tu
             continue
         engine.step()
         check(engine)
-    assert all(len(seq.answer) == seq.max_tokens for seq in sequences), "a request starves"
-    return [seq.answer for seq in sequences]
+    assert all(len(answer(seq)) == seq.max_tokens for seq in sequences), "a request starves"
+    return [answer(seq) for seq in sequences]
 
 
 def check(engine: Engine) -> None:
@@ -315,6 +355,29 @@ def test_tokens_are_those_of_the_unpaged_model_with_copies_on_the_host_and_moves
     assert stats.moved_blocks > 0
     serve(alone, REQUESTS)
     assert engine.prefix_hits > alone.prefix_hits, "what was evicted is found again"
+
+
+@pytest.mark.skipif(not SOURCE, reason="NANO_VLLM_SOURCE does not name a checkout of nano-vllm")
+@pytest.mark.parametrize("attached", [True, False])
+def test_tokens_are_those_of_the_unpaged_model_under_nano_vllms_own_scheduler(
+    monkeypatch: pytest.MonkeyPatch, attached: bool
+):
+    packages = {"nanovllm": ".", "nanovllm.engine": "engine"}
+    names = [*packages, "nanovllm.config", "nanovllm.engine.block_manager", "nanovllm.engine.scheduler"]
+    for name in [*names, "nanovllm.engine.sequence", "nanovllm.sampling_params"]:
+        module = ModuleType(name)
+        if name in packages:
+            module.__path__ = [str(Path(SOURCE) / "nanovllm" / packages[name])]
+        module.Config = module.BlockManager = object  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("sampling_params", "engine.sequence", "engine.scheduler"):
+        del sys.modules[f"nanovllm.{name}"]
+        importlib.import_module(f"nanovllm.{name}")
+    engine = engine_of(Original, attached=attached)
+    assert serve(engine, REQUESTS) == wanted(REQUESTS)
+    stats = engine.books.stats
+    assert stats.hit_blocks > 0
+    assert all(count > 0 for count in (stats.loaded_blocks, stats.moved_blocks)) is attached
 
 
 def row(tensor: torch.Tensor, block: int) -> torch.Tensor:
