@@ -22,10 +22,13 @@ mod publish;
 mod quota;
 mod resize;
 mod snapshot;
+mod twin;
 pub(crate) use publish::Published;
 pub use resize::BlockUse;
 pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
+pub(crate) use twin::Twin;
+use twin::decode;
 
 /// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -33,9 +36,6 @@ pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 /// Most leases of one kind on one block.
 const MAX_LEASES: u16 = u16::MAX >> 1;
 const WRITING: u16 = 1 << 15;
-
-/// A copy of the same bytes in another tier, so that sharing survives a swap.
-pub(crate) type Twin = (Tier, BlockId);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Node {
@@ -114,6 +114,7 @@ impl Pool {
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
+        let (orphans, tail) = (Vec::new(), Tail::default());
         Ok(Self {
             tier,
             blocks,
@@ -121,10 +122,10 @@ impl Pool {
             free,
             draining,
             cache,
-            orphans: Vec::new(),
+            orphans,
             evictions: 0,
             peak: 0,
-            tail: Tail::default(),
+            tail,
             removals: None,
             moves: None,
         })
@@ -348,9 +349,12 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        let (live, leased) = (node.refs > 0, node.is_leased());
-        if live || self.is_beyond(block) {
-            self.let_go(usize::from(!live && !leased));
+        if node.refs > 0 {
+            return self.refresh(block);
+        }
+        let leased = node.is_leased();
+        if self.is_beyond(block) {
+            self.let_go(usize::from(!leased));
             self.refresh(block);
         } else {
             self.begin_chain();
@@ -361,16 +365,6 @@ impl Pool {
     /// Room for more read leases on a block.
     pub(crate) fn lease_room(&self, block: BlockId) -> usize {
         usize::from(MAX_LEASES - self.nodes[block.index()].reads)
-    }
-
-    /// The copy of the block's bytes in another tier.
-    pub(crate) fn twin(&self, block: BlockId) -> Option<Twin> {
-        decode(self.node(block).twin)
-    }
-
-    /// Sets or clears the twin; returns the one before.
-    pub(crate) fn set_twin(&mut self, block: BlockId, twin: Option<Twin>) -> Option<Twin> {
-        decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
     }
 
     /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
@@ -419,16 +413,6 @@ impl Pool {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "a tier's index is below 3")]
-fn encode(twin: Option<Twin>) -> u32 {
-    twin.map_or(0, |(tier, block)| ((tier.index() as u32) << 30 | block.0) + 1)
-}
-
-fn decode(word: u32) -> Option<Twin> {
-    let word = word.checked_sub(1)?;
-    Some((Tier::ALL[(word >> 30) as usize], BlockId(word & ((1 << 30) - 1))))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -441,16 +425,6 @@ mod tests {
         let mut out = Vec::new();
         pool.take(count, &mut out);
         out
-    }
-
-    #[test]
-    fn twins_of_every_tier_and_the_highest_id_survive_encoding() {
-        for tier in Tier::ALL {
-            for id in [0, 1, u32::try_from(MAX_BLOCKS).unwrap()] {
-                assert_eq!(decode(encode(Some((tier, BlockId(id))))), Some((tier, BlockId(id))));
-            }
-        }
-        assert_eq!(decode(encode(None)), None);
     }
 
     #[test]

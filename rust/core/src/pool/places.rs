@@ -37,16 +37,23 @@ pub(super) struct Moves {
     hints: Vec<Hint>,
     /// Whether block 0 is in the tables of many.
     null: bool,
-    /// The pool's end: blocks beyond it are left, and never moved into.
-    end: u32,
+    /// Blocks of the pool: those from here on are no destination.
+    end: usize,
+}
+
+impl Node {
+    /// Whether the block is in no table, and holds nothing findable.
+    fn is_empty(self) -> bool {
+        self.refs | self.tag == 0
+    }
 }
 
 impl Moves {
     fn place(&self, block: BlockId, node: Node) -> Place {
         if node.is_leased() || (self.null && block == NULL_BLOCK) {
             Place::Fixed
-        } else if node.refs | node.tag == 0 {
-            if block.0 < self.end { Place::Hole } else { Place::Fixed }
+        } else if node.is_empty() {
+            if block.index() < self.end { Place::Hole } else { Place::Fixed }
         } else if self.dirty.contains(block) || self.moving.contains(block) {
             Place::Fixed
         } else {
@@ -54,13 +61,12 @@ impl Moves {
         }
     }
 
-    /// Says what neighbours like this one are; what is free or leased moves no more.
-    fn put(&mut self, run: Range<u32>, place: Place, node: Node) {
-        let empty = node.refs | node.tag == 0;
-        if empty || node.is_leased() {
+    /// Says what neighbours are; a block that is free or leased moves no more.
+    fn put(&mut self, run: Range<u32>, node: Node, place: Place) {
+        if node.is_empty() || node.is_leased() {
             self.moving.remove_run(run.clone());
         }
-        if empty && !node.is_leased() {
+        if node.is_empty() && !node.is_leased() {
             self.dirty.remove_run(run.clone());
         }
         self.places.set_run(run, place);
@@ -73,44 +79,44 @@ impl Pool {
         if self.moves.is_some() {
             return;
         }
-        let mut dirty = BlockSet::empty(self.blocks);
+        let known = self.extent();
+        let mut dirty = BlockSet::empty(known);
         for block in written(self) {
             dirty.insert(block);
         }
         self.moves = Some(Box::new(Moves {
-            places: Places::new(self.blocks),
+            places: Places::new(known),
             dirty,
-            moving: BlockSet::empty(self.blocks),
-            targets: vec![NULL_BLOCK; self.blocks],
-            hints: vec![UNKNOWN; self.blocks],
+            moving: BlockSet::empty(known),
+            targets: vec![NULL_BLOCK; known],
+            hints: vec![UNKNOWN; known],
             null,
-            end: id(self.blocks),
+            end: self.blocks,
         }));
-        if self.extent() > self.blocks {
-            self.resize_places(self.blocks);
-        }
-        self.refresh_run(0..id(self.nodes.len().min(self.blocks)));
+        self.refresh_run(0..id(self.nodes.len().min(known)));
     }
 
-    /// Follows a pool that had `former` blocks to its present end. Moves of blocks that are to lie beyond it are given up.
+    /// Follows a change of the pool's size: blocks beyond its end are no destination, and what moves there stays.
     pub(super) fn resize_places(&mut self, former: usize) {
-        let extent = self.extent().max(former);
+        let (blocks, nodes) = (self.blocks, self.nodes.len());
         let Some(moves) = &mut self.moves else { return };
-        moves.end = id(self.blocks);
-        moves.places.grow(id(extent));
-        moves.dirty.grow(extent);
-        moves.moving.grow(extent);
-        moves.targets.resize(extent.max(moves.targets.len()), NULL_BLOCK);
-        moves.hints.resize(extent.max(moves.hints.len()), UNKNOWN);
-        let beyond: Vec<BlockId> =
-            moves.moving.iter().filter(|from| moves.targets[from.index()].0 >= moves.end).collect();
-        moves.places.set_run(id(former)..moves.end.max(id(former)), Place::Hole);
-        moves.places.set_run(moves.end..moves.places.capacity(), Place::Fixed);
-        for from in beyond {
-            self.stay(from);
+        moves.end = blocks;
+        let known = moves.hints.len().max(blocks);
+        moves.places.grow(id(known));
+        moves.dirty.grow(known);
+        moves.moving.grow(known);
+        moves.targets.resize(known, NULL_BLOCK);
+        moves.hints.resize(known, UNKNOWN);
+        let (low, high) = (blocks.min(former), blocks.max(former));
+        if nodes < high {
+            let place = if blocks > former { Place::Hole } else { Place::Fixed };
+            moves.places.set_run(id(nodes.max(low))..id(high), place);
         }
-        let first = former.min(self.blocks);
-        self.refresh_run(id(first)..id(self.nodes.len().min(extent)).max(id(first)));
+        let lost: Vec<_> = self.moving().filter(|&[_, to]| self.is_beyond(BlockId(to))).collect();
+        for [from, _] in lost {
+            self.stay(BlockId(from));
+        }
+        self.refresh_run(id(low)..id(high.min(nodes)));
     }
 
     /// Whether the places of blocks are kept.
@@ -143,14 +149,13 @@ impl Pool {
             let mut end = from + 1;
             while end < run.end {
                 let next = self.nodes[end as usize];
-                let alike =
-                    (next.is_leased(), next.refs | next.tag == 0) == (node.is_leased(), node.refs | node.tag == 0);
-                if !alike || moves.place(BlockId(end), next) != place {
+                let same = next.is_leased() == node.is_leased() && next.is_empty() == node.is_empty();
+                if !same || moves.place(BlockId(end), next) != place {
                     break;
                 }
                 end += 1;
             }
-            moves.put(from..end, place, node);
+            moves.put(from..end, node, place);
             from = end;
         }
     }
@@ -276,7 +281,7 @@ impl Pool {
         }
         self.free.used(from);
         if self.is_beyond(from) {
-            self.leave_beyond(from);
+            self.left(node.refs);
         } else {
             self.free.insert(from);
         }
@@ -366,7 +371,9 @@ mod tests {
     fn a_move_ends_with_what_was_read_being_written_freed_given_out_or_leased() {
         let ends: [fn(&mut Pool); 4] = [
             |pool| pool.note_written(BlockId(2)),
-            |pool| assert_eq!(pool.release(BlockId(2)), None),
+            |pool| {
+                pool.release(BlockId(2));
+            },
             |pool| {
                 pool.release(BlockId(2));
                 pool.take(1, &mut Vec::new());

@@ -153,16 +153,17 @@ impl Pool {
         if twin.is_some() {
             self.orphans.pop();
         }
-        self.leave_beyond(block);
-        twin
-    }
-
-    /// A block beyond the end is referred to no more.
-    pub(super) fn leave_beyond(&mut self, block: BlockId) {
         self.tail.live -= 1;
         self.tail.held += usize::from(self.nodes[block.index()].is_leased());
         self.lower_tail();
         self.refresh(block);
+        twin
+    }
+
+    /// A block beyond the end that had so many references has moved.
+    pub(super) fn left(&mut self, refs: u32) {
+        self.tail.live -= usize::from(refs > 0);
+        self.lower_tail();
     }
 
     /// The last leases on so many unreferenced blocks beyond the end are gone.
