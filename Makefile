@@ -86,7 +86,8 @@ test-gpu: $(if $(GPU_PYTHON),,dev)
 	BLOCKYARD_TEST_GPU=require $(PYTHON_WITH_US) -m pytest -m gpu tests/gpu
 	@if command -v compute-sanitizer >/dev/null && compute-sanitizer true >/dev/null 2>&1; then \
 	    BLOCKYARD_TEST_GPU=require compute-sanitizer --target-processes all --error-exitcode 9 \
-	        $(PYTHON_WITH_US) -m pytest -m gpu -k "not calibration and not graph" tests/gpu/test_moves_cuda.py; \
+	        $(PYTHON_WITH_US) -m pytest -m gpu -k "not calibration and not graph" tests/gpu/test_moves_cuda.py \
+	        tests/gpu/test_bulk_cuda.py; \
 	else echo "blockyard: compute-sanitizer is missing or does not run here: its pass is left out"; fi
 
 bench-gpu: $(if $(GPU_PYTHON),,dev)

@@ -110,27 +110,30 @@ struct HostMemory {
     bool mapped = true;  // and kernels reach it by the address that the host has
 };
 
+HostMemory ask_pointer(uintptr_t address) {
+    void* pointer = reinterpret_cast<void*>(address);
+    cudaPointerAttributes attributes{};
+    check_cuda(cudaPointerGetAttributes(&attributes, pointer), "asking what memory a pointer is of");
+    return {attributes.type != cudaMemoryTypeUnregistered, attributes.devicePointer == pointer};
+}
+
 // Asks at both ends of what is copied in each storage: memory that is page-locked chunk by chunk is so from its start.
 HostMemory ask_host(const Side& host, uint32_t first_block, uint32_t last_block) {
     HostMemory found;
-    uintptr_t known = 0;
-    for (const View& view : host.views) {
-        if (view.width == 0 || view.storage == known) continue;
-        known = view.storage;
-        uintptr_t low = UINTPTR_MAX, high = 0;
-        for (const View& other : host.views) {
-            if (other.storage != known || other.width == 0) continue;
-            const auto start = reinterpret_cast<uintptr_t>(other.data);
-            low = std::min(low, start + first_block * static_cast<uintptr_t>(other.stride));
-            high = std::max(high, start + last_block * static_cast<uintptr_t>(other.stride) +
-                                      static_cast<uintptr_t>(other.width) - 1);
-        }
-        for (const uintptr_t end : {low, high}) {
-            void* pointer = reinterpret_cast<void*>(end);
-            cudaPointerAttributes attributes{};
-            check_cuda(cudaPointerGetAttributes(&attributes, pointer), "asking what memory a pointer is of");
-            found.pinned = found.pinned && attributes.type != cudaMemoryTypeUnregistered;
-            found.mapped = found.mapped && attributes.devicePointer == pointer;
+    uintptr_t low = 0, high = 0;
+    for (size_t i = 0; i < host.views.size(); ++i) {
+        const View& view = host.views[i];
+        const auto start = reinterpret_cast<uintptr_t>(view.data);
+        const uintptr_t first = start + first_block * static_cast<uintptr_t>(view.stride);
+        const uintptr_t end = start + last_block * static_cast<uintptr_t>(view.stride) + view.width;
+        const bool opens = i == 0 || host.views[i - 1].storage != view.storage;
+        low = opens ? first : std::min(low, first);
+        high = opens ? end : std::max(high, end);
+        const bool closes = i + 1 == host.views.size() || host.views[i + 1].storage != view.storage;
+        if (!closes || high == low) continue;
+        for (const uintptr_t address : {low, high - 1}) {
+            const HostMemory there = ask_pointer(address);
+            found = {found.pinned && there.pinned, found.mapped && there.mapped};
         }
     }
     return found;

@@ -19,16 +19,6 @@ MODELS = ["as built", "reuses at once", "reuses one too early", "stores at once"
 MISTAKES = MODELS[1:]
 
 
-class Tensor(ctypes.Structure):
-    _fields_ = (
-        ("src", ctypes.c_void_p),
-        ("dst", ctypes.c_void_p),
-        ("src_stride", ctypes.c_int64),
-        ("dst_stride", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-    )
-
-
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("ring") / "ring.so"
@@ -52,12 +42,16 @@ def cut(rows: np.ndarray, widths: list[int]) -> list[np.ndarray]:
     return np.split(rows, np.cumsum(widths), axis=1)[: len(widths)]
 
 
-def tensors_of(src: list[np.ndarray], dst: list[np.ndarray]) -> ctypes.Array:
-    views = [
-        Tensor(a.ctypes.data, b.ctypes.data, a.strides[0], b.strides[0], a.shape[1])
-        for a, b in zip(src, dst, strict=True)
-    ]
-    return (Tensor * len(views))(*views)
+def tensors_of(src: list[np.ndarray], dst: list[np.ndarray]) -> np.ndarray:
+    """Source, destination, strides and width of each pair of views, as `CopyTensor` lays them out."""
+    views = zip(src, dst, strict=True)
+    return np.array(
+        [(a.ctypes.data, b.ctypes.data, a.strides[0], b.strides[0], a.shape[1]) for a, b in views], np.int64
+    )
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
 
 
 def launch(
@@ -70,16 +64,10 @@ def launch(
     wanted = dst.copy()
     for source, target in zip(cut(src, widths), cut(wanted, widths), strict=True):
         target[pairs[:, 1]] = source[pairs[:, 0]]
-    ids = np.ascontiguousarray(pairs, np.uint32)
+    ids, tensors = np.ascontiguousarray(pairs, np.uint32), tensors_of(cut(src, widths), cut(dst, widths))
     size = ctypes.c_size_t
     fault = ring.launch(
-        MODELS.index(model),
-        ids.ctypes.data_as(ctypes.c_void_p),
-        size(len(ids)),
-        tensors_of(cut(src, widths), cut(dst, widths)),
-        size(len(widths)),
-        blocks,
-        seed,
+        MODELS.index(model), pointer(ids), size(len(ids)), pointer(tensors), size(len(widths)), blocks, seed
     )
     return fault, bool((dst == wanted).all())
 
@@ -124,10 +112,14 @@ def test_a_planted_mistake_is_noticed(ring: ctypes.CDLL, mistake: str):
 def test_rows_that_the_engine_cannot_take_are_left_to_the_kernel(
     ring: ctypes.CDLL, offset: int, width: int, stride: int
 ):
-    assert ring.fits((Tensor * 1)(Tensor(4096, 8192, 128, 128, 64)), ctypes.c_size_t(1))
-    for tensor in (Tensor(4096 + offset, 8192, stride, 128, width), Tensor(4096, 8192 + offset, 128, stride, width)):
-        assert not ring.fits((Tensor * 1)(tensor), ctypes.c_size_t(1))
-    assert not ring.fits((Tensor * 1)(Tensor(4096, 8192, 1 << 40, 1 << 40, 1 << 30)), ctypes.c_size_t(1))
+    def fits(*tensor: int) -> bool:
+        return ring.fits(pointer(np.array(tensor, np.int64)), ctypes.c_size_t(1))
+
+    assert fits(4096, 8192, 128, 128, 64)
+    assert not fits(4096 + offset, 8192, stride, 128, width)
+    assert not fits(4096, 8192 + offset, 128, stride, width)
+    # More pieces than are counted.
+    assert not fits(4096, 8192, 1 << 40, 1 << 40, 1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +129,7 @@ def test_rows_that_the_engine_cannot_take_are_left_to_the_kernel(
 def test_moves_that_depend_on_one_another_are_left_to_the_kernel(ring: ctypes.CDLL, pairs: list, independent: bool):
     ids = np.array(pairs, np.uint32)
     size = ctypes.c_size_t
-    assert ring.independent_moves(ids.ctypes.data_as(ctypes.c_void_p), size(len(ids)), size(4)) is independent
+    assert ring.independent_moves(pointer(ids), size(len(ids)), size(4)) is independent
 
 
 WANTED = {

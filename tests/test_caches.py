@@ -66,3 +66,13 @@ def test_read_only_arrays_become_tensors_by_a_copy():
     assert as_tensor(array).data_ptr() == array.ctypes.data
     array.flags.writeable = False
     assert as_tensor(array).data_ptr() != array.ctypes.data
+
+
+def test_tensors_that_are_there_already_are_used_and_must_fit(caches: Caches):
+    given = [tensor.clone() for tensor in caches.device_caches]
+    again = Caches(caches.layout, num_device_blocks=5, num_host_blocks=3, device_caches=given)
+    assert [tensor.data_ptr() for tensor in again.device_caches] == [tensor.data_ptr() for tensor in given]
+    with pytest.raises(LayoutError, match="hold 5 blocks on cpu, wanted 4"):
+        Caches(caches.layout, num_device_blocks=4, num_host_blocks=3, device_caches=given)
+    with pytest.raises(LayoutError, match="1 tensors were given"):
+        Caches(caches.layout, num_device_blocks=5, num_host_blocks=3, device_caches=given[:1])

@@ -240,6 +240,34 @@ def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
     assert outputs == [[reference_generate(model, prompt, p, index) for index in range(p.n)] for prompt, p in each]
 
 
+def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, work, wanted, tmp_path):
+    with open_generator(model, tmp_path, elastic=True) as generator:
+        elastic, sizes = generator.worker.elastic, iter([30, 24, 33, 20, 40, 22])
+        extents = []
+
+        def resize(step, finished):
+            extents.append(elastic.num_blocks)
+            if len(extents) % 4 == 0:
+                generator.resize_device(next(sizes, 40))
+            generator.manager.check()
+
+        generator._on_step = resize
+        assert generator.generate(*work) == wanted
+        assert min(extents) < 26
+        generator.resize_device(20)
+        assert generator.give_back().blocks == elastic.num_blocks == 20
+        assert generator.give_back() is None
+        with pytest.raises(InvalidArgumentError, match="41 device blocks are wanted, the tensors have 40"):
+            generator.resize_device(41)
+
+
+def test_without_elastic_caches_the_books_alone_shrink(model, work, wanted, tmp_path):
+    with open_generator(model, tmp_path) as generator:
+        assert generator.resize_device(24).done
+        assert generator.generate(*work) == wanted
+        assert generator.give_back() is None
+
+
 def test_waiting_for_ever_is_an_error(model, tmp_path):
     with open_generator(model, tmp_path) as generator:
         held = generator.manager.allocate([39 * 4])

@@ -104,6 +104,14 @@ def test_blocks_are_used_while_later_chunks_are_made_ready():
     assert not locker.locked
 
 
+def test_memory_grows_in_the_background_without_a_locker_too():
+    with pool_of(None) as pool:
+        assert pool.ready_blocks >= PER_CHUNK
+        pool.wait(pool.num_blocks)
+        assert pool.pinned_blocks == 0
+        assert resident(pool.rows.data_ptr()) == CHUNKS * CHUNK
+
+
 def test_memory_grows_by_chunks_and_is_given_back():
     locker = StepLocker(permits=1)
     pool = pool_of(locker)
@@ -261,8 +269,16 @@ def test_a_pool_of_nothing_is_ready():
 
 
 def test_a_pool_for_the_cpu_is_ordinary_memory():
+    blocks = (1 << 32) // BLOCK
     with HostPool.for_device(3, 100, torch.device("cpu")) as pool:
         assert (pool.ready_blocks, pool.pinned_blocks, pool.node) == (3, 0, None)
+    pool = HostPool.for_device(blocks, BLOCK, torch.device("cpu"))
+    # Ready, and nothing is taken yet.
+    assert pool.ready_blocks == blocks
+    assert resident(pool.rows.data_ptr()) == 0
+    pool.rows[-1] = 3
+    assert pool.rows[-1].eq(3).all()
+    pool.close()
 
 
 class FakeDevice:

@@ -7,7 +7,7 @@ from blockyard import BlockManager, InvalidArgumentError
 
 
 def manager(order: str, host: int = 0) -> BlockManager:
-    return BlockManager(block_size=4, device_blocks=6, host_blocks=host, watermark=0.0, reuse_order=order)  # type: ignore[arg-type]
+    return BlockManager(block_size=4, device_blocks=6, host_blocks=host, watermark=0.0, reuse_order=order)
 
 
 def one_block_each(books: BlockManager, count: int) -> list[int]:
@@ -19,7 +19,15 @@ def ids(books: BlockManager, limit: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("order", "wanted"), [("lowest", [0, 2, 3, 4, 5]), ("fifo", [4, 5, 3, 0, 2]), ("lru", [4, 5, 3, 0, 2])]
+    ("order", "wanted"),
+    [
+        ("lowest", [0, 2, 3, 4, 5]),
+        ("fifo", [4, 5, 3, 0, 2]),
+        ("lru", [4, 5, 3, 0, 2]),
+        ("pages:3", [0, 2, 3, 4, 5]),
+        ("pages:2", [0, 2, 3, 4, 5]),
+        ("pages:4", [0, 2, 3, 4, 5]),
+    ],
 )
 def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str, wanted: list[int]) -> None:
     books = manager(order)
@@ -34,7 +42,27 @@ def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str,
     books.check()
 
 
-@pytest.mark.parametrize("order", ["lowest", "fifo", "lru"])
+def test_pages_in_use_are_filled_before_one_is_opened_also_after_a_restart() -> None:
+    books = BlockManager(block_size=4, device_blocks=32, watermark=0.0, reuse_order="pages:4")
+    handles = one_block_each(books, 16)
+    for i in (1, 4, 5, 6, 13, 14):
+        books.free(handles[i])
+    # One block of page 0 is free, two of page 3, three of page 1; the pages from 4 on are not in use.
+    wanted = [1, 13, 14, 4, 5, 6, *range(16, 32)]
+    again = BlockManager.restore(books.snapshot())
+    for manager_ in (books, again):
+        assert ids(manager_) == wanted
+        assert [int(manager_.block_table(handle)[0]) for handle in one_block_each(manager_, 8)] == wanted[:8]
+        manager_.check()
+
+
+@pytest.mark.parametrize("order", ["pages", "pages:0", "pages:x", "pages:65537"])
+def test_pages_without_a_size_are_refused(order: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f'reuse_order is "{order}", must be one of .* pages:N'):
+        manager(order)
+
+
+@pytest.mark.parametrize("order", ["lowest", "fifo", "lru", "pages:4"])
 def test_listing_takes_nothing(order: str) -> None:
     books = manager(order)
     assert ids(books) == ids(books) == [0, 1, 2, 3, 4, 5]

@@ -96,3 +96,13 @@ def test_a_cuda_device_keeps_room_for_the_largest_step():
         assert 0 < device * worker.model.layout.bytes_per_block < 0.5 * total
         assert host > 0
         assert worker.initialize_cache(device, 0).num_blocks("device") == device
+
+
+def test_elastic_caches_are_the_engines_tensors_and_go_with_the_worker(model):
+    with Worker(model, block_size=4) as worker:
+        engine = worker.initialize_cache(6, 2, elastic=True)
+        elastic = worker.elastic
+        assert [tensor.data_ptr() for tensor in engine.device_caches] == [t.data_ptr() for t in elastic.tensors]
+        assert elastic.num_blocks == elastic.max_blocks == 6
+    assert elastic.committed_bytes == 0
+    assert worker.elastic is None

@@ -4,15 +4,19 @@
 
 Directions: d2h, h2d (page-locked memory), both (d2h and h2d at once, on two streams; bytes of both count), d2d. Ratios:
 `to_large` to one copy of the same bytes (d2d: `copy_`; both: two large copies at once), `to_loop` to one
-cudaMemcpyAsync a piece (d2d: one `copy_` a piece, Python's time included). `host_us_per_100` is the time until the call
-returns. `way` is what the calibrated table chose. Without a CUDA device it says so; that is an error with --require.
+cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time until the call returns, for a hundred pieces;
+`loop_host_us_per_100` the loop's. `way` is what the calibrated table chose, `sms` how many multiprocessors that way may
+take, and `ways` has the GB/s of each way that the direction knows. `compute_kept` is the rate of matrix products on
+another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is
+the rate at which host memory is touched and page-locked.
+
+Without a CUDA device it says so; that is an error with --require.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +25,7 @@ import torch
 from blockyard.transfer import ops, ways
 from blockyard.transfer.calibrate import calibrate_device
 from blockyard.transfer.cuda import op_library
+from blockyard.transfer.hostpool import HostPool
 
 SIZES = tuple(4096 << step for step in range(11))
 COUNTS = (16, 128, 1024, 8192, 50_000)
@@ -28,6 +33,10 @@ DIRECTIONS = ("d2h", "h2d", "both", "d2d")
 MOST_BYTES = 2 << 30
 # A loop of single copies over more pieces says nothing new.
 MOST_LOOPED = 8192
+# What copies are put beside: products of square matrices, and seconds of them.
+MATRIX, COMPUTE_SECONDS = 4096, 0.05
+# Blocks of threads of the kernels that leave the device to compute.
+FEW_SMS = 12
 Work = Callable[[], None]
 
 
@@ -51,16 +60,26 @@ def main() -> int:
     results = []
     for size, count in shapes(quick=arguments.quick):
         for direction in DIRECTIONS:
-            result = Case(direction, size, count, device).measure(arguments.repeat)
-            if table and direction in {"h2d", "d2h"}:
-                result["way"] = table.way(direction, size, count)
+            result = Case(direction, size, count, device).measure(arguments.repeat, table)
             results.append(result)
             print(" ".join(f"{name}={show(value)}" for name, value in result.items()), flush=True)
         torch.cuda.empty_cache()
-    write(
-        arguments.json, {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "results": results}
-    )
+    pool = pool_figures(torch.device("cuda", device))
+    print(" ".join(f"{name}={show(value)}" for name, value in pool.items()))
+    name = torch.cuda.get_device_name(device)
+    write(arguments.json, {"device": name, "torch": torch.__version__, "pool": pool, "results": results})
     return 0
+
+
+def pool_figures(device: torch.device, *, blocks: int = 4096, block_bytes: int = 1 << 20) -> dict[str, float]:
+    """How fast host memory is made ready for a device, and when its first blocks can be used."""
+    start = time.perf_counter()
+    with HostPool.for_device(blocks, block_bytes, device) as pool:
+        first = time.perf_counter() - start
+        pool.wait(blocks)
+        seconds = time.perf_counter() - start
+        pinned = pool.pinned_blocks / blocks
+    return {"pool_first_s": first, "pool_gb_s": blocks * block_bytes / seconds / 1e9, "pool_pinned": pinned}
 
 
 def shapes(*, quick: bool) -> Iterator[tuple[int, int]]:
@@ -72,6 +91,8 @@ def shapes(*, quick: bool) -> Iterator[tuple[int, int]]:
 
 
 def show(value: object) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{show(item)}" for name, item in value.items())
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
@@ -91,30 +112,94 @@ class Case:
         self.on_device = [torch.ones(**shape, device="cuda") for _ in range(2)]
         self.on_host = [torch.ones(**shape, pin_memory=True) for _ in range(2)] if direction != "d2d" else []
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        self.compute = torch.cuda.Stream()
 
-    def measure(self, repeat: int) -> dict[str, object]:
-        """Time ours, the large copy and the loop by turns."""
+    def measure(self, repeat: int, table: ways.WayTable | None) -> dict[str, object]:
+        """Time ours, the large copy and the loop by turns, then each way, then compute beside ours."""
         routes = self.routes()
         works: dict[str, Work] = {
-            "ours": lambda: self.on_streams(
-                [lambda s=s, d=d: ops.swap_blocks([s], [d], self.pairs) for s, d in routes]
-            ),
+            "ours": self.ours,
             "large": lambda: self.on_streams([lambda s=s, d=d: d.copy_(s, non_blocking=True) for s, d in routes]),
         }
         if self.count <= MOST_LOOPED:
-            works["loop"] = self.loop
-        taken, host = dict.fromkeys(works, float("inf")), float("inf")
+            works["loop"] = lambda: self.on_streams(
+                [lambda s=s, d=d: torch.ops.blockyard.bench_copy_loop([s], [d], self.pairs) for s, d in routes]
+            )
+        taken, host = self.best(works, repeat)
+        pieces = self.count * len(routes)
+        moved = self.size * pieces
+        result: dict[str, object] = {"direction": self.direction, "piece_bytes": self.size, "count": self.count}
+        result |= {"gb_s": moved / taken["ours"] / 1e9, "to_large": taken["large"] / taken["ours"]}
+        result["host_us_per_100"] = host["ours"] * 1e8 / pieces
+        if "loop" in taken:
+            result["to_loop"] = taken["loop"] / taken["ours"]
+            result["loop_host_us_per_100"] = host["loop"] * 1e8 / pieces
+        if self.direction in ways.ALLOWED:
+            way = table.way(self.direction, self.size, self.count) if table else ways.ALLOWED[self.direction][0]
+            result |= {"way": way, "sms": self.multiprocessors(way), "ways": self.by_way(repeat, moved)}
+        # Where calls return long before the copies end: else none would be left to run beside anything.
+        if taken["ours"] > max(1e-3, 2 * host["ours"]):
+            result["compute_kept"] = self.compute_kept(taken["ours"])
+        return result
+
+    def best(self, works: dict[str, Work], repeat: int) -> tuple[dict[str, float], dict[str, float]]:
+        """The least seconds of each, until all was done and until the call returned; they take turns."""
+        taken, host = (dict.fromkeys(works, float("inf")) for _ in range(2))
         for _ in range(repeat):
             for name, work in works.items():
                 seconds, returned = self.timed(work, name)
-                taken[name] = min(taken[name], seconds)
-                host = min(host, returned) if name == "ours" else host
-        moved = self.size * self.count * len(routes)
-        result: dict[str, object] = {"direction": self.direction, "piece_bytes": self.size, "count": self.count}
-        result |= {"gb_s": moved / taken["ours"] / 1e9, "to_large": taken["large"] / taken["ours"]}
-        if "loop" in taken:
-            result["to_loop"] = taken["loop"] / taken["ours"]
-        return result | {"host_us_per_100": host * 1e8 / (self.count * len(routes))}
+                taken[name], host[name] = min(taken[name], seconds), min(host[name], returned)
+        return taken, host
+
+    def by_way(self, repeat: int, moved: int) -> dict[str, float]:
+        """GB/s of every way that copies in this direction may take on this device."""
+        rates = {}
+        for way in ways.ALLOWED[self.direction]:
+            if (way == "loop" and self.count > MOST_LOOPED) or (way == "bulk" and not self.has_bulk()):
+                continue
+            with ways.forced(self.device, way):
+                taken, _ = self.best({way: self.ours}, repeat)
+            rates[way] = moved / taken[way] / 1e9
+        return rates
+
+    def has_bulk(self) -> bool:
+        """Whether this device and the library have the bulk engine."""
+        return bool(torch.ops.blockyard.has_bulk(self.device))
+
+    def multiprocessors(self, way: str) -> int:
+        """How many multiprocessors a way may take."""
+        if way in {"batch", "loop"}:
+            return 0
+        every = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return every if self.direction == "d2d" and (way == "kernel" or not self.has_bulk()) else min(FEW_SMS, every)
+
+    def compute_kept(self, seconds: float) -> float:
+        """Rate of matrix products while copies run without a pause, as a part of their rate alone."""
+        matrix = torch.ones((MATRIX, MATRIX), dtype=torch.bfloat16, device="cuda")
+        alone = self.products(matrix, 10) / 10
+        products = max(1, int(COMPUTE_SECONDS / alone))
+        alone = self.products(matrix, products)
+        for _ in range(int(2 * alone / seconds) + 1):
+            self.ours()
+        beside = self.products(matrix, products)
+        torch.cuda.synchronize()
+        return alone / beside
+
+    def products(self, matrix: torch.Tensor, count: int) -> float:
+        """Seconds that matrix products take on a stream of their own, by the device's clock."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self.compute):
+            torch.mm(matrix, matrix)
+            first.record()
+            for _ in range(count):
+                torch.mm(matrix, matrix)
+            last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+    def ours(self) -> None:
+        """One call of the op for each route."""
+        self.on_streams([lambda s=s, d=d: ops.swap_blocks([s], [d], self.pairs) for s, d in self.routes()])
 
     def routes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sources and destinations, one pair for each direction that is under way."""
@@ -128,19 +213,6 @@ class Case:
         for stream, work in zip(self.streams, works, strict=False):
             with torch.cuda.stream(stream):
                 work()
-
-    def loop(self) -> None:
-        """One call for each piece: through the op, so that Python's own time does not count."""
-        routes = self.routes()
-        if self.direction == "d2d":
-            # Within a device torch's copies of single rows are what an engine without a kernel has.
-            with torch.cuda.stream(self.streams[0]):
-                for source, target in self.pairs.tolist():
-                    routes[0][1][target].copy_(routes[0][0][source])
-            return
-        with ExitStack() as stack:
-            stack.enter_context(ways.forced(self.device, "loop"))
-            self.on_streams([lambda s=s, d=d: ops.swap_blocks([s], [d], self.pairs) for s, d in routes])
 
     def timed(self, work: Work, name: str) -> tuple[float, float]:
         """Seconds until all is done, and until the call returned."""

@@ -390,7 +390,8 @@ class BlockManager:
         prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
         reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
             ids never used, then the one that came free first. `"lru"`: ids never used, then the one whose last use
-            ended first.
+            ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks that has the fewest free
+            ones; pages in use are filled before one is opened, so that whole pages can be given back.
         eviction: which cached block goes first, once none is free. `"lru"`: the least recently used. `"s3fifo"`: those
             never hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and, before the
             first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
@@ -418,7 +419,7 @@ class BlockManager:
         external_blocks: int = 0,
         watermark: float = 0.01,
         prefix_caching: bool = False,
-        reuse_order: Literal["lowest", "fifo", "lru"] = "lowest",
+        reuse_order: str = "lowest",
         eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
         events: int = 0,
         sliding_window: int | None = None,
@@ -519,6 +520,13 @@ class BlockManager:
         self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> int:
         """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
+    def blocks_to_allocate(
+        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> int:
+        """Device blocks that must be free for `allocate_prompts` of one prompt.
+
+        They are new ones, those it loads into, and cached ones that nothing uses: what others use costs nothing.
+        """
     def next_chunk(self, sequence: int, budget: int) -> int:
         """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
 
@@ -558,6 +566,33 @@ class BlockManager:
         Raises:
             InvalidArgumentError: the manager has no `host_prefix_cache`.
         """
+    def resize_device(self, blocks: int) -> ResizeProgress:
+        """Give the device so many blocks from now on, while sequences run.
+
+        Growing is done at once. Shrinking goes on: blocks beyond the end are not given out any more and what is only
+        cached there is dropped; what sequences use there leaves as they do, or is moved, and what transfers and pins
+        hold is waited for. Admission, watermark and `max_pinned` go by the new size at once, and each block that a
+        sequence still uses beyond counts as one fewer that is free. Another call, larger or smaller, changes what this
+        one has not ended; quotas stay the numbers that they were.
+
+        Args:
+            blocks: of the device.
+
+        Returns:
+            What is in use beyond the end, now.
+
+        Raises:
+            InvalidArgumentError: too many; or too few for the null block, what is pinned, the watermark, and one to
+                give out; nothing was changed.
+        """
+    def device_uses(self) -> NDArray[np.uint8]:
+        """What every device block is used for, uint8 `[resize_progress().extent]`.
+
+        0: free. 1: cached, found by its key and given out if needed. 2: only transfers or pins hold it. 3: sequences
+        use it; a null block counts as such.
+        """
+    def resize_progress(self) -> ResizeProgress:
+        """What is in use beyond the device's blocks."""
     def defragment(
         self, goal: _Goal, number: int, *, max_moves: int = 512, cached: Literal["move", "drop"] = "move"
     ) -> DefragReport:
@@ -592,33 +627,6 @@ class BlockManager:
         Raises:
             InvalidArgumentError: a page has no blocks.
         """
-    def resize_device(self, blocks: int) -> ResizeProgress:
-        """Give the device so many blocks from now on, while sequences run.
-
-        Growing is done at once. Shrinking goes on: blocks beyond the end are not given out any more and what is only
-        cached there is dropped; what sequences use there leaves as they do, or is moved, and what transfers and pins
-        hold is waited for. Admission, watermark and `max_pinned` go by the new size at once, and each block that a
-        sequence still uses beyond counts as one fewer that is free. Another call, larger or smaller, changes what this
-        one has not ended; quotas stay the numbers that they were.
-
-        Args:
-            blocks: of the device.
-
-        Returns:
-            What is in use beyond the end, now.
-
-        Raises:
-            InvalidArgumentError: too many; or too few for the null block, what is pinned, the watermark, and one to
-                give out; nothing was changed.
-        """
-    def device_uses(self) -> NDArray[np.uint8]:
-        """What every device block is used for, uint8 `[resize_progress().extent]`.
-
-        0: free. 1: cached, found by its key and given out if needed. 2: only transfers or pins hold it. 3: sequences
-        use it; a null block counts as such.
-        """
-    def resize_progress(self) -> ResizeProgress:
-        """What is in use beyond the device's blocks."""
     def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
         """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
 
@@ -1620,6 +1628,7 @@ def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, ex
     """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""
 
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+_Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
 _BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | Sequence[int]
 
 @final
@@ -1678,14 +1687,14 @@ class Fragmentation:
 
 @final
 class MovePlan:
-    """Moves towards a goal; nothing has moved yet. No block is named twice.
+    """Moves towards goals; nothing has moved yet. No block is named twice.
 
     Attributes:
         pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
         move: those whose destination holds nothing of worth.
         exchange: those whose destination's bytes must be kept: the two change places.
-        left: moves that the goal needs beyond these.
-        stuck: live blocks in the way of the goal for which there is no hole.
+        left: moves that the goals need beyond these; `contiguous` adds nothing to it.
+        stuck: live blocks in the way of the goals for which there is no hole.
     """
 
     @property
@@ -1895,6 +1904,54 @@ class BlockObserver:
         Raises:
             InvalidArgumentError: the goal is unknown, or its page has no blocks.
         """
+
+    def plan_all(
+        self,
+        goals: Sequence[_Wanted],
+        *,
+        sequences: Sequence[_BlockIds] | None = None,
+        hot: _BlockIds | None = None,
+        moves: int | None = None,
+        num_bytes: int | None = None,
+        bytes_per_block: int = 0,
+    ) -> MovePlan:
+        """Plan a step for several goals, the most important first; nothing changes until `commit`.
+
+        A later goal undoes nothing of an earlier one: it moves no block to where the earlier one does not want any, and
+        none of the sequences of `"contiguous"`. Where two contradict each other, the later is missed.
+
+        Args:
+            goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence lies in
+                more than `number` runs, its slack is in runs. While the goals stay the same, each goes on where the
+                step before left it.
+            sequences: what `"contiguous"` is about: ids of each, in order. Those of less importance come later.
+            hot: ids of sequences that run now: their blocks move when nothing else is left to move, and a sequence
+                whose last id is one is put in order last.
+            moves: budget of this step, in pairs.
+            num_bytes: budget in bytes written: an exchange writes both of its blocks.
+            bytes_per_block: of all layers; to be given with `num_bytes`.
+
+        Raises:
+            InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
+        """
+
+    def runs(self, sequences: Sequence[_BlockIds]) -> tuple[int, int]:
+        """Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
+
+        Raises:
+            InvalidArgumentError: an id is out of range.
+        """
+
+    def used_pages(self, page_blocks: int) -> int:
+        """Pages of so many blocks that hold a block in use, a leased one or the null block.
+
+        Raises:
+            InvalidArgumentError: a page has no blocks.
+        """
+
+    @property
+    def highest(self) -> int | None:
+        """The highest block in use that can be moved, None if there is none."""
 
     def commit(self, plan: MovePlan) -> None:
         """Take over a plan whose bytes have moved: the ids of each pair change places.

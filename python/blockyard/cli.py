@@ -96,6 +96,12 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
     group.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N", help="most sequences in one step")
+    group.add_argument(
+        "--shrink-to",
+        type=_count(1),
+        metavar="N",
+        help="device blocks from half-way on; the other memory goes back",
+    )
 
 
 def _add_fault_options(demo: argparse.ArgumentParser) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockObserver
+from blockyard._core import BlockObserver, MovePlan
 from blockyard.errors import InvalidArgumentError
+from blockyard.fragmentation import PAGE_BLOCKS, DefragStats, Fragmentation, measure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,26 +23,12 @@ RequestKey = str | tuple[str, int]
 """A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
 
 Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
+GoalName = Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"]
+Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
+"""A goal's name and number, and how far it may be missed before anything moves; see `BlockObserver.plan_all`."""
+
 _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
 _AnyTable = NDArray[np.int64] | NDArray[np.int32]
-
-
-class DefragStats(NamedTuple):
-    """What a defragmenter has done.
-
-    Attributes:
-        steps: calls of `defragment` that moved something.
-        moves: blocks that were moved one way.
-        exchanges: pairs of blocks that changed places.
-        num_bytes: bytes written, all layers.
-        gap: ids between the highest block in use and the highest there need be, now.
-    """
-
-    steps: int
-    moves: int
-    exchanges: int
-    num_bytes: int
-    gap: int
 
 
 class OnlineDefragmenter:
@@ -59,11 +47,14 @@ class OnlineDefragmenter:
         prefix_caching: the allocator may find what is cached in freed ids. If it does not, all freed and new ids hold
             nothing of worth; bytes that a connector loads into new ids must then come after `update_state`.
         max_moves: most moves a step; all that are needed by default.
+        max_bytes: most bytes written a step, all layers; an exchange writes both of its blocks.
+        goals: what to work for instead of what threshold and margin say, the most important first. `"contiguous"` is
+            about all requests that run, the oldest first.
         negative: what `resolve` does with negative ids, the padding of block tables: refuse them or pass them on.
         exchange: see `BlockMover`; so for `move` and `wrap`.
 
     Raises:
-        InvalidArgumentError: a number is negative, or `negative` is neither `"refuse"` nor `"pass"`.
+        InvalidArgumentError: a number is negative, `negative` is neither `"refuse"` nor `"pass"`, or there is no goal.
 
     Source: vllm-gaudi `extension/defragmentation.py`, OnlineDefragmenter, whose names these are.
     """
@@ -77,15 +68,18 @@ class OnlineDefragmenter:
         graphed: bool = False,
         prefix_caching: bool = True,
         max_moves: int | None = None,
+        max_bytes: int | None = None,
+        goals: Sequence[Goal] | None = None,
         negative: Literal["refuse", "pass"] = "refuse",
         exchange: Move | None = None,
         move: Move | None = None,
         wrap: Callable[[Move], Move] | None = None,
     ) -> None:
-        if min(threshold, margin, max_moves or 0) < 0:
-            raise InvalidArgumentError(
-                f"threshold, margin and max_moves are {threshold}, {margin} and {max_moves}, must be at least 0"
-            )
+        if min(threshold, margin, max_moves or 0, max_bytes or 0) < 0:
+            limits = f"{threshold}, {margin}, {max_moves} and {max_bytes}"
+            raise InvalidArgumentError(f"threshold, margin, max_moves and max_bytes are {limits}, must be at least 0")
+        if goals is not None and not goals:
+            raise InvalidArgumentError("there are no goals, wanted at least one: switch off with enabled=False")
         if negative not in {"refuse", "pass"}:
             raise InvalidArgumentError(f"negative is {negative!r}, must be 'refuse' or 'pass'")
         self.threshold = threshold
@@ -93,7 +87,8 @@ class OnlineDefragmenter:
         self.enabled = enabled
         self.graphed = graphed
         self.prefix_caching = prefix_caching
-        self.max_moves = max_moves
+        self.max_moves, self.max_bytes = max_moves, max_bytes
+        self.goals = goals
         self.mover: BlockMover | None = None
         self._passes = negative == "pass"
         self._exchange, self._move, self._wrap = exchange, move, wrap
@@ -102,6 +97,7 @@ class OnlineDefragmenter:
         self._generations = count()
         self._requests: dict[str, dict[int, list[int]]] = {}
         self._steps = self._moves = self._exchanges = 0
+        self._seconds = 0.0
 
     def initialize(self, kv_caches: Sequence[Tensor | Sequence[Tensor | None]], block_size: int) -> None:
         """Say where the bytes are.
@@ -224,33 +220,51 @@ class OnlineDefragmenter:
 
     # ---- moving ----
 
-    def defragment(self) -> int:
-        """Move blocks from high places to low ones, if enough is to be gained.
+    def defragment(self, *, hot: Iterable[RequestKey] = ()) -> int:
+        """Move blocks as the goals ask for, if enough is to be gained.
 
         The books change when the bytes have been moved; if that fails, they do not.
 
+        Args:
+            hot: requests that run in the next step, as in `finished_reqs`: their blocks move last.
+
         Returns:
-            Blocks that came down.
+            Blocks that were moved.
 
         Raises:
-            InvalidArgumentError: there is something to move, and no caches were given to `initialize`.
+            InvalidArgumentError: there is something to move, and no caches were given to `initialize`; or a goal is
+                unknown or without meaning.
         """
         if not self.enabled:
             return 0
-        slack = max(self.threshold - self.margin, 0)
-        plan = self._books.plan("dense", self.margin, slack=slack, moves=self.max_moves)
-        if not len(plan):
-            return 0
-        if self.mover is None:
-            raise InvalidArgumentError(f"{len(plan)} blocks should move: call initialize with the caches first")
-        move, exchange = plan.move, plan.exchange
-        self.mover.exchange(exchange)
-        self.mover.move(move)
-        self._books.commit(plan)
-        self._steps += 1
-        self._moves += len(move)
-        self._exchanges += len(exchange)
+        begin = time.perf_counter()
+        plan = self._plan(hot)
+        if len(plan):
+            if self.mover is None:
+                raise InvalidArgumentError(f"{len(plan)} blocks should move: call initialize with the caches first")
+            move, exchange = plan.move, plan.exchange
+            self.mover.exchange(exchange)
+            self.mover.move(move)
+            self._books.commit(plan)
+            self._steps += 1
+            self._moves += len(move)
+            self._exchanges += len(exchange)
+        self._seconds += time.perf_counter() - begin
         return len(plan)
+
+    def _plan(self, hot: Iterable[RequestKey]) -> MovePlan:
+        goals = self.goals or [("dense", self.margin, max(self.threshold - self.margin, 0))]
+        wants_runs = any(goal[0] == "contiguous" for goal in goals)
+        running = self._running() if wants_runs else None
+        hot_ids = [b for name, generation in self._ended(hot) for b in self._requests[name][generation]]
+        return self._books.plan_all(
+            goals,
+            sequences=running,
+            hot=hot_ids or None,
+            moves=self.max_moves,
+            num_bytes=self.max_bytes,
+            bytes_per_block=self.mover.bytes_per_block if self.mover is not None else 1,
+        )
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks that nobody refers to or holds, rising; without end as long as `initialize` was not called."""
@@ -262,7 +276,15 @@ class OnlineDefragmenter:
     def stats(self) -> DefragStats:
         """What has been done, and the gap as it is."""
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
-        return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._books.gap)
+        return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._books.gap, self._seconds)
+
+    def fragmentation(self, page_blocks: int = PAGE_BLOCKS) -> Fragmentation:
+        """Measure how scattered the blocks in use are, and those of the requests that run; looks at all blocks.
+
+        Raises:
+            InvalidArgumentError: a page has no blocks.
+        """
+        return measure(self._books, self._running(), page_blocks=page_blocks)
 
     # ---- ids and blocks ----
 
@@ -387,8 +409,11 @@ class OnlineDefragmenter:
             wrong = next(b for b in ids if not 0 <= b < self._books.limit)
             raise InvalidArgumentError(f"block is {wrong}, must be 0 to {self._books.limit - 1}")
 
+    def _running(self) -> list[list[int]]:
+        return [ids for generations in self._requests.values() for ids in generations.values()]
+
     def _ended(self, requests: Iterable[RequestKey]) -> list[tuple[str, int]]:
-        """Running requests that these keys name, each once."""
+        """Running requests that these keys name, each once; the oldest where no generation is given."""
         ended: dict[tuple[str, int], None] = {}
         for key in requests:
             if isinstance(key, tuple):

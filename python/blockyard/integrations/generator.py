@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from blockyard._core import BlockManager
+from blockyard._core import BlockManager, ResizeProgress
 from blockyard.errors import InvalidArgumentError, InvariantError
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.worker import Worker
 from blockyard.layout import LayoutKind
 from blockyard.offload.executor import Executor, StepExecutor
 from blockyard.scheduler import Finished, PreemptionMode, Request, ScheduledSequence, Scheduler, Step
+from blockyard.transfer.elastic import Resized
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,6 +45,7 @@ class Generator:
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        elastic: lay the device's caches over memory that `resize_device` and `give_back` return to the system.
         wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
         on_step: called after every step with what was scheduled and which requests finished.
 
@@ -73,6 +75,7 @@ class Generator:
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        elastic: bool = False,
         wrap_executor: Callable[[StepExecutor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
@@ -85,7 +88,7 @@ class Generator:
         )
         try:
             blocks = self._sizes(num_device_blocks, num_host_blocks, max_num_batched_tokens)
-            self.engine = self.worker.initialize_cache(blocks[0], blocks[1])
+            self.engine = self.worker.initialize_cache(blocks[0], blocks[1], elastic=elastic)
             self.store = self.worker.initialize_external_cache(blocks[2])
             self.manager = BlockManager(
                 block_size=block_size,
@@ -180,6 +183,7 @@ class Generator:
         Raises:
             InvariantError: nothing can run although requests wait.
         """
+        self.give_back()
         planned = self.scheduler.schedule()
         try:
             lost = self.executor.execute(planned.decision)
@@ -199,6 +203,36 @@ class Generator:
         if self._on_step is not None:
             self._on_step(step, finished)
         return finished
+
+    def resize_device(self, num_device_blocks: int) -> ResizeProgress:
+        """Give the device so many blocks from now on, while requests are under way.
+
+        Args:
+            num_device_blocks: at most as many as there were at first.
+
+        Returns:
+            What is in use beyond the end, now; its memory goes as it becomes unused, see `give_back`.
+
+        Raises:
+            InvalidArgumentError: there are no tensors for so many, or the books need more; the pool is as it was.
+            OutOfMemoryError: there is not enough memory to grow.
+        """
+        elastic, most = self.worker.elastic, self.engine.num_blocks("device")
+        if num_device_blocks > most:
+            raise InvalidArgumentError(f"{num_device_blocks} device blocks are wanted, the tensors have {most}")
+        if elastic is not None and num_device_blocks > elastic.num_blocks:
+            elastic.resize(num_device_blocks)
+        return self.manager.resize_device(num_device_blocks)
+
+    def give_back(self) -> Resized | None:
+        """Return memory of device blocks that a smaller pool has no use for; every step does it, too.
+
+        Returns:
+            What went; None if nothing could, or the caches are not elastic.
+        """
+        elastic = self.worker.elastic
+        extent = self.manager.resize_progress().extent
+        return None if elastic is None or extent >= elastic.num_blocks else elastic.resize(extent)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]

@@ -20,6 +20,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers import Chunk, PagedModel
 from blockyard.layout import LayoutKind
 from blockyard.tiers.base import ExternalStore, open_store
+from blockyard.transfer.elastic import ElasticCache
 from blockyard.transfer.engine import CacheEngine
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Worker:
         self.model = PagedModel(model, block_size=block_size, kind=kind)
         self.engine: CacheEngine | None = None
         self.store: ExternalStore | None = None
+        self.elastic: ElasticCache | None = None
         self._url = _with_size(external_swapper, external_swapper_space)
 
     def determine_num_available_blocks(
@@ -113,26 +115,34 @@ class Worker:
             self.store = open_store(self._url, bytes_per_block=size, namespace=namespace)
         return self.store.num_slots
 
-    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int, *, elastic: bool = False) -> CacheEngine:
         """Allocate the caches of device and host, and bind the model to them.
 
         Args:
             num_device_blocks: at least 1.
             num_host_blocks: 0 for no host tier.
+            elastic: lay the device's caches over memory that can be given back: `elastic` is then their owner.
 
         Returns:
             The engine that owns them; `close` closes it.
 
         Raises:
             InvalidArgumentError: a number is too small, or the caches are there already.
+            OutOfMemoryError: an elastic cache gets too little memory.
         """
         if self.engine is not None:
             raise InvalidArgumentError(f"the caches are there: {self.engine.num_blocks('device')} device blocks")
+        layout, device = self.model.layout, self.model.device
+        if elastic:
+            self.elastic = ElasticCache(
+                layout, num_blocks=num_device_blocks, max_blocks=num_device_blocks, device=device
+            )
         self.engine = CacheEngine(
-            self.model.layout,
+            layout,
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
-            device=self.model.device,
+            device=device,
+            device_caches=None if self.elastic is None else self.elastic.tensors,
         )
         self.model.bind(self.engine.device_caches)
         return self.engine
@@ -160,12 +170,14 @@ class Worker:
     def close(self) -> None:
         """Give back caches and tier, all of them even if one fails; twice does nothing."""
         with contextlib.ExitStack() as stack:
+            if self.elastic is not None:
+                stack.callback(self.elastic.close)
             if self.store is not None:
                 stack.callback(self.store.close)
             if self.engine is not None:
                 stack.callback(self.engine.close)
             stack.callback(self.model.close)
-            self.store, self.engine = None, None
+            self.store, self.engine, self.elastic = None, None, None
 
     def __enter__(self) -> Self:
         return self

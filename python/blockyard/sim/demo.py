@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from blockyard import __version__
 from blockyard.errors import InvalidArgumentError, TierURLError
 from blockyard.scheduler import PreemptionMode
+from blockyard.sim.pool import PoolReport
 from blockyard.sim.report import (
     Damage,
     Difference,
@@ -64,6 +65,8 @@ class DemoOptions:
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
         max_num_seqs: most sequences in one step.
+        shrink_to: blocks of the device from the middle of the run on, the memory of the others being given back; no
+            change if None.
         corrupt: blocks to damage in the file.
         sabotage: kind of transfer to drop one of; none if None.
         json: file to write the report to; none if None.
@@ -85,6 +88,7 @@ class DemoOptions:
     external_swapper_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
     max_num_seqs: int = 64
+    shrink_to: int | None = None
     corrupt: int = 0
     sabotage: str | None = None
     json: Path | None = None
@@ -149,11 +153,11 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
         items = trace_workload(trace, seed=options.seed, max_model_len=limit, text=text)
     faults = Faults(corrupt=options.corrupt, sabotage=options.sabotage, seed=options.seed)
     with fitting_threads(model):
-        served = _serve(options, model, items, faults, live=live)
+        served, pool = _serve(options, model, items, faults, live=live)
         with live_progress("unpaged run", live=live) as view:
             wanted, seconds = reference(model, items, view)
         wanted, ties = _settle(model, items, served.outputs, wanted)
-    run = _Run(options, type(model).__name__, model.device.type, items, served, faults)
+    run = _Run(options, type(model).__name__, model.device.type, items, served, faults, pool)
     return _report(run, wanted, ties, seconds)
 
 
@@ -236,13 +240,16 @@ def _external(options: DemoOptions) -> Iterator[tuple[str, str | None]]:
 
 def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
-) -> Served:
+) -> tuple[Served, PoolReport | None]:
     from blockyard.integrations.generator import Generator  # noqa: PLC0415 - loads torch
     from blockyard.sim.models import require_memory  # noqa: PLC0415 - loads torch
     from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
+    from blockyard.sim.shrink import PoolWatch  # noqa: PLC0415 - loads torch
 
     device_blocks, host_blocks = pool_sizes(options, items)
+    _require_room(options, items)
     require_memory(model, options.block_size, device_blocks, host_blocks)
+    watched = options.shrink_to is not None
     with (
         _external(options) as (url, space),
         Generator(
@@ -254,11 +261,25 @@ def _serve(
             external_swapper_space=space,
             preemption_mode=options.preemption_mode,
             max_num_seqs=options.max_num_seqs,
+            elastic=options.shrink_to is not None,
             wrap_executor=faults.wrap,
         ) as generator,
         live_progress("paged run", live=live) as view,
     ):
-        return serve(generator, items, faults, view)
+        if not watched:
+            return serve(generator, items, faults, view), None
+        watch = PoolWatch(generator, faults, shrink_to=options.shrink_to)
+        return serve(generator, items, faults, view, watch.after_step), watch.report()
+
+
+def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:
+    """Refuse to shrink below what the largest request needs, the watermark's hundredth kept."""
+    largest, blocks = max(_blocks_at_the_end(item, options.block_size) for item in items), options.shrink_to
+    if blocks is not None and blocks < largest + blocks // 100:
+        raise InvalidArgumentError(
+            f"the device is to shrink to {blocks} blocks, {blocks // 100} kept free, "
+            f"the largest request needs {largest}"
+        )
 
 
 def _settle(
@@ -288,6 +309,7 @@ class _Run:
     items: Sequence[WorkItem]
     served: Served
     faults: Faults
+    pool: PoolReport | None
 
 
 def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_seconds: float) -> Report:
@@ -328,6 +350,7 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
         identical_requests=identical,
         differences=differences,
         ties=ties,
+        pool=run.pool,
     )
 
 

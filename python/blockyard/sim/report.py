@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.sim.pool import LEGEND, PoolReport, draw_pool, pool_rows
 
 TIERS = ("device", "host", "external")
 
@@ -159,6 +160,7 @@ class Report:
         identical_requests: requests all of whose tokens were equal.
         differences: where the others first differ, one entry per sequence.
         ties: where rounding alone decided, and the unpaged run was made to take the same side; see `sim/ties.py`.
+        pool: the device pool over time; None if nobody asked for it.
     """
 
     version: str
@@ -185,6 +187,7 @@ class Report:
     identical_requests: int
     differences: list[Difference]
     ties: list[Difference]
+    pool: PoolReport | None = None
 
     @property
     def identical(self) -> bool:
@@ -264,6 +267,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
     if report.ties:
         places = ", ".join(f"{tie.request_id} sequence {tie.index} token {tie.position}" for tie in report.ties)
         table.append(("ties in rounding, decided alike", places))
+    table += pool_rows(report.pool) if report.pool is not None else []
     table += _fault_rows(report)
     table.append(("tokens identical to the unpaged Hugging Face generate run", _score(report)))
     return table
@@ -284,6 +288,9 @@ def print_report(report: Report, stream: TextIO | None = None) -> None:
         width = max(len(name) for name, _ in table[:-1])
         for name, figure in table[:-1]:
             print(f"{name:<{width}}  {figure}", file=stream)
+    if report.pool is not None:
+        print(f"device pool over time, by step: {LEGEND}", file=stream)
+        print(*draw_pool(report.pool), sep="\n", file=stream)
     for difference in report.differences[:5]:
         print(_describe(difference), file=stream)
     if len(report.differences) > 5:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ class Served:
         tier: the external tier's counters.
         blocks: blocks by (kind, source, destination).
         bytes_per_block: all layers, keys and values.
-        totals: blocks of each tier.
+        totals: blocks of each tier at the start.
     """
 
     outputs: Outputs
@@ -87,7 +87,13 @@ class Faults:
         return self.counting
 
 
-def serve(generator: Generator, items: Sequence[WorkItem], faults: Faults, view: Progress) -> Served:
+def serve(
+    generator: Generator,
+    items: Sequence[WorkItem],
+    faults: Faults,
+    view: Progress,
+    after_step: Callable[[int, int], None] | None = None,
+) -> Served:
     """Serve a workload to its end.
 
     Requests arrive on a clock that advances by one tick a step. The tick is such that all have arrived within the
@@ -98,6 +104,7 @@ def serve(generator: Generator, items: Sequence[WorkItem], faults: Faults, view:
         items: the requests.
         faults: what counts, and what disturbs.
         view: told about every step.
+        after_step: called after every step with how many requests are done, and of how many.
 
     Returns:
         Tokens and counters.
@@ -109,6 +116,7 @@ def serve(generator: Generator, items: Sequence[WorkItem], faults: Faults, view:
     tick = _tick(items)
     since, ticks, started = 0.0, 0, time.perf_counter()
     outputs: Outputs = {}
+    totals = {tier: generator.manager.num_blocks(tier) for tier in ("device", "host", "external")}
     while waiting or generator.num_unfinished:
         if waiting and not generator.num_unfinished and waiting[0].arrival > since + ticks * tick:
             since, ticks = waiting[0].arrival, 0
@@ -117,9 +125,10 @@ def serve(generator: Generator, items: Sequence[WorkItem], faults: Faults, view:
             generator.add(item.request_id, item.prompt, item.sampling, arrival=item.arrival)
         for done in generator.step():
             outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
+        if after_step is not None:
+            after_step(len(outputs), len(items))
         ticks += 1
         view.step(len(outputs), len(items), _note(generator))
-    totals = {tier: generator.manager.num_blocks(tier) for tier in ("device", "host", "external")}
     return Served(
         outputs=outputs,
         seconds=time.perf_counter() - started,

@@ -37,14 +37,22 @@ class Caches:
         num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device, made ready in the background:
             transfers wait for the blocks they name.
         device: where the device's caches live.
+        device_caches: tensors that there are already, as `layout.views` takes them; made here if None.
 
     Raises:
         InvalidArgumentError: a number of blocks is too small.
+        LayoutError: the tensors given do not have the layout, or another number of blocks.
         HostMemoryError: the host's memory cannot be had or page-locked; later, from transfers.
     """
 
     def __init__(
-        self, layout: KVLayout, *, num_device_blocks: int, num_host_blocks: int, device: str | torch.device = "cpu"
+        self,
+        layout: KVLayout,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        device: str | torch.device = "cpu",
+        device_caches: Sequence[Tensor] | None = None,
     ) -> None:
         if num_device_blocks < 1 or num_host_blocks < 0:
             raise InvalidArgumentError(
@@ -53,15 +61,20 @@ class Caches:
         self.layout = layout
         self.device = torch.device(device)
         shape, dtype = layout.tensor_shape(num_device_blocks), _torch_dtype(layout.dtype)
-        self.device_caches: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)
-        ]
+        self.device_caches: list[Tensor] = (
+            [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)]
+            if device_caches is None
+            else list(device_caches)
+        )
         self.host_pool = HostPool.for_device(num_host_blocks, layout.bytes_per_block, self.device)
         self.host_cache = self.host_pool.rows
         self._views: dict[EngineTier, list[Tensor]] = {
             "device": layout.views(self.device_caches),
             "host": layout.row_views(self.host_cache),
         }
+        found = self._views["device"][0]
+        if len(found) != num_device_blocks or found.device.type != self.device.type:
+            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
         self._num_blocks: dict[EngineTier, int] = {"device": num_device_blocks, "host": num_host_blocks}
         self._traffic: dict[tuple[EngineTier, EngineTier], Traffic] = {}
         self._closed = False

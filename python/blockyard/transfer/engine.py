@@ -51,6 +51,7 @@ class CacheEngine(Caches):
         device: where the device's caches live; `"cpu"` needs no GPU.
         max_outstanding: bytes of tickets that may be under way on one stream; a longer transfer goes alone.
         streams: what runs the tickets' work; by default what the device has.
+        device_caches: tensors that there are already, as `layout.views` takes them; made here if None.
 
     Raises:
         InvalidArgumentError: a number of blocks or bytes is too small.
@@ -66,11 +67,18 @@ class CacheEngine(Caches):
         device: str | torch.device = "cpu",
         max_outstanding: int = 1 << 30,
         streams: Streams | None = None,
+        device_caches: Sequence[Tensor] | None = None,
     ) -> None:
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
             check_device(torch.device(device), op_library())
-        super().__init__(layout, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, device=device)
+        super().__init__(
+            layout,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            device=device,
+            device_caches=device_caches,
+        )
         if streams is None:
             streams = CudaStreams(self.device) if on_cuda else WorkerStreams()
         self._transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=MappingBuffers(pinned=on_cuda))

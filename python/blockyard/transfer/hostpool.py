@@ -70,6 +70,8 @@ class HostPool:
         bytes_per_block: at least 1.
         locker: page-locks the memory; without one it is ordinary memory.
         node: the NUMA node to take memory from while it has some.
+        touch: take memory from the system ahead of use, chunk by chunk; otherwise, without a locker, all blocks are
+            ready at once and memory is taken as they are written.
         chunk_bytes: about so many are made ready at a time.
         on_failure: what follows where memory cannot be page-locked: an error, from here or from `wait`, or ordinary
             memory from that chunk on, which copies slowly (`problem` says why).
@@ -91,6 +93,7 @@ class HostPool:
         *,
         locker: Locker | None = None,
         node: int | None = None,
+        touch: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
         on_failure: OnFailure = "raise",
     ) -> None:
@@ -103,12 +106,15 @@ class HostPool:
         problem = mapping.prefer(node) if node is not None else ""
         self.node = None if problem else node
         chunk_blocks = blocks_per_chunk(bytes_per_block, chunk_bytes)
+        if not touch and locker is None:
+            chunk_blocks = max(num_blocks, 1)
         self._work = _Work(
             mapping,
             num_blocks,
             bytes_per_block,
             chunk_blocks,
             locker=locker,
+            touch=touch,
             on_failure=on_failure,
             problem=problem,
         )
@@ -127,9 +133,12 @@ class HostPool:
 
     @classmethod
     def for_device(cls, num_blocks: int, bytes_per_block: int, device: torch.device) -> Self:
-        """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device."""
+        """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device.
+
+        For the CPU it is ordinary memory, which is taken as it is written.
+        """
         if device.type != "cuda" or not num_blocks:
-            return cls(num_blocks, bytes_per_block)
+            return cls(num_blocks, bytes_per_block, touch=False)
         return cls(num_blocks, bytes_per_block, locker=CudaLocker(device), node=node_of_device(device))
 
     @property
@@ -204,10 +213,11 @@ class _Work:
         chunk_blocks: int,
         *,
         locker: Locker | None,
+        touch: bool,
         on_failure: OnFailure,
         problem: str,
     ) -> None:
-        self.mapping = mapping
+        self.mapping, self.touch = mapping, touch
         self.bytes_per_block = bytes_per_block
         self.firsts = range(0, num_blocks, chunk_blocks)
         self.num_blocks, self.chunk_blocks = num_blocks, chunk_blocks
@@ -273,7 +283,8 @@ class _Work:
                 failed.append(reason)
 
     def _make_ready(self, chunk: int, first: int, end: int) -> None:
-        self.mapping.populate(first, end)
+        if self.touch:
+            self.mapping.populate(first, end)
         if self.locker is None or not self.locking:
             return
         reason = self.locker.lock(self.mapping.address + first, end - first)

@@ -102,6 +102,10 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// A user of the block wants it kept; 0 to [`MAX_PRIORITY`].
     fn prioritise(&mut self, _block: BlockId, _priority: u8) {}
 
+    /// The pool has so many blocks from now on; blocks beyond are evictable no more. Those that were there before keep
+    /// what is known of them.
+    fn resize(&mut self, _blocks: usize) {}
+
     /// The bytes of a block, evictable or not, lie in another from now on, of which nothing is known: that takes its place.
     /// Unless a policy does better, it takes the place of a block that has just become evictable.
     fn relocate(&mut self, from: BlockId, to: BlockId) {
@@ -109,10 +113,6 @@ pub trait Evictor: fmt::Debug + Send + Sync {
             self.insert(to);
         }
     }
-
-    /// The pool has so many blocks from now on; blocks beyond are evictable no more. Those that were there before keep
-    /// what is known of them.
-    fn resize(&mut self, _blocks: usize) {}
 
     /// A copy.
     fn boxed_clone(&self) -> Box<dyn Evictor>;

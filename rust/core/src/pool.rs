@@ -23,10 +23,13 @@ mod publish;
 mod quota;
 mod resize;
 mod snapshot;
+mod twin;
 pub(crate) use publish::Published;
 pub use resize::BlockUse;
 pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
+pub(crate) use twin::Twin;
+use twin::decode;
 
 /// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
 pub const MAX_BLOCKS: usize = (1 << 30) - 2;
@@ -34,9 +37,6 @@ pub const MAX_BLOCKS: usize = (1 << 30) - 2;
 /// Most leases of one kind on one block.
 const MAX_LEASES: u16 = u16::MAX >> 1;
 const WRITING: u16 = 1 << 15;
-
-/// A copy of the same bytes in another tier, so that sharing survives a swap.
-pub(crate) type Twin = (Tier, BlockId);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Node {
@@ -116,8 +116,20 @@ impl Pool {
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
         let (orphans, tail) = (Vec::new(), Tail::default());
-        let (evictions, peak, removals, moves) = (0, 0, None, None);
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions, peak, tail, removals, moves })
+        Ok(Self {
+            tier,
+            blocks,
+            nodes,
+            free,
+            draining,
+            cache,
+            orphans,
+            evictions: 0,
+            peak: 0,
+            tail,
+            removals: None,
+            moves: None,
+        })
     }
 
     /// The tier that the blocks are in.
@@ -307,16 +319,6 @@ impl Pool {
         twin
     }
 
-    /// The copy of the block's bytes in another tier.
-    pub(crate) fn twin(&self, block: BlockId) -> Option<Twin> {
-        decode(self.node(block).twin)
-    }
-
-    /// Sets or clears the twin; returns the one before.
-    pub(crate) fn set_twin(&mut self, block: BlockId, twin: Option<Twin>) -> Option<Twin> {
-        decode(std::mem::replace(&mut self.nodes[block.index()].twin, encode(twin)))
-    }
-
     /// Puts a block without references where its leases say that it belongs; `drained` if it may have been draining.
     #[inline]
     fn settle(&mut self, block: BlockId, drained: bool) {
@@ -363,16 +365,6 @@ impl Pool {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "a tier's index is below 3")]
-fn encode(twin: Option<Twin>) -> u32 {
-    twin.map_or(0, |(tier, block)| ((tier.index() as u32) << 30 | block.0) + 1)
-}
-
-fn decode(word: u32) -> Option<Twin> {
-    let word = word.checked_sub(1)?;
-    Some((Tier::ALL[(word >> 30) as usize], BlockId(word & ((1 << 30) - 1))))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -385,16 +377,6 @@ mod tests {
         let mut out = Vec::new();
         pool.take(count, &mut out);
         out
-    }
-
-    #[test]
-    fn twins_of_every_tier_and_the_highest_id_survive_encoding() {
-        for tier in Tier::ALL {
-            for id in [0, 1, u32::try_from(MAX_BLOCKS).unwrap()] {
-                assert_eq!(decode(encode(Some((tier, BlockId(id))))), Some((tier, BlockId(id))));
-            }
-        }
-        assert_eq!(decode(encode(None)), None);
     }
 
     #[test]

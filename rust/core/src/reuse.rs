@@ -1,18 +1,22 @@
 //! Which free block is taken next: the free-block generators, chosen by [`ReuseOrder`].
 //!
-//! [`BlockSet`] finds its lowest member at once, so that the lowest id goes first and the pool stays dense. The other orders
-//! are a queue of the blocks that came back.
+//! [`BlockSet`] finds its lowest member at once, so that the lowest id goes first and the pool stays dense. By pages, those
+//! in use are filled before one is opened. The other orders are a queue of the blocks that came back.
 
 use crate::id::BlockId;
 use crate::ring::Rings;
 use crate::snapshot::Contents;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::fmt;
 use std::ops::Range;
 
+mod pages;
 mod resize;
 mod scan;
 mod set;
+pub use pages::MAX_PAGE_BLOCKS;
+pub(crate) use pages::{PageCounts, PagedBlocks};
 pub use set::BlockSet;
 
 /// Orders in which free blocks are taken.
@@ -25,26 +29,43 @@ pub enum ReuseOrder {
     Fifo,
     /// Ids never used first, rising; then the block whose last use ended first, transfers not counted as use.
     Lru,
+    /// The page of this many blocks that has the fewest free ones first, pages that are wholly free last; then the
+    /// lowest id. `"pages:32"` in Python, 1 to [`MAX_PAGE_BLOCKS`].
+    Pages(u32),
+}
+
+impl fmt::Display for ReuseOrder {
+    /// The order's name in full, as [`ReuseOrder::from_name`] reads it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pages(blocks) => write!(f, "pages:{blocks}"),
+            _ => f.write_str(self.name()),
+        }
+    }
 }
 
 impl ReuseOrder {
     /// All orders.
-    pub const ALL: [Self; 3] = [Self::Lowest, Self::Fifo, Self::Lru];
+    pub const ALL: [Self; 4] = [Self::Lowest, Self::Fifo, Self::Lru, Self::Pages(32)];
 
-    /// The order's name in messages and in Python.
+    /// The order's name in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lowest => "lowest",
             Self::Fifo => "fifo",
             Self::Lru => "lru",
+            Self::Pages(_) => "pages:N",
         }
     }
 
     /// The order of that name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|order| order.name() == name)
+        if let Some(blocks) = name.strip_prefix("pages:") {
+            return blocks.parse().ok().filter(|blocks| (1..=MAX_PAGE_BLOCKS).contains(blocks)).map(Self::Pages);
+        }
+        [Self::Lowest, Self::Fifo, Self::Lru].into_iter().find(|order| order.name() == name)
     }
 }
 
@@ -52,6 +73,7 @@ impl ReuseOrder {
 #[derive(Debug, Clone)]
 pub(crate) enum FreeBlocks {
     Lowest(BlockSet),
+    Paged(PagedBlocks),
     Queue(FreeQueue),
 }
 
@@ -62,6 +84,7 @@ impl FreeBlocks {
             ReuseOrder::Lowest => Self::Lowest(BlockSet::full(blocks)),
             ReuseOrder::Fifo => Self::Queue(FreeQueue::full(blocks, false)),
             ReuseOrder::Lru => Self::Queue(FreeQueue::full(blocks, true)),
+            ReuseOrder::Pages(page) => Self::Paged(PagedBlocks::full(page, blocks)),
         }
     }
 
@@ -69,6 +92,7 @@ impl FreeBlocks {
     pub(crate) fn remove(&mut self, block: BlockId) -> bool {
         match self {
             Self::Lowest(set) => set.remove(block),
+            Self::Paged(pages) => pages.remove(block),
             Self::Queue(queue) => queue.remove(block),
         }
     }
@@ -77,6 +101,7 @@ impl FreeBlocks {
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Lowest(set) => set.len(),
+            Self::Paged(pages) => pages.len(),
             Self::Queue(queue) => queue.len(),
         }
     }
@@ -84,6 +109,7 @@ impl FreeBlocks {
     pub(crate) fn contains(&self, block: BlockId) -> bool {
         match self {
             Self::Lowest(set) => set.contains(block),
+            Self::Paged(pages) => pages.contains(block),
             Self::Queue(queue) => queue.contains(block),
         }
     }
@@ -102,6 +128,7 @@ impl FreeBlocks {
             Self::Lowest(set) => {
                 set.insert(block);
             }
+            Self::Paged(pages) => pages.insert_run(block.0..block.0 + 1),
             Self::Queue(queue) => queue.insert(block),
         }
     }
@@ -119,6 +146,7 @@ impl FreeBlocks {
     pub(crate) fn insert_run(&mut self, run: Range<u32>) {
         match self {
             Self::Lowest(set) => set.insert_run(run),
+            Self::Paged(pages) => pages.insert_run(run),
             Self::Queue(queue) => run.rev().map(BlockId).for_each(|block| queue.insert(block)),
         }
     }
@@ -128,6 +156,7 @@ impl FreeBlocks {
     pub(crate) fn take_runs(&mut self, count: usize, mut take: impl FnMut(Range<u32>)) {
         match self {
             Self::Lowest(set) => set.take_runs(count, take),
+            Self::Paged(pages) => pages.take_runs(count, take),
             Self::Queue(queue) => {
                 let blocks = std::iter::from_fn(|| queue.pop()).take(count);
                 blocks.for_each(|block| take(block.0..block.0 + 1));
@@ -139,6 +168,7 @@ impl FreeBlocks {
     pub(crate) fn iter(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
         match self {
             Self::Lowest(set) => Box::new(set.iter()),
+            Self::Paged(pages) => Box::new(pages.iter()),
             Self::Queue(queue) => Box::new(queue.iter()),
         }
     }
@@ -148,7 +178,7 @@ impl FreeBlocks {
 #[derive(Serialize, Deserialize)]
 pub(crate) struct FreeImage {
     order: String,
-    /// The lowest id that was never taken, and the others in their order; none of it where the lowest goes first.
+    /// The lowest id that was never taken, and the others in their order; none of it where ids alone decide.
     fresh: u32,
     queue: Vec<BlockId>,
 }
@@ -161,14 +191,16 @@ impl FreeImage {
 
 impl FreeBlocks {
     pub(crate) fn image(&self) -> FreeImage {
-        match self {
-            Self::Lowest(_) => FreeImage { order: ReuseOrder::Lowest.name().to_owned(), fresh: 0, queue: Vec::new() },
+        let (order, fresh, queue) = match self {
+            Self::Lowest(_) => (ReuseOrder::Lowest, 0, Vec::new()),
+            Self::Paged(pages) => (ReuseOrder::Pages(pages.page_blocks()), 0, Vec::new()),
             Self::Queue(queue) => {
                 let order = if queue.by_use { ReuseOrder::Lru } else { ReuseOrder::Fifo };
                 let returned = queue.iter().skip((queue.blocks - queue.fresh) as usize).collect();
-                FreeImage { order: order.name().to_owned(), fresh: queue.fresh, queue: returned }
+                (order, queue.fresh, returned)
             }
-        }
+        };
+        FreeImage { order: order.to_string(), fresh, queue }
     }
 
     /// The free blocks of a snapshot, `idle` by the books' counts; `Manager::check` compares the two.
@@ -180,6 +212,10 @@ impl FreeBlocks {
                 idle.for_each(|block| {
                     set.insert(block);
                 });
+            }
+            Self::Paged(pages) => {
+                *pages = PagedBlocks::empty(pages.page_blocks(), blocks);
+                idle.for_each(|block| pages.insert_run(block.0..block.0 + 1));
             }
             Self::Queue(queue) => {
                 if image.fresh > queue.blocks {
@@ -285,6 +321,16 @@ impl FreeQueue {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn names_round_trip_and_others_are_refused() {
+        for order in ReuseOrder::ALL.into_iter().chain([ReuseOrder::Pages(1), ReuseOrder::Pages(MAX_PAGE_BLOCKS)]) {
+            assert_eq!(ReuseOrder::from_name(&order.to_string()), Some(order));
+        }
+        for name in ["", "pages", "pages:", "pages:0", "pages:N", "pages:65537", "pages:-1", "lifo"] {
+            assert_eq!(ReuseOrder::from_name(name), None);
+        }
+    }
 
     proptest! {
         #[test]

@@ -1,7 +1,7 @@
 //! Plans against brute force on small pools, and the observer against bytes that really move.
 #![expect(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
-use blockyard_core::defrag::{Fresh, Goal, Hysteresis, Observer, Place, Places, Plan};
+use blockyard_core::defrag::{Budget, Fresh, Goal, Hysteresis, Observer, Place, Places, Plan, Planner, Wanted};
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
 
@@ -207,14 +207,20 @@ impl World {
     }
 
     fn defragment(&mut self, id: u32) {
-        let goal = [Goal::Dense(0), Goal::EmptyPages(4), Goal::MaxId(id)][id as usize % 3];
-        let plan = self.observer.plan(goal, 1 + id as usize % 5);
-        for &[from, to] in &plan.pairs {
-            if self.observer.is_blank(BlockId(to)) {
-                self.memory[to as usize] = std::mem::replace(&mut self.memory[from as usize], u32::MAX);
-            } else {
-                self.memory.swap(from as usize, to as usize);
-            }
+        let used: Vec<u32> = (1..24).rev().filter(|&id| self.refs[id as usize] > 0).collect();
+        let goals = [Goal::Dense(0), Goal::EmptyPages(4), Goal::MaxId(id), Goal::Contiguous(1)];
+        let goals: Vec<Wanted> = (0..2 + id as usize % 2).map(|i| goals[(id as usize + i) % 4].into()).collect();
+        let (first, second) = used.split_at(used.len() / 2);
+        let sequences = [first.to_vec(), [&used[..used.len() / 4], second].concat()];
+        let budget = Budget { moves: 1 + id as usize % 5, bytes: u64::from(id), block_bytes: 1 };
+        let plan = self.observer.plan(&mut Planner::new(&goals), &sequences, second, budget).unwrap();
+        assert!(plan.writes() <= id as usize && plan.drops().is_empty());
+        for &[from, to] in plan.moves() {
+            assert!(self.observer.is_blank(BlockId(to)));
+            self.memory[to as usize] = std::mem::replace(&mut self.memory[from as usize], u32::MAX);
+        }
+        for &[from, to] in plan.exchanges() {
+            self.memory.swap(from as usize, to as usize);
         }
         self.observer.commit(&plan.pairs).unwrap();
     }

@@ -200,10 +200,14 @@ impl World {
         let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[] };
         let cached = self.manager.cached_tokens(&prompt).unwrap();
         let before = self.manager.pool(Tier::Device).available();
+        let wanted = self.manager.blocks_to_allocate(&prompt).unwrap();
         let mut out = Vec::new();
         match self.manager.allocate_chunks(&[prompt], chunk, &mut out) {
             Ok(()) => {
                 let (sequence, hit) = out[0];
+                let rest = self.manager.pool(Tier::Device).available();
+                // What is pinned or late is counted, and is not among the free ones.
+                assert!(before - rest <= wanted && (wanted <= before || chunk < tokens), "{before} - {rest}, {wanted}");
                 assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
                 let (opened, most) =
                     (self.manager.num_tokens(sequence).unwrap(), tokens.min(hit.saturating_add(chunk)));
@@ -218,7 +222,8 @@ impl World {
                 self.write(sequence, hit);
             }
             Err(Error::InvalidArgument { .. }) => assert!(self.has_encoder()),
-            Err(error) => assert!(matches!(error, Error::OutOfBlocks { free, .. } if free == before), "{error}"),
+            Err(Error::OutOfBlocks { free, .. }) => assert!(free == before && wanted > before, "{wanted} of {before}"),
+            Err(error) => unreachable!("{error}"),
         }
     }
 

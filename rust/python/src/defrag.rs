@@ -5,7 +5,7 @@
 use crate::arrays::{count, describe, output};
 use crate::errors::{invalid, to_py};
 use blockyard_core::BlockId;
-use blockyard_core::defrag::{Fresh, Goal, Hysteresis, LeaseId, Observer, Place, Places};
+use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Places, Plan, Planner, Wanted};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -61,57 +61,94 @@ fn id(value: &Bound<'_, PyAny>) -> PyResult<u32> {
     count(value)
 }
 
-/// Moves towards a goal; nothing has moved yet.
+/// Moves towards goals; nothing has moved yet.
 #[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
 pub(crate) struct PyMovePlan {
-    pairs: Vec<[u32; 2]>,
-    blank: Vec<bool>,
-    #[pyo3(get)]
-    left: usize,
-    #[pyo3(get)]
-    stuck: usize,
+    plan: Plan,
 }
 
-impl PyMovePlan {
-    fn table<'py>(&self, py: Python<'py>, wanted: impl Fn(bool) -> bool) -> PyResult<Table<'py>> {
-        let pairs = self.pairs.iter().zip(&self.blank).filter(|(_, blank)| wanted(**blank)).map(|(pair, _)| pair);
-        let ids: Vec<i64> = pairs.flatten().map(|&block| i64::from(block)).collect();
-        let rows = ids.len() / 2;
-        PyArray1::from_vec(py, ids).reshape([rows, 2])
-    }
+fn table<'py>(py: Python<'py>, pairs: &[[u32; 2]]) -> PyResult<Table<'py>> {
+    let ids: Vec<i64> = pairs.iter().flatten().map(|&block| i64::from(block)).collect();
+    PyArray1::from_vec(py, ids).reshape([pairs.len(), 2])
 }
 
 #[pymethods]
 impl PyMovePlan {
     #[getter]
+    fn left(&self) -> usize {
+        self.plan.left
+    }
+
+    #[getter]
+    fn stuck(&self) -> usize {
+        self.plan.stuck
+    }
+
+    #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        self.table(py, |_| true)
+        table(py, &self.plan.pairs)
     }
 
     #[getter]
     fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        self.table(py, |blank| blank)
+        table(py, self.plan.moves())
     }
 
     #[getter]
     fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        self.table(py, |blank| !blank)
+        table(py, self.plan.exchanges())
     }
 
     fn __len__(&self) -> usize {
-        self.pairs.len()
+        self.plan.pairs.len()
     }
 
     fn __repr__(&self) -> String {
-        let exchanged = self.blank.iter().filter(|blank| !**blank).count();
-        let moved = self.pairs.len() - exchanged;
-        format!("MovePlan(move={moved}, exchange={exchanged}, left={}, stuck={})", self.left, self.stuck)
+        let Plan { left, stuck, .. } = self.plan;
+        let (moves, exchanges) = (self.plan.moves().len(), self.plan.exchanges().len());
+        format!("MovePlan(move={moves}, exchange={exchanges}, left={left}, stuck={stuck})")
     }
+}
+
+/// Goals by priority: `(name, number)` or `(name, number, slack)` each.
+struct Goals(Vec<Wanted>);
+
+impl FromPyObject<'_, '_> for Goals {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let one = |item: PyResult<Bound<'_, PyAny>>| {
+            let item = item?;
+            let (name, number, slack): (String, u32, u32) = match item.extract::<(String, u32)>() {
+                Ok((name, number)) => (name, number, 0),
+                Err(_) => item.extract().map_err(|_| {
+                    invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", describe(&item)))
+                })?,
+            };
+            Ok(Wanted { goal: Goal::from_name(&name, number).map_err(to_py)?, slack })
+        };
+        value.try_iter()?.map(one).collect::<PyResult<_>>().map(Self)
+    }
+}
+
+fn taken(sequences: Vec<Ids<'_>>) -> PyResult<Vec<Vec<u32>>> {
+    sequences.into_iter().map(Ids::take).collect()
 }
 
 struct Books {
     observer: Observer,
-    running: Option<(Goal, u32, Hysteresis)>,
+    planner: Planner,
+}
+
+impl Books {
+    /// The step's plan; hysteresis goes on where the goals are those of the step before.
+    fn plan(&mut self, wanted: &[Wanted], sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> PyResult<PyMovePlan> {
+        if !self.planner.wanted().eq(wanted.iter().copied()) {
+            self.planner = Planner::new(wanted);
+        }
+        let plan = self.observer.plan(&mut self.planner, sequences, hot, budget).map_err(to_py)?;
+        Ok(PyMovePlan { plan })
+    }
 }
 
 /// Where a foreign allocator's blocks lie, and where they should.
@@ -172,7 +209,7 @@ impl PyBlockObserver {
             return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
         }
         let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST));
-        Ok(Self { inner: InnerLock::new(Books { observer, running: None }) })
+        Ok(Self { inner: InnerLock::new(Books { observer, planner: Planner::default() }) })
     }
 
     fn __len__(&self) -> usize {
@@ -321,6 +358,23 @@ impl PyBlockObserver {
         self.lock().observer.places().gap()
     }
 
+    #[getter]
+    fn highest(&self) -> Option<u32> {
+        self.lock().observer.places().live().highest().map(|block| block.0)
+    }
+
+    /// Pages of so many blocks that hold a live or fixed block.
+    fn used_pages(&self, #[pyo3(from_py_with = count)] page_blocks: u32) -> PyResult<u32> {
+        Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
+        Ok(self.lock().observer.places().used_pages(page_blocks))
+    }
+
+    /// Runs in which sequences lie, shared ones once, and those of the sequence with the most.
+    fn runs(&self, sequences: Vec<Ids<'_>>) -> PyResult<(usize, usize)> {
+        let sequences = taken(sequences)?;
+        self.lock().observer.runs(&sequences).map_err(to_py)
+    }
+
     #[pyo3(signature = (goal, number, *, slack = 0, moves = None))]
     fn plan(
         &self,
@@ -329,20 +383,33 @@ impl PyBlockObserver {
         slack: u32,
         moves: Option<usize>,
     ) -> PyResult<PyMovePlan> {
-        let goal = Goal::from_name(goal, number).map_err(to_py)?;
-        let books = &mut *self.lock();
-        let mut hysteresis = match books.running {
-            Some((running, with, hysteresis)) if running == goal && with == slack => hysteresis,
-            _ => Hysteresis::new(slack),
-        };
-        let plan = hysteresis.plan(books.observer.places(), goal, moves.unwrap_or(usize::MAX));
-        books.running = Some((goal, slack, hysteresis));
-        let blank = plan.pairs.iter().map(|pair| books.observer.is_blank(BlockId(pair[1]))).collect();
-        Ok(PyMovePlan { pairs: plan.pairs, blank, left: plan.left, stuck: plan.stuck })
+        let wanted = Wanted { goal: Goal::from_name(goal, number).map_err(to_py)?, slack };
+        self.lock().plan(&[wanted], &[], &[], Budget::of_moves(moves.unwrap_or(usize::MAX)))
+    }
+
+    #[pyo3(signature = (goals, *, sequences = None, hot = None, moves = None, num_bytes = None, bytes_per_block = 0))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python tuples")]
+    fn plan_all(
+        &self,
+        goals: Goals,
+        sequences: Option<Vec<Ids<'_>>>,
+        hot: Option<Ids<'_>>,
+        moves: Option<usize>,
+        num_bytes: Option<u64>,
+        bytes_per_block: u64,
+    ) -> PyResult<PyMovePlan> {
+        if num_bytes.is_some() && bytes_per_block == 0 {
+            return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
+        }
+        let sequences = taken(sequences.unwrap_or_default())?;
+        let hot = hot.map_or_else(|| Ok(Vec::new()), Ids::take)?;
+        let (moves, bytes) = (moves.unwrap_or(usize::MAX), num_bytes.unwrap_or(u64::MAX));
+        let block_bytes = if num_bytes.is_some() { bytes_per_block } else { 0 };
+        self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
     }
 
     fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
-        self.lock().observer.commit(&plan.pairs).map_err(to_py)
+        self.lock().observer.commit(&plan.plan.pairs).map_err(to_py)
     }
 
     fn check(&self) -> PyResult<()> {
@@ -372,7 +439,5 @@ pub(crate) fn plan_moves(
             places.set(BlockId(block), place);
         }
     }
-    let plan = places.plan(goal, moves.unwrap_or(usize::MAX));
-    let blank = vec![true; plan.pairs.len()];
-    Ok(PyMovePlan { pairs: plan.pairs, blank, left: plan.left, stuck: plan.stuck })
+    Ok(PyMovePlan { plan: places.plan(goal, moves.unwrap_or(usize::MAX)) })
 }

@@ -1,16 +1,26 @@
 //! Defragmentation: which blocks move where so that a goal is met, and the books of a foreign allocator's ids that follow.
 //!
 //! [`Places`] knows which blocks are live, which are holes and which must stay. [`Goal`] says what is wanted of them,
-//! [`Places::plan`] gives the fewest moves that bring it about. [`Observer`] keeps the places of an allocator that is not
+//! [`Places::plan`] gives the fewest moves that bring it about. A [`Planner`] works for several goals by priority, step by
+//! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the places of an allocator that is not
 //! ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
 
+mod contiguous;
+mod facts;
 mod goal;
 mod observer;
+mod pages;
 mod pair;
 mod places;
 mod plan;
+mod planner;
+mod rules;
+mod spans;
 
+pub use contiguous::{Sequences, runs};
+pub use facts::{Budget, Entry, Facts, Plain};
 pub use goal::Goal;
 pub use observer::{Fresh, LeaseId, Observer};
 pub use places::{Place, Places};
 pub use plan::{Hysteresis, Plan};
+pub use planner::{Planner, Wanted};

@@ -4,15 +4,15 @@
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
 //! references may still hold what its id is cached for; it is *blank* once the caller has said that it does not.
 
-use super::goal::Goal;
 use super::places::{Place, Places};
-use super::plan::Plan;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
+
+mod steps;
 
 /// Blocks that stay where they are for a reader outside of the books.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -168,21 +168,17 @@ impl Observer {
         let mut unused = Vec::with_capacity(ids.len());
         for &id in ids {
             let block = self.forward[id as usize];
-            if self.is_free(block) {
+            let known = &mut self.blocks[block as usize];
+            known.refs += 1;
+            if known.refs == 1 && !self.places.fixed().contains(BlockId(block)) {
                 unused.push(id);
+                self.blank.insert(BlockId(block));
             }
-            self.blocks[block as usize].refs += 1;
-        }
-        for run in runs(unused.iter().map(|&id| self.forward[id as usize])) {
-            self.blank.insert_run(run);
         }
         let mut unused = unused.into_iter();
         for run in self.blank_runs(unused.len()) {
             for (block, id) in run.clone().zip(unused.by_ref()) {
-                let (before, other) = (self.forward[id as usize], self.blocks[block as usize].id);
-                self.link(id, block);
-                self.link(other, before);
-                self.swap_counts(before, block);
+                self.swap_places(self.forward[id as usize], block);
             }
             self.blank.remove_run(run.clone());
             self.places.fill_run(run);
@@ -319,38 +315,6 @@ impl Observer {
         Ok(())
     }
 
-    /// The moves that the goal asks for now; nothing changes until [`Observer::commit`].
-    #[must_use]
-    pub fn plan(&self, goal: Goal, budget: usize) -> Plan {
-        self.places.plan(goal, budget)
-    }
-
-    /// Whether a block is a hole whose bytes nobody will read: it can be moved into one way.
-    #[must_use]
-    pub fn is_blank(&self, block: BlockId) -> bool {
-        self.blank.contains(block)
-    }
-
-    /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if the plan no longer fits the books; nothing has changed.
-    pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
-        self.places.check_pairs(pairs)?;
-        for &[from, to] in pairs {
-            let (id, other) = (self.blocks[from as usize].id, self.blocks[to as usize].id);
-            self.link(id, to);
-            self.link(other, from);
-            self.swap_counts(from, to);
-            self.places.set(BlockId(from), Place::Hole);
-            self.places.set(BlockId(to), Place::Live);
-            if self.blank.remove(BlockId(to)) {
-                self.blank.insert(BlockId(from));
-            }
-        }
-        Ok(())
-    }
-
     /// Counts everything again and compares.
     ///
     /// # Errors
@@ -374,9 +338,12 @@ impl Observer {
         Ok(())
     }
 
-    fn swap_counts(&mut self, a: u32, b: u32) {
-        let refs = self.blocks[a as usize].refs;
-        self.blocks[a as usize].refs = std::mem::replace(&mut self.blocks[b as usize].refs, refs);
+    /// Lets the ids of two blocks change places, with all that is known of them.
+    #[inline]
+    fn swap_places(&mut self, a: u32, b: u32) {
+        self.blocks.swap(a as usize, b as usize);
+        self.forward[self.blocks[a as usize].id as usize] = a;
+        self.forward[self.blocks[b as usize].id as usize] = b;
     }
 
     fn link(&mut self, id: u32, block: u32) {

@@ -1,38 +1,68 @@
 //! Which source goes to which hole, where any will do: as few runs of neighbours as a best fit gives.
 
 use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// Pairs every source with a hole, `(from, to)`, ordered by source; the holes must be enough.
-///
-/// Longest runs of sources choose first and take the shortest run of holes that holds them whole; what fits nowhere
-/// fills the longest. Both sides of a run rise, so neighbours stay neighbours.
-pub(super) fn pair(mut sources: Vec<u32>, holes: &[Range<u32>]) -> Vec<[u32; 2]> {
-    sources.sort_unstable();
-    if let [source] = sources[..] {
-        // No run to keep: the lowest hole serves as well as any.
-        return holes.iter().find(|run| !run.is_empty()).map(|run| [source, run.start]).into_iter().collect();
-    }
-    let mut runs: Vec<Range<u32>> = sources.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + len(run)).collect();
-    runs.sort_unstable_by_key(|run| (Reverse(run.end - run.start), run.start));
-    let mut free = FreeRuns::new(holes);
-    let mut pairs = Vec::with_capacity(sources.len());
-    for run in runs {
-        let mut from = run.start;
-        while from < run.end {
-            let wanted = run.end - from;
-            let Some(room) = free.take(wanted) else { break };
-            let taken = wanted.min(room.end - room.start);
-            pairs.extend((0..taken).map(|i| [from + i, room.start + i]));
-            free.put(room.start + taken..room.end);
-            from += taken;
+/// Pairs sources with holes; its buffers are used again.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Pairing {
+    /// Runs of sources by length, the lowest of a length first: length, then start.
+    runs: BinaryHeap<(u32, Reverse<u32>)>,
+    free: FreeRuns,
+    fitted: Vec<[u32; 2]>,
+}
+
+impl Pairing {
+    /// Adds to `pairs` every source with a hole, `(from, to)`, ordered by source; the holes must be enough.
+    ///
+    /// Longest runs of sources choose first and take the shortest run of holes that holds them whole; what fits nowhere
+    /// fills the longest, and the rest of it chooses in its turn. Both sides of a run rise, so neighbours stay
+    /// neighbours. Where plain order of both sides makes fewer runs, it is taken instead.
+    pub(super) fn pair(&mut self, sources: &mut [u32], holes: &[Range<u32>], pairs: &mut Vec<[u32; 2]>) {
+        if let [source] = *sources {
+            // No run to keep: the lowest hole serves as well as any.
+            pairs.extend(holes.iter().find(|run| !run.is_empty()).map(|run| [source, run.start]));
+            return;
+        }
+        sources.sort_unstable();
+        let first = pairs.len();
+        pairs.extend(sources.iter().copied().zip(holes.iter().cloned().flatten()).map(|(from, to)| [from, to]));
+        let in_order = cuts(&pairs[first..]);
+        if in_order > 0 {
+            self.fit(sources, holes);
+            self.fitted.sort_unstable();
+            if self.fitted.len() == sources.len() && cuts(&self.fitted) <= in_order {
+                pairs[first..].copy_from_slice(&self.fitted);
+            }
         }
     }
-    pairs.sort_unstable();
-    pairs
+
+    fn fit(&mut self, sources: &[u32], holes: &[Range<u32>]) {
+        let Self { runs, free, fitted } = self;
+        runs.clear();
+        fitted.clear();
+        runs.extend(sources.chunk_by(|a, b| a + 1 == *b).map(|run| (len(run), Reverse(run[0]))));
+        free.fill(holes);
+        while let Some((wanted, Reverse(from))) = runs.pop() {
+            let Some(room) = free.take(wanted) else { break };
+            let taken = wanted.min(room.end - room.start);
+            fitted.extend((0..taken).map(|i| [from + i, room.start + i]));
+            free.put(room.start + taken..room.end);
+            if taken < wanted {
+                runs.push((wanted - taken, Reverse(from + taken)));
+            }
+        }
+    }
+}
+
+/// How often a run of pairs ends before the last.
+fn cuts(pairs: &[[u32; 2]]) -> usize {
+    pairs.windows(2).filter(|two| two[0].map(|block| block + 1) != two[1]).count()
 }
 
 /// Runs of holes by length, those of [`LONG`] and more together, so that a fit is found at once.
+#[derive(Clone, Debug, Default)]
 struct FreeRuns {
     by_length: Vec<Vec<Range<u32>>>,
     /// Bit `n`: some run is of length `n`.
@@ -43,11 +73,14 @@ struct FreeRuns {
 const LONG: u32 = 63;
 
 impl FreeRuns {
-    fn new(holes: &[Range<u32>]) -> Self {
-        let mut free = Self { by_length: vec![Vec::new(); LONG as usize + 1], lengths: 0 };
+    fn fill(&mut self, holes: &[Range<u32>]) {
+        self.by_length.resize_with(LONG as usize + 1, Vec::new);
+        while self.lengths != 0 {
+            self.by_length[self.lengths.trailing_zeros() as usize].clear();
+            self.lengths &= self.lengths - 1;
+        }
         // The lowest of a length are taken first.
-        holes.iter().rev().for_each(|run| free.put(run.clone()));
-        free
+        holes.iter().rev().for_each(|run| self.put(run.clone()));
     }
 
     fn put(&mut self, run: Range<u32>) {
@@ -89,6 +122,14 @@ mod tests {
     use super::*;
     use crate::plan::merge_runs;
     use proptest::prelude::*;
+
+    fn pair(mut sources: Vec<u32>, holes: &[Range<u32>]) -> Vec<[u32; 2]> {
+        let (mut pairing, mut pairs) = (Pairing::default(), Vec::new());
+        // What an earlier plan left must not show.
+        pairing.free.fill(&[700..800, 3..4]);
+        pairing.pair(&mut sources, holes, &mut pairs);
+        pairs
+    }
 
     #[test]
     fn a_run_goes_where_it_fits_whole() {

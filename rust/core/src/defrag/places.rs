@@ -1,5 +1,6 @@
 //! What is in each block of a pool, as far as moving goes.
 
+use super::pages::Pages;
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 use std::ops::Range;
@@ -21,13 +22,19 @@ pub struct Places {
     holes: BlockSet,
     live: BlockSet,
     fixed: BlockSet,
+    /// By page size, as far as a plan has asked.
+    pages: Vec<Pages>,
 }
+
+/// Up to so many fixed blocks are gone through one by one.
+const FEW: usize = 64;
 
 impl Places {
     /// `blocks` holes.
     #[must_use]
     pub fn new(blocks: usize) -> Self {
-        Self { holes: BlockSet::full(blocks), live: BlockSet::empty(blocks), fixed: BlockSet::empty(blocks) }
+        let (live, fixed) = (BlockSet::empty(blocks), BlockSet::empty(blocks));
+        Self { holes: BlockSet::full(blocks), live, fixed, pages: Vec::new() }
     }
 
     /// Blocks of the pool.
@@ -44,7 +51,36 @@ impl Places {
                 set.grow(blocks as usize);
             }
             self.holes.insert_run(before..blocks);
+            let sizes: Vec<u32> = self.pages.drain(..).map(|pages| pages.page_blocks()).collect();
+            for page in sizes {
+                self.watch_pages(page);
+            }
         }
+    }
+
+    /// Counts what pages of this size hold from now on, so that plans for them need not look at the whole pool.
+    pub fn watch_pages(&mut self, page_blocks: u32) {
+        if self.watched(page_blocks).is_none() {
+            self.pages.push(self.count_pages(page_blocks));
+        }
+    }
+
+    /// What pages of that size hold, if they are watched.
+    pub(super) fn watched(&self, page_blocks: u32) -> Option<&Pages> {
+        self.pages.iter().find(|pages| pages.page_blocks() == page_blocks.max(1))
+    }
+
+    /// What pages of that size hold, counted anew.
+    pub(super) fn count_pages(&self, page_blocks: u32) -> Pages {
+        let mut pages = Pages::new(page_blocks, self.capacity());
+        for (set, place) in [(&self.fixed, Place::Fixed), (&self.live, Place::Live)] {
+            let mut from = 0;
+            while let Some(run) = set.next_run(from, u32::MAX) {
+                from = run.end;
+                pages.change(run, place, 1);
+            }
+        }
+        pages
     }
 
     /// What the block is; it must be below the capacity.
@@ -65,11 +101,18 @@ impl Places {
         if before != place {
             self.of_mut(before).remove(block);
             self.of_mut(place).insert(block);
+            for pages in &mut self.pages {
+                pages.change(block.0..block.0 + 1, before, -1);
+                pages.change(block.0..block.0 + 1, place, 1);
+            }
         }
     }
 
     /// Says what neighbours are from now on; they must be below the capacity.
-    pub(crate) fn set_run(&mut self, run: Range<u32>, place: Place) {
+    pub fn set_run(&mut self, run: Range<u32>, place: Place) {
+        if !self.pages.is_empty() {
+            return run.for_each(|block| self.set(BlockId(block), place));
+        }
         for other in [Place::Hole, Place::Live, Place::Fixed].into_iter().filter(|&other| other != place) {
             self.of_mut(other).remove_run(run.clone());
         }
@@ -79,13 +122,36 @@ impl Places {
     /// Live neighbours become holes.
     pub(super) fn free_run(&mut self, run: Range<u32>) {
         self.live.remove_run(run.clone());
-        self.holes.insert_run(run);
+        self.holes.insert_run(run.clone());
+        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Place::Live, -1));
     }
 
     /// Neighbours that are holes become live.
     pub(super) fn fill_run(&mut self, run: Range<u32>) {
         self.holes.remove_run(run.clone());
-        self.live.insert_run(run);
+        self.live.insert_run(run.clone());
+        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Place::Live, 1));
+    }
+
+    /// Takes a pair of a plan that is being made out of sight, so that neither block is named again; pages count it as
+    /// moved. See [`Places::resume`].
+    pub(super) fn suspend(&mut self, [from, to]: [u32; 2]) {
+        self.live.remove(BlockId(from));
+        self.holes.remove(BlockId(to));
+        for pages in &mut self.pages {
+            pages.change(from..from + 1, Place::Live, -1);
+            pages.change(to..to + 1, Place::Live, 1);
+        }
+    }
+
+    /// Puts back what [`Places::suspend`] took: nothing has moved yet.
+    pub(super) fn resume(&mut self, [from, to]: [u32; 2]) {
+        self.live.insert(BlockId(from));
+        self.holes.insert(BlockId(to));
+        for pages in &mut self.pages {
+            pages.change(to..to + 1, Place::Live, -1);
+            pages.change(from..from + 1, Place::Live, 1);
+        }
     }
 
     /// The blocks that are holes.
@@ -117,6 +183,13 @@ impl Places {
     pub fn densest(&self) -> Option<BlockId> {
         let mut top = u32::try_from(self.live.len()).ok()?.checked_sub(1)?;
         let mut from = 0;
+        while self.fixed.len() > FEW {
+            let passed = u32::try_from(self.fixed.count(from..top + 1)).unwrap_or(u32::MAX);
+            if passed == 0 {
+                return Some(BlockId(top));
+            }
+            (from, top) = (top + 1, top + passed);
+        }
         while let Some(fixed) = self.fixed.next(from).filter(|fixed| fixed.0 <= top) {
             top += 1;
             from = fixed.0 + 1;
@@ -131,7 +204,13 @@ impl Places {
         top.zip(self.densest()).map_or(0, |(top, densest)| top.0.saturating_sub(densest.0))
     }
 
-    /// Live blocks for each run of neighbours that all are live.
+    /// Pages of so many blocks that hold a live or fixed block.
+    #[must_use]
+    pub fn used_pages(&self, page_blocks: u32) -> u32 {
+        self.watched(page_blocks).map_or_else(|| self.count_pages(page_blocks).used(), Pages::used)
+    }
+
+    /// Runs of neighbours that all are live.
     #[must_use]
     pub fn live_runs(&self) -> Vec<Range<u32>> {
         let next = |from: u32| self.live.next_run(from, u32::MAX);

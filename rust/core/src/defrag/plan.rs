@@ -1,50 +1,83 @@
 //! From a goal to the fewest moves that meet it.
 
+use super::facts::{Budget, Facts, Plain, Purse};
 use super::goal::Goal;
-use super::pair::pair;
+use super::pages::{Keep, Pages};
 use super::places::Places;
+use super::rules::{Pairs, Rules, Scratch};
 use crate::error::{Error, Result};
 use crate::id::BlockId;
-use std::cmp::Reverse;
-use std::ops::Range;
 
-/// How many runs of holes are looked at beyond those that are needed, in search of a better fit.
-const SPARE_RUNS: usize = 64;
-
-/// Moves towards a goal; nothing has moved yet.
+/// Moves towards goals; nothing has moved yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// `(from, to)`: live blocks and the holes that they go to, no block named twice.
+    /// `(from, to)`: live blocks and the holes that they go to, no block named twice; moves first, then drops, then
+    /// exchanges.
     pub pairs: Vec<[u32; 2]>,
-    /// Moves that the goal needs beyond these: those past the budget.
+    /// Moves that the goals need beyond these: those past the budget. `contiguous` adds nothing to it.
     pub left: usize,
-    /// Live blocks that stay in the way because no hole is left for them.
+    /// Live blocks that stay in the way because no hole is left for them, as far as this is known.
     pub stuck: usize,
+    drops_from: usize,
+    exchanges_from: usize,
+}
+
+impl Plan {
+    pub(super) fn new(mut pairs: Pairs, (left, stuck): (usize, usize)) -> Self {
+        let drops_from = pairs.moves.len();
+        let exchanges_from = drops_from + pairs.drops.len();
+        let mut all = pairs.moves;
+        all.append(&mut pairs.drops);
+        all.append(&mut pairs.exchanges);
+        Self { pairs: all, left, stuck, drops_from, exchanges_from }
+    }
+
+    /// Pairs whose destination nobody will read.
+    #[must_use]
+    pub fn moves(&self) -> &[[u32; 2]] {
+        &self.pairs[..self.drops_from]
+    }
+
+    /// Pairs whose destination is evicted first.
+    #[must_use]
+    pub fn drops(&self) -> &[[u32; 2]] {
+        &self.pairs[self.drops_from..self.exchanges_from]
+    }
+
+    /// Pairs that change places.
+    #[must_use]
+    pub fn exchanges(&self) -> &[[u32; 2]] {
+        &self.pairs[self.exchanges_from..]
+    }
+
+    /// Blocks that are written.
+    #[must_use]
+    pub fn writes(&self) -> usize {
+        self.pairs.len() + self.exchanges().len()
+    }
 }
 
 impl Places {
-    /// The fewest moves that meet the goal, or the first `budget` of them.
+    /// The fewest moves that meet the goal, or the first `budget` of them; none for `contiguous`, which
+    /// [`Places::plan_all`] plans.
     ///
     /// However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
     #[must_use]
     pub fn plan(&self, goal: Goal, budget: usize) -> Plan {
-        match goal {
-            Goal::EmptyPages(page) => self.plan_pages(page.max(1), budget),
-            _ => self.plan_below(goal.end(self), budget),
-        }
+        let (mut purse, mut pairs) = (Purse::new(Budget::of_moves(budget)), Pairs::default());
+        let (rules, scratch, end) = (Rules::new(&Plain), &mut Scratch::default(), goal.end(self));
+        let rest = self.plan_places(goal, end, &rules, &mut purse, scratch, &mut pairs);
+        Plan::new(pairs, rest)
     }
 
-    /// How far the goal is from being met: ids above the limit, or pages that could be empty.
+    /// How far the goal is from being met: ids above the limit, or pages that could be empty. See also [`super::runs`].
     #[must_use]
     pub fn excess(&self, goal: Goal) -> u32 {
-        if let Goal::EmptyPages(page) = goal {
-            let pages = self.pages(page.max(1));
-            let kept = keep(&pages);
-            let count = pages.iter().enumerate().filter(|(i, page)| page.live > 0 && !page.forced && !kept[*i]).count();
-            return u32::try_from(count).unwrap_or(u32::MAX);
+        match goal {
+            Goal::EmptyPages(page) => self.with_pages(page, |pages| pages.leaving(&pages.keep())),
+            Goal::Contiguous(_) => 0,
+            _ => self.live().highest().map_or(0, |top| (top.0 + 1).saturating_sub(goal.end(self))),
         }
-        let end = goal.end(self);
-        self.live().highest().map_or(0, |top| (top.0 + 1).saturating_sub(end))
     }
 
     /// Checks that all pairs can be carried out as they stand.
@@ -71,116 +104,132 @@ impl Places {
         Ok(())
     }
 
-    /// All live blocks from `end` on move below it, highest first.
-    fn plan_below(&self, end: u32, budget: usize) -> Plan {
-        let above = self.live().count(end..self.capacity());
-        if above == 0 {
-            return Plan::default();
+    /// Plans for any goal but `contiguous`; returns the moves left over and the blocks that are stuck. `end` is the
+    /// goal's, measured before other goals' blocks went out of sight.
+    pub(super) fn plan_places<F: Facts>(
+        &self,
+        goal: Goal,
+        end: u32,
+        rules: &Rules<'_, F>,
+        purse: &mut Purse,
+        scratch: &mut Scratch,
+        out: &mut Pairs,
+    ) -> (usize, usize) {
+        match goal {
+            Goal::EmptyPages(page) => self.with_pages(page, |pages| self.plan_pages(pages, rules, purse, scratch, out)),
+            Goal::Contiguous(_) => (0, 0),
+            _ => self.plan_below(end, rules, purse, scratch, out),
         }
-        let holes = self.hole_runs(0..end, above.min(budget));
-        let room: usize = holes.iter().map(|run| (run.end - run.start) as usize).sum();
-        let count = above.min(budget).min(room);
-        let down = |before: u32| self.live().last_before(before).map(|block| block.0);
-        let sources = std::iter::successors(down(u32::MAX), |&block| down(block)).take(count).collect();
-        let below = if room < above { self.holes().count(0..end) } else { room };
-        let stuck = above.saturating_sub(below);
-        Plan { pairs: pair(sources, &holes), left: above - stuck - count, stuck }
     }
 
-    /// Runs of holes within a range: at least `count` blocks of them if there are, and some more to choose from.
-    fn hole_runs(&self, range: Range<u32>, count: usize) -> Vec<Range<u32>> {
-        let (mut runs, mut found, mut spare) = (Vec::new(), 0, 0);
-        let mut from = range.start;
-        while let Some(run) = self.holes().next_run(from, range.end.saturating_sub(from)) {
-            if run.start >= range.end || spare > SPARE_RUNS {
-                break;
-            }
-            let run = run.start..run.end.min(range.end);
-            spare += usize::from(found >= count);
-            found += (run.end - run.start) as usize;
-            from = run.end;
-            runs.push(run);
+    fn with_pages<T>(&self, page_blocks: u32, then: impl FnOnce(&Pages) -> T) -> T {
+        match self.watched(page_blocks) {
+            Some(pages) => then(pages),
+            None => then(&self.count_pages(page_blocks)),
         }
-        runs
+    }
+
+    /// All live blocks from `end` on move below it, highest first.
+    fn plan_below<F: Facts>(
+        &self,
+        end: u32,
+        rules: &Rules<'_, F>,
+        purse: &mut Purse,
+        scratch: &mut Scratch,
+        out: &mut Pairs,
+    ) -> (usize, usize) {
+        let Some(top) = self.live().highest().filter(|top| top.0 >= end) else { return (0, 0) };
+        let above = self.live().count(end..top.0 + 1);
+        let down = |before: u32| self.live().last_before(before).map(|block| block.0).filter(|&block| block >= end);
+        let sources = std::iter::successors(Some(top.0), |&block| down(block));
+        scratch.clear();
+        rules.pick(sources, above.min(purse.moves).min(purse.writes), scratch);
+        let is_enough = rules.find_holes(self, 0..end, scratch.sources.len(), &mut scratch.holes);
+        let room = scratch.holes.len();
+        let done = scratch.match_up(purse, out);
+        let stuck = if is_enough { self.short_of(above, end) } else { above - room };
+        (above - stuck - done, stuck)
+    }
+
+    /// How many of `above` blocks find no hole below `end`; counts 64 blocks at a time, and only where it must.
+    fn short_of(&self, above: usize, end: u32) -> usize {
+        let (holes, past) = (self.holes().len(), self.capacity() - end);
+        if holes.saturating_sub(past as usize) >= above {
+            return 0;
+        }
+        let below =
+            if past < end { holes - self.holes().count(end..self.capacity()) } else { self.holes().count(0..end) };
+        above.saturating_sub(below)
     }
 
     /// All live blocks outside of the pages that are kept move into those.
-    fn plan_pages(&self, page_blocks: u32, budget: usize) -> Plan {
-        let pages = self.pages(page_blocks);
-        let kept = keep(&pages);
-        let mut leave: Vec<&Page> = Vec::new();
-        let mut holes = Vec::new();
-        for (page, kept) in pages.iter().zip(kept) {
-            if kept {
-                holes.extend(self.hole_runs(page.blocks.clone(), usize::MAX));
-            } else if page.live > 0 {
-                leave.push(page);
+    fn plan_pages<F: Facts>(
+        &self,
+        pages: &Pages,
+        rules: &Rules<'_, F>,
+        purse: &mut Purse,
+        scratch: &mut Scratch,
+        out: &mut Pairs,
+    ) -> (usize, usize) {
+        let keep = pages.keep();
+        let above = pages.blocks_leaving(&keep);
+        if above == 0 {
+            return (0, 0);
+        }
+        let sources = pages.leaving_pages(&keep).flat_map(|page| {
+            let blocks = pages.blocks(page);
+            let next = move |from: u32| self.live().next(from).map(|b| b.0).filter(|&b| b < blocks.end);
+            std::iter::successors(next(pages.blocks(page).start), move |&block| next(block + 1))
+        });
+        scratch.clear();
+        rules.pick(sources, above.min(purse.moves).min(purse.writes), scratch);
+        let count = scratch.sources.len();
+        for page in pages.pages_to_fill(&keep) {
+            if rules.find_holes(self, pages.blocks(page), count, &mut scratch.holes) {
+                break;
             }
         }
-        // Pages with little in them first: they are given back soonest.
-        leave.sort_by_key(|page| (page.live, Reverse(page.blocks.start)));
-        let above: usize = leave.iter().map(|page| page.live as usize).sum();
-        let sources = leave.iter().flat_map(|page| {
-            let next = |from: u32| self.live().next(from).map(|b| b.0).filter(|b| page.blocks.contains(b));
-            std::iter::successors(next(page.blocks.start), move |&block| next(block + 1))
+        let done = scratch.match_up(purse, out);
+        (above - done, 0)
+    }
+}
+
+impl Pages {
+    /// Pages that hold something and are not kept, those with little in them first: they are given back soonest.
+    fn leaving_pages<'a>(&'a self, keep: &'a Keep) -> impl Iterator<Item = u32> + 'a {
+        let short = self.short().filter(|&short| !keep.short && self.live(short) > 0);
+        let next = |from: u32| self.loose().next_count(from).filter(|&count| count <= keep.live);
+        let counts = std::iter::successors(next(1), move |&count| next(count + 1));
+        let pages = counts.filter_map(|count| self.loose().with_count(count)).flat_map(|set| {
+            let down = |end: u32| set.last_before(end).map(|page| page.0);
+            std::iter::successors(down(u32::MAX), move |&page| down(page))
         });
-        let pairs = pair(sources.take(budget).collect(), &holes);
-        Plan { left: above - pairs.len(), pairs, stuck: 0 }
+        short.into_iter().chain(pages.filter(|&page| !self.is_kept(keep, page)))
     }
 
-    fn pages(&self, page_blocks: u32) -> Vec<Page> {
-        let capacity = self.capacity();
-        let starts = (0..capacity).step_by(page_blocks as usize);
-        let page = |start: u32| {
-            let blocks = start..start.saturating_add(page_blocks).min(capacity);
-            let fixed = count(self.fixed().count(blocks.clone()));
-            let live = count(self.live().count(blocks.clone()));
-            Page { live, room: blocks.end - blocks.start - fixed, forced: fixed > 0, blocks }
-        };
-        starts.map(page).collect()
+    /// Pages that are kept and have holes.
+    fn pages_to_fill<'a>(&'a self, keep: &'a Keep) -> impl Iterator<Item = u32> + 'a {
+        let forced = std::iter::successors(self.open().next(0), |page| self.open().next(page.0 + 1));
+        let short = self.short().filter(|_| keep.short);
+        let full = self.page_blocks();
+        let next = move |from: u32| self.loose().next_count(from).filter(|&count| count < full);
+        let counts = std::iter::successors(next(keep.live.clamp(1, full)), move |&count| next(count + 1));
+        let loose = counts.filter_map(|count| self.loose().with_count(count)).flat_map(|set| {
+            let next = |from: u32| set.next(from).map(|page| page.0);
+            std::iter::successors(next(0), move |&page| next(page + 1))
+        });
+        forced.map(|page| page.0).chain(short).chain(loose.filter(|&page| self.is_kept(keep, page)))
     }
-}
 
-/// What a page holds.
-struct Page {
-    blocks: Range<u32>,
-    live: u32,
-    /// Blocks that are not fixed.
-    room: u32,
-    /// Holds a fixed block, and so can never be empty.
-    forced: bool,
-}
-
-/// Which pages stay: those that must, and the fewest others that hold all live blocks, with as many in place as can be.
-fn keep(pages: &[Page]) -> Vec<bool> {
-    let mut kept: Vec<bool> = pages.iter().map(|page| page.forced).collect();
-    let live: u64 = pages.iter().map(|page| u64::from(page.live)).sum();
-    let room: u64 = pages.iter().filter(|page| page.forced).map(|page| u64::from(page.room)).sum();
-    let Some(wanted) = live.checked_sub(room).filter(|&wanted| wanted > 0) else { return kept };
-    // The last page may be short: all others hold the same.
-    let full = pages.first().map_or(1, |page| u64::from(page.blocks.end - page.blocks.start));
-    let mut others: Vec<usize> = (0..pages.len()).filter(|&i| !pages[i].forced).collect();
-    others.sort_by_key(|&i| (Reverse(pages[i].live), i));
-    let short = others.iter().copied().find(|&i| u64::from(pages[i].room) < full);
-    let mut count = usize::try_from(wanted.div_ceil(full)).unwrap_or(usize::MAX);
-    let whole: Vec<usize> = others.iter().copied().filter(|&i| Some(i) != short).collect();
-    count = count.min(others.len());
-    // With the short page among `count` pages, the others must hold what it cannot.
-    let with_short = short.filter(|&i| {
-        let held = u64::from(pages[i].room) + full * (count as u64 - 1);
-        let last = count.checked_sub(1).and_then(|last| whole.get(last));
-        held >= wanted && last.is_none_or(|&last| pages[last].live < pages[i].live)
-    });
-    let rest = count - usize::from(with_short.is_some());
-    for &i in whole.iter().take(rest).chain(&with_short) {
-        kept[i] = true;
+    /// Live blocks in pages that are not kept.
+    fn blocks_leaving(&self, keep: &Keep) -> usize {
+        let next = |from: u32| self.loose().next_count(from).filter(|&count| count <= keep.live);
+        let counts = std::iter::successors(next(1), |&count| next(count + 1));
+        let of = |count: u32| self.loose().with_count(count).map_or(0, |set| set.len() * count as usize);
+        let kept = keep.last.and_then(|last| Some(self.loose().with_count(keep.live)?.count(0..last + 1)));
+        let short = self.short().filter(|_| !keep.short).map_or(0, |short| self.live(short) as usize);
+        counts.map(of).sum::<usize>() + short - kept.unwrap_or(0) * keep.live as usize
     }
-    kept
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a page has at most 2^32 blocks")]
-fn count(blocks: usize) -> u32 {
-    blocks as u32
 }
 
 /// Starts a goal's moves when it is missed by more than a slack, and goes on until it is met.
@@ -191,16 +240,20 @@ pub struct Hysteresis {
 }
 
 impl Hysteresis {
-    /// At rest; `slack` is in ids or pages, as [`Places::excess`] counts.
+    /// At rest; `slack` is in ids, pages or runs, as [`Places::excess`] counts.
     #[must_use]
     pub const fn new(slack: u32) -> Self {
         Self { slack, active: false }
     }
 
+    /// Whether there is to be moved now, with the goal missed by so much.
+    pub fn wakes(&mut self, excess: u32) -> bool {
+        self.active = excess > if self.active { 0 } else { self.slack };
+        self.active
+    }
+
     /// The step's plan: empty while the goal is missed by no more than the slack and no moves are under way.
     pub fn plan(&mut self, places: &Places, goal: Goal, budget: usize) -> Plan {
-        let excess = places.excess(goal);
-        self.active = excess > if self.active { 0 } else { self.slack };
-        if self.active { places.plan(goal, budget) } else { Plan::default() }
+        if self.wakes(places.excess(goal)) { places.plan(goal, budget) } else { Plan::default() }
     }
 }

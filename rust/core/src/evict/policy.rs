@@ -48,12 +48,12 @@ impl Evictor for Lru {
         self.0.pop_into(0, count, out);
     }
 
-    fn relocate(&mut self, from: BlockId, to: BlockId) {
-        self.0.rename(from, to);
-    }
-
     fn resize(&mut self, blocks: usize) {
         self.0.make_room(blocks);
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.0.rename(from, to);
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {

@@ -158,9 +158,8 @@ impl Manager {
     ) -> (Vec<[u32; 2]>, Moves) {
         let (mut asked, mut dropped) = (budget, 0);
         for attempt in 1.. {
-            let blocks = self.pools[0].len();
-            let found = self.pools[0].places().map(|places| plan(places, blocks, goal, asked));
-            let Plan { mut pairs, left, stuck } = found.unwrap_or_default();
+            let Plan { mut pairs, left, stuck, .. } =
+                self.pools[0].places().map_or_else(Plan::default, |places| plan(places, goal, asked));
             if cached == Cached::Drop {
                 let evicted = self.evict_for(&mut pairs, stuck.min(budget));
                 dropped += evicted;
@@ -440,12 +439,6 @@ impl Manager {
 }
 
 /// The planner's answer; the one place that knows how it is asked.
-fn plan(places: &Places, blocks: usize, goal: Goal, budget: usize) -> Plan {
-    let beyond = u32::try_from((places.capacity() as usize).saturating_sub(blocks)).unwrap_or(u32::MAX);
-    let goal = match goal {
-        // Blocks beyond the end of a pool that has shrunk are no part of its tail.
-        Goal::FreeTail(tail) => Goal::FreeTail(tail.saturating_add(beyond)),
-        goal => goal,
-    };
+fn plan(places: &Places, goal: Goal, budget: usize) -> Plan {
     places.plan(goal, budget)
 }

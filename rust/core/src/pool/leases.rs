@@ -37,10 +37,11 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        let (used, leased) = (node.refs > 0, node.is_leased());
-        if used {
-            self.refresh(block);
-        } else if self.is_beyond(block) {
+        if node.refs > 0 {
+            return self.refresh(block);
+        }
+        let leased = node.is_leased();
+        if self.is_beyond(block) {
             self.let_go(usize::from(!leased));
             self.refresh(block);
         } else {

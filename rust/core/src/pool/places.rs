@@ -39,16 +39,23 @@ pub(super) struct Moves {
     hints: Vec<Hint>,
     /// Whether block 0 is in the tables of many.
     null: bool,
-    /// The pool's end: no block from there on is a hole.
-    end: u32,
+    /// Blocks of the pool: those from here on are no destination.
+    end: usize,
+}
+
+impl Node {
+    /// Whether the block is in no table, and holds nothing findable.
+    fn is_empty(self) -> bool {
+        self.refs | self.tag == 0
+    }
 }
 
 impl Moves {
     fn place(&self, block: BlockId, node: Node) -> Place {
         if node.is_leased() || (self.null && block == NULL_BLOCK) {
             Place::Fixed
-        } else if node.refs | node.tag == 0 {
-            if block.0 < self.end { Place::Hole } else { Place::Fixed }
+        } else if node.is_empty() {
+            if block.index() < self.end { Place::Hole } else { Place::Fixed }
         } else if self.dirty.contains(block) || self.moving.contains(block) {
             Place::Fixed
         } else {
@@ -74,7 +81,7 @@ impl Moves {
     }
 
     fn like(&self, block: BlockId, node: Node) -> Like {
-        let (leased, empty) = (node.is_leased(), node.refs | node.tag == 0);
+        let (leased, empty) = (node.is_leased(), node.is_empty());
         Like { place: self.place(block, node), leased, empty, idle: node.refs == 0 && !empty && !leased }
     }
 }
@@ -94,27 +101,46 @@ impl Pool {
         if self.moves.is_some() {
             return;
         }
-        let blocks = self.extent();
-        let mut dirty = BlockSet::empty(blocks);
+        let known = self.extent();
+        let mut dirty = BlockSet::empty(known);
         for block in written(self) {
             dirty.insert(block);
         }
         self.moves = Some(Box::new(Moves {
-            places: Places::new(blocks),
-            idle: BlockSet::empty(blocks),
+            places: Places::new(known),
+            idle: BlockSet::empty(known),
             dirty,
-            moving: BlockSet::empty(blocks),
-            targets: vec![NULL_BLOCK; blocks],
-            hints: vec![UNKNOWN; blocks],
+            moving: BlockSet::empty(known),
+            targets: vec![NULL_BLOCK; known],
+            hints: vec![UNKNOWN; known],
             null,
-            end: id(self.blocks),
+            end: self.blocks,
         }));
-        self.refresh_run(0..id(self.nodes.len().min(blocks)));
+        self.refresh_run(0..id(self.nodes.len().min(known)));
     }
 
-    /// Forgets the places, as the pool's size changes. Moves under way count no more: their sources stay.
-    pub(super) fn forget_places(&mut self) {
-        self.moves = None;
+    /// Follows a change of the pool's size: blocks beyond its end are no destination, and what moves there stays.
+    pub(super) fn resize_places(&mut self, former: usize) {
+        let (blocks, nodes) = (self.blocks, self.nodes.len());
+        let Some(moves) = &mut self.moves else { return };
+        moves.end = blocks;
+        let known = moves.hints.len().max(blocks);
+        moves.places.grow(id(known));
+        moves.dirty.grow(known);
+        moves.idle.grow(known);
+        moves.moving.grow(known);
+        moves.targets.resize(known, NULL_BLOCK);
+        moves.hints.resize(known, UNKNOWN);
+        let (low, high) = (blocks.min(former), blocks.max(former));
+        if nodes < high {
+            let place = if blocks > former { Place::Hole } else { Place::Fixed };
+            moves.places.set_run(id(nodes.max(low))..id(high), place);
+        }
+        let lost: Vec<_> = self.moving().filter(|&[_, to]| self.is_beyond(BlockId(to))).collect();
+        for [from, _] in lost {
+            self.stay(BlockId(from));
+        }
+        self.refresh_run(id(low)..id(high.min(nodes)));
     }
 
     /// Whether the places of blocks are kept.
@@ -220,10 +246,9 @@ impl Pool {
         if let Some(places) = self.places() {
             return places.clone();
         }
-        let mut places = Places::new(self.extent());
-        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.extent()) {
-            let beyond = self.is_beyond(block) && node.refs == 0;
-            if node.is_leased() || beyond || (null && block == NULL_BLOCK) {
+        let mut places = Places::new(self.blocks);
+        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
+            if node.is_leased() || (null && block == NULL_BLOCK) {
                 places.set(block, Place::Fixed);
             } else if node.refs | node.tag != 0 {
                 places.set(block, Place::Live);
@@ -295,10 +320,10 @@ impl Pool {
             cache.policy.relocate(from, to);
             self.note_removal(from, Reason::Moved, twin);
         }
+        self.free.used(from);
         if self.is_beyond(from) {
-            self.leave_free();
+            self.left(node.refs);
         } else {
-            self.free.used(from);
             self.free.insert(from);
         }
         if let Some(moves) = &mut self.moves {

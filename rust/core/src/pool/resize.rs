@@ -94,7 +94,6 @@ impl Pool {
     /// [`Pool::take_orphans`].
     pub(crate) fn resize(&mut self, blocks: usize) {
         let former = std::mem::replace(&mut self.blocks, blocks);
-        self.forget_places();
         if blocks < former {
             self.shrink(former);
         } else {
@@ -105,6 +104,7 @@ impl Pool {
             cache.policy.resize(blocks);
         }
         self.lower_tail();
+        self.resize_places(former);
     }
 
     fn shrink(&mut self, former: usize) {
@@ -160,9 +160,9 @@ impl Pool {
         twin
     }
 
-    /// What a block beyond the end held lies elsewhere now.
-    pub(super) fn leave_free(&mut self) {
-        self.tail.live -= 1;
+    /// A block beyond the end that had so many references has moved.
+    pub(super) fn left(&mut self, refs: u32) {
+        self.tail.live -= usize::from(refs > 0);
         self.lower_tail();
     }
 

@@ -9,6 +9,7 @@ impl FreeBlocks {
     pub(crate) fn cut(&mut self, gone: Range<u32>) {
         match self {
             Self::Lowest(set) => set.remove_run(gone),
+            Self::Paged(pages) => *pages = pages.resized(gone.start),
             Self::Queue(queue) => queue.cut(gone),
         }
     }
@@ -22,6 +23,14 @@ impl FreeBlocks {
                 for &block in busy {
                     set.remove(block);
                 }
+            }
+            Self::Paged(pages) => {
+                *pages = pages.resized(new.end);
+                let ends = busy.iter().map(|block| block.0).chain([new.end]);
+                ends.fold(new.start, |from, end| {
+                    pages.insert_run(from..end);
+                    end + 1
+                });
             }
             Self::Queue(queue) => queue.extend(new, busy),
         }

@@ -56,11 +56,12 @@ impl World {
         let quotas = [0, 1].iter().any(|&tenant| self.manager.quota([tenant; 32]).is_some());
         let (now, expected) = (open(self), before + moves.planned);
         assert!(now == expected || (quotas && now < expected), "{now} moves are decided, not {expected}");
-        let (left, beyond) = (self.manager.pool(Tier::Device).free(), self.manager.resize_progress().live);
-        let fits = left + moves.planned == free || (beyond > 0 && left + moves.planned >= free);
-        assert!(fits, "a target is no longer free: {free} blocks, then {left}");
+        // Blocks beyond the end of a pool that shrinks count as not free, too.
+        let short = self.manager.resize_progress().live > 0;
+        let left = self.manager.pool(Tier::Device).free();
+        assert!(left + moves.planned == free || (short && left <= free), "a target is no longer free");
         let lies = self.manager.fragmentation(2).unwrap();
-        assert!(lies.max_id.map_or(0, |top| top.index() + 1) + lies.holes >= self.manager.pool(Tier::Device).len());
+        assert!(lies.max_id.is_none_or(|top| top.index() + 1 + lies.holes >= self.manager.pool(Tier::Device).len()));
         assert!(2 * lies.empty_pages <= lies.holes && lies.tables <= lies.runs);
         assert!(self.truth.keys().map(|&s| self.blocks_of(s)).eq(tables), "a table changed before the bytes");
     }

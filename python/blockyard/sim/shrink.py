@@ -1,0 +1,109 @@
+"""Watches the device pool of a run, and makes it smaller half-way through."""
+
+from __future__ import annotations
+
+import torch
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.generator import Generator
+from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
+from blockyard.sim.serve import Faults
+from blockyard.transfer.elastic_host import resident_bytes
+
+
+class PoolWatch:
+    """Samples the device pool after every step, and tells it its new size when half of the requests are done.
+
+    Args:
+        generator: what runs; its caches are elastic if the pool is to shrink.
+        faults: whose counter knows the moves.
+        goal: what the pool is defragmented for; None if it is not.
+        shrink_to: blocks of the device from the middle of the run on; None for no change.
+
+    Raises:
+        InvalidArgumentError: the pool has no more blocks than that.
+    """
+
+    def __init__(
+        self, generator: Generator, faults: Faults, *, goal: str | None = None, shrink_to: int | None = None
+    ) -> None:
+        self._generator, self._faults, self._goal, self._wanted = generator, faults, goal, shrink_to
+        self._capacity = generator.manager.num_blocks("device")
+        if shrink_to is not None and shrink_to >= self._capacity:
+            raise InvalidArgumentError(f"the device is to shrink to {shrink_to} blocks, it has {self._capacity}")
+        self._samples: list[PoolSample] = []
+        self._step = 0
+        self._began: int | None = None
+        self._ended: int | None = None
+        self._before = self._after = self._returned = self._fell = self._kept = 0
+
+    def after_step(self, done: int, total: int) -> None:
+        """Take a sample; half-way, shrink.
+
+        Args:
+            done: requests that are finished.
+            total: all requests.
+        """
+        self._step += 1
+        if self._wanted is not None and self._began is None and 2 * done >= total:
+            self._sample()
+            self._began, self._before = self._step, self._measure()
+            self._generator.resize_device(self._wanted)
+        before = self._measure() if self._shrinking else 0
+        given = self._generator.give_back()
+        if given is not None:
+            self._after, self._kept = self._measure(), given.kept
+            self._returned += given.returned
+            self._fell += before - self._after
+        if self._shrinking and self._generator.manager.resize_progress().done:
+            self._ended = self._step
+        self._sample()
+
+    def report(self) -> PoolReport:
+        """Give what was seen."""
+        shrink = None
+        if self._began is not None and self._wanted is not None:
+            shrink = Shrink(
+                blocks_before=self._capacity,
+                blocks_after=self._wanted,
+                step=self._began,
+                steps=None if self._ended is None else self._ended - self._began,
+                memory="resident set" if self._on_cpu else "device memory",
+                memory_before=self._before,
+                memory_after=self._after or self._before,
+                returned=self._returned,
+                fell=self._fell,
+                kept=self._kept,
+            )
+        return PoolReport(self._goal, shrink, self._samples)
+
+    @property
+    def _shrinking(self) -> bool:
+        return self._began is not None and self._ended is None
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self._generator.engine.device.type == "cpu"
+
+    def _measure(self) -> int:
+        if self._on_cpu:
+            return resident_bytes()
+        free, total = torch.cuda.mem_get_info(self._generator.engine.device)
+        return total - free
+
+    def _sample(self) -> None:
+        manager, layout = self._generator.manager, self._generator.engine.layout
+        elastic, counting = self._generator.worker.elastic, self._faults.counting
+        kinds = ("move", "exchange")
+        moves = sum(count for (kind, _, _), count in counting.blocks.items() if kind in kinds) if counting else 0
+        self._samples.append(
+            sample_pool(
+                self._step,
+                manager.device_uses(),
+                blocks=manager.num_blocks("device"),
+                capacity=self._capacity,
+                moves=moves,
+                block_bytes=layout.bytes_per_block,
+                memory_bytes=self._capacity * layout.bytes_per_block if elastic is None else elastic.committed_bytes,
+            )
+        )

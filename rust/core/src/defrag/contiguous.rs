@@ -1,0 +1,263 @@
+//! Sequences in as few runs of neighbours as can be.
+//!
+//! A sequence is cut into *pieces*, runs of neighbours as they lie. From its first piece on, as many pieces as can be are
+//! laid side by side, around those that stay or into a run of holes: two pieces or more that make one run. Blocks that
+//! sequences share are put in order with the first of them, but for pieces that another sequence goes on from in place:
+//! moving those would gain nothing.
+
+use super::facts::{Entry, Facts, Purse};
+use super::places::Places;
+use super::rules::{Pairs, Rules};
+use super::spans::Spans;
+use crate::id::BlockId;
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+
+/// Block tables, without null blocks; those to be put in order first in front.
+pub type Sequences<'a> = [&'a [BlockId]];
+
+/// Runs of neighbours that sequences lie in, shared ones counted once, and those of the sequence that has most.
+#[must_use]
+pub fn runs(sequences: &Sequences<'_>) -> (usize, usize) {
+    let (mut seen, mut all, mut most) = (HashSet::new(), 0, 0);
+    for sequence in sequences {
+        let (mut own, mut end) = (0, None);
+        for &block in *sequence {
+            let is_start = end != Some(block.0);
+            own += usize::from(is_start);
+            all += usize::from(seen.insert(block) && is_start);
+            end = Some(block.0 + 1);
+        }
+        most = most.max(own);
+    }
+    (all, most)
+}
+
+/// The first blocks of all pairs of neighbours that follow one another in some sequence.
+fn links(sequences: &Sequences<'_>) -> HashSet<u32> {
+    let pairs = sequences.iter().flat_map(|sequence| sequence.windows(2));
+    pairs.filter(|pair| pair[0].0 + 1 == pair[1].0).map(|pair| pair[0].0).collect()
+}
+
+/// Neighbours of one sequence.
+#[derive(Clone, Debug)]
+struct Piece {
+    /// Where they lie, or will by what was planned for an earlier sequence.
+    at: Range<u32>,
+    /// Where they begin by what is planned now.
+    to: u32,
+    can_move: bool,
+}
+
+impl Piece {
+    fn len(&self) -> u32 {
+        self.at.end - self.at.start
+    }
+
+    fn moves(&self) -> bool {
+        self.to != self.at.start
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = [u32; 2]> + use<> {
+        self.at.clone().zip(self.to..).map(|(from, to)| [from, to])
+    }
+}
+
+/// Pieces that are put side by side.
+struct Stretch {
+    pieces: Range<usize>,
+    /// Where the first of them begins.
+    start: u32,
+    moves: u32,
+}
+
+/// Puts sequences in order, one after the other.
+pub(super) struct Arranger<'a, 'b, F> {
+    pub(super) places: &'a mut Places,
+    pub(super) rules: &'a Rules<'b, F>,
+    pub(super) purse: &'a mut Purse,
+    pub(super) out: &'a mut Pairs,
+    /// All pairs; their blocks are suspended.
+    pub(super) named: &'a mut Vec<[u32; 2]>,
+}
+
+impl<F: Facts> Arranger<'_, '_, F> {
+    /// Moves blocks until each sequence lies in no more than `wanted` runs, those that run now last.
+    pub(super) fn arrange(&mut self, sequences: &Sequences<'_>, wanted: usize) {
+        let is_hot = |sequence: &[BlockId]| sequence.last().is_some_and(|&block| self.rules.facts.is_hot(block));
+        let (hot, cold): (Vec<_>, Vec<_>) = sequences.iter().partition(|sequence| is_hot(sequence));
+        let (mut claimed, links) = (HashMap::new(), links(sequences));
+        let mut spans = None;
+        for sequence in cold.into_iter().chain(hot) {
+            if self.purse.buys(Entry::Move) == 0 {
+                break;
+            }
+            let mut pieces = self.pieces(sequence, &claimed, &links);
+            if pieces.len() > wanted {
+                let spans = spans.get_or_insert_with(|| {
+                    let longest = sequences.iter().map(|sequence| sequence.len()).max().unwrap_or(0);
+                    Spans::find(self.places, self.rules, longest)
+                });
+                self.join(&mut pieces, wanted, spans);
+                self.stay(&mut pieces);
+                self.name(&pieces);
+            }
+            let at = pieces.iter().flat_map(|piece| piece.to..piece.to + piece.len());
+            for (&block, at) in sequence.iter().zip(at) {
+                claimed.entry(block).or_insert(at);
+            }
+        }
+    }
+
+    /// Cuts a sequence into pieces; what earlier sequences hold stays where it is, or goes.
+    fn pieces(&self, sequence: &[BlockId], claimed: &HashMap<BlockId, u32>, links: &HashSet<u32>) -> Vec<Piece> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        for &block in sequence {
+            let at = claimed.get(&block).copied();
+            let can_move = at.is_none() && self.places.live().contains(block) && self.rules.may_leave(block.0);
+            let at = at.unwrap_or(block.0);
+            match pieces.last_mut() {
+                Some(last) if last.at.end == at => {
+                    last.at.end += 1;
+                    last.can_move &= can_move;
+                }
+                _ => pieces.push(Piece { at: at..at + 1, to: at, can_move }),
+            }
+        }
+        // This sequence goes elsewhere from a piece's end, so that a link there is another's.
+        for piece in &mut pieces {
+            let before = piece.at.start.checked_sub(1);
+            piece.can_move &=
+                !links.contains(&(piece.at.end - 1)) && before.is_none_or(|block| !links.contains(&block));
+        }
+        pieces
+    }
+
+    /// Joins pieces until there are no more than `wanted` runs, or no two can be joined.
+    fn join(&mut self, pieces: &mut [Piece], wanted: usize, spans: &mut Spans) {
+        let (mut first, mut runs) = (0, pieces.len());
+        while first + 1 < pieces.len() && runs > wanted {
+            let Some(stretch) = self.longest(pieces, first, spans) else {
+                first += 1;
+                continue;
+            };
+            let mut to = stretch.start;
+            for piece in &mut pieces[stretch.pieces.clone()] {
+                piece.to = to;
+                to += piece.len();
+                if piece.moves() {
+                    self.reserve(piece);
+                }
+            }
+            runs -= stretch.pieces.len() - 1;
+            first = stretch.pieces.end;
+        }
+    }
+
+    /// Lets pieces stay that have as many neighbours where they are as where they would go.
+    fn stay(&mut self, pieces: &mut [Piece]) {
+        let mut again = true;
+        while again {
+            again = false;
+            for i in 0..pieces.len() {
+                let piece = &pieces[i];
+                let before = i.checked_sub(1).map(|i| pieces[i].to + pieces[i].len());
+                let after = pieces.get(i + 1).map(|piece| piece.to);
+                let neighbours =
+                    |to: u32| usize::from(before == Some(to)) + usize::from(after == Some(to + piece.len()));
+                if piece.moves() && neighbours(piece.at.start) >= neighbours(piece.to) {
+                    self.unreserve(&pieces[i]);
+                    pieces[i].to = pieces[i].at.start;
+                    again = true;
+                }
+            }
+        }
+    }
+
+    /// The longest stretch of two pieces or more from `first` on, with the fewest moves.
+    fn longest(&self, pieces: &[Piece], first: usize, spans: &mut Spans) -> Option<Stretch> {
+        let movable = pieces[first..].iter().take_while(|piece| piece.can_move);
+        let span = spans.fit(self.places, movable.map(Piece::len).sum());
+        let mut best = span.and_then(|span| self.lay(pieces, first, span.start));
+        let most = u32::try_from(self.purse.buys(Entry::Move)).unwrap_or(u32::MAX);
+        let mut before = 0;
+        // Around each piece that stays; what lies in between must fit in front of it.
+        for anchor in &pieces[first..] {
+            let start = anchor.at.start.checked_sub(before);
+            if let Some(found) = start.and_then(|start| self.lay(pieces, first, start)) {
+                let key = |s: &Stretch| (s.pieces.end, Reverse(s.moves));
+                if best.as_ref().is_none_or(|best| key(best) < key(&found)) {
+                    best = Some(found);
+                }
+            }
+            before += anchor.len();
+            if !anchor.can_move || before > most {
+                break;
+            }
+        }
+        best
+    }
+
+    /// As many pieces from `first` on as can lie side by side from `start` on.
+    fn lay(&self, pieces: &[Piece], first: usize, start: u32) -> Option<Stretch> {
+        let (mut end, mut to, mut costs) = (first, start, (0, 0));
+        for piece in &pieces[first..] {
+            let next = to.saturating_add(piece.len());
+            if piece.at.start != to {
+                let more = if piece.can_move { self.cost(to..next) } else { None };
+                let Some(more) = more.filter(|more| self.affords(costs, *more)) else { break };
+                costs = (costs.0 + more.0, costs.1 + more.1);
+            }
+            (to, end) = (next, end + 1);
+        }
+        (end > first + 1).then_some(Stretch { pieces: first..end, start, moves: costs.0 })
+    }
+
+    /// Moves into all of a range and blocks written for it; none if some of it cannot be entered.
+    fn cost(&self, range: Range<u32>) -> Option<(u32, u32)> {
+        let mut costs = (0, 0);
+        for hole in range {
+            let entry = self.entry(hole)?;
+            costs = (costs.0 + 1, costs.1 + if entry == Entry::Exchange { 2 } else { 1 });
+        }
+        Some(costs)
+    }
+
+    fn entry(&self, hole: u32) -> Option<Entry> {
+        let entry = if self.places.holes().contains(BlockId(hole)) {
+            self.rules.entry(self.places, hole)
+        } else {
+            Entry::Never
+        };
+        (entry != Entry::Never).then_some(entry)
+    }
+
+    fn affords(&self, so_far: (u32, u32), more: (u32, u32)) -> bool {
+        let (moves, writes) = (u64::from(so_far.0) + u64::from(more.0), u64::from(so_far.1) + u64::from(more.1));
+        moves <= self.purse.moves as u64 && writes <= self.purse.writes as u64
+    }
+
+    /// Pays for a piece's moves and takes its blocks out of sight.
+    fn reserve(&mut self, piece: &Piece) {
+        for [from, to] in piece.pairs() {
+            self.purse.pay(self.rules.entry(self.places, to), 1);
+            self.places.suspend([from, to]);
+        }
+    }
+
+    fn unreserve(&mut self, piece: &Piece) {
+        for [from, to] in piece.pairs() {
+            self.purse.refund(self.rules.entry(self.places, to));
+            self.places.resume([from, to]);
+        }
+    }
+
+    /// Hands over the pairs of all pieces that move.
+    fn name(&mut self, pieces: &[Piece]) {
+        for [from, to] in pieces.iter().filter(|piece| piece.moves()).flat_map(Piece::pairs) {
+            self.out.of(self.rules.entry(self.places, to)).push([from, to]);
+            self.named.push([from, to]);
+        }
+    }
+}

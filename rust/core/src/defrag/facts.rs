@@ -1,0 +1,115 @@
+//! What a planner asks of the blocks' owner beyond their places, and what it may spend.
+
+use crate::id::BlockId;
+
+/// How a hole is entered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Entry {
+    /// Nobody will read its bytes: they are overwritten.
+    #[default]
+    Move,
+    /// It is cached, and may be evicted: its key is dropped and its bytes are overwritten.
+    Drop,
+    /// Its bytes must live: the two blocks change places.
+    Exchange,
+    /// It is nobody's destination now.
+    Never,
+}
+
+/// What the owner of the blocks knows about each; asked of those alone that a plan looks at.
+pub trait Facts {
+    /// How a hole is entered: cached ones by the owner's policy.
+    fn entry(&self, hole: BlockId) -> Entry {
+        let _ = hole;
+        Entry::Move
+    }
+
+    /// Whether a live block belongs to a sequence that runs now: it moves only when there is nothing else to move.
+    fn is_hot(&self, live: BlockId) -> bool {
+        let _ = live;
+        false
+    }
+
+    /// Whether a live block may move now, beyond what its place says.
+    fn may_leave(&self, live: BlockId) -> bool {
+        let _ = live;
+        true
+    }
+}
+
+/// All holes are blank, nothing is hot, and what is live may move.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Plain;
+
+impl Facts for Plain {}
+
+/// Most that one plan may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Pairs.
+    pub moves: usize,
+    /// Bytes written: those of a block for a move, twice as many for an exchange.
+    pub bytes: u64,
+    /// Bytes of a block, all layers; 0 makes `bytes` meaningless.
+    pub block_bytes: u64,
+}
+
+impl Budget {
+    /// As much as the goals ask for.
+    pub const UNLIMITED: Self = Self { moves: usize::MAX, bytes: u64::MAX, block_bytes: 0 };
+
+    /// So many pairs, of any number of bytes.
+    #[must_use]
+    pub const fn of_moves(moves: usize) -> Self {
+        Self { moves, ..Self::UNLIMITED }
+    }
+}
+
+/// What is left of a budget while a plan is made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Purse {
+    pub(super) moves: usize,
+    /// Blocks that may still be written.
+    pub(super) writes: usize,
+}
+
+impl Purse {
+    pub(super) fn new(budget: Budget) -> Self {
+        let writes = budget
+            .bytes
+            .checked_div(budget.block_bytes)
+            .map_or(usize::MAX, |writes| usize::try_from(writes).unwrap_or(usize::MAX));
+        Self { moves: budget.moves, writes }
+    }
+
+    /// Pairs of that kind which it buys.
+    pub(super) fn buys(self, entry: Entry) -> usize {
+        self.moves.min(if entry == Entry::Exchange { self.writes / 2 } else { self.writes })
+    }
+
+    /// Takes back what was paid for a pair.
+    pub(super) fn refund(&mut self, entry: Entry) {
+        self.moves += 1;
+        self.writes += if entry == Entry::Exchange { 2 } else { 1 };
+    }
+
+    pub(super) fn pay(&mut self, entry: Entry, pairs: usize) {
+        self.moves -= pairs;
+        self.writes -= pairs * if entry == Entry::Exchange { 2 } else { 1 };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exchange_writes_twice() {
+        let mut purse = Purse::new(Budget { moves: 10, bytes: 5 * 64 + 63, block_bytes: 64 });
+        assert_eq!((purse.buys(Entry::Move), purse.buys(Entry::Exchange)), (5, 2));
+        purse.pay(Entry::Exchange, 2);
+        purse.pay(Entry::Drop, 1);
+        assert_eq!((purse.buys(Entry::Move), purse.moves), (0, 7));
+        assert_eq!(Purse::new(Budget::of_moves(3)).buys(Entry::Exchange), 3);
+    }
+}

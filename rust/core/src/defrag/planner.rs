@@ -1,0 +1,135 @@
+//! Several goals at once, by priority, step after step.
+
+use super::contiguous::{Arranger, Sequences, runs};
+use super::facts::{Budget, Facts, Purse};
+use super::goal::Goal;
+use super::places::Places;
+use super::plan::{Hysteresis, Plan};
+use super::rules::{Guard, Pairs, Rules, Scratch};
+
+/// A goal and when to work for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// What is wanted.
+    pub goal: Goal,
+    /// Nothing moves for it until it is missed by more than this many ids, pages or runs; then until it is met.
+    pub slack: u32,
+}
+
+impl From<Goal> for Wanted {
+    fn from(goal: Goal) -> Self {
+        Self { goal, slack: 0 }
+    }
+}
+
+/// Plans the moves of one step after another for the same goals.
+///
+/// Goals come by priority. What an earlier one has won, a later one leaves alone: past the end of `max_id`, `free_tail`
+/// and `dense` it moves nothing, into pages that `empty_pages` empties neither, and blocks of `contiguous` sequences stay.
+/// Where two goals contradict each other the earlier is met and the later is missed.
+#[derive(Clone, Debug, Default)]
+pub struct Planner {
+    wanted: Vec<(Wanted, Hysteresis)>,
+    scratch: Scratch,
+}
+
+impl Planner {
+    /// At rest, with these goals, the most important first.
+    #[must_use]
+    pub fn new(wanted: &[Wanted]) -> Self {
+        let wanted = wanted.iter().map(|&wanted| (wanted, Hysteresis::new(wanted.slack))).collect();
+        Self { wanted, scratch: Scratch::default() }
+    }
+
+    /// The goals, the most important first.
+    pub fn wanted(&self) -> impl Iterator<Item = Wanted> + '_ {
+        self.wanted.iter().map(|(wanted, _)| *wanted)
+    }
+
+    /// The moves of the next step; `places` is the same afterwards as before.
+    ///
+    /// Costs as many looks at blocks as there are moves, and those at the blocks of `sequences`, but for `contiguous` and
+    /// the numbers of blocks left and stuck, which are counted 64 blocks at a time.
+    ///
+    /// # Arguments
+    /// `sequences` are the block tables that `contiguous` is about.
+    #[must_use]
+    pub fn plan<F: Facts>(
+        &mut self,
+        places: &mut Places,
+        sequences: &Sequences<'_>,
+        facts: &F,
+        budget: Budget,
+    ) -> Plan {
+        let Self { wanted, scratch } = self;
+        let mut due = false;
+        // All goals are measured before anything is suspended.
+        let awake: Vec<(Goal, u32, bool)> = wanted
+            .iter_mut()
+            .map(|(Wanted { goal, .. }, hysteresis)| {
+                if let Goal::EmptyPages(page) = *goal {
+                    places.watch_pages(page);
+                }
+                let wakes = hysteresis.wakes(excess(places, *goal, sequences));
+                due |= wakes;
+                (*goal, goal.end(places), wakes)
+            })
+            .collect();
+        if !due {
+            return Plan::default();
+        }
+        let (mut rules, mut purse) = (Rules::new(facts), Purse::new(budget));
+        let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), (0, 0));
+        for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
+            let done = named.len();
+            match goal {
+                _ if !wakes => {}
+                Goal::Contiguous(runs) => {
+                    let (rules, purse, out, named) = (&rules, &mut purse, &mut pairs, &mut named);
+                    Arranger { places, rules, purse, out, named }.arrange(sequences, runs as usize);
+                }
+                _ => {
+                    let marks = pairs.marks();
+                    let found = places.plan_places(goal, end, &rules, &mut purse, scratch, &mut pairs);
+                    rest = (rest.0 + found.0, rest.1 + found.1);
+                    if i + 1 < awake.len() {
+                        named.extend(pairs.since(marks));
+                        named[done..].iter().for_each(|&pair| places.suspend(pair));
+                    }
+                }
+            }
+            match goal {
+                Goal::EmptyPages(page) => {
+                    let keep = places.watched(page).map(super::pages::Pages::keep);
+                    rules.guards.extend(keep.map(|keep| Guard::Pages(page, keep)));
+                }
+                Goal::Contiguous(_) => rules.kept.extend(sequences.iter().copied().flatten().map(|block| block.0)),
+                _ => rules.guards.push(Guard::Below(end)),
+            }
+        }
+        for pair in named {
+            places.resume(pair);
+        }
+        for list in [&mut pairs.moves, &mut pairs.drops, &mut pairs.exchanges] {
+            list.sort_unstable();
+        }
+        Plan::new(pairs, rest)
+    }
+}
+
+/// How far a goal is from being met.
+fn excess(places: &Places, goal: Goal, sequences: &Sequences<'_>) -> u32 {
+    match goal {
+        Goal::Contiguous(wanted) => u32::try_from(runs(sequences).1).unwrap_or(u32::MAX).saturating_sub(wanted),
+        _ => places.excess(goal),
+    }
+}
+
+impl Places {
+    /// One step for several goals, the most important first. See [`Planner`], which keeps buffers and hysteresis.
+    #[must_use]
+    pub fn plan_all<F: Facts>(&mut self, goals: &[Goal], sequences: &Sequences<'_>, facts: &F, budget: Budget) -> Plan {
+        let wanted: Vec<Wanted> = goals.iter().copied().map(Wanted::from).collect();
+        Planner::new(&wanted).plan(self, sequences, facts, budget)
+    }
+}

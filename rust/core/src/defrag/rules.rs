@@ -1,0 +1,183 @@
+//! Which blocks a goal may name, once the goals before it have had their say.
+
+use super::facts::{Entry, Facts, Purse};
+use super::pages::Keep;
+use super::pair::Pairing;
+use super::places::Places;
+use crate::id::BlockId;
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// How many runs of holes are looked at beyond those that are needed, in search of a better fit.
+const SPARE_RUNS: usize = 64;
+/// The same for plans of few moves, beyond their number.
+const FEW_RUNS: usize = 8;
+/// How many holes are looked at, beyond a multiple of those needed, in search of some that cost less to enter.
+const SPARE_HOLES: usize = 1024;
+
+/// Pairs of a plan that is being made, by how their holes are entered.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Pairs {
+    pub(super) moves: Vec<[u32; 2]>,
+    pub(super) drops: Vec<[u32; 2]>,
+    pub(super) exchanges: Vec<[u32; 2]>,
+}
+
+impl Pairs {
+    pub(super) fn of(&mut self, entry: Entry) -> &mut Vec<[u32; 2]> {
+        match entry {
+            Entry::Drop => &mut self.drops,
+            Entry::Exchange => &mut self.exchanges,
+            _ => &mut self.moves,
+        }
+    }
+
+    /// How many there are of each kind.
+    pub(super) fn marks(&self) -> [usize; 3] {
+        [self.moves.len(), self.drops.len(), self.exchanges.len()]
+    }
+
+    /// Those that came after the marks.
+    pub(super) fn since(&self, marks: [usize; 3]) -> impl Iterator<Item = [u32; 2]> + '_ {
+        let lists = [&self.moves, &self.drops, &self.exchanges];
+        lists.into_iter().zip(marks).flat_map(|(list, mark)| list[mark..].iter().copied())
+    }
+}
+
+/// What a goal that comes later must leave as it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Guard {
+    /// No block from here on is anybody's destination.
+    Below(u32),
+    /// Destinations lie in pages of this size that are kept.
+    Pages(u32, Keep),
+}
+
+/// What a goal may name: the owner's facts, and what the goals before it have won.
+pub(super) struct Rules<'a, F> {
+    pub(super) facts: &'a F,
+    pub(super) guards: Vec<Guard>,
+    /// Live blocks that an earlier goal has put in order.
+    pub(super) kept: HashSet<u32>,
+}
+
+/// Runs of holes by how they are entered.
+#[derive(Clone, Debug, Default)]
+pub(super) struct HoleRuns {
+    runs: [Vec<Range<u32>>; 3],
+    found: [usize; 3],
+}
+
+/// How holes are entered, the cheapest first.
+const ENTRIES: [Entry; 3] = [Entry::Move, Entry::Drop, Entry::Exchange];
+
+impl HoleRuns {
+    fn clear(&mut self) {
+        self.runs.iter_mut().for_each(Vec::clear);
+        self.found = [0; 3];
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.found.iter().sum()
+    }
+
+    fn push(&mut self, entry: Entry, run: Range<u32>) {
+        let Some(i) = ENTRIES.iter().position(|&other| other == entry) else { return };
+        self.found[i] += (run.end - run.start) as usize;
+        match self.runs[i].last_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ => self.runs[i].push(run),
+        }
+    }
+}
+
+/// Buffers that one plan leaves to the next.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Scratch {
+    pub(super) sources: Vec<u32>,
+    pub(super) hot: Vec<u32>,
+    pub(super) holes: HoleRuns,
+    pub(super) pairing: Pairing,
+}
+
+impl<'a, F: Facts> Rules<'a, F> {
+    pub(super) fn new(facts: &'a F) -> Self {
+        Self { facts, guards: Vec::new(), kept: HashSet::new() }
+    }
+
+    /// How a hole is entered.
+    pub(super) fn entry(&self, places: &Places, hole: u32) -> Entry {
+        let is_barred = |guard: &Guard| match guard {
+            Guard::Below(end) => hole >= *end,
+            Guard::Pages(page, keep) => {
+                places.watched(*page).is_some_and(|pages| !pages.is_kept(keep, pages.page_of(hole)))
+            }
+        };
+        if self.guards.iter().any(is_barred) { Entry::Never } else { self.facts.entry(BlockId(hole)) }
+    }
+
+    pub(super) fn may_leave(&self, live: u32) -> bool {
+        !self.kept.contains(&live) && self.facts.may_leave(BlockId(live))
+    }
+
+    /// Picks up to `count` blocks that may move, in the order given, but those of running sequences last.
+    pub(super) fn pick(&self, blocks: impl Iterator<Item = u32>, count: usize, scratch: &mut Scratch) {
+        let Scratch { sources, hot, .. } = scratch;
+        sources.clear();
+        hot.clear();
+        let most_hot = count.saturating_mul(4).saturating_add(SPARE_RUNS);
+        for block in blocks {
+            if sources.len() >= count || hot.len() >= most_hot {
+                break;
+            }
+            if self.may_leave(block) {
+                if self.facts.is_hot(BlockId(block)) { hot.push(block) } else { sources.push(block) }
+            }
+        }
+        let left = count - sources.len();
+        sources.extend(hot.iter().take(left));
+    }
+
+    /// Adds holes of a range until `holes` has `count` that are entered by a move, and some more to choose from, or
+    /// enough of all kinds and it has looked long enough. Returns whether that is so.
+    pub(super) fn find_holes(&self, places: &Places, range: Range<u32>, count: usize, holes: &mut HoleRuns) -> bool {
+        let (mut spare, mut looked, most_spare) = (0, 0, SPARE_RUNS.min(count + FEW_RUNS));
+        let most = count.saturating_mul(16).saturating_add(SPARE_HOLES);
+        let longest = u32::try_from(count).unwrap_or(u32::MAX).max(1);
+        let mut from = range.start;
+        while let Some(run) = places.holes().next_run(from, longest.min(range.end.saturating_sub(from))) {
+            if run.start >= range.end {
+                break;
+            }
+            let run = run.start..run.end.min(range.end);
+            (from, looked) = (run.end, looked + run.len());
+            run.for_each(|hole| holes.push(self.entry(places, hole), hole..hole + 1));
+            spare += usize::from(holes.found[0] >= count);
+            if (count == 1 && spare > 0) || spare > most_spare || (looked > most && holes.len() >= count) {
+                return true;
+            }
+        }
+        holes.len() >= count
+    }
+}
+
+impl Scratch {
+    pub(super) fn clear(&mut self) {
+        self.holes.clear();
+    }
+
+    /// Pairs the picked sources with the holes found, as far as the purse goes.
+    pub(super) fn match_up(&mut self, purse: &mut Purse, out: &mut Pairs) -> usize {
+        let Self { sources, holes, pairing, .. } = self;
+        let mut done = 0;
+        for (i, entry) in ENTRIES.into_iter().enumerate() {
+            let count = holes.found[i].min(purse.buys(entry)).min(sources.len() - done);
+            if count > 0 {
+                pairing.pair(&mut sources[done..done + count], &holes.runs[i], out.of(entry));
+                purse.pay(entry, count);
+                done += count;
+            }
+        }
+        done
+    }
+}

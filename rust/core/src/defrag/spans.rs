@@ -1,0 +1,91 @@
+//! Runs of holes that a sequence's blocks can be laid into.
+
+use super::facts::{Entry, Facts};
+use super::places::Places;
+use super::rules::Rules;
+use std::ops::Range;
+
+/// Runs of holes that are looked at, beyond a multiple of the blocks that are to be placed.
+const LOOKED: usize = 256;
+
+/// Runs of holes found at the beginning of a plan; those that it has used up since are left out as they are met.
+#[derive(Debug, Default)]
+pub(super) struct Spans {
+    /// Holes that are entered by a move alone.
+    blank: Vec<Range<u32>>,
+    /// Holes of any kind.
+    any: Vec<Range<u32>>,
+}
+
+impl Spans {
+    /// Looks at runs of holes from the lowest on, as many as suit the number of blocks, and at the highest.
+    pub(super) fn find<F: Facts>(places: &Places, rules: &Rules<'_, F>, blocks: usize) -> Self {
+        let mut spans = Self::default();
+        let longest = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
+        let (mut from, mut looked) = (0, 0);
+        while let Some(run) = places.holes().next_run(from, longest) {
+            from = run.end;
+            looked += 1;
+            if looked > LOOKED + 4 * blocks {
+                break;
+            }
+            spans.add(places, rules, run);
+        }
+        if let Some(top) = places.holes().highest().filter(|top| top.0 >= from) {
+            let below = places.live().last_before(top.0).max(places.fixed().last_before(top.0));
+            let start = below.map_or(0, |block| block.0 + 1).max(from);
+            spans.add(places, rules, start..start.saturating_add(longest).min(top.0 + 1));
+        }
+        spans
+    }
+
+    fn add<F: Facts>(&mut self, places: &Places, rules: &Rules<'_, F>, run: Range<u32>) {
+        for hole in run {
+            let entry = rules.entry(places, hole);
+            if entry == Entry::Move {
+                grow(&mut self.blank, hole);
+            }
+            if entry != Entry::Never {
+                grow(&mut self.any, hole);
+            }
+        }
+    }
+
+    /// The shortest run that holds `wanted` blocks, one that is entered by moves alone if there is one; or else the
+    /// longest.
+    pub(super) fn fit(&mut self, places: &Places, wanted: u32) -> Option<Range<u32>> {
+        let blank = best(&mut self.blank, places, wanted);
+        match blank {
+            Some(run) if run.end - run.start >= wanted => Some(run),
+            _ => best(&mut self.any, places, wanted),
+        }
+    }
+}
+
+fn grow(runs: &mut Vec<Range<u32>>, hole: u32) {
+    match runs.last_mut() {
+        Some(last) if last.end == hole => last.end += 1,
+        _ => runs.push(hole..hole + 1),
+    }
+}
+
+/// Best fit, else the longest; runs that have been entered meanwhile are cut to what is left of them.
+fn best(runs: &mut Vec<Range<u32>>, places: &Places, wanted: u32) -> Option<Range<u32>> {
+    loop {
+        let length = |run: &Range<u32>| run.end - run.start;
+        let fits = (0..runs.len()).filter(|&i| length(&runs[i]) >= wanted).min_by_key(|&i| length(&runs[i]));
+        let i = fits.or_else(|| (0..runs.len()).rev().max_by_key(|&i| length(&runs[i])))?;
+        let run = runs[i].clone();
+        if places.holes().count(run.clone()) == run.len() {
+            return Some(run);
+        }
+        runs.swap_remove(i);
+        let mut from = run.start;
+        while let Some(rest) =
+            places.holes().next_run(from, run.end.saturating_sub(from)).filter(|rest| rest.start < run.end)
+        {
+            from = rest.end;
+            runs.push(rest.start..rest.end.min(run.end));
+        }
+    }
+}

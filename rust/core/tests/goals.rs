@@ -1,0 +1,385 @@
+//! Several goals at once, and sequences in few runs, against brute force on small pools.
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use blockyard_core::defrag::{Budget, Entry, Facts, Goal, Place, Places, Plain, Plan, Planner, Wanted, runs};
+use blockyard_core::{BlockId, merge_runs};
+use proptest::prelude::*;
+use std::cell::Cell;
+use std::collections::HashMap;
+
+fn places(states: &[u8]) -> Places {
+    let mut places = Places::new(states.len());
+    for (block, &state) in (0..).zip(states) {
+        places.set(BlockId(block), [Place::Hole, Place::Live, Place::Fixed][usize::from(state)]);
+    }
+    places
+}
+
+fn states_of(places: &Places) -> Vec<Place> {
+    (0..places.capacity()).map(|block| places.get(BlockId(block))).collect()
+}
+
+type Tables = Vec<Vec<BlockId>>;
+
+fn borrowed(tables: &Tables) -> Vec<&[BlockId]> {
+    tables.iter().map(Vec::as_slice).collect()
+}
+
+/// Carries pairs out on places and tables; every pair must be sound.
+fn apply(places: &mut Places, tables: &mut Tables, pairs: &[[u32; 2]]) {
+    places.check_pairs(pairs).unwrap();
+    let moved: HashMap<u32, u32> = pairs.iter().map(|&[from, to]| (from, to)).collect();
+    for &[from, to] in pairs {
+        places.set(BlockId(from), Place::Hole);
+        places.set(BlockId(to), Place::Live);
+    }
+    for block in tables.iter_mut().flatten() {
+        block.0 = moved.get(&block.0).copied().unwrap_or(block.0);
+    }
+}
+
+fn runs_of(tables: &Tables) -> usize {
+    runs(&borrowed(tables)).0
+}
+
+/// A pool, and sequences in it: one in any order, and a second that shares its first blocks.
+fn pools(most: usize) -> impl Strategy<Value = (Vec<u8>, Tables)> {
+    let states = prop::collection::vec(prop_oneof![5 => Just(0u8), 5 => Just(1u8), 1 => Just(2u8)], 1..most);
+    let pool = states.prop_flat_map(|states| {
+        let used: Vec<u32> = (0..).zip(&states).filter(|(_, state)| **state > 0).map(|(block, _)| block).collect();
+        let shuffled = Just(used).prop_shuffle();
+        (Just(states), shuffled, 0usize..8, 0usize..8, 0usize..8)
+    });
+    pool.prop_map(|(states, used, a, b, shared)| {
+        let used: Vec<BlockId> = used.into_iter().map(BlockId).collect();
+        let a = a.min(used.len());
+        let b = b.min(used.len() - a);
+        let first = used[..a].to_vec();
+        let second = [&first[..shared.min(a)], &used[a..a + b]].concat();
+        (states, vec![first, second])
+    })
+}
+
+/// Fewest runs that one plan can bring the tables to, and fewest moves for those: every way to place every block.
+fn best(states: &[u8], tables: &Tables) -> (usize, usize) {
+    let mut blocks: Vec<u32> = tables.iter().flatten().map(|block| block.0).collect();
+    blocks.sort_unstable();
+    blocks.dedup();
+    blocks.retain(|&block| states[block as usize] == 1);
+    let holes: Vec<u32> = (0..).zip(states).filter(|(_, state)| **state == 0).map(|(block, _)| block).collect();
+    let mut best = (runs_of(tables), 0);
+    try_all(&blocks, &holes, tables, 0, &mut best);
+    best
+}
+
+fn try_all(blocks: &[u32], holes: &[u32], tables: &Tables, moves: usize, best: &mut (usize, usize)) {
+    let Some((&block, rest)) = blocks.split_first() else {
+        *best = (*best).min((runs_of(tables), moves));
+        return;
+    };
+    try_all(rest, holes, tables, moves, best);
+    for (i, &hole) in holes.iter().enumerate() {
+        let mut left = holes.to_vec();
+        left.remove(i);
+        // No block goes where another was, so that none is taken for another.
+        let place = |b: &BlockId| if b.0 == block { BlockId(hole) } else { *b };
+        let after = tables.iter().map(|table| table.iter().map(place).collect()).collect();
+        try_all(rest, &left, &after, moves + 1, best);
+    }
+}
+
+fn contiguous(places: &mut Places, tables: &Tables, budget: Budget) -> Plan {
+    let before = states_of(places);
+    let plan = places.plan_all(&[Goal::Contiguous(1)], &borrowed(tables), &Plain, budget);
+    assert_eq!(states_of(places), before, "planning changes nothing");
+    plan
+}
+
+fn longest_hole(states: &[u8]) -> usize {
+    states.split(|&state| state > 0).map(<[u8]>::len).max().unwrap_or(0)
+}
+
+proptest! {
+    #[test]
+    fn sequences_come_to_lie_in_fewer_runs((states, tables) in pools(40)) {
+        let (mut now, mut after) = (places(&states), tables.clone());
+        let before = runs_of(&tables);
+        let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
+        apply(&mut now, &mut after, &plan.pairs);
+        prop_assert!(runs_of(&after) <= before);
+        prop_assert_eq!(runs_of(&after) == before, plan.pairs.is_empty());
+    }
+
+    #[test]
+    fn each_run_of_moves_pays((states, tables) in pools(40)) {
+        let first = vec![tables[0].clone()];
+        let (mut now, mut after) = (places(&states), first.clone());
+        let plan = contiguous(&mut now, &first, Budget::UNLIMITED);
+        apply(&mut now, &mut after, &plan.pairs);
+        for run in merge_runs(&plan.pairs) {
+            let is_other = |[from, _]: &[u32; 2]| !(run.src..run.src + run.len).contains(from);
+            let without: Vec<_> = plan.pairs.iter().copied().filter(is_other).collect();
+            let (mut less, mut tables) = (places(&states), first.clone());
+            apply(&mut less, &mut tables, &without);
+            prop_assert!(runs_of(&tables) > runs_of(&after), "without {:?} there are no more runs", run);
+        }
+    }
+
+    #[test]
+    fn one_sequence_comes_to_lie_in_the_fewest_runs_by_the_fewest_moves((states, tables) in pools(10)) {
+        let first = vec![tables[0].clone()];
+        let (fewest, moves) = best(&states, &first);
+        let (mut now, mut after) = (places(&states), first.clone());
+        let plan = contiguous(&mut now, &first, Budget::UNLIMITED);
+        apply(&mut now, &mut after, &plan.pairs);
+        prop_assert!(runs_of(&after) >= fewest);
+        // Where a run of holes takes it whole, or it can be put in one run around what stays, nothing is lost.
+        let movable = first[0].iter().all(|block| states[block.index()] == 1);
+        if (movable && longest_hole(&states) >= first[0].len()) || fewest <= 1 {
+            prop_assert_eq!((runs_of(&after), plan.pairs.len()), (fewest, moves));
+        }
+    }
+
+    #[test]
+    fn two_sequences_that_share_blocks_are_never_said_to_do_better_than_is_possible((states, tables) in pools(12)) {
+        let (fewest, _) = best(&states, &tables);
+        let (mut now, mut after) = (places(&states), tables.clone());
+        let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
+        apply(&mut now, &mut after, &plan.pairs);
+        prop_assert!(runs_of(&after) >= fewest);
+    }
+
+    #[test]
+    fn a_budget_of_moves_or_bytes_is_kept_and_the_steps_end(
+        (states, tables) in pools(40), moves in 1usize..12, writes in 1u64..12,
+    ) {
+        let (mut now, mut tables) = (places(&states), tables);
+        let budget = Budget { moves, bytes: writes * 4096 + 4095, block_bytes: 4096 };
+        loop {
+            let before = runs_of(&tables);
+            let plan = contiguous(&mut now, &tables, budget);
+            prop_assert!(plan.pairs.len() <= moves && plan.writes() as u64 <= writes);
+            if plan.pairs.is_empty() {
+                break;
+            }
+            apply(&mut now, &mut tables, &plan.pairs);
+            prop_assert!(runs_of(&tables) < before);
+        }
+    }
+}
+
+/// Facts by block, drawn at random.
+#[derive(Debug)]
+struct Drawn(Vec<u8>);
+
+impl Drawn {
+    fn of(&self, block: BlockId) -> u8 {
+        self.0[block.index() % self.0.len()]
+    }
+}
+
+impl Facts for Drawn {
+    fn entry(&self, hole: BlockId) -> Entry {
+        [Entry::Move, Entry::Drop, Entry::Exchange, Entry::Never][usize::from(self.of(hole) % 4)]
+    }
+
+    fn is_hot(&self, live: BlockId) -> bool {
+        self.of(live) & 0x4 > 0
+    }
+
+    fn may_leave(&self, live: BlockId) -> bool {
+        self.of(live) & 0x18 > 0
+    }
+}
+
+fn goals() -> impl Strategy<Value = Goal> {
+    prop_oneof![
+        (0u32..40).prop_map(Goal::MaxId),
+        (0u32..40).prop_map(Goal::FreeTail),
+        (0u32..4).prop_map(Goal::Dense),
+        (1u32..9).prop_map(Goal::EmptyPages),
+        (1u32..3).prop_map(Goal::Contiguous),
+    ]
+}
+
+fn excess(places: &Places, tables: &Tables, goal: Goal) -> u32 {
+    match goal {
+        Goal::Contiguous(wanted) => u32::try_from(runs(&borrowed(tables)).1).unwrap().saturating_sub(wanted),
+        _ => places.excess(goal),
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_later_goal_undoes_nothing_of_an_earlier_one(
+        (states, tables) in pools(40), goals in prop::collection::vec(goals(), 1..4), moves in 1usize..50,
+        facts in prop::collection::vec(0u8..32, 1..50), is_plain in any::<bool>(),
+    ) {
+        let facts = if is_plain { Drawn(vec![8]) } else { Drawn(facts) };
+        let (mut now, mut tables) = (places(&states), tables);
+        for _ in 0..200 {
+            let of = |goals: &[Goal], now: &mut Places| now.plan_all(goals, &borrowed(&tables), &facts, Budget::of_moves(moves));
+            let plan = of(&goals, &mut now);
+            for count in 1..goals.len() {
+                // The earlier goals alone have the same moves, and are missed by no more for those of the later ones.
+                let earlier = of(&goals[..count], &mut now);
+                prop_assert!(earlier.pairs.iter().all(|pair| plan.pairs.contains(pair)));
+                let (mut alone, mut of_alone) = (now.clone(), tables.clone());
+                let (mut all, mut of_all) = (now.clone(), tables.clone());
+                apply(&mut alone, &mut of_alone, &earlier.pairs);
+                apply(&mut all, &mut of_all, &plan.pairs);
+                for &goal in &goals[..count] {
+                    prop_assert!(excess(&all, &of_all, goal) <= excess(&alone, &of_alone, goal), "{:?} of {:?}", goal, goals);
+                }
+            }
+            prop_assert!(plan.pairs.len() <= moves);
+            if plan.pairs.is_empty() {
+                return Ok(());
+            }
+            apply(&mut now, &mut tables, &plan.pairs);
+        }
+        prop_assert!(false, "{:?} never end", goals);
+    }
+
+    #[test]
+    fn the_owners_facts_are_heeded(
+        states in prop::collection::vec(0u8..3, 1..60), facts in prop::collection::vec(0u8..32, 1..70), goal in goals(),
+        moves in 0usize..20, writes in 0u64..20,
+    ) {
+        let (facts, mut places) = (Drawn(facts), places(&states));
+        let live: Vec<BlockId> = places.live().iter().collect();
+        let budget = Budget { moves, bytes: writes, block_bytes: 1 };
+        let plan = places.plan_all(&[goal], &[&live], &facts, budget);
+        prop_assert!(places.check_pairs(&plan.pairs).is_ok());
+        prop_assert!(plan.pairs.len() <= moves && plan.writes() as u64 <= writes);
+        let lists = [(plan.moves(), Entry::Move), (plan.drops(), Entry::Drop), (plan.exchanges(), Entry::Exchange)];
+        for (pairs, entry) in lists {
+            for &[from, to] in pairs {
+                prop_assert!(facts.may_leave(BlockId(from)));
+                prop_assert_eq!(facts.entry(BlockId(to)), entry);
+            }
+        }
+        prop_assert_eq!(lists.map(|(pairs, _)| pairs).concat(), plan.pairs);
+    }
+
+    #[test]
+    fn blocks_of_running_sequences_move_last(
+        states in prop::collection::vec(0u8..3, 1..60), facts in prop::collection::vec(8u8..16, 1..70), moves in 0usize..20,
+    ) {
+        let (facts, mut places) = (Drawn(facts.iter().map(|fact| fact & 0xc).collect()), places(&states));
+        for goal in [Goal::Dense(0), Goal::EmptyPages(4)] {
+            let all = places.plan_all(&[goal], &[], &facts, Budget::UNLIMITED).pairs;
+            let cut = places.plan_all(&[goal], &[], &facts, Budget::of_moves(moves)).pairs;
+            let hot = |pairs: &[[u32; 2]]| pairs.iter().filter(|[from, _]| facts.is_hot(BlockId(*from))).count();
+            prop_assert_eq!(cut.len(), all.len().min(moves));
+            prop_assert_eq!(hot(&cut), cut.len().saturating_sub(all.len() - hot(&all)));
+        }
+    }
+
+    #[test]
+    fn watched_pages_give_the_plans_of_counted_ones(
+        states in prop::collection::vec(0u8..3, 1..90), page in 1u32..20, grown in 0u32..40,
+        changes in prop::collection::vec((0u32..130, 0usize..3), 0..60), budget in 0usize..30,
+    ) {
+        let mut watched = places(&states);
+        watched.watch_pages(page);
+        watched.grow(watched.capacity() + grown);
+        for (block, place) in changes {
+            watched.set(BlockId(block % watched.capacity()), [Place::Hole, Place::Live, Place::Fixed][place]);
+        }
+        let mut counted = Places::new(watched.capacity() as usize);
+        for (block, place) in (0..).zip(states_of(&watched)) {
+            counted.set(BlockId(block), place);
+        }
+        let goal = Goal::EmptyPages(page);
+        prop_assert_eq!(watched.plan(goal, budget), counted.plan(goal, budget));
+        prop_assert_eq!(watched.excess(goal), counted.excess(goal));
+    }
+}
+
+/// Counts how many blocks a plan asks about.
+#[derive(Default)]
+struct Counted(Cell<usize>);
+
+impl Counted {
+    fn count(&self) {
+        self.0.set(self.0.get() + 1);
+    }
+}
+
+impl Facts for Counted {
+    fn entry(&self, _hole: BlockId) -> Entry {
+        self.count();
+        Entry::Exchange
+    }
+
+    fn is_hot(&self, _live: BlockId) -> bool {
+        self.count();
+        false
+    }
+}
+
+#[test]
+fn a_plan_of_few_moves_looks_at_few_blocks_of_however_many() {
+    for goal in [Goal::Dense(0), Goal::MaxId(1_000_000), Goal::EmptyPages(32), Goal::Contiguous(1)] {
+        let mut places = Places::new(1_048_576);
+        places.set(BlockId(0), Place::Fixed);
+        // All pages are in use but for the last blocks, where four strays are.
+        places.set_run(1..900_000, Place::Live);
+        for stray in [1_048_001, 1_048_100, 1_048_200, 1_048_300] {
+            places.set(BlockId(stray), Place::Live);
+        }
+        let table = [1_048_001, 1_048_100, 1_048_200, 1_048_300].map(BlockId);
+        let facts = Counted::default();
+        let plan = places.plan_all(&[goal], &[&table], &facts, Budget::UNLIMITED);
+        assert!((3..=4).contains(&plan.pairs.len()), "{goal:?}");
+        assert!(facts.0.get() < 5000, "{goal:?} looked at {} blocks", facts.0.get());
+    }
+}
+
+#[test]
+fn each_goal_has_its_own_slack() {
+    let mut states = [0u8; 64];
+    states[8..12].fill(1);
+    let mut planner =
+        Planner::new(&[Wanted { goal: Goal::EmptyPages(4), slack: 0 }, Wanted { goal: Goal::Dense(0), slack: 8 }]);
+    let mut now = places(&states);
+    assert!(planner.plan(&mut now, &[], &Plain, Budget::UNLIMITED).pairs.is_empty());
+    states[13] = 1;
+    let mut now = places(&states);
+    let plan = planner.plan(&mut now, &[], &Plain, Budget::of_moves(3));
+    // Five live blocks take two pages, and they have no more: the second goal alone moves.
+    assert_eq!((plan.pairs.len(), plan.left), (0, 0));
+    assert_eq!(planner.wanted().count(), 2);
+    let mut planner = Planner::new(&[Wanted { goal: Goal::Dense(0), slack: 8 }]);
+    let mut moves = 0;
+    loop {
+        let plan = planner.plan(&mut now, &[], &Plain, Budget::of_moves(1));
+        if plan.pairs.is_empty() {
+            break;
+        }
+        moves += plan.pairs.len();
+        apply(&mut now, &mut Vec::new(), &plan.pairs);
+    }
+    assert_eq!((moves, now.gap()), (5, 0));
+}
+
+#[test]
+fn leased_blocks_are_worked_around_and_forks_stay_whole() {
+    let mut states = [0u8; 40];
+    states[9] = 2;
+    for block in [20, 4, 30, 21] {
+        states[block] = 1;
+    }
+    let mut now = places(&states);
+    let mut tables = vec![[20, 9, 4, 30].map(BlockId).to_vec()];
+    let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
+    apply(&mut now, &mut tables, &plan.pairs);
+    assert_eq!(tables[0], [8, 9, 10, 11].map(BlockId));
+    // A fork goes on from block 20 in place: what the other has is brought there, or not at all.
+    let (mut now, mut tables) =
+        (places(&states), vec![[4, 20].map(BlockId).to_vec(), [4, 20, 21].map(BlockId).to_vec()]);
+    let plan = contiguous(&mut now, &tables, Budget::UNLIMITED);
+    apply(&mut now, &mut tables, &plan.pairs);
+    assert_eq!((plan.pairs, runs_of(&tables)), (vec![[4, 19]], 1));
+}

@@ -1,0 +1,105 @@
+"""CUDA graphs: what may be captured gives the same bytes at every replay, what may not says so."""
+
+import pytest
+import torch
+
+from blockyard.errors import CaptureError
+from blockyard.transfer import fallback, ops
+from blockyard.transfer.cuda import require_op_library
+from blockyard.transfer.ways import WAYS, forced
+
+WIDTH = 4096
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    require_op_library()
+
+
+def rows_of(blocks: int, value: int = 0, *, pinned: bool = True) -> torch.Tensor:
+    rows = torch.full((blocks, WIDTH), value, dtype=torch.uint8)
+    return rows.pin_memory() if pinned else rows
+
+
+def captured(work: object) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_to_and_from_page_locked_memory_are_replayed(way: str):
+    host, back = rows_of(8), rows_of(8)
+    device = torch.zeros((8, WIDTH), dtype=torch.uint8, device="cuda")
+    mapping = torch.tensor([[0, 7], [1, 6]])
+
+    def work() -> None:
+        ops.swap_blocks([host], [device], mapping)
+        ops.swap_blocks([device], [back], mapping.flip(1))
+
+    with forced(torch.cuda.current_device(), way):
+        graph = captured(work)
+    # Its numbers went into the graph.
+    mapping.zero_()
+    for value in (3, 4):
+        host.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert int(device[6:].min()) == int(device[6:].max()) == value
+        assert int(back[:2].min()) == value
+        assert not device[:6].any()
+
+
+@pytest.mark.parametrize("way", ["kernel", "bulk"])
+def test_ops_within_the_device_are_replayed(way: str):
+    cache = torch.arange(16, dtype=torch.uint8, device="cuda").repeat_interleave(WIDTH).view(16, WIDTH)
+    rows = torch.zeros((3, WIDTH), dtype=torch.uint8, device="cuda")
+
+    def work() -> None:
+        ops.copy_blocks([cache], torch.tensor([[0, 1]]))
+        ops.move_blocks([cache], torch.tensor([[2, 3], [3, 4]]))
+        ops.exchange_blocks([cache], torch.tensor([[5, 6], [-1, -1]]))
+        ops.gather_blocks([cache], rows, torch.tensor([1, 4, 6]))
+        ops.scatter_blocks(rows, [cache], torch.tensor([8, 9, 10]))
+
+    before = cache.clone()
+    with forced(torch.cuda.current_device(), way):
+        graph = captured(work)
+    cache.copy_(before)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert cache[:, 0].tolist() == [0, 0, 2, 2, 3, 6, 5, 7, 0, 3, 5, 11, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_pageable_memory_is_refused(to_host: bool):
+    host, device = rows_of(4, pinned=False), torch.zeros((4, WIDTH), dtype=torch.uint8, device="cuda")
+    sides = ([device], [host]) if to_host else ([host], [device])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph), pytest.raises(CaptureError, match="is not page-locked"):
+        ops.swap_blocks(*sides, torch.tensor([[0, 1]]))
+    # Neither the stream nor the device is the worse for it.
+    ops.swap_blocks(*sides, torch.tensor([[0, 1]]))
+    torch.cuda.synchronize()
+
+
+def test_torch_calls_are_refused():
+    cache = torch.zeros((4, WIDTH), dtype=torch.uint8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for op in (fallback.BY_TORCH.copy, fallback.BY_TORCH.move, fallback.BY_TORCH.exchange):
+            with pytest.raises(CaptureError, match="without the op library"):
+                op([cache], torch.tensor([[0, 1]]))
+
+
+def test_a_mapping_on_the_device_is_refused_under_capture_too():
+    cache = torch.zeros((4, WIDTH), dtype=torch.uint8, device="cuda")
+    pairs = torch.tensor([[0, 1]]).cuda()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph), pytest.raises(ValueError, match="pairs are"):
+        ops.copy_blocks([cache], pairs)

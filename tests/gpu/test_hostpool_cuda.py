@@ -1,0 +1,117 @@
+"""The host pool on a CUDA device: page-locked chunk by chunk, copied by every way, and let go of."""
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard.errors import HostMemoryError
+from blockyard.layout import KVLayout
+from blockyard.transfer import ops
+from blockyard.transfer.engine import CacheEngine
+from blockyard.transfer.hostpool import CudaLocker, HostPool
+from blockyard.transfer.ways import WAYS, forced
+
+BLOCK = 64 << 10
+CHUNK = 1 << 20
+PER_CHUNK = CHUNK // BLOCK
+CHUNKS = 4
+DEVICE = torch.device("cuda:0")
+
+
+class FailingLocker(CudaLocker):
+    """Asks CUDA to lock one chunk a second time."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(DEVICE)
+        self.at, self.calls = at, 0
+
+    def lock(self, address: int, num_bytes: int) -> str:
+        self.calls += 1
+        if self.calls - 1 != self.at:
+            return super().lock(address, num_bytes)
+        assert not super().lock(address, num_bytes)
+        reason = super().lock(address, num_bytes)
+        assert not super().unlock(address)
+        return reason
+
+
+def pool_of(locker: CudaLocker | None = None, **options: object) -> HostPool:
+    locker = locker or CudaLocker(DEVICE)
+    return HostPool(CHUNKS * PER_CHUNK, BLOCK, locker=locker, chunk_bytes=CHUNK, **options)
+
+
+def filled(pool: HostPool) -> torch.Tensor:
+    random = np.random.default_rng(0).integers(0, 256, tuple(pool.rows.shape), np.uint8)
+    pool.rows.copy_(torch.from_numpy(random))
+    return torch.from_numpy(random)
+
+
+def test_every_block_is_page_locked_and_closing_lets_go():
+    pool = pool_of()
+    pool.wait(pool.num_blocks)
+    rows = pool.rows
+    assert all(row.is_pinned() for row in rows)
+    assert rows[-1, -1:].is_pinned()
+    pool.close()
+    assert not any(row.is_pinned() for row in rows)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_copies_across_chunks(way: str, scattered: bool):
+    with pool_of() as pool:
+        pool.wait(pool.num_blocks)
+        wanted = filled(pool)
+        order = np.random.default_rng(1).permutation(pool.num_blocks) if scattered else np.arange(pool.num_blocks)
+        pairs = torch.from_numpy(np.column_stack((order, np.arange(pool.num_blocks))))
+        device = torch.zeros_like(pool.rows, device="cuda")
+        with forced(torch.cuda.current_device(), way):
+            # In order on both sides: pieces are merged, over the bounds of chunks too.
+            ops.swap_blocks([pool.rows], [device], pairs)
+            torch.cuda.synchronize()
+            assert torch.equal(device.cpu(), wanted[pairs[:, 0]])
+            pool.rows.zero_()
+            ops.swap_blocks([device], [pool.rows], pairs.flip(1).contiguous())
+            torch.cuda.synchronize()
+        assert torch.equal(pool.rows, wanted)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_chunk_that_cuda_refuses_is_an_error_that_leaves_no_trace(at: int):
+    message = rf"chunk {at} of {CHUNKS} .*cudaHostRegister says .* \(712\); {at * CHUNK} of {CHUNKS * CHUNK} bytes are"
+    with pytest.raises(HostMemoryError, match=message):
+        pool_of(FailingLocker(at)).wait(CHUNKS * PER_CHUNK)
+    # No later launch finds the error.
+    assert int(torch.ones(10, device="cuda").sum()) == 10
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pool_that_goes_on_unpinned_is_copied_from_all_the_same(way: str):
+    with pool_of(FailingLocker(2), on_failure="unpinned") as pool:
+        pool.wait(pool.num_blocks)
+        assert pool.pinned_blocks == 2 * PER_CHUNK
+        wanted = filled(pool)
+        device = torch.zeros_like(pool.rows, device="cuda")
+        same = torch.arange(pool.num_blocks).repeat(2, 1).T.contiguous()
+        with forced(torch.cuda.current_device(), way):
+            ops.swap_blocks([pool.rows], [device], same.flip(0).contiguous())
+        torch.cuda.synchronize()
+        assert torch.equal(device.cpu(), wanted)
+
+
+def test_an_engine_works_while_its_host_blocks_are_made_ready():
+    layout = KVLayout("kv_first", 4, block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    blocks = (3 << 30) // layout.bytes_per_block
+    with CacheEngine(layout, num_device_blocks=8, num_host_blocks=blocks, device="cuda") as engine:
+        rows = np.random.default_rng(0).integers(0, 256, (8, layout.bytes_per_block), np.uint8)
+        everything = np.arange(8)
+        engine.write_blocks("device", everything, rows)
+        last = np.column_stack((everything, blocks - 1 - everything))
+        engine.swap_out(np.column_stack((everything, everything)))
+        engine.swap_out(last)
+        assert engine.host_pool.pinned_blocks == blocks
+        for tensor in engine.device_caches:
+            tensor.zero_()
+        engine.swap_in(last[:, ::-1].copy())
+        np.testing.assert_array_equal(engine.read_blocks("device", everything), rows)
+        np.testing.assert_array_equal(engine.read_blocks("host", everything), rows)

@@ -1,0 +1,205 @@
+"""The op library chooses a way and makes batches, over a runtime that stands for a device: every way, every memory."""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.transfer.ways import ALLOWED, WAYS
+from blockyard_build.toolchain import MissingError, find_toolchain
+
+TESTS = Path(__file__).resolve().parent
+BLOCKS, WIDTH = 40, 64
+TO_DEVICE, TO_HOST, WITHIN = range(3)
+DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    try:
+        tools = find_toolchain({})
+    except MissingError as missing:
+        pytest.skip(f"no {missing}")
+    library = tmp_path_factory.mktemp("fake") / "fake.so"
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA"]
+    flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Wl,-Bsymbolic"]
+    includes = [f"-I{TESTS.parent / 'cuda'}", "-isystem", str(tools.torch_home / "include")]
+    includes += ["-isystem", str(tools.cuda_home / "include")]
+    command = [tools.gxx, *flags, *includes, str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
+    subprocess.run([*command, f"-L{tools.torch_home / 'lib'}", "-Wl,--no-as-needed", "-ltorch"], check=True)
+    torch.ops.load_library(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.fake_calls.restype = ctypes.c_char_p
+    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 3, *[ctypes.c_bool] * 4]
+    loaded.fake_way.argtypes = [ctypes.c_int64] * 2
+    return loaded
+
+
+class Case:
+    """A memory of the host and one that stands for the device's, with the first blocks of the host page-locked."""
+
+    def __init__(self, fake: ctypes.CDLL, *, width: int = WIDTH, pinned: int = BLOCKS, **options: bool) -> None:
+        random = np.random.default_rng(width)
+        host, device, other = (torch.from_numpy(random.integers(0, 256, BLOCKS * width + 64, np.uint8)) for _ in "hdo")
+        self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
+        start = self.host.data_ptr()
+        chosen = {"own_stream": True, "capturing": False, "mapped": True, "has_bulk": True, **options}
+        fake.fake_reset(start, start + BLOCKS * width, start + pinned * width, *chosen.values())
+        self.fake = fake
+
+    def go(
+        self,
+        direction: str,
+        way: str,
+        pairs: np.ndarray,
+        cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda rows: [rows],
+    ) -> str:
+        """Copy, and compare the whole destination; gives the calls that were made."""
+        self.fake.fake_way(DIRECTIONS[direction], WAYS[way])
+        src = self.host if direction == "h2d" else self.device
+        dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
+        wanted = dst.clone()
+        for source, target in zip(cut(src), cut(wanted), strict=True):
+            target[pairs[:, 1]] = source[pairs[:, 0]]
+        sides = direction != "h2d", direction != "d2h"
+        torch.ops.blockyard_fake.swap(cut(src), cut(dst), torch.from_numpy(pairs), *sides)
+        assert torch.equal(dst, wanted)
+        assert self.fake.fake_faults() == 0
+        return str(self.fake.fake_calls(), "ascii")
+
+
+def rows_of(memory: torch.Tensor, width: int) -> torch.Tensor:
+    start = -memory.data_ptr() % 64
+    return memory[start : start + BLOCKS * width].view(BLOCKS, width)
+
+
+def scattered(count: int = 20, below: int = BLOCKS) -> np.ndarray:
+    random = np.random.default_rng(count)
+    return np.column_stack((random.permutation(below)[:count], random.permutation(below)[:count]))
+
+
+CALLS = {"batch": "B", "loop": "m" * 20, "kernel": "F", "bulk": "U"}
+
+
+@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_copies_go_the_way_of_the_table(fake: ctypes.CDLL, direction: str, way: str):
+    assert Case(fake).go(direction, way, scattered()) == CALLS[way]
+
+
+@pytest.mark.parametrize(("way", "calls"), [("kernel", "K"), ("bulk", "U")])
+def test_copies_within_the_device_go_the_way_of_the_table(fake: ctypes.CDLL, way: str, calls: str):
+    assert Case(fake).go("d2d", way, scattered()) == calls
+
+
+def test_without_a_bulk_engine_it_is_the_kernel(fake: ctypes.CDLL):
+    for direction, calls in (("h2d", "F"), ("d2h", "F"), ("d2d", "K")):
+        assert Case(fake, has_bulk=False).go(direction, "bulk", scattered()) == calls
+
+
+@pytest.mark.parametrize("way", ["kernel", "bulk"])
+def test_rows_that_are_not_aligned_go_by_batch_or_kernel(fake: ctypes.CDLL, way: str):
+    def inner(rows: torch.Tensor) -> list[torch.Tensor]:
+        return [rows[:, 8:40]]
+
+    assert Case(fake).go("h2d", way, scattered(), inner) == "B"
+    assert Case(fake).go("d2d", way, scattered(), inner) == "K"
+    assert Case(fake, width=24).go("d2h", way, scattered()) == "B"
+
+
+@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_memory_that_is_not_page_locked_goes_by_single_copies(fake: ctypes.CDLL, direction: str, way: str):
+    assert Case(fake, pinned=0).go(direction, way, scattered()) == "m" * 20
+    # All but the last block that is named.
+    case = Case(fake, pinned=BLOCKS - 1)
+    assert case.go(direction, way, np.array([[3, 5], [BLOCKS - 1, BLOCKS - 1]])) == "mm"
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_blocks_of_a_pool_that_is_half_ready_go_every_way(fake: ctypes.CDLL, way: str):
+    assert Case(fake, pinned=25).go("h2d", way, scattered(below=25)) == CALLS[way]
+
+
+@pytest.mark.parametrize("way", ["kernel", "bulk"])
+def test_memory_with_another_address_on_the_device_goes_by_batch(fake: ctypes.CDLL, way: str):
+    assert Case(fake, mapped=False).go("h2d", way, scattered()) == "B"
+
+
+def test_a_batch_for_the_default_stream_is_tied_to_it_on_both_sides(fake: ctypes.CDLL):
+    assert Case(fake, own_stream=False).go("h2d", "batch", scattered()) == "r0w1Br1w0"
+
+
+@pytest.mark.parametrize(("way", "calls"), [*CALLS.items()])
+def test_a_graph_takes_every_way_but_single_copies_for_a_batch(fake: ctypes.CDLL, way: str, calls: str):
+    expected = "m" * 20 if way == "batch" else calls
+    assert Case(fake, capturing=True).go("h2d", way, scattered()) == expected
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_graph_does_not_take_pageable_memory(fake: ctypes.CDLL, direction: str):
+    case = Case(fake, capturing=True, pinned=0)
+    name = "src" if direction == "h2d" else "dst"
+    with pytest.raises(RuntimeError, match=f"blockyard capture: {name} is not page-locked"):
+        case.go(direction, "batch", scattered())
+    assert fake.fake_calls() == b""
+
+
+def test_neighbours_become_one_piece(fake: ctypes.CDLL):
+    runs = np.column_stack((np.r_[4:9, 20:30], np.r_[0:5, 12:22]))
+    assert Case(fake).go("h2d", "loop", runs) == "mm"
+    halves = Case(fake).go("h2d", "loop", runs, lambda rows: [rows[:, :32], rows[:, 32:]])
+    # Two views side by side on both sides are one.
+    assert halves == "mm"
+    assert Case(fake).go("h2d", "loop", runs, lambda rows: [rows[:, 32:], rows[:, :32]]) == "m" * 30
+
+
+def test_no_pairs_and_no_bytes_make_no_call(fake: ctypes.CDLL):
+    none = np.zeros((0, 2), np.int64)
+    assert Case(fake).go("h2d", "bulk", none) == Case(fake).go("d2d", "bulk", none) == ""
+    assert Case(fake).go("h2d", "batch", scattered(), lambda rows: [rows[:, :0]]) == ""
+
+
+@pytest.mark.parametrize(
+    ("pairs", "calls"), [([[3, 0], [4, 1]], "U"), ([[0, 1], [1, 2]], "K"), ([[0, 1], [1, 0]], "K"), ([[2, 2]], "")]
+)
+def test_moves_that_depend_on_one_another_go_by_kernel(fake: ctypes.CDLL, pairs: list[list[int]], calls: str):
+    case = Case(fake)
+    fake.fake_way(WITHIN, WAYS["bulk"])
+    wanted, ids = case.device.clone(), torch.tensor(pairs)
+    wanted[ids[:, 1]] = wanted[ids[:, 0]]
+    torch.ops.blockyard_fake.move([case.device], ids)
+    assert torch.equal(case.device, wanted)
+    assert (fake.fake_calls().decode(), fake.fake_faults()) == (calls, 0)
+
+
+def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
+    case, pairs = Case(fake), np.column_stack((np.arange(10), np.arange(10)))
+    halves = [[rows[:, :32], rows[:, 32:]] for rows in (case.host, case.device)]
+    torch.ops.blockyard_fake.loop(*halves, torch.from_numpy(pairs))
+    assert torch.equal(case.device[:10], case.host[:10])
+    assert fake.fake_calls() == b"m" * 20
+
+
+@given(
+    st.sampled_from([(d, way) for d, ways in ALLOWED.items() for way in ways]),
+    st.integers(0, BLOCKS),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.integers(0, 30),
+    st.sampled_from([8, 16, 48, 64]),
+    st.integers(0, 99),
+)
+def test_whatever_the_way_and_the_memory_all_bytes_arrive_and_no_kernel_goes_astray(
+    fake: ctypes.CDLL, going: tuple[str, str], pinned: int, flags: list[bool], count: int, width: int, seed: int
+):
+    own_stream, mapped, has_bulk = flags
+    case = Case(fake, width=width, pinned=pinned, own_stream=own_stream, mapped=mapped, has_bulk=has_bulk)
+    random = np.random.default_rng(seed)
+    pairs = np.column_stack((random.integers(0, BLOCKS, count), random.permutation(BLOCKS)[:count]))
+    case.go(*going, pairs, lambda rows: [rows[:, :8], rows[:, 8:]] if seed % 2 else [rows])

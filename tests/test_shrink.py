@@ -1,0 +1,100 @@
+"""A run whose device pool becomes smaller half-way: tokens as before, and memory that is really gone."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.demo_model import demo_model
+from blockyard.integrations.generator import Generator
+from blockyard.integrations.sampling import SamplingParams
+from blockyard.sim.demo import DemoOptions, make_report
+from blockyard.sim.report import Report, print_report
+from blockyard.sim.serve import Faults
+from blockyard.sim.shrink import PoolWatch
+
+OPTIONS = DemoOptions(
+    device="cpu",
+    requests=12,
+    prompt_tokens=(16, 96),
+    output_tokens=(32, 96),
+    num_device_blocks=48,
+    num_host_blocks=6,
+    shrink_to=24,
+)
+BLOCK_BYTES = 65536
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return make_report(OPTIONS)
+
+
+def test_tokens_are_identical_though_half_of_the_pool_went(report: Report) -> None:
+    assert report.identical
+    assert report.pool is not None
+    shrink = report.pool.shrink
+    assert shrink is not None
+    assert (shrink.blocks_before, shrink.blocks_after) == (48, 24)
+    assert shrink.steps is not None
+
+
+def test_what_was_given_back_left_the_resident_set(report: Report) -> None:
+    assert report.pool is not None
+    shrink = report.pool.shrink
+    assert shrink is not None
+    assert (shrink.memory, shrink.returned, shrink.kept) == ("resident set", 24 * BLOCK_BYTES, 0)
+    assert shrink.fell == pytest.approx(shrink.returned, rel=0.2)
+
+
+def test_samples_follow_the_pool_from_the_first_step_to_the_last(report: Report) -> None:
+    assert report.pool is not None
+    samples = report.pool.samples
+    assert [samples[0].step, samples[-1].step] == [1, report.steps]
+    assert [samples[0].blocks, samples[-1].blocks, samples[-1].extent] == [48, 24, 24]
+    assert [samples[0].memory_bytes, samples[-1].memory_bytes] == [48 * BLOCK_BYTES, 24 * BLOCK_BYTES]
+    assert max(sample.max_id for sample in samples) >= 24 > samples[-1].max_id
+    for sample in samples:
+        assert sample.live + sample.held + sample.cached + sample.free == sample.extent
+        assert sample.memory_bytes == sample.extent * BLOCK_BYTES
+
+
+def test_the_report_shows_the_pool_before_and_after(report: Report) -> None:
+    assert report.exit_code == 0
+    stream = io.StringIO()
+    print_report(report, stream)
+    text = stream.getvalue()
+    assert re.search(r"device pool shrunk +. 48 to 24 blocks at step \d+, ended \d+ steps later", text)
+    assert re.search(r"memory given back +. 1572864 bytes; resident set fell by \d+ bytes at once", text)
+    pictures = [line for line in text.splitlines() if re.match(r" *\d+ \|.{48}\| max id", line)]
+    assert len(pictures) >= 10
+    assert len([line for line in pictures if line.endswith("before: 48 blocks")]) == 1
+    after = [line for line in pictures if line.endswith("after: 24 blocks")]
+    assert after[0].split("|")[1].endswith(" " * 24)
+    assert text.splitlines()[-1].endswith("12/12")
+
+
+def test_a_pool_that_the_largest_request_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"shrink to 3 blocks, 0 kept free, the largest request needs \d+"):
+        make_report(replace(OPTIONS, shrink_to=3))
+
+
+def test_a_pool_cannot_shrink_to_what_it_has() -> None:
+    with pytest.raises(InvalidArgumentError, match="to shrink to 48 blocks, it has 48"):
+        make_report(replace(OPTIONS, shrink_to=48))
+
+
+def test_a_watch_without_a_new_size_only_samples() -> None:
+    with Generator(demo_model(), num_device_blocks=8, num_host_blocks=0) as generator:
+        watch = PoolWatch(generator, Faults(), goal="max_id")
+        generator.add("a", [1, 2, 3], SamplingParams(max_tokens=3))
+        while generator.num_unfinished:
+            generator.step()
+            watch.after_step(0, 1)
+        report = watch.report()
+    assert (report.goal, report.shrink) == ("max_id", None)
+    assert [sample.live for sample in report.samples] == [1, 1, 0]
