@@ -203,7 +203,9 @@ impl Manager {
             !idle
         });
         let low: Vec<_> = pool.idle_blocks().take(stuck).collect();
-        low.iter().for_each(|&block| pool.drop_cached(block));
+        for &block in &low {
+            pool.drop_cached(block);
+        }
         before - pairs.len() + low.len()
     }
 
