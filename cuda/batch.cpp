@@ -89,12 +89,12 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStre
     return status != cudaSuccess ? status : joined;
 }
 
+}  // namespace
+
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
-
-}  // namespace
 
 cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
     for (size_t i = 0; i < batch.count; ++i) {

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "steps.h"
+#include "fit.h"
 
 namespace blockyard {
 
@@ -22,22 +22,33 @@ struct CopyBatch {
     cudaMemcpyKind kind;
 };
 
-// The bits that any address, stride or width has set: an access of 2^k bytes is aligned if the low k are clear.
-uint64_t misalignment(const CopyTensor* tensors, size_t num_tensors);
-
 // Makes every step in every tensor with one kernel; plans of more than kMaxSteps steps or kMaxTensors tensors take
 // several launches. Both sides are memory of the current device; within one group of steps both may be the same.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+
+// Blocks of threads of a copy that leaves the device to its own work, at most one a multiprocessor: they keep the link
+// to the host busy, and more would take multiprocessors from compute.
+constexpr unsigned kFarBlocks = 12;
 
 // Copies every pair in every tensor between the device and page-locked memory of the host by a kernel on few
 // multiprocessors, which the device's own work hardly notices.
 cudaError_t copy_far(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
+// Whether a device has a bulk engine, and the library machine code for it.
+bool has_bulk(int device);
+
+// Copies every pair in every tensor by the bulk engine, driven by few multiprocessors; pairs do not depend on one
+// another, both sides are memory of the current device or page-locked. For what has_bulk and fits_bulk allow.
+cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+
 // Copies pieces between host and device by the copy engines: in one batch where the driver has batches and the host
 // memory is page-locked (`pinned`), else one call per piece. Sources are read in stream order.
 cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream);
 
-// The same, one call per piece, as engines without batches do.
+// Whether work queued on this stream goes into a graph.
+bool is_capturing(cudaStream_t stream);
+
+// Copies the pieces one call each, as engines without batches do.
 cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream);
 
 }  // namespace blockyard

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "steps.h"
+#include "fit.h"
 
 #ifndef __CUDACC__
 #define __device__
@@ -17,8 +17,6 @@ constexpr int kUnroll = 4;
 constexpr int kWarp = 32;
 // Accesses of one lane that are under way together: host memory is far.
 constexpr int kFarUnroll = 8;
-constexpr size_t kMaxTensors = 256;
-constexpr size_t kMaxSteps = 2048;
 // Devices from sm_70 on take this many bytes of parameters.
 constexpr size_t kMaxParams = 32764;
 

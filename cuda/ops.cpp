@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "copy.h"
 #include "mapping.h"
 #include "run.h"
 #include "ways.h"
@@ -24,6 +25,13 @@ void swap_blocks(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, T
     const Side src("src", src_views), dst("dst", dst_views);
     check_swap(src, dst);
     run(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
+}
+
+// For benchmarks alone: what the ops are compared with.
+void bench_copy_loop(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
+    const Side src("src", src_views), dst("dst", dst_views);
+    check_swap(src, dst);
+    run_loop(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
 }
 
 void copy_blocks(std::vector<Tensor> views, Tensor pairs) {
@@ -73,14 +81,26 @@ void set_device_ways(int64_t device, Tensor rules) {
     std::vector<WayRule> read;
     for (int64_t n = 0; n < rules.size(0); ++n) {
         const int64_t* rule = first + n * rules.stride(0);
-        if (rule[3] < 1 || rule[3] > 3) fail("mapping", "rule ", n, " names way ", rule[3], ", there are 3");
-        read.push_back({rule[0], rule[1], rule[2], static_cast<Way>(rule[3])});
+        if (rule[0] < 0 || rule[0] >= kNumDirections) {
+            fail("mapping", "rule ", n, " names direction ", rule[0], ", there are ", kNumDirections);
+        }
+        if (rule[3] < 1 || rule[3] > kNumWays) {
+            fail("mapping", "rule ", n, " names way ", rule[3], ", there are ", kNumWays);
+        }
+        read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Way>(rule[3])});
     }
     set_ways(static_cast<int32_t>(device), read);
 }
 
+bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device)); }
+
 }  // namespace
 }  // namespace blockyard
+
+// It takes no tensor that would decide.
+STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
+    m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CPU, m) { m.impl("set_ways", TORCH_BOX(&blockyard::set_device_ways)); }
 
@@ -91,4 +111,5 @@ STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) {
     m.impl("exchange_blocks", TORCH_BOX(&blockyard::exchange_blocks));
     m.impl("gather_blocks", TORCH_BOX(&blockyard::gather_blocks));
     m.impl("scatter_blocks", TORCH_BOX(&blockyard::scatter_blocks));
+    m.impl("bench_copy_loop", TORCH_BOX(&blockyard::bench_copy_loop));
 }

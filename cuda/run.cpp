@@ -47,23 +47,14 @@ std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     return tensors;
 }
 
-void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
-    const std::vector<CopyTensor> tensors = join(src, dst);
-    const DeviceGuard guard(dst.device);
-    const cudaStream_t stream = current_stream(dst.device);
-    check_cuda(copy_on_device(tensors.data(), tensors.size(), plan, stream), "copying blocks within the device");
-}
-
-bool is_pinned(const Side& host) {
-    uintptr_t known = 0;
-    for (const View& view : host.views) {
-        if (view.storage == known) continue;
-        cudaPointerAttributes attributes{};
-        check_cuda(cudaPointerGetAttributes(&attributes, view.data), "asking what memory a pointer is of");
-        if (attributes.type == cudaMemoryTypeUnregistered) return false;
-        known = view.storage;
+// The bulk engine where it is asked for and can do it, else the kernel.
+cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, Way way, Direction direction,
+                           int32_t device, cudaStream_t stream) {
+    if (way == Way::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) && has_bulk(device)) {
+        return copy_bulk(tensors.data(), tensors.size(), plan, stream);
     }
-    return true;
+    return direction == Direction::kWithin ? copy_on_device(tensors.data(), tensors.size(), plan, stream)
+                                           : copy_far(tensors.data(), tensors.size(), plan, stream);
 }
 
 bool is_dense(const CopyTensor& tensor) {
@@ -91,7 +82,8 @@ struct Pieces {
     }
 };
 
-Way way_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device, bool to_host) {
+Way way_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
+           Direction direction) {
     int64_t runs = 1, bytes = 0, count = 0;
     for (size_t n = 1; n < pairs.size(); ++n) {
         runs += pairs[n].src != pairs[n - 1].src + 1 || pairs[n].dst != pairs[n - 1].dst + 1;
@@ -101,22 +93,84 @@ Way way_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& 
         bytes += tensor.width * num_pairs;
         count += is_dense(tensor) ? runs : num_pairs;
     }
-    const Way way = choose_way(device, to_host, bytes / std::max<int64_t>(count, 1), count);
+    return choose_way(device, direction, bytes / std::max<int64_t>(count, 1), count);
+}
+
+void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
+    const std::vector<CopyTensor> tensors = join(src, dst);
+    const DeviceGuard guard(dst.device);
+    const cudaStream_t stream = current_stream(dst.device);
+    const Way way = way_of(tensors, plan.steps, dst.device, Direction::kWithin);
+    check_cuda(copy_by_kernel(tensors, plan, way, Direction::kWithin, dst.device, stream),
+               "copying blocks within the device");
+}
+
+struct HostMemory {
+    bool pinned = true;  // all that is copied is page-locked
+    bool mapped = true;  // and kernels reach it by the address that the host has
+};
+
+// Asks at both ends of what is copied in each storage: memory that is page-locked chunk by chunk is so from its start.
+HostMemory ask_host(const Side& host, uint32_t first_block, uint32_t last_block) {
+    HostMemory found;
+    uintptr_t known = 0;
+    for (const View& view : host.views) {
+        if (view.width == 0 || view.storage == known) continue;
+        known = view.storage;
+        uintptr_t low = UINTPTR_MAX, high = 0;
+        for (const View& other : host.views) {
+            if (other.storage != known || other.width == 0) continue;
+            const auto start = reinterpret_cast<uintptr_t>(other.data);
+            low = std::min(low, start + first_block * static_cast<uintptr_t>(other.stride));
+            high = std::max(high, start + last_block * static_cast<uintptr_t>(other.stride) +
+                                      static_cast<uintptr_t>(other.width) - 1);
+        }
+        for (const uintptr_t end : {low, high}) {
+            void* pointer = reinterpret_cast<void*>(end);
+            cudaPointerAttributes attributes{};
+            check_cuda(cudaPointerGetAttributes(&attributes, pointer), "asking what memory a pointer is of");
+            found.pinned = found.pinned && attributes.type != cudaMemoryTypeUnregistered;
+            found.mapped = found.mapped && attributes.devicePointer == pointer;
+        }
+    }
+    return found;
+}
+
+HostMemory ask_host(const Side& host, const std::vector<CopyPair>& pairs, bool to_host) {
+    uint32_t first = UINT32_MAX, last = 0;
+    for (const CopyPair& pair : pairs) {
+        const uint32_t block = to_host ? pair.dst : pair.src;
+        first = std::min(first, block);
+        last = std::max(last, block);
+    }
+    return ask_host(host, first, last);
+}
+
+Way way_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
+                Direction direction, const HostMemory& memory) {
+    if (!memory.pinned) return Way::kLoop;
+    const Way way = way_of(tensors, pairs, device, direction);
+    const bool is_kernel = way == Way::kKernel || way == Way::kBulk;
     // Narrow accesses would waste most of what crosses the link.
-    const bool fits = way != Way::kKernel || misalignment(tensors.data(), tensors.size()) % 16 == 0;
-    return fits ? way : Way::kBatch;
+    const bool fits = memory.mapped && misalignment(tensors.data(), tensors.size()) % 16 == 0;
+    return !is_kernel || fits ? way : Way::kBatch;
 }
 
 void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
     const bool to_host = dst.device == Side::kHost;
+    const Direction direction = to_host ? Direction::kToHost : Direction::kToDevice;
     const int32_t device = to_host ? src.device : dst.device;
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(device);
     const cudaStream_t stream = current_stream(device);
-    const bool pinned = is_pinned(to_host ? dst : src);
-    const Way way = pinned ? way_of(tensors, pairs, device, to_host) : Way::kLoop;
-    if (way == Way::kKernel) {
-        check_cuda(copy_far(tensors.data(), tensors.size(), independent(pairs), stream),
+    const HostMemory memory = ask_host(to_host ? dst : src, pairs, to_host);
+    if (!memory.pinned && is_capturing(stream)) {
+        fail("capture", to_host ? dst.name : src.name,
+             " is not page-locked: a graph would copy from or to memory that may move before it is replayed");
+    }
+    const Way way = way_between(tensors, pairs, device, direction, memory);
+    if (way == Way::kKernel || way == Way::kBulk) {
+        check_cuda(copy_by_kernel(tensors, independent(pairs), way, direction, device, stream),
                    "copying blocks between host and device by a kernel");
         return;
     }
@@ -146,6 +200,21 @@ void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
 void run_within(const Side& caches, const Steps& plan) {
     if (caches.device == Side::kHost) fail("layout", caches.name, " are not on a CUDA device");
     if (!plan.steps.empty()) run_on_device(caches, caches, plan);
+}
+
+void run_loop(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
+    const int32_t device = std::max(src.device, dst.device);
+    if (device == Side::kHost) fail("layout", "neither ", src.name, " nor ", dst.name, " is on a CUDA device");
+    const DeviceGuard guard(device);
+    const cudaStream_t stream = current_stream(device);
+    for (const CopyPair& pair : pairs) {
+        for (size_t i = 0; i < src.views.size(); ++i) {
+            const View &from = src.views[i], &to = dst.views[i];
+            check_cuda(cudaMemcpyAsync(to.data + pair.dst * to.stride, from.data + pair.src * from.stride,
+                                       static_cast<size_t>(from.width), cudaMemcpyDefault, stream),
+                       "copying one piece");
+        }
+    }
 }
 
 }  // namespace blockyard

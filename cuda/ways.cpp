@@ -25,13 +25,14 @@ void set_ways(int32_t device, std::vector<WayRule> rules) {
     table().rules.at(static_cast<size_t>(device)) = std::move(rules);
 }
 
-Way choose_way(int32_t device, bool to_host, int64_t bytes, int64_t count) {
-    if (device < 0 || device >= kMaxDevices) return Way::kBatch;
+Way choose_way(int32_t device, Direction direction, int64_t bytes, int64_t count) {
+    const Way otherwise = direction == Direction::kWithin ? Way::kKernel : Way::kBatch;
+    if (device < 0 || device >= kMaxDevices) return otherwise;
     const std::lock_guard<std::mutex> lock(table().mutex);
     for (const WayRule& rule : table().rules[static_cast<size_t>(device)]) {
-        if ((rule.to_host != 0) == to_host && bytes <= rule.max_bytes && count <= rule.max_count) return rule.way;
+        if (rule.direction == direction && bytes <= rule.max_bytes && count <= rule.max_count) return rule.way;
     }
-    return Way::kBatch;
+    return otherwise;
 }
 
 }  // namespace blockyard

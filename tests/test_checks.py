@@ -79,7 +79,11 @@ def tensors_of(arguments: list[object]) -> list[torch.Tensor]:
 def test_what_is_refused_changes_nothing(case: tuple[str, str], through: str):
     *arguments, error, message = REFUSED[case]
     name = case[0]
-    op = {"op": getattr(ops, f"{name}_blocks"), "torch calls": getattr(fallback, name), "compiled": compiled(name)}
+    op = {
+        "op": getattr(ops, f"{name}_blocks"),
+        "torch calls": getattr(fallback.BY_TORCH, name),
+        "compiled": compiled(name),
+    }
     kept = [tensor.clone() for tensor in tensors_of(arguments)]
     with pytest.raises(error, match=message):
         op[through](*arguments)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer import fallback, host, ops
+from blockyard.transfer import host, ops
+from blockyard.transfer.fallback import BY_TORCH
 
 Op = Callable[..., None]
 WAYS = {
@@ -68,7 +69,7 @@ def move_cases(draw: st.DrawFn) -> tuple[torch.Tensor, list[torch.Tensor], np.nd
     return memory, views, np.array(list(zip(sources, targets, strict=True)), np.int64).reshape(-1, 2)
 
 
-@pytest.mark.parametrize("through", [ops.move_blocks, fallback.move], ids=["op", "torch calls"])
+@pytest.mark.parametrize("through", [ops.move_blocks, BY_TORCH.move], ids=["op", "torch calls"])
 @pytest.mark.parametrize("way", WAYS)
 @given(move_cases())
 def test_moves_are_made_as_if_all_were_read_first(way: str, through: Op, case: tuple):
@@ -81,7 +82,7 @@ def test_moves_are_made_as_if_all_were_read_first(way: str, through: Op, case: t
     np.testing.assert_array_equal(memory.numpy(), wanted)
 
 
-@pytest.mark.parametrize("through", [ops.exchange_blocks, fallback.exchange], ids=["op", "torch calls"])
+@pytest.mark.parametrize("through", [ops.exchange_blocks, BY_TORCH.exchange], ids=["op", "torch calls"])
 @pytest.mark.parametrize("way", WAYS)
 @given(st.data())
 def test_exchanged_blocks_change_places_and_padding_is_skipped(way: str, through: Op, data: st.DataObject):
@@ -104,11 +105,11 @@ def test_exchanged_blocks_change_places_and_padding_is_skipped(way: str, through
     np.testing.assert_array_equal(memory.numpy(), wanted)
 
 
-@pytest.mark.parametrize("module", [ops, fallback], ids=["op", "torch calls"])
+@pytest.mark.parametrize("module", [ops, BY_TORCH], ids=["op", "torch calls"])
 @pytest.mark.parametrize("way", WAYS)
 @given(st.data())
 def test_blocks_are_gathered_into_rows_and_scattered_out_of_them(way: str, module: object, data: st.DataObject):
-    through = (ops.gather_blocks, ops.scatter_blocks) if module is ops else (fallback.gather, fallback.scatter)
+    through = (ops.gather_blocks, ops.scatter_blocks) if module is ops else (BY_TORCH.gather, BY_TORCH.scatter)
     blocks = data.draw(st.integers(1, 12))
     memory, views = data.draw(memories(blocks))
     width = sum(view.shape[1] for view in views)

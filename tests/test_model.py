@@ -24,8 +24,11 @@ def calls(kind: type) -> set[str]:
 # reports is not of it either.
 NOT_MODELLED = {
     "allocate_prompts",
+    "blocks_to_allocate",
     "cached_tokens",
     "common_computed_blocks",
+    "device_uses",
+    "defragment",
     "expire",
     "free_block_ids",
     "groups",
@@ -40,6 +43,8 @@ NOT_MODELLED = {
     "quarantined_blocks",
     "quota",
     "reset_prefix_cache",
+    "resize_device",
+    "resize_progress",
     "restore",
     "set_deadline",
     "set_priority",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blockyard.errors import InvalidArgumentError, LayoutError
-from blockyard.transfer.mover import PAD_SIZES, BlockMover
+from blockyard.transfer.mover import PAD_SIZES, BlockMover, pad_size
 from blockyard.transfer.ops import exchange_blocks
 
 BLOCKS, BLOCK_SIZE = 12, 4
@@ -106,3 +106,13 @@ def test_tensors_that_hold_no_blocks_are_refused():
         BlockMover([(None, None)], BLOCK_SIZE)
     with pytest.raises(InvalidArgumentError, match="block_size is 0"):
         BlockMover([flat()], 0)
+
+
+@pytest.mark.parametrize(("count", "size"), [(0, 8), (8, 8), (9, 16), (512, 512)])
+def test_batches_are_padded_to_few_lengths(count: int, size: int):
+    assert pad_size(count) == size
+
+
+def test_too_many_pairs_have_no_pad_size():
+    with pytest.raises(InvalidArgumentError, match="513 pairs"):
+        pad_size(513)

@@ -1,6 +1,8 @@
 """The copy ops against a plain numpy model: whole memories are compared, and an error leaves them as they were."""
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
@@ -100,8 +102,8 @@ def assert_memories(dst: list[Place], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(place.memory.numpy(), wanted)
 
 
-SWAPS: dict[str, Op] = {"op": ops.swap_blocks, "torch calls": fallback.swap}
-COPIES: dict[str, Op] = {"op": ops.copy_blocks, "torch calls": fallback.copy}
+SWAPS: dict[str, Op] = {"op": ops.swap_blocks, "torch calls": fallback.BY_TORCH.swap}
+COPIES: dict[str, Op] = {"op": ops.copy_blocks, "torch calls": fallback.BY_TORCH.copy}
 
 
 @pytest.mark.parametrize("through", SWAPS)
@@ -329,7 +331,19 @@ def test_schemas_are_as_decided():
     assert {op._schema.name for op in arguments} == {f"blockyard::{name}" for name in ops.OPS}
 
 
-def test_ops_compile_as_one_graph():
+# Inductor builds C++ for a minute before its first graph runs.
+@pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}):
+        yield request.param
+    torch._dynamo.reset()
+
+
+# Inductor's own imports.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_ops_compile_as_one_graph(backend: str):
     def step(
         caches: list[torch.Tensor], host: list[torch.Tensor], rows: torch.Tensor, pairs: torch.Tensor
     ) -> torch.Tensor:
@@ -345,8 +359,29 @@ def test_ops_compile_as_one_graph():
     wanted_src, wanted_dst = [t.clone() for t in src], [t.clone() for t in dst]
     rows, wanted_rows = (torch.zeros((4, 72), dtype=torch.uint8) for _ in range(2))
     step(wanted_src, wanted_dst, wanted_rows, GOOD)
-    result = torch.compile(step, backend="aot_eager", fullgraph=True)(src, dst, rows, GOOD)
+    result = torch.compile(step, backend=backend, fullgraph=True)(src, dst, rows, GOOD)
     made, wanted = (*src, *dst, rows), (*wanted_src, *wanted_dst, wanted_rows)
     assert all(torch.equal(now, want) for now, want in zip(made, wanted, strict=True))
     assert torch.equal(result, dst[0] + 1)
     assert torch.equal(rows, torch.cat(dst, dim=1))
+
+
+# Inductor's own imports.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_compiled_code_sees_what_an_op_has_changed_and_the_op_what_the_code_has(backend: str):
+    def step(cache: torch.Tensor, update: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        before = cache.float().sum()
+        cache[0] = update * 2
+        ops.copy_blocks([cache], pairs)
+        cache[1] += 1
+        ops.exchange_blocks([cache], pairs)
+        return cache.float().sum() - before
+
+    cache = caches_of()[0].clone()
+    update = torch.arange(cache.shape[1], dtype=torch.uint8)
+    wanted = cache.clone()
+    compiled_step = torch.compile(step, backend=backend, fullgraph=True)
+    for first, second in ((0, 3), (0, 4)):
+        pairs = one([[first, second]])
+        assert torch.equal(compiled_step(cache, update, pairs), step(wanted, update, pairs))
+        assert torch.equal(cache, wanted)

@@ -51,6 +51,18 @@ def test_blocks_stay_findable_after_their_sequence_has_gone_until_they_are_evict
     books.check()
 
 
+def test_a_prompt_takes_new_blocks_and_cached_ones_that_nothing_uses() -> None:
+    books = manager()
+    first, _ = run(books, list(range(8)))
+    longer = [*range(8), 99, 98, 97, 96, 95]
+    assert books.blocks_to_allocate(longer) == 2, "two of its four blocks are in use"
+    books.free(first)
+    assert books.blocks_to_allocate(longer) == 4, "all four are free now"
+    free = books.num_free()
+    run(books, longer)
+    assert free - books.num_free() == 4
+
+
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     books = manager()
     run(books, list(range(8)))

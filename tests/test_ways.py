@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blockyard.errors import InvalidArgumentError, MappingError
 from blockyard.transfer import ops, ways
 from blockyard.transfer.cuda import op_library
-from blockyard.transfer.ways import MOST, WAYS, Rule, WayTable, read_table, table_path, use_rules
+from blockyard.transfer.ways import ALLOWED, MOST, WAYS, Rule, WayTable, read_table, table_path, use_rules
 
 TABLE = WayTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")))
 CUDA = Path(__file__).resolve().parent.parent / "cuda"
@@ -23,11 +23,11 @@ using namespace blockyard;
 extern "C" void use(const int64_t* rules, int64_t count) {
     std::vector<WayRule> read;
     for (int64_t n = 0; n < count; ++n, rules += 4)
-        read.push_back({rules[0], rules[1], rules[2], static_cast<Way>(rules[3])});
+        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Way>(rules[3])});
     set_ways(1, read);
 }
-extern "C" int64_t choose(int device, bool to_host, int64_t bytes, int64_t count) {
-    return static_cast<int64_t>(choose_way(device, to_host, bytes, count));
+extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count) {
+    return static_cast<int64_t>(choose_way(device, static_cast<Direction>(direction), bytes, count));
 }
 """
 
@@ -37,6 +37,8 @@ def test_the_first_rule_that_holds_decides():
     assert TABLE.way("h2d", 8193, 1000) == "batch"
     assert TABLE.way("h2d", 8192, 1001) == "batch"
     assert TABLE.way("d2h", 1 << 30, 2) == "loop"
+    assert TABLE.way("d2h", 1 << 30, 4) == "batch"
+    assert TABLE.way("d2d", 1, 1) == "kernel"
 
 
 def test_a_table_comes_back_from_its_file(tmp_path: Path):
@@ -46,11 +48,15 @@ def test_a_table_comes_back_from_its_file(tmp_path: Path):
     assert [file.name for file in path.parent.iterdir()] == ["ways.json"]
 
 
-GOOD = {"version": 1, "device": "d", "torch_cuda": "13.0", "rules": []}
+GOOD = {"version": 2, "device": "d", "torch_cuda": "13.0", "rules": []}
 BROKEN = {
-    "another version": {**GOOD, "version": 0},
+    "another version": {**GOOD, "version": 1},
     "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
     "an unknown way": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1, "max_count": 1, "way": "magic"}]},
+    "a way of another direction": {
+        **GOOD,
+        "rules": [{"direction": "d2d", "max_bytes": 1, "max_count": 1, "way": "batch"}],
+    },
     "an unknown direction": {**GOOD, "rules": [{"direction": "up", "max_bytes": 1, "max_count": 1, "way": "loop"}]},
     "a fraction": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1.5, "max_count": 1, "way": "loop"}]},
     "a huge number": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 2**70, "max_count": 1, "way": "loop"}]},
@@ -97,11 +103,29 @@ def test_a_cached_table_is_used_with_its_cuda_release_alone(monkeypatch: pytest.
 def test_rules_of_no_way_are_refused():
     with pytest.raises(InvalidArgumentError, match="magic"):
         use_rules(0, (Rule("h2d", 1, 1, "magic"),))
+    with pytest.raises(InvalidArgumentError, match="d2d: kernel, bulk"):
+        use_rules(0, (Rule("d2d", 1, 1, "batch"),))
+
+
+def test_one_way_is_forced_where_copies_may_go_it(monkeypatch: pytest.MonkeyPatch):
+    used: list[tuple[Rule, ...]] = []
+    monkeypatch.setattr(ways, "use_cached", lambda index: TABLE)
+    monkeypatch.setattr(ways, "use_rules", lambda index, rules: used.append(rules))
+    for way, directions in (("bulk", {"h2d", "d2h", "d2d"}), ("batch", {"h2d", "d2h"})):
+        with ways.forced(0, way):
+            assert {rule.direction for rule in used[-1]} == directions
+            assert {rule.way for rule in used[-1]} == {way}
+        assert used[-1] == TABLE.rules
 
 
 @pytest.mark.parametrize(
     ("device", "rules", "message"),
-    [(-1, [[0, 1, 1, 1]], "device -1"), (64, [[0, 1, 1, 1]], "device 64"), (0, [[0, 1, 1, 4]], "way 4")],
+    [
+        (-1, [[0, 1, 1, 1]], "device -1"),
+        (64, [[0, 1, 1, 1]], "device 64"),
+        (0, [[0, 1, 1, 5]], "way 5, there are 4"),
+        (0, [[3, 1, 1, 1]], "direction 3, there are 3"),
+    ],
 )
 def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list[int]], message: str):
     if not op_library().loaded:
@@ -120,20 +144,30 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CUDA}", *sources], check=True)
     library = ctypes.CDLL(str(folder / "shim.so"))
     library.choose.restype = ctypes.c_int64
-    library.choose.argtypes = [ctypes.c_int, ctypes.c_bool, ctypes.c_int64, ctypes.c_int64]
+    library.choose.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     return library
 
 
+def test_a_machine_without_a_device_has_no_bulk_engine():
+    if not op_library().loaded or torch.cuda.is_available():
+        pytest.skip("there is a CUDA device, or no op library")
+    assert not any(torch.ops.blockyard.has_bulk(index) for index in (-1, 0, 64))
+
+
 SMALL = st.integers(0, 6)
-RULES = st.builds(Rule, st.sampled_from(["h2d", "d2h"]), SMALL, SMALL, st.sampled_from(list(WAYS)))
+DIRECTIONS = list(ALLOWED)
+RULES = st.sampled_from(DIRECTIONS).flatmap(
+    lambda direction: st.builds(Rule, st.just(direction), SMALL, SMALL, st.sampled_from(ALLOWED[direction]))
+)
 
 
-@given(st.lists(RULES, max_size=5), st.sampled_from(["h2d", "d2h"]), SMALL, SMALL)
+@given(st.lists(RULES, max_size=5), st.sampled_from(DIRECTIONS), SMALL, SMALL)
 def test_the_library_chooses_as_the_table_does(
     shim: ctypes.CDLL, rules: list[Rule], direction: str, num_bytes: int, count: int
 ):
-    numbers = [n for r in rules for n in (r.direction == "d2h", r.max_bytes, r.max_count, WAYS[r.way])]
+    place = DIRECTIONS.index(direction)
+    numbers = [n for r in rules for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, WAYS[r.way])]
     shim.use((ctypes.c_int64 * max(1, len(numbers)))(*numbers), ctypes.c_int64(len(rules)))
     wanted = WAYS[WayTable("", "", tuple(rules)).way(direction, num_bytes, count)]
-    assert shim.choose(1, direction == "d2h", num_bytes, count) == wanted
-    assert shim.choose(64, direction == "d2h", num_bytes, count) == WAYS["batch"]
+    assert shim.choose(1, place, num_bytes, count) == wanted
+    assert shim.choose(64, place, num_bytes, count) == WAYS[ALLOWED[direction][0]]

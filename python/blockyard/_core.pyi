@@ -34,6 +34,7 @@ __all__ = [
     "Pairs",
     "PrefixCachingAllocator",
     "PrefixStats",
+    "ResizeProgress",
     "SlabStore",
     "StepDecision",
     "TierStats",
@@ -519,6 +520,13 @@ class BlockManager:
         self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
     ) -> int:
         """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
+    def blocks_to_allocate(
+        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> int:
+        """Device blocks that must be free for `allocate_prompts` of one prompt.
+
+        They are new ones, those it loads into, and cached ones that nothing uses: what others use costs nothing.
+        """
     def next_chunk(self, sequence: int, budget: int) -> int:
         """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
 
@@ -557,6 +565,54 @@ class BlockManager:
 
         Raises:
             InvalidArgumentError: the manager has no `host_prefix_cache`.
+        """
+    def resize_device(self, blocks: int) -> ResizeProgress:
+        """Give the device so many blocks from now on, while sequences run.
+
+        Growing is done at once. Shrinking goes on: blocks beyond the end are not given out any more and what is only
+        cached there is dropped; what sequences use there leaves as they do, or is moved, and what transfers and pins
+        hold is waited for. Admission, watermark and `max_pinned` go by the new size at once, and each block that a
+        sequence still uses beyond counts as one fewer that is free. Another call, larger or smaller, changes what this
+        one has not ended; quotas stay the numbers that they were.
+
+        Args:
+            blocks: of the device.
+
+        Returns:
+            What is in use beyond the end, now.
+
+        Raises:
+            InvalidArgumentError: too many; or too few for the null block, what is pinned, the watermark, and one to
+                give out; nothing was changed.
+        """
+    def device_uses(self) -> NDArray[np.uint8]:
+        """What every device block is used for, uint8 `[resize_progress().extent]`.
+
+        0: free. 1: cached, found by its key and given out if needed. 2: only transfers or pins hold it. 3: sequences
+        use it; a null block counts as such.
+        """
+    def resize_progress(self) -> ResizeProgress:
+        """What is in use beyond the device's blocks."""
+    def defragment(self, goal: _Goal, number: int, *, max_moves: int = 512) -> DefragReport:
+        """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
+
+        Nothing else changes before the step's ticket is completed: block tables, slots and cached blocks name the old
+        blocks, which are read and written as ever. Then a target takes the place of its source in all books, unless the
+        source was written, freed or leased meanwhile. Targets are not free from this call on; a move that is cancelled,
+        or whose pair `fail` names, gives its target back and costs nobody a byte. Cached blocks move like others, and
+        keep their place in the order of eviction.
+
+        Args:
+            goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
+                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+            number: see above, in blocks.
+            max_moves: most blocks to move in this step.
+
+        Returns:
+            How many moves are planned, and what stays in the way of the goal.
+
+        Raises:
+            InvalidArgumentError: there is no such goal, or a page has no blocks.
         """
     def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
         """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
@@ -907,7 +963,7 @@ class EventBatch:
 
     KINDS: tuple[str, str, str]
     TIERS: tuple[str, str, str]
-    REASONS: tuple[str, str, str, str]
+    REASONS: tuple[str, str, str, str, str]
     @property
     def first(self) -> int: ...
     @property
@@ -952,13 +1008,34 @@ class Expired:
         """Sequences that waited for either kind of ticket, uint64 `[n]`: they can only be freed."""
 
 @final
+class ResizeProgress:
+    """How far the device's size has changed.
+
+    Counts blocks: `blocks` of the device, `live` beyond them that sequences use, `held` beyond them that only transfers
+    and pins hold. `extent` is one past the highest block in use, and at least `blocks`: memory behind it can go.
+    """
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def extent(self) -> int: ...
+    @property
+    def done(self) -> bool:
+        """Whether nothing is in use beyond the end."""
+
+@final
 class ManagerStats:
     """Counters since the manager was made, and what is the case now: `sequences`, `open_tickets`, and of each tier the
     blocks that are `used` (referenced, or held by a transfer), `leased` (held by a transfer), `cached` (findable),
     `pinned`, and `quarantined` (held past a deadline).
 
     Transfers count when they are decided; `loaded` blocks were found on the host alone. Blocks and tokens are missed if
-    a prompt did not find them.
+    a prompt did not find them. Moves of `defragment` count when they end: `moved` blocks lie elsewhere now; `cancelled`
+    ones were written, freed or leased meanwhile, and the bytes of `failed` ones did not land.
     """
 
     @property
@@ -991,6 +1068,12 @@ class ManagerStats:
     def spilled_blocks(self) -> int: ...
     @property
     def fetched_blocks(self) -> int: ...
+    @property
+    def moved_blocks(self) -> int: ...
+    @property
+    def cancelled_moves(self) -> int: ...
+    @property
+    def failed_moves(self) -> int: ...
     @property
     def used_blocks(self) -> dict[_Tier, int]: ...
     @property
@@ -1534,6 +1617,29 @@ def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, ex
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
 _BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | Sequence[int]
+
+@final
+class DefragReport:
+    """What one `BlockManager.defragment` has decided, in blocks.
+
+    Attributes:
+        planned: moves that the step's decision is going to have; also the report's length.
+        left: moves that the goal needs beyond these.
+        stuck: blocks in the way for which there is no hole.
+        held: blocks in the way that cannot be moved now: they are being filled, or what they hold may turn out lost.
+    """
+
+    @property
+    def planned(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def stuck(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class MovePlan:

@@ -65,6 +65,31 @@ class TransferQueueFullError(BlockyardError):
     """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
 
 
+class CaptureError(BlockyardError):
+    """A copy cannot go into a CUDA graph that is being captured; nothing was copied or captured."""
+
+
+class HostMemoryError(BlockyardError):
+    """Memory for host blocks could not be had, or not be page-locked.
+
+    Attributes:
+        wanted: bytes that the whole pool has.
+        ready: bytes that are ready for use.
+    """
+
+    def __init__(self, message: str, wanted: int = 0, ready: int = 0) -> None:
+        super().__init__(message, wanted, ready)
+        self.wanted = wanted
+        self.ready = ready
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class OutOfMemoryError(BlockyardError, MemoryError):
+    """Device or system has less memory, or fewer addresses, than an elastic cache asks for."""
+
+
 class OpLibraryError(BlockyardError):
     """The compiled op library is missing or cannot be loaded; the message says why."""
 

@@ -18,12 +18,12 @@ HOST = ("pinned", "pageable")
 
 @pytest.fixture(params=["library", "torch calls"])
 def swap(request: pytest.FixtureRequest) -> Op:
-    return _through(request.param, ops.swap_blocks, fallback.swap)
+    return _through(request.param, ops.swap_blocks, fallback.BY_TORCH.swap)
 
 
 @pytest.fixture(params=["library", "torch calls"])
 def copy(request: pytest.FixtureRequest) -> Op:
-    return _through(request.param, ops.copy_blocks, fallback.copy)
+    return _through(request.param, ops.copy_blocks, fallback.BY_TORCH.copy)
 
 
 def _through(name: str, op: Op, torch_calls: Op) -> Op:
@@ -99,7 +99,7 @@ def test_swap_changes_the_mapped_blocks_alone(src_where: str, dst_where: str, da
     pairs = random_pairs(*blocks, data.draw(st.integers(0, blocks[1])), data.draw(st.integers(0, 99)))
     if data.draw(st.booleans()):
         pairs.sort(axis=0)
-    check_swap(data.draw(st.sampled_from([ops.swap_blocks, fallback.swap])), src, dst, pairs)
+    check_swap(data.draw(st.sampled_from([ops.swap_blocks, fallback.BY_TORCH.swap])), src, dst, pairs)
 
 
 @pytest.mark.parametrize(("src_where", "dst_where"), DIRECTIONS)

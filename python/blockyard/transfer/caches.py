@@ -13,6 +13,7 @@ from torch import Tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
 from blockyard.layout import KVLayout
 from blockyard.plan import CopyPlan, Ids, check_blocks, join
+from blockyard.transfer.hostpool import HostPool
 
 __all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor"]
 
@@ -33,11 +34,13 @@ class Caches:
     Args:
         layout: of the device's tensors.
         num_device_blocks: at least 1.
-        num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
+        num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device, made ready in the background:
+            transfers wait for the blocks they name.
         device: where the device's caches live.
 
     Raises:
         InvalidArgumentError: a number of blocks is too small.
+        HostMemoryError: the host's memory cannot be had or page-locked; later, from transfers.
     """
 
     def __init__(
@@ -49,12 +52,12 @@ class Caches:
             )
         self.layout = layout
         self.device = torch.device(device)
-        on_cuda = self.device.type == "cuda"
         shape, dtype = layout.tensor_shape(num_device_blocks), _torch_dtype(layout.dtype)
         self.device_caches: list[Tensor] = [
             torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)
         ]
-        self.host_cache = torch.zeros((num_host_blocks, layout.bytes_per_block), dtype=torch.uint8, pin_memory=on_cuda)
+        self.host_pool = HostPool.for_device(num_host_blocks, layout.bytes_per_block, self.device)
+        self.host_cache = self.host_pool.rows
         self._views: dict[EngineTier, list[Tensor]] = {
             "device": layout.views(self.device_caches),
             "host": layout.row_views(self.host_cache),
@@ -80,13 +83,16 @@ class Caches:
 
     def _join(self, src: EngineTier, dst: EngineTier, ids: Ids) -> CopyPlan:
         self._check_tier(src)
-        return join(
+        plan = join(
             ids,
             self.layout,
             src_blocks=self._num_blocks[src],
             dst_blocks=self._num_blocks[dst],
             in_place=src == dst,
         )
+        if len(plan) and "host" in {src, dst}:
+            self.host_pool.wait(int(plan.pairs[:, 0 if src == "host" else 1].max()) + 1)
+        return plan
 
     def _count(self, src: EngineTier, dst: EngineTier, plan: CopyPlan) -> None:
         before = self._traffic.get((src, dst), Traffic(0, 0))
@@ -119,7 +125,8 @@ class Caches:
         self._closed = True
         self._views.clear()
         self.device_caches = []
-        self.host_cache = self.host_cache.new_empty((0, self.layout.bytes_per_block))
+        self.host_pool.close()
+        self.host_cache = self.host_pool.rows
 
     def _plan(self, sources: Ids, targets: Ids) -> CopyPlan:
         return CopyPlan(np.column_stack((sources, targets)), len(sources) * self.layout.bytes_per_block)

@@ -1,4 +1,4 @@
-"""Measures which way blocks should take from host to device: `blockyard calibrate`."""
+"""Measures which way blocks should take to and within a device: `blockyard calibrate`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import torch
 from blockyard.errors import BlockyardError
 from blockyard.transfer.cuda import op_library
 from blockyard.transfer.ops import swap_blocks
-from blockyard.transfer.ways import MOST, Rule, WayName, WayTable, forced, table_path, use_cached
+from blockyard.transfer.ways import ALLOWED, MOST, Direction, Rule, WayName, WayTable, forced, table_path, use_cached
 
 PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
 _MOST_BYTES = 1 << 30
 _REPEAT = 5
-# A kernel takes multiprocessors from compute: it has to be so much faster.
-_ADVANTAGE = 1.1
+# What takes multiprocessors from compute has to be so much faster: beside the host both kernels take some where a batch
+# takes none, within a device one takes all and the other few.
+_HANDICAP: Final[dict[Direction, dict[WayName, float]]] = {
+    "h2d": {"batch": 1.0, "kernel": 1.1, "bulk": 1.1},
+    "d2d": {"kernel": 1.1, "bulk": 1.0},
+}
+Measure = Callable[[int, int], dict[WayName, float]]
 
 
 def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
@@ -36,17 +41,17 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
         BlockyardError: a way delivers other bytes than the plain copy.
     """
     torch.cuda.set_device(index)
+    rules: list[Rule] = []
+    for direction in _HANDICAP:
 
-    def measure(size: int, count: int) -> dict[WayName, float]:
-        taken = measure_ways(index, size, count)
-        say(
-            f"{size:8d} bytes x {count:6d}: "
-            + ", ".join(f"{way} {size * count / s / 1e9:6.1f} GB/s" for way, s in taken.items())
-        )
-        return taken
+        def measure(size: int, count: int, direction: Direction = direction) -> dict[WayName, float]:
+            taken = measure_ways(index, direction, size, count)
+            rates = ", ".join(f"{way} {size * count / s / 1e9:6.1f} GB/s" for way, s in taken.items())
+            say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
+            return taken
 
-    rules = choose_rules(measure, PIECE_BYTES, COUNTS)
-    table = WayTable(torch.cuda.get_device_name(index), str(torch.version.cuda), rules)
+        rules += choose_rules(direction, measure, PIECE_BYTES, COUNTS)
+    table = WayTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
     table.save(table_path(table.device))
     use_cached.cache_clear()
     use_cached(index)
@@ -54,38 +59,41 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
 
 
 def choose_rules(
-    measure: Callable[[int, int], dict[WayName, float]], sizes: Sequence[int], counts: Sequence[int]
+    direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int]
 ) -> tuple[Rule, ...]:
-    """Make rules of what is measured: for each count the largest size up to which the kernel is worth it.
+    """Make rules of what is measured: for each count and size the fastest way, if it is worth what it takes.
 
     Args:
+        direction: what is measured.
         measure: gives the seconds of each way for (bytes of a piece, number of pieces).
         sizes: bytes of a piece, ascending.
         counts: numbers of pieces, ascending; the last stands for all larger ones.
 
     Returns:
-        Rules for copies from host to device.
+        Rules for copies in that direction. Pieces of more bytes than were measured go the way that needs no rule.
     """
-    rules = []
+    handicap, rules = _HANDICAP[direction], []
     for place, count in enumerate(counts):
-        largest = 0
+        most = MOST if place == len(counts) - 1 else count
+        steps: list[Rule] = []
         for size in sizes:
             if size * count > _MOST_BYTES:
                 break
             taken = measure(size, count)
-            if taken["kernel"] * _ADVANTAGE > taken["batch"]:
-                break
-            largest = size
-        most = MOST if place == len(counts) - 1 else count
-        # Larger pieces of so many must not fall to the next count's rule.
-        if largest:
-            rules.append(Rule("h2d", largest, most, "kernel"))
-        rules.append(Rule("h2d", MOST, most, "batch"))
+            way = min(taken, key=lambda way: taken[way] * handicap[way])
+            if steps and steps[-1].way == way:
+                steps.pop()
+            steps.append(Rule(direction, size, most, way))
+        # Larger pieces of so many must not fall to the next count's rules.
+        usual = ALLOWED[direction][0]
+        if steps and steps[-1].way == usual:
+            steps.pop()
+        rules += [*steps, Rule(direction, MOST, most, usual)]
     return tuple(rules)
 
 
-def measure_ways(index: int, size: int, count: int) -> dict[WayName, float]:
-    """Time scattered pieces from page-locked memory to the device, by batch and by kernel.
+def measure_ways(index: int, direction: Direction, size: int, count: int) -> dict[WayName, float]:
+    """Time scattered pieces from page-locked memory or the device to the device, by each way that it has.
 
     Returns:
         Seconds of each way, the best of some; by the clock of the host, its own time included.
@@ -93,20 +101,22 @@ def measure_ways(index: int, size: int, count: int) -> dict[WayName, float]:
     Raises:
         BlockyardError: a way delivers other bytes than the plain copy.
     """
-    host = torch.randint(0, 256, (count, size), dtype=torch.uint8).pin_memory()
+    source = torch.randint(0, 256, (count, size), dtype=torch.uint8)
+    source = source.pin_memory() if direction == "h2d" else source.to(f"cuda:{index}")
     device = torch.zeros((count, size), dtype=torch.uint8, device=f"cuda:{index}")
     random = np.random.default_rng(0)
     pairs = torch.from_numpy(np.column_stack((random.permutation(count), random.permutation(count))))
     expected = torch.empty_like(device)
-    expected[pairs[:, 1].to(device.device)] = host.to(device.device)[pairs[:, 0].to(device.device)]
+    expected[pairs[:, 1].to(device.device)] = source.to(device.device)[pairs[:, 0].to(device.device)]
     taken: dict[WayName, float] = {}
-    ways: tuple[WayName, ...] = ("batch", "kernel")
-    for way in ways:
+    for way in _HANDICAP[direction]:
+        if way == "bulk" and not torch.ops.blockyard.has_bulk(index):
+            continue
         device.zero_()
         with forced(index, way):
-            taken[way] = _best(lambda: swap_blocks([host], [device], pairs))
+            taken[way] = _best(lambda: swap_blocks([source], [device], pairs))
         if not torch.equal(device, expected):
-            raise BlockyardError(f"copying {count} pieces of {size} bytes by {way} delivers other bytes")
+            raise BlockyardError(f"copying {count} pieces of {size} bytes {direction} by {way} delivers other bytes")
     return taken
 
 

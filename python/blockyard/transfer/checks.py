@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,57 @@ from blockyard.plan import Ids, check_blocks, check_pairs
 
 # A pair of these is padding: graphs want mappings of a fixed length.
 PADDING = -1
+
+
+@dataclass(frozen=True)
+class CopyOps:
+    """The copy ops over some way of moving rows: they check, and hand on what is right.
+
+    Attributes:
+        copy_rows: takes views to read, views to write and pairs (from, to); no row is both read and written.
+        move_rows: takes views and pairs (from, to), to be made as if all rows were read before one is written.
+        exchange_rows: takes views and pairs of rows that change places; no row is named twice.
+    """
+
+    copy_rows: Callable[[Sequence[Tensor], Sequence[Tensor], Ids], None]
+    move_rows: Callable[[Sequence[Tensor], Ids], None]
+    exchange_rows: Callable[[Sequence[Tensor], Ids], None]
+
+    def swap(self, src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
+        """Implement `swap_blocks`."""
+        check_swap(src, dst)
+        self.copy_rows(src, dst, check_ids(pairs, src[0].shape[0], dst[0].shape[0], in_place=False))
+
+    def copy(self, caches: list[Tensor], pairs: Tensor) -> None:
+        """Implement `copy_blocks`."""
+        check_caches(caches)
+        blocks = caches[0].shape[0]
+        self.copy_rows(caches, caches, check_ids(pairs, blocks, blocks, in_place=True))
+
+    def move(self, caches: list[Tensor], pairs: Tensor) -> None:
+        """Implement `move_blocks`."""
+        check_caches(caches)
+        blocks = caches[0].shape[0]
+        self.move_rows(caches, check_ids(pairs, blocks, blocks, in_place=False))
+
+    def exchange(self, caches: list[Tensor], pairs: Tensor) -> None:
+        """Implement `exchange_blocks`."""
+        check_caches(caches)
+        self.exchange_rows(caches, check_exchange(pairs, caches[0].shape[0]))
+
+    def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
+        """Implement `gather_blocks`."""
+        pieces = split_rows(rows, caches)
+        check_swap(caches, pieces, ("caches", "rows"))
+        ids = check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=False)
+        self.copy_rows(caches, pieces, np.column_stack((ids, np.arange(len(ids)))))
+
+    def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
+        """Implement `scatter_blocks`."""
+        pieces = split_rows(rows, caches)
+        check_swap(pieces, caches, ("rows", "caches"))
+        ids = check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=True)
+        self.copy_rows(pieces, caches, np.column_stack((np.arange(len(ids)), ids)))
 
 
 def check_list(name: str, views: Sequence[Tensor]) -> None:

@@ -36,64 +36,7 @@ Bytes = NDArray[np.uint8]
 Move = Callable[[Bytes, Bytes, Ids], None]
 
 
-# ---- the ops ----
-
-
-def swap(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
-    """Implement `swap_blocks`."""
-    checks.check_swap(src, dst)
-    _move(src, dst, checks.check_ids(pairs, src[0].shape[0], dst[0].shape[0], in_place=False))
-
-
-def copy(caches: list[Tensor], pairs: Tensor) -> None:
-    """Implement `copy_blocks`."""
-    checks.check_caches(caches)
-    blocks = caches[0].shape[0]
-    _move(caches, caches, checks.check_ids(pairs, blocks, blocks, in_place=True))
-
-
-def move(caches: list[Tensor], pairs: Tensor) -> None:
-    """Implement `move_blocks`."""
-    checks.check_caches(caches)
-    blocks = caches[0].shape[0]
-    order = order_moves(checks.check_ids(pairs, blocks, blocks, in_place=False))
-    if np.isin(order.steps[:, 0], order.steps[:, 1]).any() or len(order.closing):
-        for view in caches:
-            _move_in_order(view.numpy(), order)
-    else:
-        _move(caches, caches, order.steps)
-
-
-def exchange(caches: list[Tensor], pairs: Tensor) -> None:
-    """Implement `exchange_blocks`."""
-    checks.check_caches(caches)
-    checked = checks.check_exchange(pairs, caches[0].shape[0])
-    if not len(checked):
-        return
-    for view in caches:
-        _exchange_rows(view.numpy(), checked)
-
-
-def gather(caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
-    """Implement `gather_blocks`."""
-    pieces = checks.split_rows(rows, caches)
-    checks.check_swap(caches, pieces, ("caches", "rows"))
-    ids = checks.check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=False)
-    _move(caches, pieces, np.column_stack((ids, np.arange(len(ids)))))
-
-
-def scatter(rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
-    """Implement `scatter_blocks`."""
-    pieces = checks.split_rows(rows, caches)
-    checks.check_swap(pieces, caches, ("rows", "caches"))
-    ids = checks.check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=True)
-    _move(pieces, caches, np.column_stack((np.arange(len(ids)), ids)))
-
-
-# ---- moving rows ----
-
-
-def _move(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
+def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
     """Move rows; none is both read and written."""
     if not len(pairs):
         return
@@ -106,6 +49,22 @@ def _move(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
             _share(_move_runs, source.numpy(), target.numpy(), runs, run_bytes * len(runs))
         elif run_bytes:
             _share(_move_scattered, source.numpy(), target.numpy(), pairs, run_bytes * len(runs))
+
+
+def _move(caches: Sequence[Tensor], pairs: Ids) -> None:
+    order = order_moves(pairs)
+    if np.isin(order.steps[:, 0], order.steps[:, 1]).any() or len(order.closing):
+        for view in caches:
+            _move_in_order(view.numpy(), order)
+    else:
+        _copy(caches, caches, order.steps)
+
+
+def _exchange(caches: Sequence[Tensor], pairs: Ids) -> None:
+    if not len(pairs):
+        return
+    for view in caches:
+        _exchange_rows(view.numpy(), pairs)
 
 
 def _share(move_part: Move, source: Bytes, target: Bytes, parts: Ids, num_bytes: int) -> None:
@@ -201,3 +160,7 @@ def _exchange_scattered(rows: Bytes, _same: Bytes, pairs: Ids) -> None:
     for start in range(0, len(pairs), step):
         part = pairs[start : start + step]
         items[part] = items[part[:, ::-1]]
+
+
+ON_CPU = checks.CopyOps(_copy, _move, _exchange)
+"""The implementations on the CPU."""

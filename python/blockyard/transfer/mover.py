@@ -10,6 +10,7 @@ from torch import Tensor
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.plan import Ids
 from blockyard.transfer import ops
+from blockyard.transfer.checks import PADDING
 
 # Batches are padded to one of these lengths, so that a captured graph fits many of them.
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)
@@ -49,7 +50,7 @@ class BlockMover:
             raise InvalidArgumentError(f"block_size is {block_size}, must be at least 1")
         layers = [(layer,) if isinstance(layer, Tensor) else tuple(layer) for layer in kv_caches]
         self.is_mla = all(sum(tensor is not None for tensor in layer[:2]) == 1 for layer in layers)
-        self.views = [_view(tensor, block_size) for layer in layers for tensor in layer if tensor is not None]
+        self.views = [block_view(tensor, block_size) for layer in layers for tensor in layer if tensor is not None]
         if not self.views:
             raise LayoutError("the engine has no cache tensors")
         sizes = {view.shape[0] for view in self.views}
@@ -63,15 +64,24 @@ class BlockMover:
         self._move: Move = move if move is not None else ops.copy_blocks
         self._buffers: dict[int, Tensor] = {}
 
-    def exchange(self, pairs: Ids) -> None:
+    def exchange(self, pairs: Ids, *, size: int | None = None) -> None:
         """Let the two blocks of each pair change places.
 
         Args:
             pairs: int64 `[n, 2]`, CPU; no block is named twice.
+            size: make it one batch, padded to this length. By default batches of at most the last of `PAD_SIZES`,
+                padded if graphed.
+
+        Raises:
+            InvalidArgumentError: there are more pairs than `size`; nothing was exchanged.
         """
+        if size is not None:
+            self._exchange(self.views, self._padded(pairs, size))
+            return
         for first in range(0, len(pairs), PAD_SIZES[-1]):
             batch = pairs[first : first + PAD_SIZES[-1]]
-            self._exchange(self.views, self._padded(batch) if self.graphed else torch.from_numpy(batch))
+            chosen = self._padded(batch, pad_size(len(batch))) if self.graphed else torch.from_numpy(batch)
+            self._exchange(self.views, chosen)
 
     def move(self, pairs: Ids) -> None:
         """Copy the first block of each pair over the second, whose bytes are lost; the first's are lost when graphed.
@@ -84,17 +94,42 @@ class BlockMover:
         elif len(pairs):
             self._move(self.views, torch.from_numpy(pairs))
 
-    def _padded(self, pairs: Ids) -> Tensor:
-        size = next(size for size in PAD_SIZES if size >= len(pairs))
+    def _padded(self, pairs: Ids, size: int) -> Tensor:
+        if len(pairs) > size:
+            raise InvalidArgumentError(f"{len(pairs)} pairs do not fit a batch of {size}")
         if size not in self._buffers:
             self._buffers[size] = torch.empty((size, 2), dtype=torch.int64)
         buffer = self._buffers[size]
         buffer[: len(pairs)] = torch.from_numpy(pairs)
-        buffer[len(pairs) :] = -1
+        buffer[len(pairs) :] = PADDING
         return buffer
 
 
-def _view(tensor: Tensor, block_size: int) -> Tensor:
+def pad_size(count: int) -> int:
+    """Give the smallest length in `PAD_SIZES` that holds `count` pairs.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    for size in PAD_SIZES:
+        if count <= size:
+            return size
+    raise InvalidArgumentError(f"{count} pairs do not fit a batch of {PAD_SIZES[-1]}")
+
+
+def block_view(tensor: Tensor, block_size: int) -> Tensor:
+    """See a cache tensor as blocks.
+
+    Args:
+        tensor: `[blocks * block_size, ...]`, any dtype; the rows of a block side by side.
+        block_size: rows in a block.
+
+    Returns:
+        uint8 `[blocks, bytes]`.
+
+    Raises:
+        LayoutError: it cannot be seen so.
+    """
     if tensor.dim() < 2 or tensor.shape[0] % block_size:
         raise LayoutError(f"a cache tensor has shape {list(tensor.shape)}, wanted [n * {block_size}, ...]")
     try:

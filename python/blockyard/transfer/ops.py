@@ -21,12 +21,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from blockyard.errors import BlockyardError, LayoutError, MappingError
+from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
 from blockyard.transfer import fallback, host
+from blockyard.transfer.checks import CopyOps
 from blockyard.transfer.cuda import op_library
 from blockyard.transfer.ways import use_cached
 
-_ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError}
+_ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
 
 
 def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> None:
@@ -64,6 +65,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
 
     Source: vLLM `csrc/cache_kernels.cu`, copy_blocks.
     """
+    _use_cached(caches)
     _call(torch.ops.blockyard.copy_blocks, list(caches), pairs)
 
 
@@ -81,6 +83,7 @@ def move_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
         MappingError: the mapping is malformed, an id is out of range or a destination repeats; nothing was moved.
         LayoutError: the views do not fit one another; nothing was moved.
     """
+    _use_cached(caches)
     _call(torch.ops.blockyard.move_blocks, list(caches), pairs)
 
 
@@ -97,6 +100,7 @@ def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
 
     Source: vllm-hpu-extension `defragmentation.py`, CacheSwapUtils.
     """
+    _use_cached(caches)
     _call(torch.ops.blockyard.exchange_blocks, list(caches), pairs)
 
 
@@ -113,6 +117,7 @@ def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> Non
             copied.
         LayoutError: views and rows do not fit one another; nothing was copied.
     """
+    _use_cached(caches)
     _call(torch.ops.blockyard.gather_blocks, list(caches), rows, blocks)
 
 
@@ -133,10 +138,10 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
     _call(torch.ops.blockyard.scatter_blocks, rows, list(caches), blocks)
 
 
-def _use_cached(written: Sequence[Tensor]) -> None:
-    """Look for the calibrated table of a device that is written to for the first time."""
-    if written and written[0].is_cuda and op_library().loaded:
-        use_cached(written[0].device.index)
+def _use_cached(views: Sequence[Tensor]) -> None:
+    """Look for the calibrated table of a device that is met for the first time."""
+    if views and views[0].is_cuda and op_library().loaded:
+        use_cached(views[0].device.index)
 
 
 def _call(op: Callable[..., object], *arguments: object) -> None:
@@ -182,31 +187,41 @@ def _check_width(rows: Tensor, caches: list[Tensor]) -> None:
 
 Implementation = Callable[..., None]
 
-# Arguments; the implementations on the CPU and on CUDA without the library; what is known without any bytes.
-OPS: Final[dict[str, tuple[str, Implementation, Implementation, Implementation]]] = {
-    "swap_blocks": ("Tensor[] src, Tensor(a!)[] dst, Tensor pairs", host.swap, fallback.swap, _swap_fake),
-    "copy_blocks": ("Tensor(a!)[] caches, Tensor pairs", host.copy, fallback.copy, _in_place_fake),
-    "move_blocks": ("Tensor(a!)[] caches, Tensor pairs", host.move, fallback.move, _in_place_fake),
-    "exchange_blocks": ("Tensor(a!)[] caches, Tensor pairs", host.exchange, fallback.exchange, _in_place_fake),
-    "gather_blocks": ("Tensor[] caches, Tensor(a!) rows, Tensor blocks", host.gather, fallback.gather, _gather_fake),
-    "scatter_blocks": (
-        "Tensor rows, Tensor(a!)[] caches, Tensor blocks",
-        host.scatter,
-        fallback.scatter,
-        _scatter_fake,
-    ),
+# Arguments, and what is known without any bytes.
+OPS: Final[dict[str, tuple[str, Implementation]]] = {
+    "swap_blocks": ("Tensor[] src, Tensor(a!)[] dst, Tensor pairs", _swap_fake),
+    "copy_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "move_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "exchange_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "gather_blocks": ("Tensor[] caches, Tensor(a!) rows, Tensor blocks", _gather_fake),
+    "scatter_blocks": ("Tensor rows, Tensor(a!)[] caches, Tensor blocks", _scatter_fake),
 }
+
+
+def _implementations(ops: CopyOps) -> dict[str, Implementation]:
+    return {
+        "swap_blocks": ops.swap,
+        "copy_blocks": ops.copy,
+        "move_blocks": ops.move,
+        "exchange_blocks": ops.exchange,
+        "gather_blocks": ops.gather,
+        "scatter_blocks": ops.scatter,
+    }
 
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockyard", "DEF")
-    for name, (arguments, on_cpu, on_cuda, fake) in OPS.items():
+    for name, (arguments, fake) in OPS.items():
         library.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, on_cpu, "CPU")
+        library.impl(name, _implementations(host.ON_CPU)[name], "CPU")
         if not op_library().loaded:
-            library.impl(name, on_cuda, "CUDA")
+            library.impl(name, _implementations(fallback.BY_TORCH)[name], "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
     library.define("set_ways(int device, Tensor rules) -> ()")
+    # Whether a device and the compiled library's code for it have the bulk engine.
+    library.define("has_bulk(int device) -> bool")
+    # What benchmarks compare with: one cudaMemcpyAsync for each piece. The compiled library alone has it.
+    library.define("bench_copy_loop(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")
     return library
 
 

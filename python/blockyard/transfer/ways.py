@@ -1,7 +1,8 @@
-"""Which way blocks take between host and device, by size and number of pieces: a table for each kind of device.
+"""Which way blocks take to, from and within a device, by size and number of pieces: a table for each kind of device.
 
 `blockyard calibrate` measures it once and leaves it in a file of the user's cache folder; the ops read that file when
-they first meet a device. Without one all copies go by batched calls to the copy engines.
+they first meet a device. Without one, copies between host and device go by batched calls to the copy engines and copies
+within a device by a kernel.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ import torch
 from blockyard.errors import InvalidArgumentError
 from blockyard.transfer.cuda import op_library
 
-Direction = Literal["h2d", "d2h"]
-WayName = Literal["batch", "loop", "kernel"]
-WAYS: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3}
+Direction = Literal["h2d", "d2h", "d2d"]
+WayName = Literal["batch", "loop", "kernel", "bulk"]
+WAYS: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4}
+# The ways that copies may take, by direction; the first where no rule holds.
+ALLOWED: Final[dict[str, tuple[WayName, ...]]] = {
+    "h2d": ("batch", "loop", "kernel", "bulk"),
+    "d2h": ("batch", "loop", "kernel", "bulk"),
+    "d2d": ("kernel", "bulk"),
+}
 MOST: Final = 2**62
 # Goes into every file: tables of another version are measured anew.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class WayTable:
     Attributes:
         device: the device's name.
         torch_cuda: CUDA release of the torch it was measured with.
-        rules: the first that holds decides; batched calls where none does.
+        rules: the first that holds decides; see `ALLOWED` where none does.
     """
 
     device: str
@@ -58,7 +65,7 @@ class WayTable:
         for rule in self.rules:
             if rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count:
                 return rule.way
-        return "batch"
+        return ALLOWED[direction][0]
 
     def save(self, path: Path) -> None:
         """Write the table to a file, in one step; its folder is made."""
@@ -76,8 +83,7 @@ def read_table(path: Path) -> WayTable | None:
             return None
         rules = tuple(Rule(**rule) for rule in written["rules"])
         known = all(
-            rule.way in WAYS
-            and rule.direction in get_args(Direction)
+            rule.way in ALLOWED.get(rule.direction, ())
             and isinstance(rule.max_bytes, int)
             and isinstance(rule.max_count, int)
             and max(rule.max_bytes, rule.max_count) <= MOST
@@ -104,13 +110,15 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
         rules: the first that holds decides.
 
     Raises:
-        InvalidArgumentError: a rule names no way or direction.
+        InvalidArgumentError: a rule names no direction, or no way that copies in that direction may take.
     """
     for rule in rules:
-        if rule.way not in WAYS or rule.direction not in get_args(Direction):
-            raise InvalidArgumentError(f"{rule} is not of {', '.join(WAYS)} and {', '.join(get_args(Direction))}")
+        if rule.way not in ALLOWED.get(rule.direction, ()):
+            allowed = "; ".join(f"{direction}: {', '.join(ways)}" for direction, ways in ALLOWED.items())
+            raise InvalidArgumentError(f"{rule} is not of {allowed}")
     if op_library().loaded:
-        numbers = [[rule.direction == "d2h", rule.max_bytes, rule.max_count, WAYS[rule.way]] for rule in rules]
+        places = list(ALLOWED)
+        numbers = [[places.index(r.direction), r.max_bytes, r.max_count, WAYS[r.way]] for r in rules]
         torch.ops.blockyard.set_ways(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
 
 
@@ -130,9 +138,10 @@ def use_cached(index: int) -> WayTable | None:
 
 @contextmanager
 def forced(index: int, way: WayName) -> Iterator[None]:
-    """Send all copies of one device one way, as measuring wants it; then the calibrated table holds again."""
+    """Send all copies of one device that may go one way there, as measuring wants it; then the table holds again."""
     table = use_cached(index)
-    use_rules(index, tuple(Rule(direction, MOST, MOST, way) for direction in get_args(Direction)))
+    directions = [direction for direction in get_args(Direction) if way in ALLOWED[direction]]
+    use_rules(index, tuple(Rule(direction, MOST, MOST, way) for direction in directions))
     try:
         yield
     finally:

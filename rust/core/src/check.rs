@@ -19,6 +19,7 @@ impl Manager {
         let quotas = || self.pool(Tier::Device).check_quotas().map_or(Ok(()), Err);
         self.check_promises()
             .and_then(|()| self.check_pins())
+            .and_then(|()| self.check_moves())
             .and_then(|()| quotas())
             .map_err(|what| Error::Broken { what })?;
         let events = self.events().and_then(|events| events.check(&self.pools));
@@ -46,7 +47,7 @@ impl Manager {
             }
         }
         let pool = self.pool(tier);
-        for block in (0..).map(BlockId).take(pool.len()) {
+        for block in (0..).map(BlockId).take(pool.extent()) {
             let refs = refs.remove(&block).unwrap_or(0);
             if let Some(what) = pool.check(block, refs, leases.remove(&block).unwrap_or_default()) {
                 return Err(what);
@@ -56,6 +57,9 @@ impl Manager {
                     return Err(format!("{tier} block {block}: its twin, {other} block {twin}, has another twin"));
                 }
             }
+        }
+        if let Some(what) = pool.check_tail() {
+            return Err(what);
         }
         match refs.keys().chain(leases.keys()).next() {
             Some(block) => Err(format!("{tier} block {block} is in use and beyond the {} of the tier", pool.len())),

@@ -23,11 +23,13 @@ pub enum Reason {
     Lost,
     /// It holds other tokens now.
     Replaced,
+    /// Its bytes lie in another block now; that it is stored there is told next.
+    Moved,
 }
 
 impl Reason {
     /// All reasons, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Evicted, Self::Lost, Self::Replaced];
+    pub const ALL: [Self; 4] = [Self::Evicted, Self::Lost, Self::Replaced, Self::Moved];
 
     /// The reason's name in Python.
     #[must_use]
@@ -36,6 +38,7 @@ impl Reason {
             Self::Evicted => "evicted",
             Self::Lost => "lost",
             Self::Replaced => "replaced",
+            Self::Moved => "moved",
         }
     }
 }
@@ -202,7 +205,7 @@ impl Events {
         for (keys, pool) in keys.iter_mut().zip(pools) {
             if pool.is_caching() {
                 pool.note_removals(capacity);
-                keys.resize(pool.len(), NOTHING);
+                keys.resize(pool.extent(), NOTHING);
             }
         }
         Ok(Self { ring: Ring::new(capacity), taken: 0, keys, last: None })
@@ -220,6 +223,13 @@ impl Events {
             *known = Told { key: exported, parent, lora_id, group };
         }
         self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id, group });
+    }
+
+    /// The pools have as many blocks from now on as they say.
+    pub(crate) fn grow(&mut self, pools: &[Pool; 3]) {
+        for (keys, pool) in self.keys.iter_mut().zip(pools).filter(|(_, pool)| pool.is_caching()) {
+            keys.resize(pool.extent().max(keys.len()), NOTHING);
+        }
     }
 
     /// What was told of a block.
@@ -281,7 +291,7 @@ impl Events {
         }
         for pool in pools.iter().filter(|pool| pool.is_caching()) {
             let keys = &self.keys[pool.tier().index()];
-            if keys.len() != pool.len() || !pool.notes_removals() {
+            if keys.len() < pool.extent() || !pool.notes_removals() {
                 return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), keys.len()));
             }
             let mut blocks = (0..).map(BlockId).zip(keys);

@@ -102,6 +102,18 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// A user of the block wants it kept; 0 to [`MAX_PRIORITY`].
     fn prioritise(&mut self, _block: BlockId, _priority: u8) {}
 
+    /// The pool has so many blocks from now on; blocks beyond are evictable no more. Those that were there before keep
+    /// what is known of them.
+    fn resize(&mut self, _blocks: usize) {}
+
+    /// The bytes of a block, evictable or not, lie in another from now on, of which nothing is known: that takes its place.
+    /// Unless a policy does better, it takes the place of a block that has just become evictable.
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        if self.remove(from, Departure::Gone) {
+            self.insert(to);
+        }
+    }
+
     /// A copy.
     fn boxed_clone(&self) -> Box<dyn Evictor>;
 }
@@ -272,6 +284,10 @@ impl Policy {
         dispatch!(self, policy => policy.publish(block, depth, tag));
     }
 
+    pub(crate) fn resize(&mut self, blocks: usize) {
+        dispatch!(self, policy => policy.resize(blocks));
+    }
+
     pub(crate) fn begin_chain(&mut self) {
         dispatch!(self, policy => policy.begin_chain());
     }
@@ -283,6 +299,10 @@ impl Policy {
 
     pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
         dispatch!(self, policy => policy.prioritise(block, priority));
+    }
+
+    pub(crate) fn relocate(&mut self, from: BlockId, to: BlockId) {
+        dispatch!(self, policy => policy.relocate(from, to));
     }
 }
 

@@ -33,6 +33,8 @@ pub struct Lease {
 pub(crate) struct Tickets {
     open: TicketId,
     collected: Vec<Held>,
+    /// Moves of the present step, `[from, to]`: it writes their targets.
+    moves: Vec<[u32; 2]>,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[Bytes; 2]>>,
@@ -46,6 +48,12 @@ pub(crate) type Bytes = (BlockId, u32);
 struct Ticket {
     held: Vec<Held>,
     copies: Vec<[Bytes; 2]>,
+    moves: Vec<[u32; 2]>,
+}
+
+/// Leases on the targets of moves on the device.
+fn targets(moves: &[[u32; 2]]) -> impl Iterator<Item = Lease> {
+    moves.iter().map(|&[_, to]| Lease { tier: Tier::Device, kind: LeaseKind::Write, block: BlockId(to) })
 }
 
 /// What a ticket holds, in the order in which it was collected.
@@ -95,7 +103,13 @@ impl HeldRuns {
 
 impl Tickets {
     pub(crate) fn new() -> Self {
-        Self { open: TicketId(1), collected: Vec::new(), submitted: BTreeMap::new(), ended_copies: BTreeMap::new() }
+        Self {
+            open: TicketId(1),
+            collected: Vec::new(),
+            moves: Vec::new(),
+            submitted: BTreeMap::new(),
+            ended_copies: BTreeMap::new(),
+        }
     }
 
     /// No tickets but the one to be collected.
@@ -129,8 +143,8 @@ impl Tickets {
     /// Ends the present step: its leases belong to the returned ticket from now on.
     pub(crate) fn submit(&mut self, copies: Vec<[Bytes; 2]>) -> TicketId {
         let ticket = self.open;
-        let held = std::mem::take(&mut self.collected);
-        self.submitted.insert(ticket, Ticket { held, copies });
+        let (held, moves) = (std::mem::take(&mut self.collected), std::mem::take(&mut self.moves));
+        self.submitted.insert(ticket, Ticket { held, copies, moves });
         self.open = TicketId(ticket.0 + 1);
         ticket
     }
@@ -152,19 +166,21 @@ impl Tickets {
 
     /// Leases of a submitted ticket.
     pub(crate) fn get(&self, ticket: TicketId) -> Option<impl Iterator<Item = Lease>> {
-        self.submitted.get(&ticket).map(|ticket| ticket.held.iter().flat_map(Held::leases))
+        self.submitted
+            .get(&ticket)
+            .map(|ticket| ticket.held.iter().flat_map(Held::leases).chain(targets(&ticket.moves)))
     }
 
     /// Leases of a submitted ticket or of the present step's.
     pub(crate) fn of(&self, ticket: TicketId) -> impl Iterator<Item = Lease> {
-        let submitted = self.submitted.get(&ticket).map(|ticket| &ticket.held);
-        let held = if ticket == self.open { Some(&self.collected) } else { submitted };
-        held.into_iter().flatten().flat_map(Held::leases)
+        let submitted = self.submitted.get(&ticket).map(|ticket| (&ticket.held, &ticket.moves));
+        let held = if ticket == self.open { Some((&self.collected, &self.moves)) } else { submitted };
+        held.into_iter().flat_map(|(held, moves)| held.iter().flat_map(Held::leases).chain(targets(moves)))
     }
 
     /// Closes a submitted ticket and gives back what it held.
     pub(crate) fn close(&mut self, ticket: TicketId) -> Option<Vec<Held>> {
-        let Ticket { held, copies } = self.submitted.remove(&ticket)?;
+        let Ticket { held, copies, moves: _ } = self.submitted.remove(&ticket)?;
         let first = self.submitted.keys().next().copied().unwrap_or(self.open);
         if first < ticket && !copies.is_empty() {
             self.ended_copies.insert(ticket, copies);
@@ -189,7 +205,34 @@ impl Tickets {
 
     /// Every lease held, the present step's included.
     pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> {
-        self.submitted.values().flat_map(|ticket| &ticket.held).chain(&self.collected).flat_map(Held::leases)
+        let held = self.submitted.values().flat_map(|ticket| &ticket.held).chain(&self.collected);
+        let moves = self.submitted.values().map(|ticket| &ticket.moves).chain([&self.moves]);
+        held.flat_map(Held::leases).chain(moves.flat_map(|moves| targets(moves)))
+    }
+
+    /// Notes a move of the present step.
+    pub(crate) fn collect_move(&mut self, from: BlockId, to: BlockId) {
+        self.moves.push([from.0, to.0]);
+    }
+
+    /// Moves of the present step.
+    pub(crate) fn open_moves(&mut self) -> &mut Vec<[u32; 2]> {
+        &mut self.moves
+    }
+
+    /// Moves of a submitted ticket.
+    pub(crate) fn moves_of(&mut self, ticket: TicketId) -> Option<&mut Vec<[u32; 2]>> {
+        self.submitted.get_mut(&ticket).map(|ticket| &mut ticket.moves)
+    }
+
+    /// Moves under way, the present step's included.
+    pub(crate) fn moves(&self) -> impl Iterator<Item = [u32; 2]> {
+        self.submitted.values().flat_map(|ticket| &ticket.moves).chain(&self.moves).copied()
+    }
+
+    /// The earliest ticket that has not ended, the present step's at the latest.
+    pub(crate) fn first(&self) -> TicketId {
+        self.submitted.keys().next().copied().unwrap_or(self.open)
     }
 }
 

@@ -33,9 +33,9 @@ pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Expired, Manager, PrefixStats, Prompt, Stats,
-    TableRows, TierUse,
+    AllocStatus, BlockExtra, Config, Counts, DecodeBatch, Demand, Expired, Manager, MoveStats, Moves, PrefixStats,
+    Prompt, Resize, Stats, TableRows, TierUse,
 };
 pub use plan::{End, Pieces, Region, Route, Run, Side, Span, merge_runs, order_moves, orders};
-pub use pool::Policies;
+pub use pool::{BlockUse, Policies};
 pub use reuse::ReuseOrder;

@@ -1,7 +1,8 @@
 //! The blocks of one tier: reference counts, leases, which of them are free, and which still hold findable bytes.
 //!
 //! Invariant, for a block without references: without leases it is in `free`, or evictable if it is published; with none
-//! but drains it is in `draining`; else its leases hold it. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
+//! but drains it is in `draining`; else its leases hold it. Beyond the end of a pool that has shrunk it is in none of
+//! them, and none of its bytes are findable. `Pool::take`, `Pool::claim`, `Pool::release` and the calls
 //! of `bulk`, which do the same to many blocks, are the only ways in and out.
 
 use crate::error::{Error, Result};
@@ -16,10 +17,14 @@ use cached::Cache;
 
 mod bulk;
 mod cached;
+mod places;
 mod publish;
 mod quota;
+mod resize;
 mod snapshot;
 pub(crate) use publish::Published;
+pub use resize::BlockUse;
+pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
 
 /// Most blocks that one tier can have: ids share a word with a tier where a block's twin is kept.
@@ -80,8 +85,12 @@ pub struct Pool {
     evictions: u64,
     /// Most blocks that were not free at once.
     peak: usize,
+    /// What is in use beyond the end, where the pool has shrunk.
+    tail: Tail,
     /// Where events are on: what was removed and not yet gathered.
     removals: Option<Box<Removals>>,
+    /// Where blocks have been asked to move.
+    moves: Option<Box<places::Moves>>,
 }
 
 impl Pool {
@@ -105,8 +114,20 @@ impl Pool {
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
-        let orphans = Vec::new();
-        Ok(Self { tier, blocks, nodes, free, draining, cache, orphans, evictions: 0, peak: 0, removals: None })
+        Ok(Self {
+            tier,
+            blocks,
+            nodes,
+            free,
+            draining,
+            cache,
+            orphans: Vec::new(),
+            evictions: 0,
+            peak: 0,
+            tail: Tail::default(),
+            removals: None,
+            moves: None,
+        })
     }
 
     /// The tier that the blocks are in.
@@ -125,18 +146,6 @@ impl Pool {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
-    }
-
-    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted.
-    #[must_use]
-    pub fn free(&self) -> usize {
-        self.free.len() + self.evictable()
-    }
-
-    /// Free blocks, and those that device work ordered after their readers may have.
-    #[must_use]
-    pub fn available(&self) -> usize {
-        self.free() + self.draining.len()
     }
 
     /// Free blocks that hold nothing findable, in the order in which they are given out; nothing is taken.
@@ -223,6 +232,9 @@ impl Pool {
         self.open(&out[first..], leases);
         let ready = out.len() - first;
         if ready == count {
+            if self.moves.is_some() {
+                self.note_taken(&out[first..]);
+            }
             self.note_peak();
             return false;
         }
@@ -237,6 +249,7 @@ impl Pool {
         for &block in &out[first + ready..] {
             self.nodes[block.index()].drains |= leases;
         }
+        self.note_taken(&out[first..]);
         self.note_peak();
         drained
     }
@@ -255,6 +268,7 @@ impl Pool {
             self.nodes.resize(grown(block, self.nodes.capacity()), Node::default());
         }
         self.nodes[block.index()].refs = 1;
+        self.note_written(block);
     }
 
     /// Takes block 0 of a new pool, the first one in every order, for good: it stands in tables for what is not there.
@@ -271,7 +285,7 @@ impl Pool {
 
     /// Notes how many blocks are not free, where a call has made them more.
     pub(crate) fn note_peak(&mut self) {
-        self.peak = self.peak.max(self.len() - self.free());
+        self.peak = self.peak.max(self.used());
     }
 
     /// Adds references to a block that has some.
@@ -296,6 +310,9 @@ impl Pool {
         node.generation = node.generation.wrapping_add(1);
         let twin = if node.tag == 0 { decode(std::mem::take(&mut node.twin)) } else { None };
         self.free.used(block);
+        if self.is_beyond(block) {
+            return self.leave(block).or(twin);
+        }
         self.settle(block, false);
         twin
     }
@@ -319,6 +336,7 @@ impl Pool {
             LeaseKind::Drain => node.drains += 1,
             LeaseKind::Write => node.drains |= WRITING,
         }
+        self.refresh(block);
         Ok(())
     }
 
@@ -330,7 +348,11 @@ impl Pool {
             LeaseKind::Drain => node.drains -= 1,
             LeaseKind::Write => node.drains &= !WRITING,
         }
-        if node.refs == 0 {
+        let (live, leased) = (node.refs > 0, node.is_leased());
+        if live || self.is_beyond(block) {
+            self.let_go(usize::from(!live && !leased));
+            self.refresh(block);
+        } else {
             self.begin_chain();
             self.settle(block, true);
         }
@@ -366,28 +388,32 @@ impl Pool {
         } else if node.is_draining() {
             self.draining.insert(block);
         }
+        self.refresh(block);
     }
 
     /// What does not hold about one block, given the references and leases counted from outside.
     pub(crate) fn check(&self, block: BlockId, refs: u32, leases: [u16; 3]) -> Option<String> {
         let node = self.node(block);
         let found = [node.drains & !WRITING, node.reads, u16::from(node.drains & WRITING != 0)];
+        let idle = refs == 0 && !node.is_leased() && !self.is_beyond(block);
         let what = if node.refs != refs {
             format!("{} references, counted {refs}", node.refs)
         } else if found != leases {
             format!("leases [drain, read, write] {found:?}, counted {leases:?}")
-        } else if self.free.contains(block) != (refs == 0 && !node.is_leased() && node.tag == 0) {
+        } else if self.is_beyond(block) && refs == 0 && node.tag != 0 {
+            "findable, unused and beyond the end".to_owned()
+        } else if self.free.contains(block) != (idle && node.tag == 0) {
             format!("free is {}", self.free.contains(block))
-        } else if self.is_evictable(block) != (refs == 0 && !node.is_leased() && node.tag != 0) {
+        } else if self.is_evictable(block) != (idle && node.tag != 0) {
             format!("evictable is {}", self.is_evictable(block))
         } else if self.finds(block) != (node.tag != 0) {
             format!("found by its key is {}", self.finds(block))
-        } else if self.draining.contains(block) != node.is_draining() {
+        } else if self.draining.contains(block) != (node.is_draining() && !self.is_beyond(block)) {
             format!("draining is {}", self.draining.contains(block))
         } else if refs == 0 && node.tag == 0 && node.twin != 0 {
             "a twin without bytes".to_owned()
         } else {
-            return None;
+            self.check_place(block, node)?
         };
         Some(format!("{} block {block}: {what}", self.tier))
     }

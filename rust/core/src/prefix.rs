@@ -33,6 +33,21 @@ impl PrefixIndex {
         Self { words, first, buckets, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
+    /// Makes room for so many blocks; what is in the table stays.
+    pub(crate) fn grow(&mut self, blocks: usize) {
+        if blocks / BLOCKS < self.buckets {
+            return;
+        }
+        let former = std::mem::replace(self, Self::new(blocks));
+        self.keys.extend_from_slice(&former.keys);
+        for at in 0..former.buckets {
+            for &slot in former.bucket(at)[..SLOTS].iter().filter(|&&slot| slot != 0) {
+                let block = block_of(slot);
+                self.insert(block, former.keys[block.index()]);
+            }
+        }
+    }
+
     /// Keys in the table.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -118,6 +133,27 @@ impl PrefixIndex {
         true
     }
 
+    /// Puts another block, which has no key, in the place of one with a key of that tag.
+    pub(crate) fn rename(&mut self, from: BlockId, to: BlockId, tag: u32) {
+        let (mut at, wanted) = (self.home(tag), slot(from, tag));
+        loop {
+            let bucket = self.bucket_mut(at);
+            let found = mask(bucket, |slot| slot == wanted);
+            if found != 0 {
+                bucket[found.trailing_zeros() as usize] = slot(to, tag);
+                break;
+            }
+            if bucket[SLOTS] == 0 {
+                return;
+            }
+            at = self.next(at);
+        }
+        if to.index() >= self.keys.len() {
+            self.keys.resize(grown(to, self.keys.capacity()), Key::default());
+        }
+        self.keys[to.index()] = self.keys[from.index()];
+    }
+
     #[inline]
     fn find_in(&self, bucket: &[u64], key: &Key) -> Option<BlockId> {
         let mut alike = with_tag(bucket, key.tag());
@@ -200,7 +236,7 @@ mod tests {
     proptest! {
         #[test]
         fn agrees_with_a_map(
-            buckets in 4usize..9, ops in prop::collection::vec((any::<bool>(), 0u32..24), 0..400),
+            buckets in 4usize..9, ops in prop::collection::vec((any::<bool>(), 0u32..24), 0..400), spare in 24u32..2000,
         ) {
             // With few buckets, many keys have to go on to the next.
             let mut index = PrefixIndex { buckets, ..PrefixIndex::new(24) };
@@ -211,7 +247,12 @@ mod tests {
                     prop_assert_eq!(index.insert(block, key(n)), None);
                     prop_assert_eq!(index.insert(BlockId(23 - n), key(n)), Some(block));
                     model.insert(n, block);
+                    if n % 3 == 0 {
+                        index.rename(block, BlockId(spare + n), key(n).tag());
+                        model.insert(n, BlockId(spare + n));
+                    }
                 } else if !add {
+                    let block = model.get(&n).copied().unwrap_or(block);
                     prop_assert_eq!(index.remove(block, key(n).tag()), model.remove(&n).is_some());
                 }
                 prop_assert_eq!(index.len(), model.len());

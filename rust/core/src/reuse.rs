@@ -12,6 +12,7 @@ use std::fmt;
 use std::ops::Range;
 
 mod pages;
+mod resize;
 mod scan;
 mod set;
 pub use pages::MAX_PAGE_BLOCKS;
@@ -87,12 +88,12 @@ impl FreeBlocks {
         }
     }
 
-    /// Takes one block out of its turn, for an owner who keeps an order of its own; a queue gives blocks in turn only.
+    /// Takes one block out of its turn; returns whether it was free.
     pub(crate) fn remove(&mut self, block: BlockId) -> bool {
         match self {
             Self::Lowest(set) => set.remove(block),
             Self::Paged(pages) => pages.remove(block),
-            Self::Queue(_) => false,
+            Self::Queue(queue) => queue.remove(block),
         }
     }
 
@@ -279,6 +280,24 @@ impl FreeQueue {
         }
     }
 
+    /// Takes a block out of its turn. Those that were never taken before it are next after all that never were.
+    fn remove(&mut self, block: BlockId) -> bool {
+        if !self.contains(block) {
+            return false;
+        }
+        if block.0 >= self.fresh {
+            for passed in (self.fresh..block.0).rev().map(BlockId) {
+                self.overdue.push_front(passed);
+                self.free.insert(passed);
+            }
+            self.fresh = block.0 + 1;
+            return true;
+        }
+        self.overdue.retain(|&other| other != block);
+        self.rings.remove(block);
+        self.free.remove(block)
+    }
+
     fn pop(&mut self) -> Option<BlockId> {
         if self.fresh < self.blocks {
             self.fresh += 1;
@@ -316,16 +335,18 @@ mod tests {
     proptest! {
         #[test]
         fn queues_give_blocks_in_the_order_of_their_return_or_of_their_last_use(
-            by_use in any::<bool>(), ops in prop::collection::vec((0u8..5, 0usize..12), 0..300),
+            by_use in any::<bool>(), ops in prop::collection::vec((0u8..6, 0usize..12), 0..300),
         ) {
             let mut queue = FreeQueue::full(12, by_use);
             let mut free: Vec<u32> = (0..12).collect();
+            let mut fresh = 0;
             let (mut taken, mut leased): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
             for (op, n) in ops {
                 match op {
                     0 | 1 => {
                         let first = queue.pop();
                         prop_assert_eq!(first, (!free.is_empty()).then(|| BlockId(free.remove(0))));
+                        fresh += u32::from(first == Some(BlockId(fresh)));
                         taken.extend(first.map(|block| block.0));
                     }
                     2 if n < taken.len() => {
@@ -344,6 +365,21 @@ mod tests {
                         let block = leased.remove(0);
                         queue.insert(BlockId(block));
                         free.push(block);
+                    }
+                    5 => {
+                        let block = u32::try_from(n).unwrap();
+                        let place = free.iter().position(|&other| other == block);
+                        prop_assert_eq!(queue.remove(BlockId(block)), place.is_some());
+                        if let Some(place) = place {
+                            free.remove(place);
+                            taken.push(block);
+                            if block >= fresh {
+                                // Those that it passes over come after all others that were never taken.
+                                let passed = (block - fresh) as usize;
+                                free[..passed + (11 - block) as usize].rotate_left(passed);
+                                fresh = block + 1;
+                            }
+                        }
                     }
                     _ => {}
                 }

@@ -6,7 +6,7 @@
 //! a time, so that no call is slow.
 
 use crate::id::BlockId;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 /// Entries in a chunk: memory is taken and given back in pieces of 8 KiB.
 const CHUNK: usize = 1024;
@@ -114,17 +114,25 @@ pub(crate) struct Rings {
     entries: usize,
     /// Ring that is being swept.
     sweeping: usize,
+    /// Stamps of entries that name another block than theirs, until they are next met: whose they are.
+    renamed: HashMap<u32, BlockId>,
 }
 
 impl Rings {
     pub(crate) fn new(blocks: usize, rings: usize) -> Self {
         let rings = vec![Ring::default(); rings];
-        Self { each: rings, stamps: vec![0; blocks], clock: 0, len: 0, entries: 0, sweeping: 0 }
+        let (stamps, renamed) = (vec![0; blocks], HashMap::new());
+        Self { each: rings, stamps, clock: 0, len: 0, entries: 0, sweeping: 0, renamed }
     }
 
     /// Makes room for more rings.
     pub(crate) fn grow(&mut self, rings: usize) {
         self.each.resize(rings.max(self.each.len()), Ring::default());
+    }
+
+    /// Makes room for blocks up to so many.
+    pub(crate) fn make_room(&mut self, blocks: usize) {
+        self.stamps.resize(blocks.max(self.stamps.len()), 0);
     }
 
     /// Blocks in all rings.
@@ -135,7 +143,22 @@ impl Rings {
     /// Blocks of a ring, first to last.
     pub(crate) fn iter(&self, ring: usize) -> impl Iterator<Item = BlockId> + '_ {
         let entries = self.each.get(ring).into_iter().flat_map(|ring| ring.swept.iter().chain(ring.rest.iter()));
-        entries.filter(|(block, stamp)| self.stamps[block.index()] == *stamp).map(|(block, _)| *block)
+        let block = |&(block, stamp): &Entry| {
+            let block =
+                if self.stamps[block.index()] == stamp { Some(block) } else { self.renamed.get(&stamp).copied() };
+            block.filter(|block| self.stamps[block.index()] == stamp)
+        };
+        entries.filter_map(block)
+    }
+
+    /// Puts a block that is in no ring in the place of another, if that is in one.
+    pub(crate) fn rename(&mut self, from: BlockId, to: BlockId) {
+        let stamp = std::mem::take(&mut self.stamps[from.index()]);
+        if stamp != 0 {
+            debug_assert!(!self.contains(to), "a block in two places");
+            self.stamps[to.index()] = stamp;
+            self.renamed.insert(stamp, to);
+        }
     }
 
     /// Whether a block is in a ring.
@@ -172,7 +195,7 @@ impl Rings {
         let ring = &mut self.each[ring];
         while let Some((block, stamp)) = ring.swept.pop().or_else(|| ring.rest.pop()) {
             self.entries -= 1;
-            if self.stamps[block.index()] == stamp {
+            if let Some(block) = current((block, stamp), &self.stamps, &mut self.renamed) {
                 self.stamps[block.index()] = 0;
                 self.len -= 1;
                 return Some(block);
@@ -197,7 +220,12 @@ impl Rings {
                 *stamp = self.stamps[block.index()];
             }
             for (found, &(block, stamp)) in stamps.iter().zip(entries) {
-                if *found == stamp {
+                let block = if *found == stamp {
+                    Some(block)
+                } else {
+                    current((block, stamp), &self.stamps, &mut self.renamed)
+                };
+                if let Some(block) = block {
                     self.stamps[block.index()] = 0;
                     self.len -= 1;
                     count -= 1;
@@ -216,9 +244,11 @@ impl Rings {
         loop {
             let queue = if ring.swept.first().is_some() { &mut ring.swept } else { &mut ring.rest };
             let (block, stamp) = queue.first()?;
-            if self.stamps[block.index()] == stamp {
+            let renamed = || self.renamed.get(&stamp).is_some_and(|block| self.stamps[block.index()] == stamp);
+            if self.stamps[block.index()] == stamp || renamed() {
                 return Some(self.clock.wrapping_sub(stamp));
             }
+            self.renamed.remove(&stamp);
             queue.pop();
             self.entries -= 1;
         }
@@ -233,13 +263,26 @@ impl Rings {
                 self.sweeping = (self.sweeping + 1) % self.each.len();
                 return;
             };
-            if self.stamps[entry.0.index()] == entry.1 {
-                swept.push(entry);
+            if let Some(block) = current(entry, &self.stamps, &mut self.renamed) {
+                swept.push((block, entry.1));
             } else {
                 self.entries -= 1;
             }
         }
     }
+}
+
+/// The block that an entry is of, if it counts; a name that the entry lacks is told once.
+#[inline]
+fn current(entry: Entry, stamps: &[u32], renamed: &mut HashMap<u32, BlockId>) -> Option<BlockId> {
+    let (block, stamp) = entry;
+    if stamps[block.index()] == stamp {
+        return Some(block);
+    }
+    if renamed.is_empty() {
+        return None;
+    }
+    renamed.remove(&stamp).filter(|block| stamps[block.index()] == stamp)
 }
 
 #[cfg(test)]
@@ -250,7 +293,7 @@ mod tests {
     proptest! {
         #[test]
         fn each_ring_gives_its_blocks_in_the_order_in_which_they_came(
-            ops in prop::collection::vec((0u8..6, 0u32..40, 0usize..3), 0..2000),
+            ops in prop::collection::vec((0u8..7, 0u32..40, 0usize..3), 0..2000),
         ) {
             let mut rings = Rings::new(40, 3);
             let mut model: [Vec<u32>; 3] = [vec![], vec![], vec![]];
@@ -277,6 +320,14 @@ mod tests {
                         rings.pop_into(ring, n as usize / 4, &mut taken);
                         let count = (n as usize / 4).min(model[ring].len());
                         prop_assert!(taken.iter().map(|block| block.0).eq(model[ring].drain(..count)));
+                    }
+                    6 => {
+                        let to = (n * 7 + 3) % 40;
+                        let place = model.iter_mut().flatten().find(|m| **m == n);
+                        if let Some(place) = place.filter(|_| !rings.contains(BlockId(to))) {
+                            rings.rename(BlockId(n), BlockId(to));
+                            *place = to;
+                        }
                     }
                     _ => {}
                 }

@@ -19,9 +19,11 @@ const MAX_SEQUENCES: usize = 1 << 24;
 pub(crate) struct Table {
     /// Counts changes.
     version: u32,
-    /// Version that the last change of entries that there were led to, and the first of those entries.
+    /// Version that the last change of entries that there were led to.
     edited: u32,
+    /// The first entry that has changed since the version `edited_since`.
     edited_from: u32,
+    edited_since: u32,
     blocks: Vec<BlockId>,
 }
 
@@ -38,7 +40,7 @@ impl Table {
     pub(crate) fn unchanged(&self, version: u32, filled: usize) -> usize {
         if version == self.version || version.wrapping_sub(self.edited) < 1 << 31 {
             filled
-        } else if version.wrapping_add(1) == self.edited {
+        } else if version.wrapping_sub(self.edited_since) < 1 << 31 {
             filled.min(self.edited_from as usize)
         } else {
             0
@@ -118,9 +120,15 @@ impl Table {
     }
 
     fn edit(&mut self, from: usize) {
+        let from = u32::try_from(from).unwrap_or(u32::MAX);
+        // Several entries often change one after the other, and who has a copy asks only then.
+        if self.edited == self.version && self.edited_from > 0 {
+            self.edited_from = self.edited_from.min(from);
+        } else {
+            (self.edited_from, self.edited_since) = (from, self.version);
+        }
         self.version = self.version.wrapping_add(1);
         self.edited = self.version;
-        self.edited_from = u32::try_from(from).unwrap_or(u32::MAX);
     }
 }
 
@@ -335,6 +343,11 @@ impl Rows {
         &mut self.entries[sequence.row() as usize]
     }
 
+    /// A row in use of that number.
+    pub(crate) fn in_use(&self, row: u32) -> Option<&Row> {
+        self.entries.get(row as usize).filter(|row| row.generation & 1 == 1)
+    }
+
     /// Begins a batch call: rows named from now on are noted, so that a repetition shows.
     pub(crate) fn begin_batch(&mut self) {
         self.epoch = self.epoch.wrapping_add(1);
@@ -409,6 +422,25 @@ mod tests {
         let second = rows.open(Tier::Device, vec![BlockId(5)]);
         assert_eq!(first.row(), second.row());
         assert!(rows.at(second).table.version() > version);
+    }
+
+    #[test]
+    fn a_copy_has_what_lies_before_all_entries_that_were_changed_since() {
+        let mut table = Table::new((0..8).map(BlockId).collect());
+        table.extend_with(|blocks| blocks.push(BlockId(8)));
+        let before = table.version();
+        table.replace(7, BlockId(17));
+        let between = table.version();
+        table.replace(3, BlockId(13));
+        table.replace(5, BlockId(15));
+        assert_eq!((table.unchanged(before, 9), table.unchanged(between, 9)), (3, 3));
+        assert_eq!((table.unchanged(table.version(), 9), table.unchanged(before - 1, 8)), (9, 0));
+        table.set(Vec::new());
+        assert_eq!(table.unchanged(before, 9), 0);
+        table.extend_with(|blocks| blocks.extend((0..9).map(BlockId)));
+        let filled = table.version();
+        table.replace(4, BlockId(14));
+        assert_eq!(table.unchanged(filled, 9), 4);
     }
 
     #[test]

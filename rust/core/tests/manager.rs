@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, SequenceId, TicketId,
-    Tier,
+    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, Resize, SequenceId,
+    TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -25,8 +25,12 @@ mod groups;
 mod keep;
 #[path = "manager/memory.rs"]
 mod memory;
+#[path = "manager/moves.rs"]
+mod moves;
 #[path = "manager/ops.rs"]
 mod ops;
+#[path = "manager/resize.rs"]
+mod resize;
 
 use memory::Transfer;
 pub(crate) use ops::{Op, Setup, op, setup};
@@ -74,6 +78,8 @@ pub(crate) struct World {
     findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
     events: u64,
     pins: Vec<keep::Held>,
+    /// How far the device's last change of size had come.
+    resized: Resize,
 }
 
 /// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
@@ -92,6 +98,7 @@ impl World {
             manager.record_events(1 << 16).unwrap();
         }
         let memory = blocks.map(|n| vec![GARBAGE; n]);
+        let resized = manager.resize_progress();
         Self {
             manager,
             memory,
@@ -111,6 +118,7 @@ impl World {
             findable: BTreeMap::new(),
             events: 0,
             pins: vec![],
+            resized,
         }
     }
 
@@ -192,10 +200,14 @@ impl World {
         let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[] };
         let cached = self.manager.cached_tokens(&prompt).unwrap();
         let before = self.manager.pool(Tier::Device).available();
+        let wanted = self.manager.blocks_to_allocate(&prompt).unwrap();
         let mut out = Vec::new();
         match self.manager.allocate_chunks(&[prompt], chunk, &mut out) {
             Ok(()) => {
                 let (sequence, hit) = out[0];
+                let rest = self.manager.pool(Tier::Device).available();
+                // What is pinned or late is counted, and is not among the free ones.
+                assert!(before - rest <= wanted && (wanted <= before || chunk < tokens), "{before} - {rest}, {wanted}");
                 assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
                 let (opened, most) =
                     (self.manager.num_tokens(sequence).unwrap(), tokens.min(hit.saturating_add(chunk)));
@@ -210,7 +222,8 @@ impl World {
                 self.write(sequence, hit);
             }
             Err(Error::InvalidArgument { .. }) => assert!(self.has_encoder()),
-            Err(error) => assert!(matches!(error, Error::OutOfBlocks { free, .. } if free == before), "{error}"),
+            Err(Error::OutOfBlocks { free, .. }) => assert!(free == before && wanted > before, "{wanted} of {before}"),
+            Err(error) => unreachable!("{error}"),
         }
     }
 
@@ -329,6 +342,7 @@ impl World {
             }
             Op::Bound(op) => self.apply_bound(op),
             Op::Keep(op) => self.apply_keep(op),
+            Op::Moves(op) => self.apply_moves(op),
             Op::Free(s, n) => {
                 let s = self.pick(s, n);
                 self.free(&s);
@@ -363,10 +377,12 @@ impl World {
                 self.pick(pick, 1).into_iter().for_each(|s| self.come_back(s, lost, tokens));
             }
             Op::Snapshot => self.snapshot(),
+            Op::Resize(n) => self.resize(n),
         }
         self.manager.check().unwrap();
         self.follow();
         self.watch_pins();
+        self.give_back();
     }
 }
 

@@ -102,9 +102,9 @@ impl PyEventBatch {
     /// Names of the numbers in `reasons`; the first is of what was not removed.
     #[classattr]
     #[pyo3(name = "REASONS")]
-    fn reason_names() -> (&'static str, &'static str, &'static str, &'static str) {
-        let [evicted, lost, replaced] = Reason::ALL.map(Reason::name);
-        ("", evicted, lost, replaced)
+    fn reason_names() -> (&'static str, &'static str, &'static str, &'static str, &'static str) {
+        let [evicted, lost, replaced, moved] = Reason::ALL.map(Reason::name);
+        ("", evicted, lost, replaced, moved)
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {

@@ -12,11 +12,13 @@ mod fill;
 mod group;
 mod hostcache;
 mod manager;
+mod moves;
 mod pair;
 mod pin;
 mod plan;
 mod prefix;
 mod quota;
+mod resize;
 mod reuse;
 mod snapshot;
 mod stats;
@@ -47,6 +49,8 @@ mod _core {
     #[pymodule_export]
     use crate::manager::{PyAllocStatus, PyBlockManager};
     #[pymodule_export]
+    use crate::moves::PyDefragReport;
+    #[pymodule_export]
     use crate::pair::PyAllocatorPair;
     #[pymodule_export]
     use crate::pin::PyExpired;
@@ -54,6 +58,8 @@ mod _core {
     use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
+    #[pymodule_export]
+    use crate::resize::PyResizeProgress;
     #[pymodule_export]
     use crate::reuse::PyFreeBlocks;
     #[pymodule_export]

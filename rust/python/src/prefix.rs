@@ -86,6 +86,14 @@ impl PyBlockManager {
         self.lock().cached_tokens(&prompt).map_err(to_py)
     }
 
+    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
+    fn blocks_to_allocate(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<usize> {
+        let tokens = TokenIds::only_read(prompt)?;
+        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
+        self.lock().blocks_to_allocate(&prompt).map_err(to_py)
+    }
+
     fn next_chunk(&self, sequence: Handle, #[pyo3(from_py_with = count)] budget: u32) -> PyResult<u32> {
         self.lock().next_chunk(sequence.0, budget).map_err(to_py)
     }

@@ -28,6 +28,9 @@ pub(crate) struct PyManagerStats {
     swapped_in_blocks: u64,
     spilled_blocks: u64,
     fetched_blocks: u64,
+    moved_blocks: u64,
+    cancelled_moves: u64,
+    failed_moves: u64,
     used_blocks: ByTier,
     peak_blocks: ByTier,
     leased_blocks: ByTier,
@@ -57,6 +60,9 @@ impl From<&Stats> for PyManagerStats {
             swapped_in_blocks: stats.decided(Kind::SwapIn),
             spilled_blocks: stats.decided(Kind::Spill),
             fetched_blocks: stats.decided(Kind::Fetch),
+            moved_blocks: stats.moves.done,
+            cancelled_moves: stats.moves.cancelled,
+            failed_moves: stats.moves.failed,
             used_blocks: by_tier(|tier| tier.used as u64),
             peak_blocks: by_tier(|tier| tier.peak as u64),
             leased_blocks: by_tier(|tier| tier.leased as u64),
@@ -89,6 +95,9 @@ impl PyManagerStats {
             ("swapped_in_blocks", self.swapped_in_blocks),
             ("spilled_blocks", self.spilled_blocks),
             ("fetched_blocks", self.fetched_blocks),
+            ("moved_blocks", self.moved_blocks),
+            ("cancelled_moves", self.cancelled_moves),
+            ("failed_moves", self.failed_moves),
         ];
         for (name, value) in plain {
             dict.set_item(name, value)?;

@@ -27,10 +27,23 @@ pub(crate) struct Leveled {
 
 impl Leveled {
     pub(crate) fn new(blocks: usize, levels: u32) -> Self {
-        #[expect(clippy::cast_possible_truncation, reason = "at most 2^26")]
-        let credit = blocks.clamp(1, MAX_CREDIT) as u32;
+        let credit = Self::credit(blocks);
         let rings = Rings::new(blocks, levels as usize);
         Self { rings, deadlines: vec![0; blocks], floor: 0, now: 0, levels, credit }
+    }
+
+    /// The pool has so many blocks from now on.
+    pub(crate) fn resize(&mut self, blocks: usize) {
+        self.credit = Self::credit(blocks);
+        if blocks > self.deadlines.len() {
+            self.rings.make_room(blocks);
+            self.deadlines.resize(blocks, self.now);
+        }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "at most 2^26")]
+    fn credit(blocks: usize) -> u32 {
+        blocks.clamp(1, MAX_CREDIT) as u32
     }
 
     pub(crate) fn rings(&self) -> &Rings {
@@ -67,6 +80,13 @@ impl Leveled {
     /// The block's bytes are gone, and what was known of it.
     pub(crate) fn forget(&mut self, block: BlockId) {
         self.deadlines[block.index()] = self.now;
+    }
+
+    /// Puts another block in the place of one.
+    pub(crate) fn rename(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.deadlines[to.index()] = self.deadlines[from.index()];
+        self.forget(from);
     }
 
     /// Takes out the block with the earliest deadline.

@@ -48,6 +48,14 @@ impl Evictor for Lru {
         self.0.pop_into(0, count, out);
     }
 
+    fn resize(&mut self, blocks: usize) {
+        self.0.make_room(blocks);
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.0.rename(from, to);
+    }
+
     fn boxed_clone(&self) -> Box<dyn Evictor> {
         Box::new(self.clone())
     }
@@ -101,9 +109,19 @@ impl Evictor for Priority {
         self.levels.hold(block);
     }
 
+    fn resize(&mut self, blocks: usize) {
+        self.levels.resize(blocks);
+        self.wanted.resize(blocks.max(self.wanted.len()), 0);
+    }
+
     fn prioritise(&mut self, block: BlockId, priority: u8) {
         let wanted = &mut self.wanted[block.index()];
         *wanted = (*wanted).max(priority.min(MAX_PRIORITY));
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.levels.rename(from, to);
+        self.wanted[to.index()] = std::mem::take(&mut self.wanted[from.index()]);
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {
@@ -207,6 +225,12 @@ impl Evictor for Adaptive {
         Some(block)
     }
 
+    fn resize(&mut self, blocks: usize) {
+        self.levels.resize(blocks);
+        self.hits.resize(blocks.max(self.hits.len()), 0);
+        self.classes.resize(self.hits.len(), 0);
+    }
+
     fn publish(&mut self, block: BlockId, depth: u32, _: u32) {
         #[expect(clippy::cast_possible_truncation, reason = "at most 32")]
         let class = (u32::BITS - depth.leading_zeros()) as u8;
@@ -220,6 +244,12 @@ impl Evictor for Adaptive {
 
     fn hold(&mut self, block: BlockId) {
         self.levels.hold(block);
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.levels.rename(from, to);
+        self.hits[to.index()] = std::mem::take(&mut self.hits[from.index()]);
+        self.classes[to.index()] = self.classes[from.index()];
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {

@@ -147,6 +147,12 @@ impl Evictor for Quotas {
         self.inner.publish(block, depth, tag);
     }
 
+    fn resize(&mut self, blocks: usize) {
+        self.inner.resize(blocks);
+        self.owners.resize(blocks.max(self.owners.len()), 0);
+        self.rings.make_room(blocks);
+    }
+
     fn begin_chain(&mut self) {
         self.inner.begin_chain();
     }
@@ -157,6 +163,12 @@ impl Evictor for Quotas {
 
     fn prioritise(&mut self, block: BlockId, priority: u8) {
         self.inner.prioritise(block, priority);
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.owners[to.index()] = std::mem::take(&mut self.owners[from.index()]);
+        self.inner.relocate(from, to);
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {

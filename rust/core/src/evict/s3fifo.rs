@@ -111,6 +111,17 @@ impl Evictor for S3Fifo {
         self.hits[block.index()] = u8::from(back);
     }
 
+    fn resize(&mut self, blocks: usize) {
+        if blocks > self.hits.len() {
+            self.rings.make_room(blocks);
+            self.hits.resize(blocks, 0);
+            self.tags.resize(blocks, 0);
+            // A tag's place depends on the size of the table.
+            self.ghosts = vec![0; blocks];
+        }
+        self.small_target = blocks / 10;
+    }
+
     fn begin_chain(&mut self) {
         self.floor = 0;
     }
@@ -118,6 +129,12 @@ impl Evictor for S3Fifo {
     fn hold(&mut self, block: BlockId) {
         let hits = &mut self.hits[block.index()];
         *hits = (*hits).max(self.floor);
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.hits[to.index()] = std::mem::take(&mut self.hits[from.index()]);
+        self.tags[to.index()] = self.tags[from.index()];
     }
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {

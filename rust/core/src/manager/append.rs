@@ -222,6 +222,11 @@ impl Manager {
             self.step.reuses_drained |= take(&mut self.pools, Tier::Device, new, blocks);
             if work.ended == work.slow.len() {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
+                if self.pools[0].follows_places() {
+                    for &Slow { index, .. } in &work.slow {
+                        self.note_new_blocks(batch.sequences[index], 1);
+                    }
+                }
                 return Ok(());
             }
         } else {
@@ -232,6 +237,7 @@ impl Manager {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             let slots = &mut batch.slots[at..at + count as usize];
             let row = self.rows.at_mut(sequence);
+            let before = row.table.len();
             match (slots, fresh.as_slice()) {
                 ([slot], [block, ..]) if batch.lookahead == 0 && ends_block(row, size) => {
                     fresh.next();
@@ -240,6 +246,9 @@ impl Manager {
                 }
                 (slots, _) => self.grow(sequence, count, batch.lookahead, slots, &mut fresh)?,
             }
+            if self.pools[0].follows_places() {
+                self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
+            }
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.at_mut(sequence);
                 let shown = batch.shown.as_deref_mut().map_or(&mut row.shown, |shown| &mut shown[index]);
@@ -247,6 +256,13 @@ impl Manager {
             }
         }
         Ok(())
+    }
+
+    /// Notes whose a row's last blocks are.
+    fn note_new_blocks(&mut self, sequence: SequenceId, count: usize) {
+        let table = &self.rows.at(sequence).table;
+        let from = table.len() - count;
+        self.pools[0].note_owner(sequence.row(), from, &table[from..]);
     }
 
     /// Takes back what the first pass has done to the rows before `passed`.
@@ -326,6 +342,7 @@ impl Manager {
         for i in self.written_blocks(len, count, blocks) {
             let block = self.rows.at(sequence).table[i];
             if self.pools[0].is_exclusive(block) {
+                self.pools[0].note_written(block);
                 self.step.reuses_drained |= self.pools[0].is_drained(block);
                 self.part(block);
             } else {
@@ -367,7 +384,8 @@ impl Manager {
             // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
             // the block may also be a copy of another tier's.
             let own = count > 0 && self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
-            if !row.moving && own {
+            // Nor may it write what is being moved.
+            if !row.moving && own && !self.pools[0].is_moving(block) {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }
@@ -391,6 +409,7 @@ impl Manager {
         if !used {
             release(&mut self.pools, Tier::Device, shared);
             self.rows.at_mut(sequence).table.replace(index, own);
+            self.pools[0].note_owner(sequence.row(), index, &[own]);
             return Ok(());
         }
         self.lease(Tier::Device, shared, LeaseKind::Read)?;
@@ -400,6 +419,7 @@ impl Manager {
         let open = self.tickets.open();
         let row = self.rows.at_mut(sequence);
         row.table.replace(index, own);
+        self.pools[0].note_owner(sequence.row(), index, &[own]);
         row.moving &= row.ticket == open;
         row.ticket = open;
         Ok(())

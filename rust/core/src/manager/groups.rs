@@ -208,6 +208,9 @@ impl Manager {
         self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted - skipped, &mut table);
         let slid = table.iter().take_while(|&&block| self.is_null(block)).count();
         let sequence = self.rows.open(Tier::Device, table);
+        if self.pools[0].follows_places() {
+            self.pools[0].note_owner(sequence.row(), slid, &self.rows.at(sequence).table[slid..]);
+        }
         let open = self.tickets.open();
         let row = self.rows.at_mut(sequence);
         row.len = tokens;

@@ -12,11 +12,13 @@ mod batch;
 mod chunk;
 mod groups;
 mod hostcache;
+mod moves;
 mod pass;
 mod pin;
 mod prefix;
 mod quota;
 mod relocate;
+mod resize;
 mod retention;
 mod snapshot;
 mod stats;
@@ -34,14 +36,17 @@ use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind, Tickets};
 use crate::pool::{Policies, Pool, Twin};
 use crate::table::{Row, Rows};
+use resize::share;
 use std::collections::HashSet;
 use twins::{link, part_orphans, release, release_all, take, unlink};
 
 pub use append::Counts;
 pub use batch::DecodeBatch;
 pub use groups::Demand;
+pub use moves::{MoveStats, Moves};
 pub use pin::Expired;
 pub use prefix::{BlockExtra, PrefixStats, Prompt};
+pub use resize::Resize;
 pub use stats::{Stats, TierUse};
 pub use tables::TableRows;
 
@@ -102,6 +107,7 @@ pub struct Manager {
     block_size: u32,
     groups: Groups,
     watermark: usize,
+    watermark_fraction: f64,
     pub(crate) pools: [Pool; 3],
     rows: Rows,
     tickets: Tickets,
@@ -109,6 +115,7 @@ pub struct Manager {
     stats: PrefixStats,
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
+    moved: MoveStats,
     events: Option<Box<Events>>,
     pins: pin::Pins,
     tenants: quota::Tenants,
@@ -159,13 +166,6 @@ impl Manager {
             let percent = (watermark * 100.0) as i64;
             return Err(invalid("watermark in percent", percent, "0 to 99".to_owned()));
         }
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            clippy::cast_precision_loss,
-            reason = "a fraction of fewer than 2^30 blocks"
-        )]
-        let watermark = (watermark * blocks[0] as f64) as usize;
         let [device, host, external] = blocks;
         let mut pools = [
             Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
@@ -178,16 +178,18 @@ impl Manager {
         Ok(Self {
             block_size,
             groups,
-            watermark,
+            watermark: share(watermark, device),
+            watermark_fraction: watermark,
             pools,
             rows: Rows::new(),
             tickets: Tickets::new(),
             step: OpenStep::default(),
             stats: PrefixStats::default(),
             decided: [0; 7],
+            moved: MoveStats::default(),
             events: None,
             host_cache: None,
-            pins: pin::Pins::new(device / 2),
+            pins: pin::Pins::new(0.5, device),
             tenants: quota::Tenants::default(),
             scratch: Vec::new(),
             work: pass::Work::default(),

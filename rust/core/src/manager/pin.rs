@@ -5,6 +5,7 @@
 //! its blocks are quarantined: held and counted, while the sequences that wait for them can be freed and go on elsewhere.
 
 use super::prefix::Prompt;
+use super::resize::share;
 use super::{Manager, invalid};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
@@ -30,7 +31,8 @@ struct Deadline {
 /// Pins, and the deadlines of tickets.
 #[derive(Debug, Clone)]
 pub(super) struct Pins {
-    /// Most device blocks that may be pinned at once.
+    /// Fraction of the device blocks that may be pinned at once, and how many that are.
+    fraction: f64,
     limit: usize,
     next: u64,
     held: BTreeMap<PinId, Pin>,
@@ -56,9 +58,11 @@ pub struct Expired {
 }
 
 impl Pins {
-    pub(super) fn new(limit: usize) -> Self {
+    /// For so many device blocks.
+    pub(super) fn new(fraction: f64, blocks: usize) -> Self {
         Self {
-            limit,
+            fraction,
+            limit: share(fraction, blocks),
             next: 1,
             held: BTreeMap::new(),
             counts: HashMap::new(),
@@ -68,8 +72,13 @@ impl Pins {
         }
     }
 
-    pub(super) fn limit(&self) -> usize {
-        self.limit
+    pub(super) fn fraction(&self) -> f64 {
+        self.fraction
+    }
+
+    /// The device has so many blocks from now on.
+    pub(super) fn resize(&mut self, blocks: usize) {
+        self.limit = share(self.fraction, blocks);
     }
 
     /// Pins that are held.
@@ -104,14 +113,8 @@ impl Manager {
             let percent = (fraction * 100.0) as i64;
             return Err(invalid("pinned blocks in percent", percent, "0 to 99".to_owned()));
         }
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            clippy::cast_precision_loss,
-            reason = "a fraction of fewer than 2^30 blocks"
-        )]
-        let limit = (fraction * self.pools[0].len() as f64) as usize;
-        self.pins.limit = limit;
+        self.pins.fraction = fraction;
+        self.pins.resize(self.pools[0].len());
         Ok(())
     }
 

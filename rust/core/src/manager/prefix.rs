@@ -110,6 +110,17 @@ impl Manager {
         Ok(u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size))
     }
 
+    /// Device blocks that must be free for [`Manager::allocate_prompts`] of one prompt: new ones, those it loads into, and
+    /// found ones that nothing uses.
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn blocks_to_allocate(&self, prompt: &Prompt<'_>) -> Result<usize> {
+        let found = [self.find_prefix(prompt, 1)?];
+        let loads = self.blocks_to_load(found.iter().flat_map(|found| &found.tail));
+        Ok(self.missing(prompt, &found[0], u32::MAX) + loads + self.idle_blocks(&found))
+    }
+
     /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle
     /// and how many of its first tokens need not be computed. The last token always is to be computed.
     ///

@@ -355,6 +355,9 @@ impl Manager {
         let row = self.rows.at_mut(sequence);
         let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
+        if tier == Tier::Device {
+            self.pools[0].note_owner(sequence.row(), 0, &row.table);
+        }
         row.tier = tier;
         row.ticket = open;
         row.moving = true;

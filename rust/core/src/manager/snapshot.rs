@@ -3,7 +3,8 @@
 use super::pass::Work;
 use super::pin::Pins;
 use super::quota::Tenants;
-use super::{MAX_BLOCK_SIZE, Manager, OpenStep, PrefixStats};
+use super::resize::share;
+use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
 use crate::group::{Group, Groups, NULL_BLOCK};
@@ -18,7 +19,8 @@ use serde::{Deserialize, Serialize};
 struct Image {
     block_size: u32,
     groups: Vec<Group>,
-    watermark: usize,
+    /// Fraction of the device's blocks.
+    watermark: f64,
     open: TicketId,
     reuses_drained: bool,
     pools: [PoolImage; 3],
@@ -27,8 +29,10 @@ struct Image {
     twins: Vec<(Twin, Twin)>,
     stats: PrefixStats,
     decided: [u64; 7],
+    moved: MoveStats,
     events: Option<EventsImage>,
-    pin_limit: usize,
+    /// Fraction of the device's blocks.
+    pin_limit: f64,
     /// Salts of the tenants with quotas, in the order of their numbers.
     salts: Vec<[u8; 32]>,
 }
@@ -43,7 +47,8 @@ impl Manager {
     /// Tickets are in flight, or pins, which count as such, or the open step has transfers.
     pub fn snapshot(&mut self) -> Result<Vec<u8>> {
         let tickets = self.tickets.in_flight_count() + self.pins.len();
-        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum::<usize>();
+        let pairs = pairs + self.tickets.open_moves().len();
         if tickets > 0 || pairs > 0 {
             return Err(Error::Busy { tickets, pairs });
         }
@@ -52,13 +57,15 @@ impl Manager {
         let Self {
             block_size,
             groups,
-            watermark,
+            watermark: _,
+            watermark_fraction,
             pools,
             rows,
             tickets,
             step,
             stats,
             decided,
+            moved,
             events: _,
             // Without tickets nothing is promised; that the host is a cache, its pool says.
             host_cache: _,
@@ -71,7 +78,7 @@ impl Manager {
         let OpenStep { transfers: _, fresh: _, reuses_drained } = step;
         let mut twins = Vec::new();
         for pool in pools {
-            for block in (0..).map(BlockId).take(pool.len()) {
+            for block in (0..).map(BlockId).take(pool.extent()) {
                 let twin = pool.twin(block).filter(|twin| pool.tier() < twin.0);
                 twins.extend(twin.map(|twin| ((pool.tier(), block), twin)));
             }
@@ -79,7 +86,7 @@ impl Manager {
         seal(&Image {
             block_size: *block_size,
             groups: groups.all().to_vec(),
-            watermark: *watermark,
+            watermark: *watermark_fraction,
             open: tickets.open(),
             reuses_drained: *reuses_drained,
             pools: pools.each_ref().map(Pool::image),
@@ -87,8 +94,9 @@ impl Manager {
             twins,
             stats: *stats,
             decided: *decided,
+            moved: *moved,
             events,
-            pin_limit: pins.limit(),
+            pin_limit: pins.fraction(),
             salts: tenants.all().iter().map(|(salt, _)| *salt).collect(),
         })
     }
@@ -118,27 +126,28 @@ impl Image {
             twins,
             stats,
             decided,
+            moved,
             events,
             pin_limit,
             salts,
         } = self;
         let groups = Groups::new(&groups).map_err(|error| error.to_string())?;
         let sizes = pools.each_ref().map(PoolImage::num_blocks);
-        let in_range = pin_limit <= sizes[0]
+        let in_range = (0.0..1.0).contains(&pin_limit)
             && (1..=MAX_BLOCK_SIZE).contains(&block_size)
             && sizes[0] > 0
-            && watermark <= sizes[0];
+            && (0.0..1.0).contains(&watermark);
         if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
             return Err(format!("{} blocks of {block_size}, {watermark} kept free, ticket {open}", sizes[0]));
         }
         if stats.hit_blocks > stats.blocks || stats.hit_tokens > stats.tokens {
             return Err(format!("{} of {} blocks were found", stats.hit_blocks, stats.blocks));
         }
-        if stats.counters().into_iter().chain(decided).any(|counter| counter > MAX_COUNT) {
+        if stats.counters().into_iter().chain(decided).chain(moved.counters()).any(|counter| counter > MAX_COUNT) {
             return Err(format!("a counter is beyond {MAX_COUNT}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
-        let refs = references(&rows, sizes, groups.slide())?;
+        let refs = references(&rows, pools.each_ref().map(PoolImage::extent), groups.slide())?;
         let mut images = Tier::ALL.into_iter().zip(pools).zip(&refs);
         let mut next = || match images.next() {
             Some(((tier, image), refs)) => Pool::restore(tier, image, refs),
@@ -157,16 +166,18 @@ impl Image {
         Ok(Manager {
             block_size,
             groups,
-            watermark,
+            watermark: share(watermark, sizes[0]),
+            watermark_fraction: watermark,
             pools,
             rows,
             tickets,
             step,
             stats,
             decided,
+            moved,
             events,
             host_cache,
-            pins: Pins::new(pin_limit),
+            pins: Pins::new(pin_limit, sizes[0]),
             tenants,
             scratch: Vec::new(),
             work: Work::default(),

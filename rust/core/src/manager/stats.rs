@@ -1,6 +1,6 @@
 //! Counters of the whole books, read in one call.
 
-use super::{Manager, PrefixStats};
+use super::{Manager, MoveStats, PrefixStats};
 use crate::decision::Kind;
 use crate::id::Tier;
 
@@ -36,6 +36,8 @@ pub struct Stats {
     pub open_tickets: usize,
     /// The prefix cache.
     pub prefix: PrefixStats,
+    /// Moves within the device.
+    pub moves: MoveStats,
     /// Device, host, external.
     pub tiers: [TierUse; 3],
     decided: [u64; 7],
@@ -61,7 +63,7 @@ impl Manager {
             let null = usize::from(self.groups.slide() && !pool.is_empty());
             TierUse {
                 blocks: pool.len(),
-                used: pool.len() - pool.free() - null,
+                used: pool.used() - null,
                 peak: pool.peak().saturating_sub(null),
                 leased: leases.iter().filter(|lease| lease.0 == tier).count(),
                 cached: pool.published(),
@@ -75,6 +77,7 @@ impl Manager {
             steps: self.tickets.open().0 - 1,
             open_tickets: self.tickets.in_flight_count(),
             prefix: self.stats,
+            moves: self.moved,
             tiers,
             decided: self.decided,
         }

@@ -13,6 +13,7 @@ impl Manager {
     /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
     pub fn take_decision(&mut self) -> StepDecision {
         self.keep_quotas();
+        self.decide_moves();
         let OpenStep { mut transfers, reuses_drained, .. } = std::mem::take(&mut self.step);
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         for (kind, pairs) in &transfers {
@@ -31,6 +32,7 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
+        let moves = self.tickets.moves_of(ticket).map(std::mem::take).unwrap_or_default();
         let held = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
         self.pins.ended(ticket);
         let demoted = self.keep_promises(ticket);
@@ -45,6 +47,9 @@ impl Manager {
                     }
                 }
             }
+        }
+        if !moves.is_empty() {
+            self.end_moves(&moves);
         }
         self.demote(&demoted);
         self.keep_quotas();
@@ -66,6 +71,7 @@ impl Manager {
         if let Some(&(tier, block)) = blocks.iter().find(|&block| !written.contains(block)) {
             return Err(Error::NotInTicket { ticket, tier, block });
         }
+        self.lose_moves(ticket, &mut blocks);
         self.follow_copies(ticket, &mut blocks);
         self.break_promises(ticket, &blocks, true);
         self.end_without(ticket, &blocks)
@@ -73,6 +79,7 @@ impl Manager {
 
     /// Ends a ticket whose transfers never ran.
     pub(super) fn cancel(&mut self, ticket: TicketId, mut written: HashSet<Twin>) -> Result<Vec<SequenceId>> {
+        self.lose_moves(ticket, &mut written);
         self.follow_copies(ticket, &mut written);
         self.break_promises(ticket, &written, false);
         self.end_without(ticket, &written)

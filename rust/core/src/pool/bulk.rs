@@ -3,6 +3,7 @@
 //! Most blocks are plain, too: one reference, and neither lease nor key nor twin. What is to be done to a run of these needs
 //! no questions; other runs go block by block.
 
+use super::resize::id;
 use super::{Node, Pool, WRITING};
 use crate::id::BlockId;
 use crate::lease::LeaseKind;
@@ -48,7 +49,8 @@ impl Pool {
     /// are not kept are left in [`Pool::take_orphans`].
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
         for blocks in blocks.rchunks(LOOK_AHEAD) {
-            if !self.are_plain(blocks) {
+            let beyond = self.tail().live > 0 && blocks.iter().any(|&block| self.is_beyond(block));
+            if beyond || !self.are_plain(blocks) {
                 for &block in blocks.iter().rev() {
                     let twin = self.release(block);
                     self.orphans.extend(twin);
@@ -57,11 +59,17 @@ impl Pool {
                 self.nodes[indices(&run)].iter_mut().for_each(Node::part);
                 self.free.used_run(run.clone());
                 self.free.insert_run(run);
+                if self.moves.is_some() {
+                    self.refresh_all(blocks);
+                }
             } else {
                 for &block in blocks.iter().rev() {
                     self.nodes[block.index()].part();
                     self.free.used(block);
                     self.free.insert(block);
+                }
+                if self.moves.is_some() {
+                    self.refresh_all(blocks);
                 }
             }
         }
@@ -94,9 +102,12 @@ impl Pool {
             (node.reads, node.drains) = leases;
         }
         self.free.used_run(run.clone());
+        let beyond = self.beyond(&run);
+        self.hold_beyond(beyond);
         if reads == LeaseKind::Drain {
-            self.draining.insert_run(run);
+            self.draining.insert_run(run.start..run.end - id(beyond));
         }
+        self.refresh_run(run);
     }
 
     /// Ends a lease on each of some neighbours, on the last one first. As [`Pool::end_lease`].
@@ -111,6 +122,7 @@ impl Pool {
             for node in nodes {
                 node.drains &= !WRITING;
             }
+            self.refresh_run(run);
         } else if nodes.iter().all(|node| node.refs | node.tag == 0 && (node.reads, node.drains) == alone) {
             for node in nodes {
                 (node.reads, node.drains) = (0, 0);
@@ -118,7 +130,10 @@ impl Pool {
             if kind == LeaseKind::Drain {
                 self.draining.remove_run(run.clone());
             }
-            self.free.insert_run(run);
+            let beyond = self.beyond(&run);
+            self.free.insert_run(run.start..run.end - id(beyond));
+            self.let_go(beyond);
+            self.refresh_run(run);
         } else {
             for block in run.rev().map(BlockId) {
                 self.end_lease(block, kind);

@@ -63,6 +63,7 @@ impl Pool {
             cache.index.remove(block, tag);
             if cache.policy.remove(block, Departure::Gone) {
                 self.free.insert(block);
+                self.refresh(block);
             }
         }
     }

@@ -7,7 +7,7 @@ use crate::id::BlockId;
 impl Pool {
     /// Sets the quota of a tenant; tenants are numbered from 1.
     pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize) {
-        let blocks = self.len();
+        let blocks = self.extent();
         if let Some(cache) = &mut self.cache {
             cache.policy.set_quota(tenant, quota, blocks);
         }
@@ -43,6 +43,7 @@ impl Pool {
         {
             self.drop_bytes(block);
             self.free.insert(block);
+            self.refresh(block);
         }
     }
 
@@ -52,6 +53,7 @@ impl Pool {
             self.retire(block);
             self.drop_bytes(block);
             self.free.insert(block);
+            self.refresh(block);
         }
     }
 

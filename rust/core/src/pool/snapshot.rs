@@ -1,6 +1,6 @@
 //! What of a pool outlives the process: references come from the tables, and a pool at rest has no leases.
 
-use super::{Cache, Node, Policies, Pool, Published, Twin};
+use super::{Cache, MAX_BLOCKS, Node, Policies, Pool, Published, Twin};
 use crate::evict::{Eviction, Policy};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
@@ -10,8 +10,10 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct PoolImage {
-    /// One a block, so that a snapshot has at least as many bytes as it asks for blocks.
+    /// One a block, so that a snapshot has at least as many bytes as it asks for blocks; those in use beyond the end
+    /// included.
     generations: Vec<u32>,
+    blocks: usize,
     evictions: u64,
     peak: usize,
     free: FreeImage,
@@ -32,7 +34,13 @@ struct CacheImage {
 }
 
 impl PoolImage {
+    /// Blocks of the pool.
     pub(crate) fn num_blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// One past the highest block that is in the pool or in use.
+    pub(crate) fn extent(&self) -> usize {
         self.generations.len()
     }
 }
@@ -41,8 +49,21 @@ impl Pool {
     /// What a snapshot keeps of a pool without leases.
     pub(crate) fn image(&self) -> PoolImage {
         // Named one by one: a new field has to be thought of here. What is left out is made anew by `restore`.
-        let Self { tier: _, blocks, nodes, free, draining: _, cache, orphans: _, evictions, peak, removals: _ } = self;
-        let generations = (0..).map(BlockId).take(*blocks).map(|block| self.generation(block)).collect();
+        let Self {
+            tier: _,
+            blocks,
+            nodes,
+            free,
+            draining: _,
+            cache,
+            orphans: _,
+            evictions,
+            peak,
+            tail: _,
+            removals: _,
+            moves: _,
+        } = self;
+        let generations = (0..).map(BlockId).take(self.extent()).map(|block| self.generation(block)).collect();
         let cache = cache.as_ref().map(|Cache { index, policy }| {
             let published = (0..).map(BlockId).zip(nodes).filter(|(_, node)| node.tag != 0);
             let keys = published.filter_map(|(block, _)| Some((block, index.key(block)?.to_bytes()))).collect();
@@ -55,19 +76,20 @@ impl Pool {
                 owners: owners.filter(|(_, owner)| *owner > 0).collect(),
             }
         });
-        PoolImage { generations, evictions: *evictions, peak: *peak, free: free.image(), cache }
+        PoolImage { generations, blocks: *blocks, evictions: *evictions, peak: *peak, free: free.image(), cache }
     }
 
     /// The pool of a snapshot, given the references that the tables hold; `Manager::check` is yet to be run.
     pub(crate) fn restore(tier: Tier, image: PoolImage, refs: &[u32]) -> Contents<Self> {
-        let PoolImage { generations, evictions, peak, free, cache } = image;
+        let PoolImage { generations, blocks, evictions, peak, free, cache } = image;
         let eviction = cache.as_ref().map_or(Some(Eviction::default()), |cache| Eviction::from_name(&cache.eviction));
         let Some(eviction) = eviction else { return Err(format!("{tier}: an unknown eviction policy")) };
         let policies = Policies { reuse: free.order()?, eviction };
         let pool = Self::with_policies(tier, generations.len(), cache.is_some(), policies);
         let mut pool = pool.map_err(|error| error.to_string())?;
-        if peak > pool.len() || evictions > MAX_COUNT {
-            return Err(format!("{tier}: {evictions} evictions, {peak} of {} blocks in use", pool.len()));
+        if peak > MAX_BLOCKS || evictions > MAX_COUNT || blocks > pool.len() {
+            let known = pool.len();
+            return Err(format!("{tier}: {evictions} evictions, {peak} blocks in use, {blocks} of {known}"));
         }
         (pool.evictions, pool.peak) = (evictions, peak);
         pool.nodes.resize(pool.len(), Node::default());
@@ -80,6 +102,7 @@ impl Pool {
         let idle =
             (0..).map(BlockId).take(pool.len()).filter(|&block| pool.is_idle(block) && !pool.is_published(block));
         pool.free = FreeBlocks::restore(free, pool.len(), idle).map_err(|what| format!("{tier} {what}"))?;
+        pool.resize(blocks);
         Ok(pool)
     }
 
@@ -123,7 +146,7 @@ impl Pool {
 
     /// Links a block of a restored pool to its twin.
     pub(crate) fn restore_twin(&mut self, block: BlockId, twin: Twin) -> Contents<()> {
-        if block.index() >= self.len() || self.twin(block).is_some() {
+        if block.index() >= self.extent() || self.twin(block).is_some() {
             return Err(format!("{} block {block} is linked twice, or not there", self.tier));
         }
         self.set_twin(block, Some(twin));

@@ -122,7 +122,7 @@ impl PageCounts {
 /// last.
 #[derive(Clone, Debug)]
 pub(crate) struct PagedBlocks {
-    free: BlockSet,
+    pub(super) free: BlockSet,
     /// Of free blocks, but only those of pages that are in use.
     partly: PageCounts,
     /// Pages that are wholly free.

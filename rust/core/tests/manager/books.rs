@@ -18,6 +18,7 @@ impl World {
         self.free(&all);
         self.follow();
         self.snapshot();
+        assert!(self.manager.resize_progress().is_done());
         for tier in Tier::ALL {
             let pool = self.manager.pool(tier);
             assert_eq!(pool.free() + self.null_blocks(tier), pool.len(), "{tier} blocks leaked");

@@ -1,6 +1,6 @@
 //! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
-use super::{bound, groups, keep};
+use super::{bound, groups, keep, moves};
 use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
 use proptest::prelude::*;
 
@@ -49,6 +49,7 @@ pub(crate) enum Op {
     },
     Bound(bound::Op),
     Keep(keep::Op),
+    Moves(moves::Op),
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -64,6 +65,8 @@ pub(crate) enum Op {
         tokens: u32,
     },
     Snapshot,
+    /// The device has so many blocks from now on.
+    Resize(usize),
 }
 
 pub(crate) fn op() -> impl Strategy<Value = Op> {
@@ -82,6 +85,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
         13 => bound::op().prop_map(Op::Bound),
         7 => keep::op().prop_map(Op::Keep),
+        8 => moves::op().prop_map(Op::Moves),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapOut(s, n)),
         4 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::SwapIn(s, n)),
@@ -93,5 +97,6 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         2 => (pick.clone(), prop::option::of(pick.clone()), 1u32..9)
             .prop_map(|(pick, lost, tokens)| Op::Return { pick, lost, tokens }),
         2 => Just(Op::Snapshot),
+        3 => (0usize..40).prop_map(Op::Resize),
     ]
 }

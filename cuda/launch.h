@@ -1,0 +1,36 @@
+// Parts a plan into launches whose parameters fit.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "copy_kernel.h"
+
+namespace blockyard {
+
+// Calls launch(params, num_tensors, widest) for each; `widest` is the greatest width and above 0.
+template <typename Launch>
+cudaError_t launch_parts(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, const Launch& launch) {
+    const auto params = std::make_unique<CopyParams>();
+    // Steps outside, tensors inside: a part of the steps is done in all tensors before the next one starts, and in
+    // each tensor parts follow one another in stream order.
+    for (const StepRange& part : split_steps(plan, kMaxSteps)) {
+        std::copy_n(part.steps, part.num_steps, params->steps);
+        std::copy(part.starts.begin(), part.starts.end(), params->starts);
+        params->num_groups = static_cast<uint16_t>(part.starts.size() - 1);
+        for (size_t t = 0; t < num_tensors; t += kMaxTensors) {
+            const size_t some = std::min(kMaxTensors, num_tensors - t);
+            std::copy_n(tensors + t, some, params->tensors);
+            int64_t widest = 0;
+            for (size_t i = 0; i < some; ++i) widest = std::max(widest, params->tensors[i].width);
+            if (widest == 0) continue;
+            const cudaError_t status = launch(*params, some, widest);
+            if (status != cudaSuccess) return status;
+        }
+    }
+    return cudaSuccess;
+}
+
+}  // namespace blockyard

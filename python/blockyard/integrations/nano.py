@@ -1,0 +1,396 @@
+"""Drop-in for the block manager of nano engines: small engines whose block manager is a class of about 100 lines.
+
+The scheduler of such an engine makes one `BlockManager(num_blocks, block_size)` and asks it for blocks, sequence by
+sequence; the model runner reads each sequence's `block_table`. One assignment puts this one in its place:
+
+    nanovllm.engine.scheduler.BlockManager = blockyard.integrations.nano.BlockManager
+
+Both kinds in use are served. *Older* engines take `can_allocate(seq)` as a bool and call `allocate(seq)`; what they
+have computed shows by the token that they append to a sequence. *Newer* ones take it as the number of cached blocks,
+pass that to `allocate(seq, n)`, and call `hash_blocks(seq)` after each step. Nothing of the engine is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from blockyard import _core
+from blockyard.errors import InvalidArgumentError, LayoutError, SequenceStateError, UnknownSequenceError
+from blockyard.integrations.nano_cache import KVTensor
+from blockyard.offload.executor import Executor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BlockManager", "Fit", "Goal", "NanoSequence", "ScheduledSequence"]
+
+
+Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
+
+
+class NanoSequence(Protocol):
+    """What is read and written of an engine's sequence; its length is the number of its tokens."""
+
+    token_ids: list[int]
+    block_table: list[int]
+    num_cached_tokens: int
+
+    def __len__(self) -> int: ...
+
+
+class ScheduledSequence(NanoSequence, Protocol):
+    """A sequence of a newer engine."""
+
+    num_scheduled_tokens: int
+
+
+class Fit(int):
+    """How many of a sequence's blocks are cached, or -1 if it does not fit; true whenever it fits.
+
+    Older engines ask whether it is true, newer ones compare it with -1 and count with it.
+    """
+
+    def __bool__(self) -> bool:
+        return self >= 0
+
+
+@dataclass
+class _Running:
+    """A sequence that has blocks."""
+
+    # Kept, so that its id() stays its own.
+    sequence: NanoSequence
+    handle: int
+    # Tokens that have slots; the books are told of them when a block is full, or a new one is needed.
+    tokens: int
+    told: int
+    computed: int
+
+
+class BlockManager:
+    """Gives sequences their blocks, and shares those of equal prefixes.
+
+    A prompt's last block is never taken from the cache, so there is always a token to compute. Only blocks whose tokens
+    are computed are shared; two that were computed twice become one, so block tables may change at any call here: the
+    lists are written in place, and to be read when a step is run.
+
+    Args:
+        num_blocks: blocks of the KV tensor.
+        block_size: token slots in a block.
+        kv_cache: see `attach`, which is called with it.
+        host_blocks: as for `attach`.
+        moves: as for `attach`.
+
+    Raises:
+        InvalidArgumentError: a size is out of range, or there are host blocks without a KV tensor.
+        LayoutError: the KV tensor does not fit.
+
+    Source: nano-vllm `engine/block_manager.py`, the classes of June 2025 and of April 2026.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, kv_cache: Tensor | None = None, host_blocks: int = 0, moves: int = 16
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.executor: Executor | None = None
+        self.moves = 0
+        self._running: dict[int, _Running] = {}
+        self.manager = self._books(0)
+        if kv_cache is not None:
+            self.attach(kv_cache, host_blocks=host_blocks, moves=moves)
+        elif host_blocks:
+            raise InvalidArgumentError(f"host_blocks is {host_blocks}, but there is no KV tensor to copy from")
+
+    def attach(self, kv_cache: Tensor, *, host_blocks: int = 0, moves: int = 16) -> None:
+        """Let blocks be copied, now that the engine has its KV tensor; what was cached before is forgotten.
+
+        Blocks that are about to be evicted are copied to the host first. A prompt finds them there, and `allocate`
+        brings them back. Whenever a sequence leaves, blocks move into the lowest holes (`defragment`). All copies are
+        queued before the call that decides on them returns, on the current CUDA stream if the tensor is on a CUDA
+        device.
+
+        Args:
+            kv_cache: the engine's own, `[2, layers, blocks, block_size, heads, dim]`, any dtype and device. One process
+                holds all of it: with tensor parallelism leave it out.
+            host_blocks: blocks that the host keeps; 0 for none.
+            moves: most blocks that move when a sequence leaves; 0 for none.
+
+        Raises:
+            SequenceStateError: sequences have blocks already.
+            InvalidArgumentError: `host_blocks` or `moves` is negative.
+            LayoutError: the tensor has another shape, or other numbers of blocks or slots.
+        """
+        if self._running:
+            raise SequenceStateError(f"{len(self._running)} sequences have blocks: attach before the first one")
+        if moves < 0:
+            raise InvalidArgumentError(f"moves is {moves}, must be at least 0")
+        cache = KVTensor(kv_cache, host_blocks=host_blocks)
+        if (cache.num_blocks, cache.layout.block_size) != (self.num_blocks, self.block_size):
+            raise LayoutError(
+                f"the KV tensor has {cache.num_blocks} blocks of {cache.layout.block_size}, "
+                f"the manager {self.num_blocks} of {self.block_size}"
+            )
+        self.manager, self.executor, self.moves = self._books(host_blocks), cache, moves
+
+    @property
+    def free_block_ids(self) -> list[int]:
+        """Blocks that no sequence uses, rising; those count that are cached."""
+        used = set(self.used_block_ids)
+        return [block for block in range(self.num_blocks) if block not in used]
+
+    @property
+    def used_block_ids(self) -> set[int]:
+        """Blocks that sequences use."""
+        return {block for entry in self._running.values() for block in entry.sequence.block_table}
+
+    @property
+    def stats(self) -> _core.ManagerStats:
+        """Counters: hits, blocks swapped out, loaded, merged, evicted."""
+        return self.manager.stats()
+
+    # ---- prompts ----
+
+    def can_allocate(self, seq: NanoSequence) -> Fit:
+        """Say whether there are blocks for all tokens of a sequence, and how many of its blocks are cached.
+
+        With host blocks, what the sequence is about to evict is copied to the host here.
+        """
+        return Fit(self._fit(_tokens(seq)))
+
+    def allocate(self, seq: NanoSequence, num_cached_blocks: int | None = None) -> None:
+        """Give a sequence blocks for all its tokens: writes its `block_table` and `num_cached_tokens`.
+
+        Args:
+            seq: a sequence without blocks.
+            num_cached_blocks: what `can_allocate` has said; older engines do not pass it.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free.
+            InvalidArgumentError: the sequence has blocks, counts them in another size, or has another number cached.
+            SequenceStateError: a cached block could not be brought back from the host.
+        """
+        tokens = _tokens(seq)
+        self._check_new(seq, len(tokens))
+        cached = self._fit(tokens)
+        if num_cached_blocks is not None and cached not in {-1, num_cached_blocks}:
+            raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
+        handles, hits = self.manager.allocate_prompts([tokens])
+        handle, hit = int(handles[0]), int(hits[0])
+        try:
+            self._land([handle])
+        except BaseException:
+            self.manager.free([handle])
+            raise
+        entry = self._running[id(seq)] = _Running(seq, handle, len(tokens), len(tokens), hit)
+        self._show(entry)
+        seq.num_cached_tokens = hit
+
+    def deallocate(self, seq: NanoSequence) -> None:
+        """Take a sequence's blocks back: empties its `block_table`, and sets `num_cached_tokens` to 0.
+
+        A sequence that has none is left as it is.
+
+        Raises:
+            UnknownSequenceError: its blocks are not from here.
+        """
+        entry = self._entry(seq) if seq.block_table or id(seq) in self._running else None
+        if entry is not None:
+            self._publish(entry, self._certain(entry))
+            self.manager.free([entry.handle])
+            del self._running[id(seq)]
+        seq.block_table.clear()
+        seq.num_cached_tokens = 0
+        if entry is not None and self.moves:
+            self.defragment(max_moves=self.moves)
+
+    # ---- tokens ----
+
+    def can_append(self, seq: NanoSequence) -> bool:
+        """Say whether there are blocks for the tokens that a sequence got since the last call.
+
+        Raises:
+            UnknownSequenceError: it has no blocks from here.
+            InvalidArgumentError: it has fewer tokens than it had.
+        """
+        wanted = self._wanted(self._entry(seq))
+        return wanted <= 0 or wanted <= self.manager.num_free()
+
+    def may_append(self, seq: NanoSequence) -> None:
+        """Make room for the tokens that a sequence got since the last call: extends its `block_table` where needed.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free.
+            UnknownSequenceError: it has no blocks from here.
+            InvalidArgumentError: it has fewer tokens than it had.
+        """
+        entry = self._entry(seq)
+        wanted, certain, tokens = self._wanted(entry), self._certain(entry), len(seq)
+        if wanted > 0:
+            if wanted <= self.manager.num_free():
+                self._offload(wanted)
+            self._tell(entry, tokens)
+            self._show(entry)
+        entry.tokens = tokens
+        self._publish(entry, certain)
+
+    def hash_blocks(self, seq: ScheduledSequence) -> None:
+        """Let others find the blocks that this step has filled.
+
+        Newer engines call it after each step, before or after they add `num_scheduled_tokens` to `num_cached_tokens`.
+
+        Raises:
+            UnknownSequenceError: it has no blocks from here.
+            InvalidArgumentError: more tokens would be computed than the sequence has.
+        """
+        entry = self._entry(seq)
+        computed = seq.num_cached_tokens
+        if computed == entry.computed:
+            computed += seq.num_scheduled_tokens
+        if computed > entry.tokens:
+            raise InvalidArgumentError(f"{computed} tokens are computed, the sequence has blocks for {entry.tokens}")
+        self._publish(entry, computed)
+
+    def defragment(self, goal: Goal = "dense", number: int = 0, *, max_moves: int = 512) -> int:
+        """Move blocks of the KV tensor towards a goal, and rewrite the block tables of the sequences that have them.
+
+        Call it between steps: after the model was queued with one list of block tables, before the next is read.
+
+        Args:
+            goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
+                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+            number: see above, in blocks.
+            max_moves: most blocks to move.
+
+        Returns:
+            Blocks that have moved, cached ones too; call again until there are none.
+
+        Raises:
+            SequenceStateError: no KV tensor is attached.
+            InvalidArgumentError: there is no such goal, or a page has no blocks.
+        """
+        if self.executor is None:
+            raise SequenceStateError("blocks are to be moved, and no KV tensor is attached")
+        # What the step before wrote counts as being filled; here it is queued, and moves come after it.
+        self._land(())
+        self._land(())
+        before = self.stats.moved_blocks
+        if not self.manager.defragment(goal, number, max_moves=max_moves).planned:
+            return 0
+        self._land(())
+        for entry in self._running.values():
+            self._show(entry)
+        return self.stats.moved_blocks - before
+
+    # ---- below the surface ----
+
+    def _books(self, host_blocks: int) -> _core.BlockManager:
+        # Pins are taken within a call alone, for a prompt's cached blocks: never for all.
+        return _core.BlockManager(
+            block_size=self.block_size,
+            device_blocks=self.num_blocks,
+            host_blocks=host_blocks,
+            watermark=0.0,
+            prefix_caching=True,
+            host_prefix_cache=host_blocks > 0,
+            max_pinned=(self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0,
+        )
+
+    def _check_new(self, seq: NanoSequence, tokens: int) -> None:
+        if seq.block_table or id(seq) in self._running:
+            raise InvalidArgumentError(f"the sequence has {len(seq.block_table)} blocks already")
+        wanted, counted = self._blocks(tokens), getattr(seq, "num_blocks", None)
+        if counted not in {None, wanted}:
+            raise InvalidArgumentError(
+                f"the sequence counts {counted} blocks for {tokens} tokens, of {self.block_size} it takes {wanted}"
+            )
+
+    def _entry(self, seq: NanoSequence) -> _Running:
+        entry = self._running.get(id(seq))
+        if entry is None:
+            raise UnknownSequenceError(f"a sequence of {len(seq)} tokens has no blocks from here")
+        return entry
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _wanted(self, entry: _Running) -> int:
+        """Blocks that a sequence lacks."""
+        tokens = len(entry.sequence)
+        if tokens < entry.tokens:
+            raise InvalidArgumentError(f"the sequence has {tokens} tokens, it had {entry.tokens}")
+        return self._blocks(tokens) - len(entry.sequence.block_table)
+
+    def _certain(self, entry: _Running) -> int:
+        """Tokens that are computed for certain: all there were, once a token was sampled behind them."""
+        return entry.tokens if len(entry.sequence) > entry.tokens else entry.computed
+
+    def _fit(self, tokens: list[int]) -> int:
+        """Cached blocks of a prompt, or -1 if it does not fit; what it will evict is on the host then."""
+        if self.manager.blocks_to_allocate(tokens) > self.manager.num_free():
+            return -1
+        blocks = self._blocks(len(tokens))
+        if self._short(blocks):
+            # Its own cached blocks stay where they are.
+            pin, held = self.manager.pin_prompt(tokens, 0)
+            try:
+                self._offload(blocks - held // self.block_size)
+            finally:
+                self.manager.unpin(pin)
+        return self.manager.cached_tokens(tokens) // self.block_size
+
+    def _short(self, blocks: int) -> int:
+        """Cached blocks that taking so many would evict; none count where there is no host to copy them to."""
+        if not self.manager.num_blocks("host"):
+            return 0
+        return max(0, blocks - len(self.manager.free_block_ids(limit=blocks)))
+
+    def _offload(self, blocks: int) -> None:
+        """Copy to the host what taking so many blocks will evict."""
+        if (short := self._short(blocks)) and self.manager.offload_cached(short):
+            self._land(())
+
+    def _land(self, handles: Iterable[int]) -> None:
+        """Carry out what was decided.
+
+        Raises:
+            SequenceStateError: one of these sequences has lost blocks; it can only be freed.
+        """
+        decision = self.manager.take_decision()
+        if not len(decision):
+            self.manager.complete(decision.ticket)
+            return
+        if self.executor is None:
+            raise SequenceStateError(f"{len(decision)} blocks are to be moved, and no KV tensor is attached")
+        try:
+            lost = self.executor.execute(decision)
+        except BaseException:
+            self.manager.fail(decision.ticket, [pairs for _, pairs in decision.transfers()])
+            raise
+        gone = set(self.manager.fail(decision.ticket, lost).tolist()).intersection(handles)
+        if gone:
+            raise SequenceStateError(f"{sum(map(len, lost))} of {len(decision)} blocks did not reach the device")
+
+    def _publish(self, entry: _Running, computed: int) -> None:
+        """Note that the first tokens of a sequence are computed."""
+        full, entry.computed = entry.computed // self.block_size, max(entry.computed, computed)
+        if entry.computed // self.block_size > full:
+            self._tell(entry, entry.computed)
+            self._land(())
+            self.manager.mark_computed([entry.handle], [entry.computed])
+            self._show(entry)
+
+    def _tell(self, entry: _Running, tokens: int) -> None:
+        """Tell the books of tokens up to these."""
+        if (new := tokens - entry.told) > 0:
+            self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.told : tokens])
+            entry.told = tokens
+
+    def _show(self, entry: _Running) -> None:
+        """Write a sequence's block table, into the list that the engine has."""
+        entry.sequence.block_table[:] = self.manager.block_table(entry.handle).tolist()
+
+
+def _tokens(seq: NanoSequence) -> list[int]:
+    return seq.token_ids[: len(seq)]

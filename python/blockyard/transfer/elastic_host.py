@@ -1,0 +1,70 @@
+"""Elastic caches of a CPU: anonymous memory that is returned to the system page by page, as the resident size shows."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from blockyard.errors import InvalidArgumentError, OutOfMemoryError
+
+__all__ = ["HostMemory", "resident_bytes"]
+
+# Linux's number: the mmap module has it from Python 3.13 on.
+_MAP_NORESERVE: Final = 0x4000
+
+
+class HostMemory:
+    """Addresses of one anonymous mapping; see `Memory` in `elastic`.
+
+    A page costs memory once it is touched, and none after it was released; it then reads as zeros again. The mapping
+    lasts as long as any tensor over it. Huge pages are declined: one that is touched at its edge would bring back up to
+    2 MiB of what was released.
+
+    Args:
+        size: bytes of a tensor.
+        count: tensors, each of which begins with a chunk.
+        chunk_bytes: bytes of a chunk, a multiple of a page; a page if None.
+
+    Raises:
+        InvalidArgumentError: the chunk is not a multiple of a page, or the system cannot release pages.
+        OutOfMemoryError: there are not so many addresses.
+    """
+
+    def __init__(self, size: int, count: int, *, chunk_bytes: int | None = None) -> None:
+        if not hasattr(mmap.mmap, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
+            raise InvalidArgumentError("this system cannot take back pages of a mapping: madvise is missing")
+        self.chunk = mmap.PAGESIZE if chunk_bytes is None else chunk_bytes
+        if self.chunk < 1 or self.chunk % mmap.PAGESIZE:
+            raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {mmap.PAGESIZE}")
+        total = -(-size // self.chunk) * self.chunk * count
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._map = mmap.mmap(-1, total, flags=flags)
+        except OSError as error:
+            raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # a system without huge pages
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        # The array holds the mapping, and the tensor the array.
+        self.tensor = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
+
+    def commit(self, first: int, last: int) -> None:
+        """Do nothing: pages come, as zeros, when they are touched first."""
+
+    def release(self, first: int, last: int) -> None:
+        """Return the pages of chunks `first` to `last` (exclusive) to the system."""
+        self._map.madvise(mmap.MADV_DONTNEED, first * self.chunk, (last - first) * self.chunk)
+
+    def synchronize(self) -> None:
+        """Do nothing: torch works on a CPU before it returns."""
+
+
+def resident_bytes() -> int:
+    """Give the bytes of main memory that this process holds: its resident set, as the system counts it."""
+    status = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    found = next(line for line in status.splitlines() if line.startswith("Rss:"))
+    return int(found.split()[1]) * 1024

@@ -1,0 +1,130 @@
+"""Memory of the host straight from the system: huge pages advised, near one NUMA node, touched part by part."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from blockyard.errors import HostMemoryError, InvalidArgumentError
+
+# Of transparent huge pages; the mapping starts at a multiple of it.
+_HUGE_PAGE: Final = 2 << 20
+# Linux 5.14; this Python has no name for it.
+_POPULATE_WRITE: Final = 23
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+_MPOL_PREFERRED: Final = 1
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class HostMapping:
+    """Anonymous memory, all zeros; it lives as long as a tensor over it does.
+
+    Args:
+        num_bytes: its size.
+
+    Attributes:
+        tensor: all of it, uint8 `[num_bytes]`.
+        address: of its first byte, a multiple of 2 MiB.
+
+    Raises:
+        HostMemoryError: the system does not give so much.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes < 0:
+            raise InvalidArgumentError(f"{num_bytes} bytes are wanted, must be at least 0")
+        self.num_bytes = num_bytes
+        try:
+            # A mapping of nothing is refused, and private memory is what huge pages are for.
+            self._memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise HostMemoryError(
+                f"the system gives no {num_bytes} bytes for host blocks: {error}", num_bytes
+            ) from error
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE
+        self.tensor: Tensor = whole[start : start + num_bytes]
+        self.address = whole.data_ptr() + start
+        # Kernels without them say no, which changes nothing but speed.
+        self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
+
+    def prefer(self, node: int) -> str:
+        """Have memory that is touched from now on come from one NUMA node while it has some.
+
+        Args:
+            node: the node's number.
+
+        Returns:
+            Why that cannot be; empty if it can.
+        """
+        call = _MBIND.get(platform.machine())
+        if call is None:
+            return f"no NUMA policy is known on {platform.machine()}"
+        bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+        words = (ctypes.c_ulong * (node // bits + 1))()
+        words[node // bits] = 1 << node % bits
+        size = ctypes.c_ulong(self._whole_pages(self.num_bytes))
+        address, most = ctypes.c_void_p(self.address), ctypes.c_ulong(bits * len(words) + 1)
+        if _LIBC.syscall(call, address, size, _MPOL_PREFERRED, words, most, 0) == 0:
+            return ""
+        return f"memory near NUMA node {node}: {os.strerror(ctypes.get_errno())}"
+
+    def populate(self, first: int, end: int) -> bool:
+        """Touch a range without changing it, so that no later access has to; other threads run meanwhile.
+
+        Args:
+            first: its first byte, a multiple of the page size.
+            end: the byte behind its last.
+
+        Returns:
+            Whether the system can do so (Linux from 5.14); elsewhere memory is touched when it is used.
+
+        Raises:
+            HostMemoryError: there is no memory left.
+        """
+        problem = self._advise(_POPULATE_WRITE, first, end)
+        if problem in {errno.ENOMEM, errno.EFAULT}:
+            raise HostMemoryError(
+                f"bytes {first} to {end} of {self.num_bytes} could not be had: {os.strerror(problem)}",
+                self.num_bytes,
+                first,
+            )
+        return not problem
+
+    def _advise(self, advice: int, first: int, end: int) -> int:
+        """Give the error's number; 0 if there is none."""
+        address, size = ctypes.c_void_p(self.address + first), ctypes.c_size_t(self._whole_pages(end - first))
+        return ctypes.get_errno() if _LIBC.madvise(address, size, advice) else 0
+
+    @staticmethod
+    def _whole_pages(num_bytes: int) -> int:
+        """Round up; behind the last byte there is room for it."""
+        return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def node_of_device(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Give the NUMA node that a CUDA device is attached to.
+
+    Args:
+        device: the device.
+        devices: the folder in which the system describes them.
+
+    Returns:
+        The node; None if the machine has but one, or does not say.
+    """
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, number = (getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+    name = f"{domain:04x}:{bus:02x}:{number:02x}.0"
+    try:
+        node = int((devices / name / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

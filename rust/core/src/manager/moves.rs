@@ -1,0 +1,338 @@
+//! Defragmentation inside the books: device blocks are moved into holes by transfers of the step's decision.
+//!
+//! Until a move's ticket is completed nothing but the pool knows of it: tables, keys and slots name the source, which is
+//! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
+//! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
+
+use super::{Manager, link};
+use crate::defrag::{Goal, Places, Plan};
+use crate::id::{BlockId, TicketId, Tier};
+use crate::pool::Twin;
+use crate::table::Row;
+use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
+
+/// How often a plan is made anew because blocks in it cannot be moved now.
+const ATTEMPTS: usize = 8;
+
+/// Fewest moves that are planned anew, so that small budgets get past many such blocks.
+const RETRIED: usize = 64;
+
+/// What one call has decided to move, and what stays.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// Moves that the present step's decision is going to have.
+    pub planned: usize,
+    /// Moves that the goal needs beyond these: those past the budget.
+    pub left: usize,
+    /// Live blocks that stay in the way because no hole is left for them.
+    pub stuck: usize,
+    /// Live blocks that stay in the way for now: they are being filled, or what they hold may yet turn out to be lost.
+    pub held: usize,
+}
+
+/// Counters of moves since the manager was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveStats {
+    /// Blocks that lie elsewhere now.
+    pub done: u64,
+    /// Moves given up because the source was written, freed or leased meanwhile.
+    pub cancelled: u64,
+    /// Moves whose bytes did not land; their blocks stayed.
+    pub failed: u64,
+}
+
+impl MoveStats {
+    pub(super) fn counters(self) -> [u64; 3] {
+        [self.done, self.cancelled, self.failed]
+    }
+}
+
+/// A move that is about to take effect, and the rows that have its source in their tables.
+struct Landed {
+    from: BlockId,
+    to: BlockId,
+    /// Entry of the tables.
+    index: usize,
+    refs: usize,
+    rows: Vec<u32>,
+}
+
+impl Manager {
+    /// Decides up to `budget` moves of device blocks towards a goal, as pairs of [`Kind::Move`](crate::Kind::Move) in the
+    /// present step's decision. Cached blocks that nothing uses are moved like others.
+    ///
+    /// Nobody notices before the step's ticket is completed: block tables, slots and cached blocks stay as they are until
+    /// then. A target is taken out of the free blocks at once; a source that is written, freed or leased meanwhile stays
+    /// where it is.
+    pub fn defragment(&mut self, goal: Goal, budget: usize) -> Moves {
+        self.follow_places();
+        let mut aside = Vec::new();
+        let (plan, moves) = self.plan_moves(goal, budget, &mut aside);
+        for &block in &aside {
+            self.pools[0].put_back(block);
+        }
+        for &[from, to] in &plan {
+            self.begin_move(BlockId(from), BlockId(to));
+        }
+        moves
+    }
+
+    /// Keeps the places of the device's blocks from now on.
+    fn follow_places(&mut self) {
+        if self.pools[0].follows_places() {
+            return;
+        }
+        let open = self.tickets.open();
+        let rows = &self.rows;
+        let written = |pool: &crate::pool::Pool| {
+            let rows = rows.iter().filter(|(_, row)| row.tier == Tier::Device && row.written == open);
+            let blocks = rows.flat_map(|(_, row)| row.table.iter().copied());
+            blocks.filter(|&block| !pool.is_published(block)).collect()
+        };
+        self.pools[0].follow_places(self.groups.slide(), written);
+        for (sequence, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+            self.pools[0].note_owner(sequence.row(), 0, &row.table);
+        }
+    }
+
+    /// Plans, and plans again around blocks that cannot be moved now, which are set aside.
+    fn plan_moves(&mut self, goal: Goal, budget: usize, aside: &mut Vec<BlockId>) -> (Vec<[u32; 2]>, Moves) {
+        let mut asked = budget;
+        for attempt in 1.. {
+            let Plan { mut pairs, left, stuck, .. } =
+                self.pools[0].places().map_or_else(Plan::default, |places| plan(places, goal, asked));
+            let before = aside.len();
+            for &[from, _] in &pairs {
+                if !self.is_movable(BlockId(from)) {
+                    aside.push(BlockId(from));
+                    self.pools[0].set_aside(BlockId(from));
+                }
+            }
+            if aside.len() > before && attempt < ATTEMPTS {
+                asked = budget.max(RETRIED);
+                continue;
+            }
+            let total = pairs.len() + left;
+            let refused: HashSet<u32> = aside[before..].iter().map(|block| block.0).collect();
+            pairs.retain(|[from, _]| !refused.contains(from));
+            // The highest sources first, as the planner has it.
+            pairs.drain(..pairs.len().saturating_sub(budget));
+            let planned = pairs.len();
+            let left = total - refused.len() - planned;
+            return (pairs, Moves { planned, left, stuck, held: aside.len() });
+        }
+        (Vec::new(), Moves::default())
+    }
+
+    /// Whether a live block's bytes are what they will be at the end of the step, and are not about to change.
+    fn is_movable(&mut self, block: BlockId) -> bool {
+        if self.pools[0].is_published(block) || self.pools[0].is_idle(block) {
+            return true;
+        }
+        let Some((row, index)) = self.owner(block) else { return false };
+        let Some(row) = self.rows.in_use(row) else { return false };
+        let (open, size) = (self.tickets.open(), self.block_size as usize);
+        if row.lost || row.ticket >= self.tickets.first() {
+            return false;
+        }
+        let full = (index + 1).saturating_mul(size) <= row.len as usize;
+        if row.written == open && (self.ends_with(row, index) || !full) {
+            return false;
+        }
+        // A running sequence fills its last block step by step.
+        full || row.written.0 + 1 < open.0
+    }
+
+    /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
+    fn ends_with(&self, row: &Row, index: usize) -> bool {
+        let next = row.table[index + 1..].iter().find(|&&block| !self.is_null(block));
+        next.is_none_or(|&next| self.pools[0].is_dirty(next))
+    }
+
+    /// A row that has the block in its table, and where.
+    fn owner(&mut self, block: BlockId) -> Option<(u32, usize)> {
+        let hint = self.pools[0].hint(block);
+        let index = hint.index as usize;
+        let has = |row: &Row| row.tier == Tier::Device && row.table.get(index) == Some(&block);
+        if self.rows.in_use(hint.row).is_some_and(has) {
+            return Some((hint.row, index));
+        }
+        let mut rows = self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
+        let found = rows.find(|(_, row)| has(row)).map(|(id, _)| (id.row(), index)).or_else(|| {
+            let mut rows = self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
+            rows.find_map(|(id, row)| Some((id.row(), row.table.iter().position(|&other| other == block)?)))
+        });
+        if let Some((row, index)) = found {
+            self.pools[0].note_owner(row, index, &[block]);
+        }
+        found
+    }
+
+    fn begin_move(&mut self, from: BlockId, to: BlockId) {
+        // The next append to the block must ask the pool.
+        let hint = self.pools[0].hint(from);
+        let size = self.block_size;
+        let (rows, _) = self.rows.entries();
+        if let Some(row) = rows.get_mut(hint.row as usize).filter(|row| row.len < row.writable) {
+            let index = (row.writable / size - 1) as usize;
+            if row.table.get(index) == Some(&from) {
+                row.writable = 0;
+            }
+        }
+        self.pools[0].begin_move(from, to);
+        self.tickets.collect_move(from, to);
+    }
+
+    /// Puts the moves of the present step that still count into its decision.
+    pub(super) fn decide_moves(&mut self) {
+        if !self.pools[0].follows_places() {
+            return;
+        }
+        let mut moves = std::mem::take(self.tickets.open_moves());
+        moves.retain(|&[from, to]| {
+            let counts = self.pools[0].moves_to(BlockId(from), BlockId(to));
+            if !counts {
+                self.pools[0].give_back(BlockId(to));
+                self.moved.cancelled += 1;
+            }
+            counts
+        });
+        if !moves.is_empty() {
+            self.step.pairs(crate::Kind::Move, Tier::Device, Tier::Device).extend(&moves);
+        }
+        *self.tickets.open_moves() = moves;
+        self.pools[0].end_step();
+    }
+
+    /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
+    pub(super) fn lose_moves(&mut self, ticket: TicketId, lost: &mut HashSet<Twin>) {
+        let Some(moves) = self.tickets.moves_of(ticket) else { return };
+        let pool = &mut self.pools[0];
+        let moved = &mut self.moved;
+        moves.retain(|&[from, to]| {
+            let landed = !lost.remove(&(Tier::Device, BlockId(to)));
+            if !landed {
+                if pool.moves_to(BlockId(from), BlockId(to)) {
+                    pool.stay(BlockId(from));
+                }
+                pool.give_back(BlockId(to));
+                moved.failed += 1;
+            }
+            landed
+        });
+    }
+
+    /// Ends the moves of a ticket, whose bytes have landed.
+    pub(super) fn end_moves(&mut self, moves: &[[u32; 2]]) {
+        let mut landed = Vec::with_capacity(moves.len());
+        for &[from, to] in moves {
+            let (from, to) = (BlockId(from), BlockId(to));
+            if self.pools[0].moves_to(from, to) {
+                let (refs, index) = (self.pools[0].refs(from) as usize, self.pools[0].hint(from).index as usize);
+                landed.push(Landed { from, to, index, refs, rows: Vec::new() });
+            } else {
+                self.pools[0].give_back(to);
+                self.moved.cancelled += 1;
+            }
+        }
+        self.find_rows(&mut landed);
+        for landed in landed {
+            debug_assert_eq!(landed.rows.len(), landed.refs, "references that no table has");
+            if landed.rows.len() == landed.refs {
+                self.finish_move(&landed);
+                self.moved.done += 1;
+            } else {
+                self.pools[0].stay(landed.from);
+                self.pools[0].give_back(landed.to);
+                self.moved.cancelled += 1;
+            }
+        }
+    }
+
+    /// Finds all rows that have the sources in their tables: by the hints where one row has a block, else among all rows.
+    fn find_rows(&mut self, landed: &mut [Landed]) {
+        let mut open = Vec::new();
+        for (at, one) in landed.iter_mut().enumerate() {
+            let hint = self.pools[0].hint(one.from);
+            let row = self.rows.in_use(hint.row).filter(|row| row.tier == Tier::Device);
+            if one.refs == 1 && row.is_some_and(|row| row.table.get(one.index) == Some(&one.from)) {
+                one.rows.push(hint.row);
+            } else if one.refs > 0 {
+                open.push(at);
+            }
+        }
+        if open.is_empty() {
+            return;
+        }
+        for (id, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+            for &at in &open {
+                let one = &mut landed[at];
+                if row.table.get(one.index) == Some(&one.from) {
+                    one.rows.push(id.row());
+                }
+            }
+        }
+        for one in landed.iter_mut().filter(|one| one.rows.len() != one.refs) {
+            // The hint is of an earlier life of the block.
+            one.rows.clear();
+            for (id, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+                if let Some(index) = row.table.iter().position(|&block| block == one.from) {
+                    if one.rows.is_empty() || one.index == index {
+                        one.index = index;
+                        one.rows.push(id.row());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Lets the target take the place of the source in all books.
+    fn finish_move(&mut self, landed: &Landed) {
+        let &Landed { from, to, index, .. } = landed;
+        let told = self.events.as_ref().filter(|_| self.pools[0].is_published(from));
+        let told = told.map(|events| events.told(Tier::Device, from));
+        if let Some(twin) = self.pools[0].finish_move(from, to) {
+            link(&mut self.pools, (Tier::Device, to), twin);
+        }
+        if let (Some(events), Some(told)) = (&mut self.events, told) {
+            events.copied(&mut self.pools, (Tier::Device, to), told, self.block_size);
+        }
+        let (rows, _) = self.rows.entries();
+        for &row in &landed.rows {
+            rows[row as usize].table.replace(index, to);
+        }
+        if let Some(&row) = landed.rows.first() {
+            self.pools[0].note_owner(row, index, &[to]);
+        }
+    }
+
+    /// What does not hold of the moves under way.
+    pub(crate) fn check_moves(&self) -> Result<(), String> {
+        let mut targets = HashSet::new();
+        for [from, to] in self.tickets.moves() {
+            let (node_refs, writing) = (self.pools[0].refs(BlockId(to)), self.pools[0].is_writing(BlockId(to)));
+            if !targets.insert(to) || node_refs > 0 || !writing {
+                return Err(format!("block {from} moves to {to}, which has {node_refs} references"));
+            }
+        }
+        let counting = self.pools[0].moving().filter(|&[_, to]| !targets.contains(&to)).count();
+        if counting > 0 {
+            return Err(format!("{counting} blocks move without a ticket"));
+        }
+        let sealed = |row: &Row| {
+            let index = (row.writable / self.block_size) as usize;
+            let written = index.checked_sub(1).and_then(|i| row.table.get(i));
+            row.writable <= row.len || written.is_none_or(|&block| !self.pools[0].is_moving(block))
+        };
+        match self.rows.iter().find(|(_, row)| !sealed(row)) {
+            Some((id, _)) => Err(format!("sequence {id} would write a block that moves")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The planner's answer; the one place that knows how it is asked.
+fn plan(places: &Places, goal: Goal, budget: usize) -> Plan {
+    places.plan(goal, budget)
+}

@@ -1,0 +1,87 @@
+//! A device pool that grows and shrinks while sequences run.
+//!
+//! The new size holds at once for all that is asked: admission, the watermark, the limit of pins. Growing is done with
+//! that. Shrinking goes on: what sequences use beyond the end leaves as they do, or is moved by defragmentation, and what
+//! transfers and pins hold there is waited for. [`Resize::extent`] says how much of the caches must stay meanwhile.
+
+use super::{Manager, invalid, part_orphans};
+use crate::error::Result;
+use crate::id::{BlockId, Tier};
+use crate::pool::{BlockUse, MAX_BLOCKS};
+
+/// How far the device's size has changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resize {
+    /// Blocks that the device has.
+    pub blocks: usize,
+    /// Blocks beyond them that sequences use.
+    pub live: usize,
+    /// Blocks beyond them that only transfers and pins hold.
+    pub held: usize,
+    /// One past the highest block in use, at least `blocks`: the memory behind it can be given back.
+    pub extent: usize,
+}
+
+impl Resize {
+    /// Whether nothing is in use beyond the end.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.extent == self.blocks
+    }
+}
+
+impl Manager {
+    /// Gives the device so many blocks from now on, and says what is in use beyond them.
+    ///
+    /// Blocks beyond are not given out any more, those cached there are dropped, and each that a sequence uses there counts
+    /// as one fewer to be given out. Watermark and limit of pins stay the fractions that they were; quotas stay numbers.
+    /// A second call, larger or smaller, changes what a first one has not ended.
+    ///
+    /// # Errors
+    /// Too many blocks; or too few for the null block, what is pinned, the watermark, and one to give out.
+    pub fn resize_device(&mut self, blocks: usize) -> Result<Resize> {
+        if blocks > MAX_BLOCKS {
+            return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
+        }
+        let (null, pinned) = (usize::from(self.groups.slide()), self.pins.blocks());
+        let watermark = share(self.watermark_fraction, blocks);
+        let least = null + pinned + watermark + 1;
+        if blocks < least {
+            let kept = format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to give out");
+            return Err(invalid("device_blocks", blocks as i128, format!("at least {least}: {kept}")));
+        }
+        self.pools[0].resize(blocks);
+        part_orphans(&mut self.pools, Tier::Device);
+        if let Some(events) = &mut self.events {
+            events.grow(&self.pools);
+        }
+        self.watermark = watermark;
+        self.pins.resize(blocks);
+        Ok(self.resize_progress())
+    }
+
+    /// What every device block is used for, by id, those in use beyond the end included.
+    #[must_use]
+    pub fn device_uses(&self) -> Vec<BlockUse> {
+        (0..).map(BlockId).take(self.pools[0].extent()).map(|block| self.pools[0].usage(block)).collect()
+    }
+
+    /// What is in use beyond the device's blocks.
+    #[must_use]
+    pub fn resize_progress(&self) -> Resize {
+        let pool = &self.pools[0];
+        let tail = pool.tail();
+        Resize { blocks: pool.len(), live: tail.live, held: tail.held, extent: pool.extent() }
+    }
+}
+
+/// A fraction of so many blocks, rounded down.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a fraction below 1 of fewer than 2^30 blocks"
+)]
+pub(super) fn share(fraction: f64, blocks: usize) -> usize {
+    (fraction * blocks as f64) as usize
+}

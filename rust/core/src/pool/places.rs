@@ -1,0 +1,403 @@
+//! Where the blocks of a pool lie, and the moves under way. Nothing of it is kept before the first call that asks for it.
+//!
+//! A move has a source and a target. The target is written under the ticket's lease, and nobody's; the source stays whose
+//! it is, and is not held: whatever ends or changes its bytes, or takes a lease on it, ends the move's effect.
+
+use super::resize::id;
+use super::{Node, Pool, WRITING, decode};
+use crate::defrag::{Place, Places};
+use crate::event::Reason;
+use crate::group::NULL_BLOCK;
+use crate::id::BlockId;
+use crate::lease::LeaseKind;
+use crate::pool::Twin;
+use crate::prefix::grown;
+use crate::reuse::BlockSet;
+use std::ops::Range;
+
+/// The table that a block was last known to be in, and where. All tables that share a block have it in the same place.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Hint {
+    pub(crate) row: u32,
+    pub(crate) index: u32,
+}
+
+const UNKNOWN: Hint = Hint { row: u32::MAX, index: u32::MAX };
+
+/// What moving blocks needs to know of a pool.
+#[derive(Debug, Clone)]
+pub(super) struct Moves {
+    places: Places,
+    /// Blocks that the present step writes.
+    dirty: BlockSet,
+    /// Sources of moves that still count, and by source the target.
+    moving: BlockSet,
+    targets: Vec<BlockId>,
+    /// By block.
+    hints: Vec<Hint>,
+    /// Whether block 0 is in the tables of many.
+    null: bool,
+    /// The pool's end: blocks beyond it are left, and never moved into.
+    end: u32,
+}
+
+impl Moves {
+    fn place(&self, block: BlockId, node: Node) -> Place {
+        if node.is_leased() || (self.null && block == NULL_BLOCK) {
+            Place::Fixed
+        } else if node.refs | node.tag == 0 {
+            if block.0 < self.end { Place::Hole } else { Place::Fixed }
+        } else if self.dirty.contains(block) || self.moving.contains(block) {
+            Place::Fixed
+        } else {
+            Place::Live
+        }
+    }
+
+    /// Says what neighbours like this one are; what is free or leased moves no more.
+    fn put(&mut self, run: Range<u32>, place: Place, node: Node) {
+        let empty = node.refs | node.tag == 0;
+        if empty || node.is_leased() {
+            self.moving.remove_run(run.clone());
+        }
+        if empty && !node.is_leased() {
+            self.dirty.remove_run(run.clone());
+        }
+        self.places.set_run(run, place);
+    }
+}
+
+impl Pool {
+    /// Keeps the places of all blocks from now on, if it does not yet; `written` are blocks that the present step writes.
+    pub(crate) fn follow_places(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) {
+        if self.moves.is_some() {
+            return;
+        }
+        let mut dirty = BlockSet::empty(self.blocks);
+        for block in written(self) {
+            dirty.insert(block);
+        }
+        self.moves = Some(Box::new(Moves {
+            places: Places::new(self.blocks),
+            dirty,
+            moving: BlockSet::empty(self.blocks),
+            targets: vec![NULL_BLOCK; self.blocks],
+            hints: vec![UNKNOWN; self.blocks],
+            null,
+            end: id(self.blocks),
+        }));
+        if self.extent() > self.blocks {
+            self.resize_places(self.blocks);
+        }
+        self.refresh_run(0..id(self.nodes.len().min(self.blocks)));
+    }
+
+    /// Follows a pool that had `former` blocks to its present end. Moves of blocks that are to lie beyond it are given up.
+    pub(super) fn resize_places(&mut self, former: usize) {
+        let extent = self.extent().max(former);
+        let Some(moves) = &mut self.moves else { return };
+        moves.end = id(self.blocks);
+        moves.places.grow(id(extent));
+        moves.dirty.grow(extent);
+        moves.moving.grow(extent);
+        moves.targets.resize(extent.max(moves.targets.len()), NULL_BLOCK);
+        moves.hints.resize(extent.max(moves.hints.len()), UNKNOWN);
+        let beyond: Vec<BlockId> =
+            moves.moving.iter().filter(|from| moves.targets[from.index()].0 >= moves.end).collect();
+        moves.places.set_run(id(former)..moves.end.max(id(former)), Place::Hole);
+        moves.places.set_run(moves.end..moves.places.capacity(), Place::Fixed);
+        for from in beyond {
+            self.stay(from);
+        }
+        let first = former.min(self.blocks);
+        self.refresh_run(id(first)..id(self.nodes.len().min(extent)).max(id(first)));
+    }
+
+    /// Whether the places of blocks are kept.
+    #[inline]
+    pub(crate) fn follows_places(&self) -> bool {
+        self.moves.is_some()
+    }
+
+    /// The places of all blocks, where they are kept.
+    pub(crate) fn places(&self) -> Option<&Places> {
+        self.moves.as_ref().map(|moves| &moves.places)
+    }
+
+    /// Brings up to date what a block is.
+    #[inline]
+    pub(super) fn refresh(&mut self, block: BlockId) {
+        if self.moves.is_some() {
+            self.refresh_run(block.0..block.0 + 1);
+        }
+    }
+
+    /// As [`Pool::refresh`], of neighbours.
+    #[inline(never)]
+    pub(super) fn refresh_run(&mut self, run: Range<u32>) {
+        let Some(moves) = &mut self.moves else { return };
+        let mut from = run.start;
+        while from < run.end {
+            let node = self.nodes[from as usize];
+            let place = moves.place(BlockId(from), node);
+            let mut end = from + 1;
+            while end < run.end {
+                let next = self.nodes[end as usize];
+                let alike =
+                    (next.is_leased(), next.refs | next.tag == 0) == (node.is_leased(), node.refs | node.tag == 0);
+                if !alike || moves.place(BlockId(end), next) != place {
+                    break;
+                }
+                end += 1;
+            }
+            moves.put(from..end, place, node);
+            from = end;
+        }
+    }
+
+    /// As [`Pool::refresh`], of any blocks.
+    pub(super) fn refresh_all(&mut self, blocks: &[BlockId]) {
+        for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
+            self.refresh_run(run[0].0..run[run.len() - 1].0 + 1);
+        }
+    }
+
+    /// Notes that blocks have been given out: the present step writes them.
+    #[inline(never)]
+    pub(super) fn note_taken(&mut self, blocks: &[BlockId]) {
+        let Some(moves) = &mut self.moves else { return };
+        for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
+            let run = run[0].0..run[run.len() - 1].0 + 1;
+            moves.moving.remove_run(run.clone());
+            moves.dirty.insert_run(run.clone());
+            moves.places.set_run(run, Place::Fixed);
+        }
+    }
+
+    /// Notes that the present step writes a block in place.
+    #[inline]
+    pub(crate) fn note_written(&mut self, block: BlockId) {
+        if self.moves.is_some() {
+            self.note_taken(&[block]);
+        }
+    }
+
+    /// Whether the present step is known to write a block; what it writes without asking the pool is not.
+    pub(crate) fn is_dirty(&self, block: BlockId) -> bool {
+        self.moves.as_ref().is_some_and(|moves| moves.dirty.contains(block))
+    }
+
+    /// Ends the step: what it writes can be moved from now on.
+    pub(crate) fn end_step(&mut self) {
+        let mut from = 0;
+        while let Some(run) = self.moves.as_ref().and_then(|moves| moves.dirty.next_run(from, u32::MAX)) {
+            if let Some(moves) = &mut self.moves {
+                moves.dirty.remove_run(run.clone());
+            }
+            from = run.end;
+            self.refresh_run(run);
+        }
+    }
+
+    /// Has a live block count as fixed until it is refreshed.
+    pub(crate) fn set_aside(&mut self, block: BlockId) {
+        if let Some(moves) = &mut self.moves {
+            moves.places.set(block, Place::Fixed);
+        }
+    }
+
+    /// Ends [`Pool::set_aside`].
+    pub(crate) fn put_back(&mut self, block: BlockId) {
+        self.refresh(block);
+    }
+
+    /// Begins a move of a live block into a hole, which is written from now on.
+    pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
+        let was_free = self.free.remove(to);
+        debug_assert!(was_free, "moving into a block that is not free");
+        if to.index() >= self.nodes.len() {
+            self.nodes.resize(grown(to, self.nodes.capacity()), Node::default());
+        }
+        self.nodes[to.index()].drains = WRITING;
+        if let Some(moves) = &mut self.moves {
+            moves.moving.insert(from);
+            moves.targets[from.index()] = to;
+        }
+        self.refresh(from);
+        self.refresh(to);
+        self.note_peak();
+    }
+
+    /// Whether a block is the source of a move that still counts.
+    #[inline]
+    pub(crate) fn is_moving(&self, block: BlockId) -> bool {
+        self.moves.as_ref().is_some_and(|moves| moves.moving.contains(block))
+    }
+
+    /// Whether that move still counts.
+    pub(crate) fn moves_to(&self, from: BlockId, to: BlockId) -> bool {
+        let counts = |moves: &Moves| moves.moving.contains(from) && moves.targets[from.index()] == to;
+        self.moves.as_deref().is_some_and(counts)
+    }
+
+    /// Moves that still count, `[from, to]`.
+    pub(crate) fn moving(&self) -> impl Iterator<Item = [u32; 2]> + '_ {
+        let moves = self.moves.iter();
+        moves.flat_map(|moves| moves.moving.iter().map(|from| [from.0, moves.targets[from.index()].0]))
+    }
+
+    /// Gives up a move that counts: its source stays.
+    pub(crate) fn stay(&mut self, from: BlockId) {
+        if let Some(moves) = &mut self.moves {
+            moves.moving.remove(from);
+        }
+        self.refresh(from);
+    }
+
+    /// Gives back the target of a move that counts no more.
+    pub(crate) fn give_back(&mut self, to: BlockId) {
+        self.end_lease(to, LeaseKind::Write);
+    }
+
+    /// Ends a move that counts: the target has all that the source had, but its twin, which is returned, and the source is
+    /// free.
+    pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) -> Option<Twin> {
+        let node = self.nodes[from.index()];
+        debug_assert!(node.refs | node.tag != 0 && !node.is_leased(), "moving a block that holds nothing, or is held");
+        let generation = self.nodes[to.index()].generation;
+        self.nodes[to.index()] = Node { generation, twin: 0, ..node };
+        let generation = node.generation.wrapping_add(u32::from(node.refs > 0));
+        self.nodes[from.index()] = Node { generation, ..Node::default() };
+        let twin = decode(node.twin);
+        if let (Some(cache), true) = (&mut self.cache, node.tag != 0) {
+            cache.index.rename(from, to, node.tag);
+            cache.policy.relocate(from, to);
+            self.note_removal(from, Reason::Moved, twin);
+        }
+        self.free.used(from);
+        if self.is_beyond(from) {
+            self.leave_beyond(from);
+        } else {
+            self.free.insert(from);
+        }
+        if let Some(moves) = &mut self.moves {
+            moves.hints[to.index()] = moves.hints[from.index()];
+        }
+        self.refresh(from);
+        self.refresh(to);
+        twin
+    }
+
+    /// Notes which table blocks are in, from which entry on.
+    pub(crate) fn note_owner(&mut self, row: u32, from: usize, blocks: &[BlockId]) {
+        if let Some(moves) = &mut self.moves {
+            for (index, block) in (u32::try_from(from).unwrap_or(u32::MAX)..).zip(blocks) {
+                moves.hints[block.index()] = Hint { row, index };
+            }
+        }
+    }
+
+    /// The table that a block was last known to be in.
+    pub(crate) fn hint(&self, block: BlockId) -> Hint {
+        self.moves.as_ref().map_or(UNKNOWN, |moves| moves.hints[block.index()])
+    }
+
+    /// What does not hold of a block's place.
+    pub(super) fn check_place(&self, block: BlockId, node: Node) -> Option<String> {
+        let moves = self.moves.as_ref()?;
+        let (found, place) = (moves.places.get(block), moves.place(block, node));
+        let moving = moves.moving.contains(block);
+        if found != place {
+            Some(format!("its place is {found:?}, counted {place:?}"))
+        } else if moving && (node.is_leased() || node.refs | node.tag == 0) {
+            Some("moving without bytes, or leased".to_owned())
+        } else if moving && self.node(moves.targets[block.index()]).drains != WRITING {
+            Some(format!("moving to {}, which is not being written", moves.targets[block.index()]))
+        } else {
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::{Chain, KeySpec};
+    use crate::id::Tier;
+
+    /// Blocks 0 to 4 of 8 are taken; block 4 is cached and in no table.
+    fn pool() -> Pool {
+        let mut pool = Pool::new(Tier::Device, 8, true).unwrap();
+        let mut blocks = Vec::new();
+        pool.take(5, &mut blocks);
+        let key = Chain::new(&KeySpec::default(), 1, 0).block(&[4], &[]).unwrap();
+        pool.publish(BlockId(4), key, 0);
+        pool.release(BlockId(4));
+        pool.follow_places(false, |_| vec![BlockId(3)]);
+        pool
+    }
+
+    fn check(pool: &Pool) {
+        for block in (0..8).map(BlockId) {
+            assert_eq!(pool.check_place(block, pool.node(block)), None);
+        }
+    }
+
+    fn places(pool: &Pool) -> Vec<Place> {
+        (0..8).map(|block| pool.places().unwrap().get(BlockId(block))).collect()
+    }
+
+    #[test]
+    fn what_a_step_writes_is_fixed_until_it_ends() {
+        use Place::{Fixed, Hole, Live};
+        let mut pool = pool();
+        assert_eq!(places(&pool), [Live, Live, Live, Fixed, Live, Hole, Hole, Hole]);
+        pool.note_written(BlockId(0));
+        pool.take(1, &mut Vec::new());
+        assert_eq!(places(&pool), [Fixed, Live, Live, Fixed, Live, Fixed, Hole, Hole]);
+        pool.release(BlockId(5));
+        pool.lease(BlockId(3), LeaseKind::Read).unwrap();
+        pool.end_step();
+        assert_eq!(places(&pool), [Live, Live, Live, Fixed, Live, Hole, Hole, Hole]);
+        check(&pool);
+    }
+
+    #[test]
+    fn a_move_ends_with_what_was_read_being_written_freed_given_out_or_leased() {
+        let ends: [fn(&mut Pool); 4] = [
+            |pool| pool.note_written(BlockId(2)),
+            |pool| assert_eq!(pool.release(BlockId(2)), None),
+            |pool| {
+                pool.release(BlockId(2));
+                pool.take(1, &mut Vec::new());
+            },
+            |pool| pool.lease(BlockId(2), LeaseKind::Drain).unwrap(),
+        ];
+        for end in ends {
+            let mut pool = pool();
+            pool.begin_move(BlockId(2), BlockId(6));
+            assert!(pool.moves_to(BlockId(2), BlockId(6)) && !pool.moves_to(BlockId(2), BlockId(5)));
+            check(&pool);
+            end(&mut pool);
+            assert!(!pool.is_moving(BlockId(2)));
+            pool.give_back(BlockId(6));
+            check(&pool);
+            assert_eq!(pool.places().unwrap().get(BlockId(6)), Place::Hole);
+        }
+    }
+
+    #[test]
+    fn a_target_takes_over_references_key_and_place_among_the_evictable() {
+        let mut pool = pool();
+        let key = pool.key(BlockId(4)).unwrap();
+        pool.share(BlockId(2), 1);
+        for (from, to) in [(2, 7), (4, 6)] {
+            pool.begin_move(BlockId(from), BlockId(to));
+            assert_eq!(pool.finish_move(BlockId(from), BlockId(to)), None);
+            check(&pool);
+        }
+        assert_eq!((pool.refs(BlockId(7)), pool.refs(BlockId(2)), pool.generation(BlockId(2))), (2, 0, 1));
+        assert_eq!((pool.find(&key), pool.evictable_blocks()), (Some(BlockId(6)), vec![BlockId(6)]));
+        assert_eq!(pool.free_blocks().collect::<Vec<_>>(), [2, 4, 5].map(BlockId));
+    }
+}

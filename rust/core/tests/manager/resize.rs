@@ -1,0 +1,36 @@
+//! Rules for a device that grows and shrinks; what is beyond its extent is given back, and holds garbage from then on.
+
+use super::{GARBAGE, World};
+use blockyard_core::{Error, Resize, Tier};
+
+impl World {
+    pub(crate) fn resize(&mut self, blocks: usize) {
+        let (before, stats) = (self.manager.resize_progress(), self.manager.stats());
+        let needed = self.null_blocks(Tier::Device) + stats.tiers[0].pinned + 1;
+        match self.manager.resize_device(blocks) {
+            Ok(progress) => {
+                assert!(blocks >= needed && progress.blocks == blocks && progress.extent >= blocks);
+                assert_eq!(self.manager.pool(Tier::Device).len(), blocks);
+                let known = self.memory[0].len().max(blocks);
+                self.memory[0].resize(known, GARBAGE);
+                self.resized = progress;
+            }
+            Err(error) => {
+                assert!(blocks < needed && matches!(error, Error::InvalidArgument { .. }), "{error}");
+                assert_eq!((self.manager.resize_progress(), self.manager.stats()), (before, stats));
+            }
+        }
+    }
+
+    /// What is beyond the end only becomes less, and the memory behind the last of it is given back.
+    pub(crate) fn give_back(&mut self) {
+        let Resize { blocks, live, held, extent } = self.manager.resize_progress();
+        let before = std::mem::replace(&mut self.resized, self.manager.resize_progress());
+        assert_eq!(blocks, before.blocks);
+        assert!(live + held <= before.live + before.held && extent <= before.extent, "{before:?}");
+        assert_eq!(self.resized.is_done(), live + held == 0);
+        let pool = self.manager.pool(Tier::Device);
+        assert!(pool.free() + live <= blocks || pool.free() == 0, "{} free, {live} beyond {blocks}", pool.free());
+        self.memory[0][extent..].fill(GARBAGE);
+    }
+}

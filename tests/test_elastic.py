@@ -1,0 +1,176 @@
+"""Caches that grow and shrink at one address, over memory that really goes."""
+
+import mmap
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
+from blockyard.layout import KVLayout
+from blockyard.transfer.elastic import ElasticCache, plane_spans, reserve
+from blockyard.transfer.elastic_host import resident_bytes
+
+PAGE = mmap.PAGESIZE
+KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+
+
+class FakeMemory:
+    """Chunks that are garbage while they are not committed, and an account of each."""
+
+    def __init__(self, size: int, count: int, chunk: int, limit: int | None = None) -> None:
+        self.chunk, self.limit = chunk, limit
+        self.tensor = torch.full((-(-size // chunk) * chunk * count,), 0xA5, dtype=torch.uint8)
+        self.committed: set[int] = set()
+        self.waits = 0
+
+    def commit(self, first: int, last: int) -> None:
+        assert first < last
+        assert self.committed.isdisjoint(range(first, last))
+        if self.limit is not None and len(self.committed) + last - first > self.limit:
+            raise OutOfMemoryError("no more")
+        self.committed.update(range(first, last))
+        self.tensor[first * self.chunk : last * self.chunk] = 0
+
+    def release(self, first: int, last: int) -> None:
+        assert self.committed.issuperset(range(first, last))
+        self.committed.difference_update(range(first, last))
+        self.tensor[first * self.chunk : last * self.chunk] = 0xA5
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def fake(layout: KVLayout, blocks: int, chunk: int, limit: int | None = None) -> FakeMemory:
+    size = int(np.prod(layout.tensor_shape(blocks))) * layout.itemsize
+    return FakeMemory(size, layout.num_tensors, chunk, limit)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KVLayout:
+    layout = KVLayout(
+        kind=draw(st.sampled_from(KINDS)),
+        num_layers=draw(st.integers(1, 3)),
+        block_size=draw(st.sampled_from([1, 3, 4])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        head_size=draw(st.integers(1, 9)),
+        dtype=draw(st.sampled_from(["float32", "float16", "int8"])),
+    )
+    return replace(layout, tensors_per_layer=2) if draw(st.booleans()) and "kv" not in layout.names else layout
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts(), st.integers(1, 20), st.sampled_from([8, 64, 1024]), st.lists(st.integers(1, 20), max_size=8))
+def test_blocks_keep_their_bytes_and_new_ones_are_zeros_whatever_the_sizes(layout, most, chunk, sizes):
+    memory = fake(layout, most, chunk)
+    cache = ElasticCache(layout, num_blocks=1, max_blocks=most, memory=memory)
+    addresses = [tensor.data_ptr() for tensor in cache.tensors]
+    rows, before = np.zeros((1, layout.bytes_per_block), dtype=np.uint8), 1
+    for number, size in enumerate(size for size in sizes if size <= most):
+        committed = len(memory.committed)
+        result = cache.resize(size)
+        kept = min(before, size)
+        views = layout.views(cache.tensors)
+        found = torch.cat([view[:size] for view in views], dim=1).numpy()
+        assert np.array_equal(found[:kept], rows[:kept])
+        assert not found[kept:].any()
+        for view in views:
+            view[:size] = number + 1
+        rows, before = torch.cat([view[:size] for view in views], dim=1).numpy().copy(), size
+        assert (len(memory.committed) - committed) * chunk == result.committed - result.returned
+        assert result.kept == len(memory.committed) * chunk - size * layout.bytes_per_block
+        assert cache.committed_bytes == len(memory.committed) * chunk
+        planes = layout.num_tensors * len(list(plane_spans(layout, most)))
+        assert 0 <= result.kept < 2 * planes * chunk, "at most a chunk at either end of each plane"
+    assert [tensor.data_ptr() for tensor in cache.tensors] == addresses
+    cache.close()
+    assert not memory.committed
+
+
+@pytest.mark.parametrize("kind", ["kv_first", "blocks_first"])
+def test_the_resident_set_rises_and_falls_by_the_blocks_bytes(kind: str):
+    layout = replace(LAYOUT, kind=kind, num_layers=4)  # 64 KiB a block: no page belongs to two planes or two blocks
+    blocks, slack = 1024, 2 << 20
+    with ElasticCache(layout, num_blocks=blocks, max_blocks=4 * blocks) as cache:
+        start = resident_bytes()
+        for view in layout.views(cache.tensors):
+            view[:blocks] = 1
+        assert abs(resident_bytes() - start - blocks * layout.bytes_per_block) < slack
+        result = cache.resize(blocks // 4)
+        assert result == (blocks // 4, 0, 3 * blocks // 4 * layout.bytes_per_block, 0)
+        assert abs(resident_bytes() - start - blocks // 4 * layout.bytes_per_block) < slack
+        assert cache.resize(2 * blocks).committed == 7 * blocks // 4 * layout.bytes_per_block
+        for view in layout.views(cache.tensors):
+            view[: 2 * blocks] = 1
+        assert abs(resident_bytes() - start - 2 * blocks * layout.bytes_per_block) < slack
+    assert abs(resident_bytes() - start) < slack
+
+
+def test_what_shares_a_page_with_blocks_that_stay_is_kept_and_told():
+    layout = KVLayout("kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=8, dtype="int8")
+    with ElasticCache(layout, num_blocks=1000, max_blocks=1000) as cache:  # two planes of 8000 bytes
+        assert cache.resize(600) == (600, 0, 0, 4 * PAGE - 9600)  # up to bytes 4800 and 12800: in all four pages
+        assert cache.resize(500) == (500, 0, PAGE, 3 * PAGE - 8000)  # 4000 and 12000: V is in pages 1 and 2
+        assert cache.resize(24) == (24, 0, PAGE, 2 * PAGE - 384)  # 192 and 8192: V is in page 1
+
+
+def test_memory_that_cannot_be_had_changes_nothing():
+    memory = fake(LAYOUT, 64, PAGE, limit=200)
+    cache = ElasticCache(LAYOUT, num_blocks=10, max_blocks=64, memory=memory)
+    committed = set(memory.committed)
+    with pytest.raises(OutOfMemoryError, match="no more"):
+        cache.resize(30)
+    assert (cache.num_blocks, memory.committed) == (10, committed)
+    assert cache.resize(20).blocks == 20
+
+
+def test_the_device_is_waited_for_before_memory_goes_and_not_when_none_does():
+    memory = fake(LAYOUT, 64, 1 << 20)
+    cache = ElasticCache(LAYOUT, num_blocks=64, max_blocks=64, memory=memory)
+    waits = memory.waits
+    cache.resize(63)
+    assert memory.waits == waits
+    cache = ElasticCache(LAYOUT, num_blocks=64, max_blocks=64, memory=fake(LAYOUT, 64, PAGE))
+    waits = cache._memory.waits
+    cache.resize(63)
+    assert cache._memory.waits > waits
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 9])
+def test_sizes_out_of_range_are_refused_with_the_numbers(blocks: int):
+    with pytest.raises(InvalidArgumentError, match=f"{blocks} blocks of at most 8"):
+        ElasticCache(LAYOUT, num_blocks=blocks, max_blocks=8)
+    with (
+        ElasticCache(LAYOUT, num_blocks=8, max_blocks=8) as cache,
+        pytest.raises(InvalidArgumentError, match=f"{blocks} blocks are wanted, there may be 1 to 8"),
+    ):
+        cache.resize(blocks)
+
+
+def test_a_dtype_or_device_that_is_not_known_is_refused():
+    with pytest.raises(LayoutError, match="no dtype 'float3'"):
+        ElasticCache(replace(LAYOUT, dtype="float3", itemsize=3), num_blocks=1, max_blocks=2)
+    with pytest.raises(InvalidArgumentError, match="device is meta"):
+        reserve(8, 1, device="meta")
+
+
+def test_a_closed_cache_takes_no_size_and_may_be_closed_again():
+    cache = ElasticCache(LAYOUT, num_blocks=4, max_blocks=8)
+    kept = cache.tensors[0]
+    cache.close()
+    cache.close()
+    assert (cache.tensors, cache.num_blocks, cache.committed_bytes) == ([], 0, 0)
+    assert not kept.any(), "its addresses are still its own"
+    with pytest.raises(BlockyardError, match="closed"):
+        cache.resize(4)
+
+
+def test_one_tensor_of_all_layers_has_a_tail_in_every_layer():
+    layout = KVLayout("layers kv blocks tokens heads dim", 4, 16, 2, 64, "float32")
+    assert list(plane_spans(layout, 10)) == [(plane * 10 * 8192, 8192) for plane in range(8)]
+    with ElasticCache(layout, num_blocks=10, max_blocks=10) as cache:
+        assert cache.resize(4).returned == 6 * layout.bytes_per_block
