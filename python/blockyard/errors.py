@@ -65,6 +65,10 @@ class TransferQueueFullError(BlockyardError):
     """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
 
 
+class TransferCancelledError(BlockyardError):
+    """A transfer was given up before it started; no byte of it was moved."""
+
+
 class OpLibraryError(BlockyardError):
     """The compiled op library is missing or cannot be loaded; the message says why."""
 
