@@ -6,17 +6,21 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
     LayoutError,
     MappingError,
+    TransferCancelledError,
     TransferQueueFullError,
     UnknownTicketError,
 )
 from blockyard.layout import KINDS, KVLayout
 from blockyard.testing.device import SimulatedStreams
+from blockyard.transfer import engine as engine_module
 from blockyard.transfer.engine import CacheEngine
 from blockyard.transfer.streams import WorkerStreams
 
@@ -289,3 +293,157 @@ def test_closing_waits_for_tickets(engine: CacheEngine):
     np.testing.assert_array_equal(host[6].numpy(), content(4, 1)[0])
     with pytest.raises(BlockyardError, match="closed"):
         engine.submit_swap_out(pairs((0, 0)))
+
+
+# ---- within a tier ----
+
+
+def test_moves_and_exchanges_change_whole_blocks_in_either_tier(engine: CacheEngine):
+    rows = filled(engine)
+    ring = engine.submit_move(pairs((0, 1), (1, 2), (2, 0), (3, 7)))
+    swapped = engine.submit_exchange(pairs((4, 5), (-1, -1), (7, 6)), after=[ring])
+    host = engine.submit_move(pairs((6, 5), (5, 4)), tier="host")
+    both = engine.submit_exchange(pairs((0, 7)), tier="host", after=[host])
+    assert [engine.wait(ticket).error for ticket in (ring, swapped, host, both)] == [None] * 4
+    rows["device"][[1, 2, 0, 7]] = rows["device"][[0, 1, 2, 3]]
+    rows["device"][[4, 5, 7, 6]] = rows["device"][[5, 4, 6, 7]]
+    rows["host"][[5, 4]] = rows["host"][[6, 5]]
+    rows["host"][[0, 7]] = rows["host"][[7, 0]]
+    assert_rows(engine, rows)
+    size = engine.layout.bytes_per_block
+    assert engine.counters == {("device", "device"): (8, 8 * size), ("host", "host"): (4, 4 * size)}
+    with pytest.raises(MappingError, match="exchanged twice"):
+        engine.submit_exchange(pairs((4, 5), (5, 6)))
+    with pytest.raises(MappingError, match="written twice"):
+        engine.submit_move(pairs((4, 5), (6, 5)), tier="host")
+
+
+# ---- loads that nobody waits for ----
+
+
+def test_prefetches_wait_for_awaited_loads_and_can_be_given_up():
+    streams = SimulatedStreams(5)
+    with make(streams) as engine:
+        rows = filled(engine)
+        streams.progress = lambda: None  # nothing runs by itself
+        awaited = engine.submit_swap_in(pairs((0, 0)))
+        dropped = engine.submit_swap_in(pairs((1, 1)), prefetch=True)
+        later = engine.submit_write("device", np.array([2]), content(7, 1), prefetch=True)
+        layered = engine.submit_swap_in(pairs((3, 3)), prefetch=True, by_layer=True)
+        assert engine.cancel(dropped)
+        assert not engine.cancel(awaited)
+        assert isinstance(engine.wait(dropped).error, TransferCancelledError)
+        engine.wait_for_layer(layered, 0)
+        assert engine.wait(layered).error is None
+        assert engine.wait(later).error is None
+        rows["device"][[0, 3]] = rows["host"][[0, 3]]
+        rows["device"][2] = content(7, 1)[0]
+        assert_rows(engine, rows)
+
+
+def test_a_long_prefetch_goes_in_pieces_on_any_device():
+    class Few(SimulatedStreams):
+        """One stream for each direction: nothing needs cutting but what gives way."""
+
+        chunk_bytes = None
+
+    streams = Few(1)
+    with make(streams, max_ahead=1) as engine:
+        rows = filled(engine)
+        size = layout().bytes_per_block
+        engine_module.CHUNK_BYTES, kept = 2 * size, engine_module.CHUNK_BYTES
+        try:
+            ticket = engine.submit_swap_in(pairs(*[(i, i) for i in range(BLOCKS)]), prefetch=True)
+        finally:
+            engine_module.CHUNK_BYTES = kept
+        while not (done := engine.poll()):
+            assert streams.launched <= 12
+        assert (done[0].ticket, done[0].error) == (ticket, None)
+        rows["device"] = rows["host"].copy()
+        assert_rows(engine, rows)
+
+
+# ---- host blocks of several device blocks ----
+
+
+def draw_span(data: st.DataObject, parts: int, most: int) -> tuple[list[int], int, int]:
+    """Host blocks of a stretch, and its first and last offset; it holds between 1 and `most` parts."""
+    first = data.draw(st.integers(0, parts - 1))
+    count = data.draw(st.integers(1, most))
+    blocks = -(-(first + count) // parts)
+    last = (first + count - 1) % parts + 1
+    return data.draw(st.permutations(range(HOST_BLOCKS)))[:blocks], first, last
+
+
+HOST_BLOCKS = 4
+
+
+@given(st.integers(1, 4), st.sampled_from([None, *range(40)]), st.data())
+def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed: int | None, data: st.DataObject):
+    streams = None if seed is None else SimulatedStreams(seed)
+    engine = CacheEngine(
+        layout(),
+        num_device_blocks=BLOCKS,
+        num_host_blocks=HOST_BLOCKS,
+        streams=streams,
+        blocks_per_host_block=parts,
+    )
+    device, host = content(0), np.zeros_like(content(0, HOST_BLOCKS * parts))
+    filled_parts: set[int] = set()
+    engine.write_blocks("device", np.arange(BLOCKS), device)
+    tickets: list[int] = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        call = data.draw(st.sampled_from(["store", "store", "load", "clear"]))
+        if call == "clear":
+            block = data.draw(st.integers(0, HOST_BLOCKS - 1))
+            engine._transfers.synchronize()  # nothing may be on its way there
+            engine.fill.clear(np.array([block]))
+            filled_parts -= set(range(block * parts, (block + 1) * parts))
+            continue
+        large, first, last = draw_span(data, parts, min(BLOCKS, (HOST_BLOCKS - 1) * parts))
+        count = (len(large) - 1) * parts + last - first
+        small = np.array(data.draw(st.permutations(range(BLOCKS)))[:count], np.int64)
+        to = "host" if call == "store" else "device"
+        ids = engine.fill.pairs(small, np.array(large, np.int64), first=first, last=last, to=to)
+        if call == "store":
+            tickets.append(engine.submit_swap_out(ids, after=tickets))
+            host[ids[:, 1]] = device[ids[:, 0]]
+            filled_parts |= set(ids[:, 1].tolist())
+        elif missing := sorted(set(ids[:, 0].tolist()) - filled_parts):
+            with pytest.raises(MappingError, match=r"part \d of host block \d holds no bytes \(id (\d+)\)") as raised:
+                engine.submit_swap_in(ids, after=tickets)
+            assert int(str(raised.value).rsplit(" ", 1)[1].rstrip(")")) in missing
+        else:
+            tickets.append(engine.submit_swap_in(ids, after=tickets))
+            device[ids[:, 1]] = host[ids[:, 0]]
+    engine._transfers.synchronize()
+    assert all(done.error is None for done in engine.poll())
+    np.testing.assert_array_equal(engine.read_blocks("device", np.arange(BLOCKS)), device)
+    np.testing.assert_array_equal(engine.host_cache.numpy().reshape(host.shape), host)
+    counts = [sum(part // parts == block for part in filled_parts) for block in range(HOST_BLOCKS)]
+    assert engine.fill.count(np.arange(HOST_BLOCKS)).tolist() == counts
+    engine.close()
+
+
+def test_parts_that_a_store_did_not_reach_are_refused_with_their_numbers():
+    streams = SimulatedStreams(2)
+    with CacheEngine(
+        layout(), num_device_blocks=BLOCKS, num_host_blocks=2, streams=streams, blocks_per_host_block=3
+    ) as engine:
+        engine.swap_out(pairs((0, 1)))
+        engine.write_blocks("host", np.array([2]), content(3, 1))
+        streams._fail = 1.0
+        assert engine.wait(engine.submit_swap_out(pairs((0, 2), (1, 4)))).error is not None
+        streams._fail = 0.0
+        for call in (
+            lambda: engine.submit_swap_in(pairs((1, 0), (2, 1))),
+            lambda: engine.swap_in(pairs((1, 0), (2, 1))),
+            lambda: engine.submit_read("host", np.array([1, 2])),
+            lambda: engine.read_blocks("host", np.array([1, 2])),
+            lambda: engine.submit_move(pairs((2, 5)), tier="host"),
+        ):
+            with pytest.raises(MappingError, match=r"part 2 of host block 0 holds no bytes \(id 2\)"):
+                call()
+        move = engine.submit_move(pairs((1, 5)), tier="host")
+        engine.wait(engine.submit_swap_in(pairs((5, 7)), after=[move]))
+        assert engine.fill.count(np.array([0, 1])).tolist() == [1, 1]

@@ -126,7 +126,8 @@ class Caches:
 
     def _count(self, src: EngineTier, dst: EngineTier, plan: CopyPlan) -> None:
         before = self._traffic.get((src, dst), Traffic(0, 0))
-        self._traffic[src, dst] = Traffic(before.blocks + len(plan), before.num_bytes + plan.num_bytes)
+        blocks = plan.num_bytes // self.layout.bytes_per_block  # an exchange moves two of a pair
+        self._traffic[src, dst] = Traffic(before.blocks + blocks, before.num_bytes + plan.num_bytes)
 
     def _check_tier(self, tier: EngineTier) -> None:
         if self._closed:
