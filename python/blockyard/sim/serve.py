@@ -15,7 +15,7 @@ from blockyard.integrations.generator import Generator
 from blockyard.integrations.transformers import reference_generate
 from blockyard.offload.executor import Executor, StepExecutor
 from blockyard.scheduler import SchedulerStats
-from blockyard.sim.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor
+from blockyard.sim.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
 from blockyard.sim.report import Progress
 from blockyard.sim.workload import WorkItem
 
@@ -46,7 +46,7 @@ class Served:
 
 
 class Faults:
-    """Puts the counting and disturbing executors around the one that does the work.
+    """Puts the executors that count, disturb and keep time around the one that does the work.
 
     Args:
         corrupt: blocks to damage in the file; 0 for none.
@@ -83,7 +83,7 @@ class Faults:
             if executor.store is None:
                 raise InvalidArgumentError(f"{self.corrupt} blocks are to be damaged, and there is no external tier")
             inner = self.corrupting = CorruptingExecutor(inner, executor.store, self.corrupt, seed=self._seed)
-        self.counting = CountingExecutor(inner)
+        self.counting = CountingExecutor(SteadyExecutor(inner))
         return self.counting
 
 
