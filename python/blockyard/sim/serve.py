@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -43,6 +44,16 @@ class Served:
     blocks: dict[tuple[str, str, str], int]
     bytes_per_block: int
     totals: dict[str, int]
+
+
+class Watch(Protocol):
+    """Who wants to do something between steps."""
+
+    def before_step(self) -> None:
+        """Take what is to be in the next step's decision."""
+
+    def after_step(self, done: int, total: int) -> None:
+        """Look at the step; `done` of `total` requests are finished."""
 
 
 class Faults:
@@ -92,7 +103,7 @@ def serve(
     items: Sequence[WorkItem],
     faults: Faults,
     view: Progress,
-    after_step: Callable[[int, int], None] | None = None,
+    watch: Watch | None = None,
 ) -> Served:
     """Serve a workload to its end.
 
@@ -104,7 +115,7 @@ def serve(
         items: the requests.
         faults: what counts, and what disturbs.
         view: told about every step.
-        after_step: called after every step with how many requests are done, and of how many.
+        watch: told before and after every step.
 
     Returns:
         Tokens and counters.
@@ -123,10 +134,12 @@ def serve(
         while waiting and waiting[0].arrival <= since + ticks * tick:
             item = waiting.popleft()
             generator.add(item.request_id, item.prompt, item.sampling, arrival=item.arrival)
+        if watch is not None:
+            watch.before_step()
         for done in generator.step():
             outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
-        if after_step is not None:
-            after_step(len(outputs), len(items))
+        if watch is not None:
+            watch.after_step(len(outputs), len(items))
         ticks += 1
         view.step(len(outputs), len(items), _note(generator))
     return Served(
