@@ -287,9 +287,12 @@ impl FreeQueue {
         }
         if block.0 >= self.fresh {
             for passed in (self.fresh..block.0).rev().map(BlockId) {
+                // In a pool that has shrunk and grown it may have been taken before.
+                self.rings.remove(passed);
                 self.overdue.push_front(passed);
                 self.free.insert(passed);
             }
+            self.rings.remove(block);
             self.fresh = block.0 + 1;
             return true;
         }

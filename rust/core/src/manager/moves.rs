@@ -7,7 +7,7 @@
 use super::{Manager, invalid, link, part_orphans};
 use crate::defrag::{Goal, Places, Plan};
 use crate::id::{BlockId, TicketId, Tier};
-use crate::pool::Twin;
+use crate::pool::{BlockUse, Twin};
 use crate::table::Row;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -158,8 +158,9 @@ impl Manager {
     ) -> (Vec<[u32; 2]>, Moves) {
         let (mut asked, mut dropped) = (budget, 0);
         for attempt in 1.. {
-            let Plan { mut pairs, left, stuck, .. } =
-                self.pools[0].places().map_or_else(Plan::default, |places| plan(places, goal, asked));
+            let blocks = self.pools[0].len();
+            let found = self.pools[0].places().map(|places| plan(places, blocks, goal, asked));
+            let Plan { mut pairs, left, stuck, .. } = found.unwrap_or_default();
             if cached == Cached::Drop {
                 let evicted = self.evict_for(&mut pairs, stuck.min(budget));
                 dropped += evicted;
@@ -227,7 +228,9 @@ impl Manager {
 
     /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
     fn ends_with(&self, row: &Row, index: usize) -> bool {
-        let next = row.table[index + 1..].iter().find(|&&block| !self.is_null(block));
+        // Behind the last token there may be blocks of an earlier lookahead.
+        let last = (row.len.saturating_sub(1) / self.block_size) as usize;
+        let next = row.table.iter().take(last + 1).skip(index + 1).find(|&&block| !self.is_null(block));
         next.is_none_or(|&next| self.pools[0].is_dirty(next))
     }
 
@@ -396,10 +399,12 @@ impl Manager {
             return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
         }
         let places = self.pools[0].survey(self.groups.slide());
-        let capacity = places.capacity();
-        let pages = (0..capacity / page_blocks).map(|page| page * page_blocks..(page + 1) * page_blocks);
+        let pool = &self.pools[0];
+        let (pages, known) = (pool.len() / page_blocks as usize, (0..).map(BlockId).take(pool.extent()));
+        let pages =
+            (0..u32::try_from(pages).unwrap_or(u32::MAX)).map(|page| page * page_blocks..(page + 1) * page_blocks);
         let mut found = Fragmentation {
-            max_id: places.highest(),
+            max_id: known.filter(|&block| pool.usage(block) != BlockUse::Free).last(),
             gap: places.gap(),
             holes: places.holes().len(),
             empty_pages: pages.filter(|page| places.holes().count(page.clone()) == page.len()).count(),
@@ -439,6 +444,12 @@ impl Manager {
 }
 
 /// The planner's answer; the one place that knows how it is asked.
-fn plan(places: &Places, goal: Goal, budget: usize) -> Plan {
+fn plan(places: &Places, blocks: usize, goal: Goal, budget: usize) -> Plan {
+    let beyond = u32::try_from((places.capacity() as usize).saturating_sub(blocks)).unwrap_or(u32::MAX);
+    let goal = match goal {
+        // Blocks beyond the end of a pool that has shrunk are no part of its tail.
+        Goal::FreeTail(tail) => Goal::FreeTail(tail.saturating_add(beyond)),
+        goal => goal,
+    };
     places.plan(goal, budget)
 }

@@ -61,8 +61,9 @@ impl World {
         let left = self.manager.pool(Tier::Device).free();
         assert!(left + moves.planned == free || (short && left <= free), "a target is no longer free");
         let lies = self.manager.fragmentation(2).unwrap();
-        assert!(lies.max_id.is_none_or(|top| top.index() + 1 + lies.holes >= self.manager.pool(Tier::Device).len()));
+        assert!(lies.max_id.map_or(0, |top| top.index() + 1) + lies.holes >= self.manager.pool(Tier::Device).len());
         assert!(2 * lies.empty_pages <= lies.holes && lies.tables <= lies.runs);
+        assert!(lies.max_id.is_none_or(|top| top.index() < self.manager.resize_progress().extent));
         assert!(self.truth.keys().map(|&s| self.blocks_of(s)).eq(tables), "a table changed before the bytes");
     }
 }
