@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 UV := $(BIN)/uv
 UV_PIP := $(UV) pip install --quiet --python $(BIN)/python
 CARGO_FUZZ := .make/cargo-fuzz-$(CARGO_FUZZ_VERSION)
-NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h
+NATIVE := cuda/*.cu cuda/*.cpp cuda/*.h tests/*.cpp
 
 SHELL := /bin/sh
 # rustup's folder comes last: it is missing from the path of many non-login shells.

@@ -1,9 +1,12 @@
 """Defragmentation beside an allocator that gives out ids first in, first out: moves, gap, runs, and time per step.
 
+Also what `contiguous` does to the descriptors of a transfer, and what allocation by pages costs.
+
     python benches/bench_defrag.py
 
 prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. W-defrag: 256 sequences
-run and append a token a step; in each step 8 end and 8 of 64 blocks start.
+run and append a token a step; in each step 8 end and 8 of 64 blocks start. In the variant with shared prefixes, every
+second one of those that start shares its first 32 blocks with the one before.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import numpy as np
 from figures import keep
 from numpy.typing import NDArray
 
-from blockyard import BlockObserver
+from blockyard import BlockManager, BlockObserver, merge_runs
 
 Ids = NDArray[np.int64]
+Figures = dict[str, float]
 
 RUNNING = 256
 STARTS = 8
@@ -28,6 +32,10 @@ PROMPT_BLOCKS = 64
 BLOCK_SIZE = 16
 THRESHOLD = 64
 MARGIN = 16
+MOVES = 8
+SHARED_BLOCKS = 32
+TRANSFER_TOKENS = 2048
+PAGE_BLOCKS = 32
 
 
 class Step(NamedTuple):
@@ -41,12 +49,18 @@ class Step(NamedTuple):
 class Churn:
     """W-defrag's allocator and scheduler: ids first in, first out; any 8 of the running sequences end."""
 
-    def __init__(self, blocks: int, *, starts: int = STARTS, seed: int = 1) -> None:
+    def __init__(self, blocks: int, *, starts: int = STARTS, shared: bool = False, seed: int = 1) -> None:
         self._rng = random.Random(seed)
         self._free = deque(range(1, blocks))
         self._starts = starts
+        self._shared = shared
+        self._refs: Counter[int] = Counter()
         self._tables: list[list[int]] = []
         self._tokens: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        """Give out ids."""
+        return [self._free.popleft() for _ in range(count)]
 
     def step(self, *, tables: bool = False) -> Step:
         """End, append, start; the blocks of those that start come first."""
@@ -60,86 +74,176 @@ class Churn:
                 self._tables[i], self._tokens[i] = self._tables[-1], self._tokens[-1]
                 self._tables.pop()
                 self._tokens.pop()
-        self._free.extend(freed)
+        self._free.extend(self._released(freed))
         for table, at in zip(self._tables, range(len(self._tokens)), strict=True):
             self._tokens[at] += 1
             if self._tokens[at] > len(table) * BLOCK_SIZE:
                 table.append(self._free.popleft())
                 appended.append(table[-1])
-        for _ in range(self._starts):
-            self._tables.append([self._free.popleft() for _ in range(PROMPT_BLOCKS)])
+        for number in range(self._starts):
+            prefix = self._tables[-1][:SHARED_BLOCKS] if self._shared and number % 2 else []
+            self._tables.append(prefix + self.take(PROMPT_BLOCKS - len(prefix)))
             self._tokens.append(
                 self._rng.randrange(PROMPT_BLOCKS * BLOCK_SIZE - BLOCK_SIZE, PROMPT_BLOCKS * BLOCK_SIZE)
             )
             new += self._tables[-1]
+        if self._shared:
+            self._refs.update(new + appended)
         copied = [list(table) for table in self._tables] if tables else None
         return Step(np.array(freed, np.int64), np.array(new + appended, np.int64), copied)
 
+    def _released(self, freed: list[int]) -> list[int]:
+        """Those that nobody refers to any more."""
+        if not self._shared:
+            return freed
+        self._refs.subtract(freed)
+        return [block for block in dict.fromkeys(freed) if not self._refs[block]]
 
-def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True) -> dict[str, float]:
+
+def runs_of(blocks: Ids) -> int:
+    """Runs of neighbours in a block table."""
+    return 1 + int((np.diff(blocks) != 1).sum())
+
+
+def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True, moves: int | None = MOVES) -> Figures:
     """Mean moves a step, mean gap, and blocks per contiguous run of a sequence, once the pool is full of sequences."""
     churn, books = Churn(blocks, starts=starts), BlockObserver(blocks)
     warm_up = 2 * RUNNING // starts
-    moves = gap = runs = held = 0
+    moved = gap = runs = held = 0
     for number in range(warm_up + steps):
         step = churn.step(tables=number % 16 == 0)
         books.release_ids(step.freed, fresh=fresh)
         books.use_ids(step.new, fresh=fresh)
-        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN)
+        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=moves)
         books.commit(plan)
         if number < warm_up:
             continue
-        moves += len(plan)
+        moved += len(plan)
         gap += books.gap
         for table in step.tables or ():
             found = books.resolve(np.array(table, np.int64))
             held += len(found)
-            runs += 1 + int((np.diff(found) != 1).sum())
-    return {"moves": moves / steps, "gap": gap / steps, "run": held / runs}
+            runs += runs_of(found)
+    return {"moves": moved / steps, "gap": gap / steps, "run": held / runs}
 
 
-def cost(blocks: int, steps: int) -> dict[str, float]:
-    """Microseconds a step: plan and remap alone, and with the step's releases, uses and resolving of its new ids."""
-    churn, books = Churn(blocks), BlockObserver(blocks)
-    plan_ns: list[int] = []
-    all_ns: list[int] = []
-    clock = time.thread_time_ns
-    # Made beforehand: the allocator's own work would push the books out of the caches.
-    for number, step in enumerate([churn.step() for _ in range(2 * RUNNING // STARTS + steps)]):
+def one_run(blocks: int, steps: list[Step]) -> NDArray[np.int64]:
+    """Nanoseconds of each step: plan and remap, and all of it. Always the same steps."""
+    books = BlockObserver(blocks)
+    clock = time.perf_counter_ns
+    spent = np.zeros((len(steps), 2), np.int64)
+    for number, step in enumerate(steps):
         begin = clock()
         books.release_ids(step.freed, fresh=True)
         books.use_ids(step.new, fresh=True)
         planned = clock()
-        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN)
+        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=MOVES)
         if len(plan):
             books.commit(plan)
         done = clock()
         books.resolve(step.new)
-        end = clock()
-        if number >= 2 * RUNNING // STARTS:
-            plan_ns.append(done - planned)
-            all_ns.append(end - begin)
-    return {"plan_us": float(np.mean(plan_ns)) / 1000, "all_us": float(np.mean(all_ns)) / 1000}
+        spent[number] = done - planned, clock() - begin
+    return spent
 
 
-def figures(repeats: int) -> dict[str, float]:
+def cost(blocks: int, steps: int, repeats: int, *, shared: bool = False) -> Figures:
+    """Microseconds a step: plan and remap alone, and with the step's releases, uses and resolving of its new ids.
+
+    Each step's time is the least of all repeats, so that what else the machine does is not charged to it.
+    """
+    churn = Churn(blocks, shared=shared)
+    warm_up = 2 * RUNNING // STARTS
+    # Made beforehand: the allocator's own work would push the books out of the caches.
+    made = [churn.step() for _ in range(warm_up + steps)]
+    least = np.min([one_run(blocks, made)[warm_up:] for _ in range(repeats)], axis=0) / 1000
+    (plan, everything), (plan_p99, all_p99) = least.mean(axis=0), np.percentile(least, 99, axis=0)
+    return {"plan_us": plan, "plan_p99_us": plan_p99, "all_us": everything, "all_p99_us": all_p99}
+
+
+def descriptors(blocks: int) -> Figures:
+    """Pieces of a 2,048-token transfer out of an aged pool, before and after `contiguous`, and the moves for that."""
+    churn, books = Churn(blocks), BlockObserver(blocks)
+    for _ in range(1000):
+        step = churn.step()
+        books.release_ids(step.freed, fresh=True)
+        books.use_ids(step.new)
+    ids = np.array(churn.take(TRANSFER_TOKENS // BLOCK_SIZE), np.int64)
+    books.use_ids(ids)
+
+    def pieces() -> int:
+        return len(merge_runs(np.column_stack([books.resolve(ids), np.arange(len(ids))])))
+
+    before, least = pieces(), float("inf")
+    for _ in range(20):
+        begin = time.perf_counter_ns()
+        plan = books.plan_all([("contiguous", 1)], sequences=[ids])
+        least = min(least, (time.perf_counter_ns() - begin) / 1000)
+    books.commit(plan)
+    return {"pieces_before": before, "pieces_after": pieces(), "moves": len(plan), "plan_us": least}
+
+
+def one_placement(blocks: int, steps: int, order: str) -> tuple[NDArray[np.int64], Ids, float]:
+    """Nanoseconds of each step's allocation and freeing, blocks of each, and pages in use for each that is needed."""
+    clock, rng = time.perf_counter_ns, random.Random(2)
+    books = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, reuse_order=order)
+    running: list[int] = []
+    spent, counts = np.zeros((steps, 2), np.int64), np.zeros((steps, 2), np.int64)
+    pages = needed = 0
+    for number in range(steps):
+        lengths = np.array([rng.randrange(1, 2 * PROMPT_BLOCKS) for _ in range(STARTS)], np.uint32)
+        tokens = lengths * np.uint32(BLOCK_SIZE)
+        begin = clock()
+        new = books.allocate(tokens)
+        allocated = clock()
+        books.complete(books.take_decision().ticket)
+        running += new.tolist()
+        rng.shuffle(running)
+        ended, running = np.array(running[RUNNING:], np.uint64), running[:RUNNING]
+        count = sum(len(books.block_table(int(handle))) for handle in ended)
+        start = clock()
+        books.free(ended)
+        spent[number] = allocated - begin, clock() - start
+        counts[number] = lengths.sum(), count
+        if number % 16 == 0:
+            used = np.concatenate([books.block_table(handle) for handle in running])
+            pages += len(np.unique(used // PAGE_BLOCKS))
+            needed += -(-len(used) // PAGE_BLOCKS)
+    return spent, counts, pages / needed
+
+
+def placement(blocks: int, steps: int, repeats: int) -> Figures:
+    """Nanoseconds a block to give out and take back in an aged pool, and pages in use for each that is needed."""
+    found: Figures = {}
+    for name, order in (("lowest", "lowest"), ("pages", f"pages:{PAGE_BLOCKS}")):
+        runs = [one_placement(blocks, steps, order) for _ in range(repeats)]
+        aged = slice(steps // 2, None)
+        least = np.min([spent for spent, _, _ in runs], axis=0)[aged].sum(axis=0) / runs[0][1][aged].sum(axis=0)
+        found[f"{name}_allocate_ns"], found[f"{name}_free_ns"] = least
+        found[f"{name}_pages_ratio"] = runs[0][2]
+    return found
+
+
+def figures(repeats: int) -> Figures:
     """All figures, by their names in BENCH_JSON."""
-    small = quality(32768, 2000)
-    large = [cost(262144, 2000) for _ in range(repeats)]
-    found = {f"w_defrag_32k_{name}": value for name, value in small.items()}
-    found |= {f"w_defrag_256k_{name}": min(run[name] for run in large) for name in large[0]}
-    crowd = quality(32768, 500, starts=16)
-    identity = quality(32768, 200, fresh=False)
+    found = {f"w_defrag_32k_{name}": value for name, value in quality(32768, 2000).items()}
+    found |= {f"w_defrag_32k_{name}": value for name, value in cost(32768, 2000, repeats).items()}
+    found |= {f"w_defrag_256k_{name}": value for name, value in cost(262144, 2000, repeats).items()}
+    shared = cost(262144, 2000, repeats, shared=True)
+    found |= {f"w_defrag_256k_shared_{name}": value for name, value in shared.items()}
+    crowd = quality(32768, 500, starts=16, moves=None)
+    identity = quality(32768, 200, fresh=False, moves=None)
     found |= {f"w_defrag_32k_{name}_1024_new": value for name, value in crowd.items()}
-    return found | {f"w_defrag_32k_{name}_kept_ids": value for name, value in identity.items()}
+    found |= {f"w_defrag_32k_{name}_kept_ids": value for name, value in identity.items()}
+    found |= {f"contiguous_{name}": value for name, value in descriptors(32768).items()}
+    return found | {f"placement_{name}": value for name, value in placement(262144, 600, repeats).items()}
 
 
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     gc.disable()  # its walks would be charged to whoever allocates next
-    found = figures(repeats=5)
+    found = figures(repeats=7)
     for name, value in found.items():
-        print(f"{name:26} {value:10.4f}")
+        print(f"{name:32} {value:10.4f}")
     keep(found)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface
 
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
-from blockyard.integrations.attention import ATTENTION_NAME, PagedStep, StepInput, paged_attention
+from blockyard.integrations.attention import ATTENTION_NAME, LayerCall, PagedStep, StepInput, paged_attention
 from blockyard.layout import KVLayout
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 8, 2
@@ -70,7 +70,7 @@ def test_every_sequence_attends_to_its_own_tokens(kind, size, spans, window, see
     query, key, value = (
         torch.cat([t[part, :, a:b] for t, (a, b) in zip(tokens, spans, strict=True)], dim=1) for part in range(3)
     )
-    got = step.attend(1, query[None], key[None, :KV_HEADS], value[None, :KV_HEADS], 0.3, window)[0]
+    got = step.attend(LayerCall(1, query[None], key[None, :KV_HEADS], value[None, :KV_HEADS], 0.3, window))[0]
     wanted = torch.cat(
         [
             plain(t[0, :, a:b].transpose(0, 1), *(t[p, :KV_HEADS, :b].transpose(0, 1) for p in (1, 2)), window)
@@ -86,7 +86,7 @@ def test_only_the_mapped_slots_of_one_layer_are_written():
     slots = np.array([17, 5])
     step = PagedStep(layout, caches, StepInput(np.array([1, 1]), np.array([1, 1]), np.array([[4], [1]]), slots))
     key, value = torch.randn(2, 1, KV_HEADS, 2, WIDTH)
-    step.attend(1, torch.randn(1, HEADS, 2, WIDTH), key, value, 1.0, None)
+    step.attend(LayerCall(1, torch.randn(1, HEADS, 2, WIDTH), key, value, 1.0, None))
     wanted = torch.full(layout.tensor_shape(5), 7.0)
     for token, slot in enumerate(slots):
         wanted[0, slot // 4, slot % 4] = key[0, :, token]
@@ -156,7 +156,17 @@ def test_a_layer_with_another_window_than_the_step_is_refused():
     step = PagedStep(layout_of(), *one_token(), window=4)
     query = torch.zeros(1, HEADS, 1, WIDTH)
     with pytest.raises(UnsupportedModelError, match="layer 0 has a window of None, the step was made for 4"):
-        step.attend(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS], 1.0, None)
+        step.attend(LayerCall(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS], 1.0, None))
+
+
+def test_the_cache_of_a_layer_is_not_touched_before_it_was_waited_for():
+    caches, where = one_token()
+    seen = []
+    step = PagedStep(layout_of(), caches, where, before_layer=lambda layer: seen.append((layer, bool(caches[1].any()))))
+    query = torch.ones(1, HEADS, 1, WIDTH)
+    step.attend(LayerCall(1, query, query[:, :KV_HEADS], query[:, :KV_HEADS], 1.0, None))
+    assert seen == [(1, False)]
+    assert caches[1].any()
 
 
 def one_token():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.grouped import GroupedLayout
 from blockyard.layout import KINDS, KVLayout
 from blockyard.transfer.caches import Caches, as_tensor
 
@@ -43,14 +44,52 @@ def test_what_does_not_fit_is_refused(caches: Caches):
         caches.num_blocks("disk")
 
 
-def test_views_are_known_by_their_layer_where_tensors_follow_the_layers(caches: Caches):
+def test_views_are_known_by_their_layer_where_they_follow_the_layers(caches: Caches):
     count = len(caches._views["device"])
     assert caches._places_by_layer() == [list(range(count // 2)), list(range(count // 2, count))]
-    both = caches.device_caches[0]
-    caches.device_caches = [both, both]
-    assert caches._places_by_layer() == []
-    caches.device_caches = [both]
-    assert caches._places_by_layer() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"), [("layers blocks tokens dim", [[0], [1]]), ("blocks layers tokens dim", [])]
+)
+def test_layers_in_one_tensor_have_places_if_they_stand_outside(kind: str, places: list[list[int]]):
+    layout = KVLayout(kind, num_layers=2, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
+    assert Caches(layout, num_device_blocks=5, num_host_blocks=3)._places_by_layer() == places
+
+
+def test_groups_have_tensors_of_their_own_shapes_and_layers_that_count_on():
+    full = KVLayout("kv_first", num_layers=2, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
+    state = KVLayout("blocks layers tokens dim", num_layers=2, block_size=2, num_kv_heads=1, head_size=5, dtype="int8")
+    caches = Caches(GroupedLayout((("full", full), ("state", state))), num_device_blocks=4, num_host_blocks=2)
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in caches.device_caches]
+    wanted = (2, 4, 2, 1, 3), torch.float16
+    assert shapes == [wanted, wanted, ((4, 2, 2, 5), torch.int8)]
+    assert caches._places_by_layer() == [[0, 1], [2, 3], [4], []]
+    assert caches.host_cache.shape == (2, full.bytes_per_block + state.bytes_per_block)
+
+
+def test_tensors_that_there_are_already_are_used_and_checked(caches: Caches):
+    layout = caches.layout
+    mine = [torch.zeros_like(tensor) for tensor in caches.device_caches]
+    given = Caches(layout, num_device_blocks=5, num_host_blocks=3, device_caches=mine)
+    given._views["device"][0][1, 0] = 7
+    assert mine[0].view(torch.uint8).sum() == 7
+    with pytest.raises(LayoutError, match="hold 5 blocks on cpu, wanted 6"):
+        Caches(layout, num_device_blocks=6, num_host_blocks=3, device_caches=mine)
+    with pytest.raises(LayoutError, match="1 tensors were given"):
+        Caches(layout, num_device_blocks=5, num_host_blocks=3, device_caches=mine[:1])
+
+
+def test_host_blocks_may_hold_several_device_blocks(caches: Caches):
+    larger = Caches(caches.layout, num_device_blocks=5, num_host_blocks=3, blocks_per_host_block=4)
+    assert larger.host_cache.shape == (3, 4 * caches.layout.bytes_per_block)
+    assert larger.num_blocks("host") == 12
+    assert {len(view) for view in larger._views["host"]} == {12}
+    assert larger.fill.per_block == 4
+    with pytest.raises(InvalidArgumentError, match="give blocks_per_host_block"):
+        caches.fill.count(np.array([0]))
+    with pytest.raises(InvalidArgumentError, match="3 host blocks of 0"):
+        Caches(caches.layout, num_device_blocks=5, num_host_blocks=3, blocks_per_host_block=0)
 
 
 def test_memory_that_was_let_go_is_used_no_more(caches: Caches):

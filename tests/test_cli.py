@@ -76,6 +76,8 @@ def test_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         (["--scale", "1/0"], "'1/0' is not a factor"),
         (["--scale", "nan"], "'nan' is not above 0"),
         (["--preemption-mode", "pause"], "invalid choice: 'pause'"),
+        (["--defrag", "upwards"], "invalid choice: 'upwards'"),
+        (["--shrink-to", "0"], "0 is not from 1"),
         (["--sabotage", "everything"], "invalid choice: 'everything'"),
         (["--sabotage", "copy", "--corrupt", "3"], "not allowed with"),
         (["--num-device-block-s", "3"], "unrecognized arguments"),

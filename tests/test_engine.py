@@ -1,5 +1,6 @@
-"""The cache engine against plain numpy rows: every byte of both tiers, after every call."""
+"""The cache engine by ticket: on a worker thread and on a simulated device, against plain numpy rows."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,211 +9,441 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.errors import (
+    BlockyardError,
+    InvalidArgumentError,
+    LayoutError,
+    MappingError,
+    TransferCancelledError,
+    TransferQueueFullError,
+    UnknownTicketError,
+)
 from blockyard.layout import KINDS, KVLayout
+from blockyard.testing.device import SimulatedStreams
+from blockyard.transfer import engine as engine_module
 from blockyard.transfer.engine import CacheEngine
+from blockyard.transfer.streams import WorkerStreams
 
-LAYOUT = KVLayout(kind="kv_first", num_layers=2, block_size=2, num_kv_heads=3, head_size=4, dtype="bfloat16")
-TIERS = ("device", "host")
-SWAPS = {"swap_out": ("device", "host"), "swap_in": ("host", "device"), "copy": ("device", "device")}
+BLOCKS = 8
+LAYERS = 3
 
 
-@pytest.fixture
-def engine() -> Iterator[CacheEngine]:
-    with CacheEngine(LAYOUT, num_device_blocks=6, num_host_blocks=4) as made:
-        fill(made, np.random.default_rng(1))
+def layout(kind: str = "kv_first") -> KVLayout:
+    return KVLayout(kind, num_layers=LAYERS, block_size=2, num_kv_heads=1, head_size=4, dtype="float32")
+
+
+def make(streams: object = None, kind: str = "kv_first", **more: int) -> CacheEngine:
+    return CacheEngine(layout(kind), num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams, **more)
+
+
+def content(seed: int, count: int = BLOCKS) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, layout().bytes_per_block), np.uint8)
+
+
+def filled(engine: CacheEngine) -> dict[str, np.ndarray]:
+    rows = {"device": content(0), "host": content(1)}
+    for tier, values in rows.items():
+        engine.write_blocks(tier, np.arange(BLOCKS), values)
+    return rows
+
+
+def pairs(*rows: tuple[int, int]) -> np.ndarray:
+    return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def assert_rows(engine: CacheEngine, wanted: dict[str, np.ndarray]) -> None:
+    for tier, rows in wanted.items():
+        np.testing.assert_array_equal(engine.read_blocks(tier, np.arange(BLOCKS)), rows, err_msg=tier)
+
+
+@pytest.fixture(params=["worker", "simulated"])
+def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
+    streams = SimulatedStreams(3) if request.param == "simulated" else None
+    with make(streams) as made:
         yield made
 
 
-def fill(engine: CacheEngine, random: np.random.Generator) -> None:
-    for tensor in (*engine.device_caches, engine.host_cache):
-        tensor.view(torch.uint8).copy_(torch.from_numpy(random.integers(0, 256, tensor.view(torch.uint8).shape, "u1")))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_every_kind_of_ticket_moves_its_bytes_and_no_others(kind: str, by_layer: bool):
+    with make(kind=kind) as engine:
+        rows = filled(engine)
+        out = engine.submit_swap_out(pairs((0, 5), (1, 2)))
+        back = engine.submit_swap_in(pairs((5, 7)), after=[out], by_layer=by_layer)
+        copied = engine.submit_copy(pairs((7, 6)), after=[back])
+        read = engine.submit_read("device", np.array([6, 3]), after=[copied])
+        written = engine.submit_write("host", np.array([4, 0]), content(9, 2))
+        wrote = engine.submit_write("device", np.array([2]), content(8, 1), after=[read])
+        done = engine.wait(read)
+        np.testing.assert_array_equal(done.rows, rows["device"][[0, 3]])
+        others = {out, back, copied, written, wrote}
+        engine.wait(wrote)
+        assert all(done.error is None for done in engine.poll())
+        rows["host"][[5, 2]] = rows["device"][[0, 1]]
+        rows["device"][[7, 6]] = rows["device"][0]
+        rows["host"][[4, 0]] = content(9, 2)
+        rows["device"][2] = content(8, 1)[0]
+        assert_rows(engine, rows)
+        assert len(others) == 5
+        size = engine.layout.bytes_per_block
+        assert engine.counters == {
+            ("device", "host"): (2, 2 * size),
+            ("host", "device"): (1, size),
+            ("device", "device"): (1, size),
+        }
 
 
-def device_rows(engine: CacheEngine) -> np.ndarray:
-    """The plain model of a row: for each layer K, then V."""
-    parts = []
-    for tensor in engine.device_caches:
-        by_block = tensor.transpose(0, 1) if engine.layout.kind == "kv_first" else tensor
-        parts.append(by_block.contiguous().view(torch.uint8).numpy().reshape(engine.num_blocks("device"), -1))
-    return np.concatenate(parts, axis=1)
+def test_calls_at_once_come_after_all_tickets(engine: CacheEngine):
+    rows = filled(engine)
+    engine.submit_swap_out(pairs(*[(i, BLOCKS - 1 - i) for i in range(BLOCKS)]))
+    engine.swap_in(pairs((7, 3)))
+    rows["host"] = rows["device"][::-1].copy()
+    rows["device"][3] = rows["device"][0]
+    assert_rows(engine, rows)
 
 
-def state(engine: CacheEngine) -> dict[str, np.ndarray]:
-    return {"device": device_rows(engine), "host": engine.host_cache.numpy().copy()}
+def test_a_mapping_may_be_changed_as_soon_as_the_call_returns(engine: CacheEngine):
+    rows = filled(engine)
+    mapping = pairs((0, 1))
+    tickets = []
+    for block in range(BLOCKS):
+        mapping[:] = block, BLOCKS - 1 - block
+        tickets.append(engine.submit_swap_out(mapping))
+    for ticket in tickets:
+        engine.wait(ticket)
+    rows["host"] = rows["device"][::-1].copy()
+    assert_rows(engine, rows)
 
 
-def assert_state(engine: CacheEngine, wanted: dict[str, np.ndarray]) -> None:
-    for tier, rows in state(engine).items():
-        np.testing.assert_array_equal(rows, wanted[tier], err_msg=tier)
+@pytest.mark.parametrize("seed", range(30))
+def test_stores_and_loads_come_after_compute_and_compute_after_what_it_waits_for(seed: int):
+    streams = SimulatedStreams(seed)
+    engine = make(streams)
+    rows = filled(engine)
+    first, read = engine.device_caches[0], []
+    before = first.clone()
+    streams.compute(lambda: first.fill_(7))
+    engine.submit_swap_out(pairs((0, 0)))
+    streams.compute(lambda: read.append(first[:, 4].clone()))
+    load = engine.submit_swap_in(pairs((3, 4)))
+    engine.order_compute(load)
+    streams.compute(lambda: read.append(first[:, 4].clone()))
+    engine.fence().synchronize()
+    engine.wait(load)
+    assert bool((read[0] == 7).all())
+    piece = layout().piece_sizes[0] * 2
+    np.testing.assert_array_equal(read[1].view(torch.uint8).numpy().reshape(-1), rows["host"][3][:piece])
+    stored = engine.read_blocks("host", np.array([0]))[0]
+    np.testing.assert_array_equal(stored[:piece].view(np.float32), 7)
+    np.testing.assert_array_equal(stored[piece:], rows["device"][0][piece:])
+    assert before.shape == first.shape
+    engine.close()
 
 
-def ids(*pairs: tuple[int, int]) -> np.ndarray:
-    return np.array(pairs, np.int64).reshape(-1, 2)
+@pytest.mark.parametrize("seed", range(10))
+def test_behind_an_earlier_fence_a_transfer_overtakes_later_compute(seed: int):
+    class ComputeStops(SimulatedStreams):
+        """Compute does not go on by itself."""
+
+        def progress(self) -> None:
+            return
+
+    streams = ComputeStops(seed)
+    engine = make(streams)
+    fence = engine.fence()
+    log: list[str] = []
+    streams.compute(lambda: log.append("compute"))
+    ticket = engine.submit_swap_out(pairs((0, 0)), behind=fence)
+    engine.on_done(ticket, lambda done: log.append("store"))
+    streams._speeds = dict.fromkeys(streams._speeds, 1.0) | {"compute": 1e-9}
+    fence.synchronize()
+    engine.wait(ticket)
+    assert log == ["store"]
+    engine.close()
+    assert log == ["store", "compute"]
 
 
-def draw_pairs(data: st.DataObject, src: int, dst: int, *, in_place: bool) -> np.ndarray:
-    targets = data.draw(st.lists(st.integers(0, dst - 1), unique=True, max_size=dst)) if dst else []
-    sources = [data.draw(st.integers(0, src - 1)) for _ in targets] if src else []
-    pairs = ids(*zip(sources, targets, strict=False))
-    return pairs[~np.isin(pairs[:, 0], pairs[:, 1])] if in_place else pairs
+def test_a_layer_can_be_computed_while_the_next_one_is_loaded():
+    class OneAtATime(WorkerStreams):
+        """Work of the load stream runs when the test says so."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.permits = threading.Semaphore(0)
+
+        def launch(self, stream: str, work: object, waits: object = ()) -> object:
+            def permitted() -> None:
+                if stream == "in":
+                    assert self.permits.acquire(timeout=30)
+                work()
+
+            return super().launch(stream, permitted, waits)
+
+    streams = OneAtATime()
+    with make(streams) as engine:
+        rows = filled(engine)
+        ticket = engine.submit_swap_in(pairs((2, 5)), by_layer=True)
+        piece = layout().piece_sizes[0] * 2
+        for layer in range(LAYERS):
+            streams.permits.release()
+            engine.wait_for_layer(ticket, layer)
+            loaded = engine.device_caches[layer][:, 5].contiguous().view(torch.uint8).numpy().reshape(-1)
+            np.testing.assert_array_equal(loaded, rows["host"][2][layer * piece : (layer + 1) * piece])
+            if layer + 1 < LAYERS:
+                assert engine.poll() == []
+        assert engine.wait(ticket).error is None
 
 
-def do_swap(engine: CacheEngine, model: dict[str, np.ndarray], call: str, data: st.DataObject) -> None:
-    src, dst = SWAPS[call]
-    pairs = draw_pairs(data, len(model[src]), len(model[dst]), in_place=src == dst)
-    getattr(engine, call)(pairs)
-    model[dst][pairs[:, 1]] = model[src][pairs[:, 0]]
+def test_a_load_waits_for_one_piece_of_a_long_store_at_most():
+    class Small(WorkerStreams):
+        chunk_bytes = layout().bytes_per_block
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.log: list[str] = []
+            self.gate = threading.Event()
+
+        def launch(self, stream: str, work: object, waits: object = ()) -> object:
+            def logged() -> None:
+                assert self.gate.wait(30)
+                self.log.append(stream)
+                work()
+
+            return super().launch(stream, logged, waits)
+
+    streams = Small()
+    with make(streams) as engine:
+        store = engine.submit_swap_out(pairs(*[(i, i) for i in range(BLOCKS)]))
+        load = engine.submit_swap_in(pairs((0, 0)), behind=None)
+        streams.gate.set()
+        engine.wait(load)
+        engine.wait(store)
+        assert streams.log.index("in") <= 1
+        assert len(streams.log) == BLOCKS + 1
 
 
-def do_read(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
-    total = len(model[tier])
-    blocks = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=6)) if total else [], np.int64)
-    np.testing.assert_array_equal(engine.read_blocks(tier, blocks), model[tier][blocks])
-
-
-def do_write(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
-    total = len(model[tier])
-    chosen = data.draw(st.lists(st.integers(0, total - 1), unique=True, max_size=6)) if total else []
-    blocks = np.array(chosen, np.int64)
-    random = np.random.default_rng(data.draw(st.integers(0, 99)))
-    rows = random.integers(0, 256, (len(blocks), engine.layout.bytes_per_block), np.uint8)
-    rows.flags.writeable = data.draw(st.booleans())
-    engine.write_blocks(tier, blocks, rows)
-    model[tier][blocks] = rows
-
-
-@given(st.data())
-def test_any_sequence_of_calls_moves_exactly_the_mapped_bytes(data: st.DataObject):
-    layout = KVLayout(
-        kind=data.draw(st.sampled_from(KINDS)),
-        num_layers=data.draw(st.integers(1, 3)),
-        block_size=data.draw(st.integers(1, 3)),
-        num_kv_heads=data.draw(st.integers(1, 2)),
-        head_size=data.draw(st.integers(1, 5)),
-        dtype=data.draw(st.sampled_from(["float32", "float16", "int8", "float8_e4m3fn"])),
-    )
-    numbers = {"num_device_blocks": data.draw(st.integers(1, 8)), "num_host_blocks": data.draw(st.integers(0, 8))}
-    with CacheEngine(layout, **numbers) as engine:
-        fill(engine, np.random.default_rng(7))
-        model = state(engine)
-        for _ in range(data.draw(st.integers(1, 6))):
-            call = data.draw(st.sampled_from([*SWAPS, "read", "write"]))
-            if call in SWAPS:
-                do_swap(engine, model, call, data)
-            else:
-                {"read": do_read, "write": do_write}[call](engine, model, data.draw(st.sampled_from(TIERS)), data)
-            assert_state(engine, model)
-
-
-def test_caches_have_the_layouts_shape_and_start_as_zeros():
-    with CacheEngine(LAYOUT, num_device_blocks=5, num_host_blocks=3) as engine:
-        assert [tuple(tensor.shape) for tensor in engine.device_caches] == [(2, 5, 2, 3, 4)] * 2
-        assert {tensor.dtype for tensor in engine.device_caches} == {torch.bfloat16}
-        assert tuple(engine.host_cache.shape) == (3, LAYOUT.bytes_per_block)
-        assert not any(rows.any() for rows in state(engine).values())
-
-
-def test_counters_grow_by_tier_pair(engine: CacheEngine):
-    engine.swap_out(ids((0, 1), (5, 2)))
-    engine.swap_out(ids((1, 0)))
-    engine.swap_in(ids((2, 3)))
-    engine.copy(ids((0, 4), (0, 5)))
-    engine.copy(ids())
-    size = LAYOUT.bytes_per_block
-    assert engine.counters == {
-        ("device", "host"): (3, 3 * size),
-        ("host", "device"): (1, size),
-        ("device", "device"): (2, 2 * size),
-    }
-    assert engine.bytes_moved == 6 * size
-
-
-def test_reads_and_writes_do_not_count(engine: CacheEngine):
-    rows = engine.read_blocks("device", np.array([1, 2]))
-    engine.write_blocks("host", np.array([0, 3]), rows)
-    assert engine.counters == {}
-    assert engine.bytes_moved == 0
-
-
-def test_read_rows_are_a_copy(engine: CacheEngine):
-    for tier in TIERS:
-        wanted = state(engine)
-        engine.read_blocks(tier, np.array([1]))[:] = 0
-        assert_state(engine, wanted)
+def test_a_full_queue_refuses_and_leaves_all_as_it_was():
+    streams = SimulatedStreams(0)
+    streams.progress = lambda: None
+    with make(streams, max_outstanding=2 * layout().bytes_per_block) as engine:
+        engine.submit_swap_out(pairs((0, 0), (1, 1)))
+        with pytest.raises(TransferQueueFullError):
+            engine.submit_swap_out(pairs((2, 2)), on_full="refuse")
+        load = engine.submit_swap_in(pairs((5, 5)), on_full="refuse")
+        waited = engine.submit_swap_out(pairs((2, 2)))
+        assert engine.wait(waited).ticket == waited == load + 1
 
 
 BAD_CALLS = {
-    "swap_out beyond the host": lambda engine: engine.swap_out(ids((0, 4))),
-    "swap_out beyond the device": lambda engine: engine.swap_out(ids((6, 0))),
-    "swap_in of a negative block": lambda engine: engine.swap_in(ids((-1, 0))),
-    "swap_in twice onto one block": lambda engine: engine.swap_in(ids((0, 2), (1, 2))),
-    "copy of what is written": lambda engine: engine.copy(ids((0, 2), (2, 3))),
-    "narrow ids": lambda engine: engine.copy(ids((0, 2)).astype(np.int32)),
-    "a flat mapping": lambda engine: engine.swap_in(np.array([0, 1])),
-    "read beyond the end": lambda engine: engine.read_blocks("host", np.array([4])),
-    "read of a table": lambda engine: engine.read_blocks("host", ids((0, 1))),
-    "write beyond the end": lambda engine: engine.write_blocks("device", np.array([6]), rows_of_ones(1)),
-    "write twice onto one block": lambda engine: engine.write_blocks("host", np.array([1, 1]), rows_of_ones(2)),
+    "swap_out beyond the host": lambda engine: engine.submit_swap_out(pairs((0, BLOCKS))),
+    "swap_in twice onto one block": lambda engine: engine.submit_swap_in(pairs((0, 2), (1, 2))),
+    "copy of what is written": lambda engine: engine.submit_copy(pairs((0, 2), (2, 3))),
+    "read beyond the end": lambda engine: engine.submit_read("host", np.array([BLOCKS])),
+    "write twice onto one block": lambda engine: engine.submit_write("host", np.array([1, 1]), content(0, 2)),
 }
-BAD_ROWS = {
-    "fewer rows": np.ones((1, LAYOUT.bytes_per_block), np.uint8),
-    "narrow rows": np.ones((2, LAYOUT.bytes_per_block - 1), np.uint8),
-    "other bytes": np.ones((2, LAYOUT.bytes_per_block), np.int8),
-    "flat rows": np.ones(2 * LAYOUT.bytes_per_block, np.uint8),
-}
-
-
-def rows_of_ones(count: int) -> np.ndarray:
-    return np.ones((count, LAYOUT.bytes_per_block), np.uint8)
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_refused_call_changes_nothing(engine: CacheEngine, case: str):
-    wanted = state(engine)
+def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
+    rows = filled(engine)
     with pytest.raises(MappingError):
         BAD_CALLS[case](engine)
-    assert_state(engine, wanted)
-    assert engine.counters == {}
+    with pytest.raises(LayoutError, match="wanted uint8"):
+        engine.submit_write("device", np.array([1]), content(0, 2))
+    assert engine.poll() == []
+    assert_rows(engine, rows)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_rows_of_another_shape_are_refused(engine: CacheEngine, case: str, tier: str):
-    wanted = state(engine)
-    with pytest.raises(LayoutError, match=rf"wanted uint8 \[2, {LAYOUT.bytes_per_block}\]"):
-        engine.write_blocks(tier, np.array([0, 1]), BAD_ROWS[case])
-    assert_state(engine, wanted)
+def test_empty_transfers_end_too(engine: CacheEngine):
+    none = np.zeros(0, np.int64)
+    empty = content(0)[np.zeros(BLOCKS, np.bool_)]
+    tickets = [
+        engine.submit_swap_out(pairs()),
+        engine.submit_swap_in(pairs(), by_layer=True),
+        engine.submit_copy(pairs()),
+        *(engine.submit_read(tier, none) for tier in ("device", "host")),
+        *(engine.submit_write(tier, none, empty) for tier in ("device", "host")),
+    ]
+    assert [engine.wait(ticket).error for ticket in tickets] == [None] * len(tickets)
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), (1, -1)])
-def test_impossible_sizes_are_refused(numbers: tuple[int, int]):
-    with pytest.raises(InvalidArgumentError, match=f"{numbers[0]} device and {numbers[1]} host blocks"):
-        CacheEngine(LAYOUT, num_device_blocks=numbers[0], num_host_blocks=numbers[1])
+def test_a_failed_transfer_is_reported_and_not_counted():
+    with make(SimulatedStreams(0, fail=1.0)) as engine:
+        ticket = engine.submit_swap_out(pairs((0, 0)))
+        assert "failed on purpose" in str(engine.wait(ticket).error)
+        assert engine.counters == {}
 
 
-def test_a_dtype_that_torch_lacks_is_refused():
-    layout = KVLayout(kind="kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=1, dtype="f7", itemsize=1)
-    with pytest.raises(LayoutError, match="this torch has no dtype 'f7'"):
-        CacheEngine(layout, num_device_blocks=1, num_host_blocks=0)
+def test_tickets_and_layers_that_there_are_not_are_refused(engine: CacheEngine):
+    with pytest.raises(UnknownTicketError):
+        engine.wait(1)
+    with pytest.raises(UnknownTicketError):
+        engine.submit_swap_out(pairs((0, 0)), after=[7])
+    ticket = engine.submit_swap_in(pairs((0, 0)))
+    engine.wait_for_layer(ticket, 99)  # it is waited for as a whole
+    with pytest.raises(InvalidArgumentError, match="max_outstanding"):
+        make(max_outstanding=0)
 
 
-def test_an_unknown_tier_is_refused(engine: CacheEngine):
-    with pytest.raises(InvalidArgumentError, match="'disk' is not one of device, host"):
-        engine.read_blocks("disk", np.array([0]))
-
-
-def test_a_closed_engine_refuses_every_call(engine: CacheEngine):
+def test_closing_waits_for_tickets(engine: CacheEngine):
+    host = engine.host_cache
+    engine.write_blocks("device", np.array([1]), content(4, 1))
+    engine.submit_swap_out(pairs((1, 6)))
     engine.close()
-    engine.close()
-    for call in (engine.swap_out, engine.swap_in, engine.copy):
-        with pytest.raises(BlockyardError, match="the cache engine is closed"):
-            call(ids())
-    with pytest.raises(BlockyardError, match="the cache engine is closed"):
-        engine.read_blocks("device", np.array([0]))
+    np.testing.assert_array_equal(host[6].numpy(), content(4, 1)[0])
+    with pytest.raises(BlockyardError, match="closed"):
+        engine.submit_swap_out(pairs((0, 0)))
 
 
-def test_closing_lets_go_of_the_memory(engine: CacheEngine):
+# ---- within a tier ----
+
+
+def test_moves_and_exchanges_change_whole_blocks_in_either_tier(engine: CacheEngine):
+    rows = filled(engine)
+    ring = engine.submit_move(pairs((0, 1), (1, 2), (2, 0), (3, 7)))
+    swapped = engine.submit_exchange(pairs((4, 5), (-1, -1), (7, 6)), after=[ring])
+    host = engine.submit_move(pairs((6, 5), (5, 4)), tier="host")
+    both = engine.submit_exchange(pairs((0, 7)), tier="host", after=[host])
+    assert [engine.wait(ticket).error for ticket in (ring, swapped, host, both)] == [None] * 4
+    rows["device"][[1, 2, 0, 7]] = rows["device"][[0, 1, 2, 3]]
+    rows["device"][[4, 5, 7, 6]] = rows["device"][[5, 4, 6, 7]]
+    rows["host"][[5, 4]] = rows["host"][[6, 5]]
+    rows["host"][[0, 7]] = rows["host"][[7, 0]]
+    assert_rows(engine, rows)
+    size = engine.layout.bytes_per_block
+    assert engine.counters == {("device", "device"): (8, 8 * size), ("host", "host"): (4, 4 * size)}
+    with pytest.raises(MappingError, match="exchanged twice"):
+        engine.submit_exchange(pairs((4, 5), (5, 6)))
+    with pytest.raises(MappingError, match="written twice"):
+        engine.submit_move(pairs((4, 5), (6, 5)), tier="host")
+
+
+# ---- loads that nobody waits for ----
+
+
+def test_prefetches_wait_for_awaited_loads_and_can_be_given_up():
+    streams = SimulatedStreams(5)
+    with make(streams) as engine:
+        rows = filled(engine)
+        streams.progress = lambda: None  # nothing runs by itself
+        awaited = engine.submit_swap_in(pairs((0, 0)))
+        dropped = engine.submit_swap_in(pairs((1, 1)), prefetch=True)
+        later = engine.submit_write("device", np.array([2]), content(7, 1), prefetch=True)
+        layered = engine.submit_swap_in(pairs((3, 3)), prefetch=True, by_layer=True)
+        assert engine.cancel(dropped)
+        assert not engine.cancel(awaited)
+        assert isinstance(engine.wait(dropped).error, TransferCancelledError)
+        engine.wait_for_layer(layered, 0)
+        assert engine.wait(layered).error is None
+        assert engine.wait(later).error is None
+        rows["device"][[0, 3]] = rows["host"][[0, 3]]
+        rows["device"][2] = content(7, 1)[0]
+        assert_rows(engine, rows)
+
+
+def test_a_long_prefetch_goes_in_pieces_on_any_device():
+    class Few(SimulatedStreams):
+        """One stream for each direction: nothing needs cutting but what gives way."""
+
+        chunk_bytes = None
+
+    streams = Few(1)
+    with make(streams, max_ahead=1) as engine:
+        rows = filled(engine)
+        size = layout().bytes_per_block
+        engine_module.CHUNK_BYTES, kept = 2 * size, engine_module.CHUNK_BYTES
+        try:
+            ticket = engine.submit_swap_in(pairs(*[(i, i) for i in range(BLOCKS)]), prefetch=True)
+        finally:
+            engine_module.CHUNK_BYTES = kept
+        while not (done := engine.poll()):
+            assert streams.launched <= 12
+        assert (done[0].ticket, done[0].error) == (ticket, None)
+        rows["device"] = rows["host"].copy()
+        assert_rows(engine, rows)
+
+
+# ---- host blocks of several device blocks ----
+
+
+def draw_span(data: st.DataObject, parts: int, most: int) -> tuple[list[int], int, int]:
+    """Host blocks of a stretch, and its first and last offset; it holds between 1 and `most` parts."""
+    first = data.draw(st.integers(0, parts - 1))
+    count = data.draw(st.integers(1, most))
+    blocks = -(-(first + count) // parts)
+    last = (first + count - 1) % parts + 1
+    return data.draw(st.permutations(range(HOST_BLOCKS)))[:blocks], first, last
+
+
+HOST_BLOCKS = 4
+
+
+@given(st.integers(1, 4), st.sampled_from([None, *range(40)]), st.data())
+def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed: int | None, data: st.DataObject):
+    streams = None if seed is None else SimulatedStreams(seed)
+    engine = CacheEngine(
+        layout(),
+        num_device_blocks=BLOCKS,
+        num_host_blocks=HOST_BLOCKS,
+        streams=streams,
+        blocks_per_host_block=parts,
+    )
+    device, host = content(0), np.zeros_like(content(0, HOST_BLOCKS * parts))
+    filled_parts: set[int] = set()
+    engine.write_blocks("device", np.arange(BLOCKS), device)
+    tickets: list[int] = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        call = data.draw(st.sampled_from(["store", "store", "load", "clear"]))
+        if call == "clear":
+            block = data.draw(st.integers(0, HOST_BLOCKS - 1))
+            engine._transfers.synchronize()  # nothing may be on its way there
+            engine.fill.clear(np.array([block]))
+            filled_parts -= set(range(block * parts, (block + 1) * parts))
+            continue
+        large, first, last = draw_span(data, parts, min(BLOCKS, (HOST_BLOCKS - 1) * parts))
+        count = (len(large) - 1) * parts + last - first
+        small = np.array(data.draw(st.permutations(range(BLOCKS)))[:count], np.int64)
+        to = "host" if call == "store" else "device"
+        ids = engine.fill.pairs(small, np.array(large, np.int64), first=first, last=last, to=to)
+        if call == "store":
+            tickets.append(engine.submit_swap_out(ids, after=tickets))
+            host[ids[:, 1]] = device[ids[:, 0]]
+            filled_parts |= set(ids[:, 1].tolist())
+        elif missing := sorted(set(ids[:, 0].tolist()) - filled_parts):
+            with pytest.raises(MappingError, match=r"part \d of host block \d holds no bytes \(id (\d+)\)") as raised:
+                engine.submit_swap_in(ids, after=tickets)
+            assert int(str(raised.value).rsplit(" ", 1)[1].rstrip(")")) in missing
+        else:
+            tickets.append(engine.submit_swap_in(ids, after=tickets))
+            device[ids[:, 1]] = host[ids[:, 0]]
+    engine._transfers.synchronize()
+    assert all(done.error is None for done in engine.poll())
+    np.testing.assert_array_equal(engine.read_blocks("device", np.arange(BLOCKS)), device)
+    np.testing.assert_array_equal(engine.host_cache.numpy().reshape(host.shape), host)
+    counts = [sum(part // parts == block for part in filled_parts) for block in range(HOST_BLOCKS)]
+    assert engine.fill.count(np.arange(HOST_BLOCKS)).tolist() == counts
     engine.close()
-    assert engine.device_caches == []
-    assert engine.host_cache.numel() == 0
+
+
+def test_parts_that_a_store_did_not_reach_are_refused_with_their_numbers():
+    streams = SimulatedStreams(2)
+    with CacheEngine(
+        layout(), num_device_blocks=BLOCKS, num_host_blocks=2, streams=streams, blocks_per_host_block=3
+    ) as engine:
+        engine.swap_out(pairs((0, 1)))
+        engine.write_blocks("host", np.array([2]), content(3, 1))
+        streams._fail = 1.0
+        assert engine.wait(engine.submit_swap_out(pairs((0, 2), (1, 4)))).error is not None
+        streams._fail = 0.0
+        for call in (
+            lambda: engine.submit_swap_in(pairs((1, 0), (2, 1))),
+            lambda: engine.swap_in(pairs((1, 0), (2, 1))),
+            lambda: engine.submit_read("host", np.array([1, 2])),
+            lambda: engine.read_blocks("host", np.array([1, 2])),
+            lambda: engine.submit_move(pairs((2, 5)), tier="host"),
+        ):
+            with pytest.raises(MappingError, match=r"part 2 of host block 0 holds no bytes \(id 2\)"):
+                call()
+        move = engine.submit_move(pairs((1, 5)), tier="host")
+        engine.wait(engine.submit_swap_in(pairs((5, 7)), after=[move]))
+        assert engine.fill.count(np.array([0, 1])).tolist() == [1, 1]

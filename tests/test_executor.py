@@ -1,22 +1,44 @@
-"""The executor joins copy engine and file tier: what simulated memory does to tokens, it does to every byte."""
+"""The executor over real threads and a file, and over stores that are slow, dead or full: every byte, every order."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from blockyard import BlockManager, MappingError, Pairs, StepDecision
+from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, UnknownTicketError
 from blockyard.layout import KVLayout
-from blockyard.offload import executor as executor_module
-from blockyard.offload.executor import StepExecutor
+from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.faults import corrupt_slots
+from blockyard.testing.scheduler_machine import draw_token, reference_tokens
 from blockyard.tiers import ExternalStore, open_store
 from blockyard.transfer.engine import CacheEngine
 
-LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
+PATIENCE = 30.0
+
+
+class FrozenStore(SimulatedStore):
+    """Storage that answers when it is told to; waiting for it is an error."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCKS, LAYOUT.bytes_per_block, seed=0)
+        self.frozen = True
+
+    def poll(self) -> list[int]:
+        if self.frozen:
+            return []
+        while self._step():
+            pass
+        return super().poll()
+
+    def wait(self, ticket: int, timeout: float | None = None) -> object:
+        assert not self._batches[ticket].left, "a call waits for storage"
+        return super().wait(ticket, timeout)
 
 
 @pytest.fixture
@@ -33,21 +55,31 @@ def engine() -> Iterator[CacheEngine]:
         yield made
 
 
-def content(seed: int) -> NDArray[np.uint8]:
+def content(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (BLOCKS, LAYOUT.bytes_per_block), dtype=np.uint8)
 
 
 def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
-    return Pairs(src, dst, np.array(ids, dtype=np.int64))
+    return Pairs(src, dst, np.array(ids, dtype=np.int64).reshape(-1, 2))
 
 
-def read(engine: CacheEngine, tier: str) -> NDArray[np.uint8]:
+def read(engine: CacheEngine, tier: str) -> np.ndarray:
     return engine.read_blocks(tier, np.arange(BLOCKS))
+
+
+def finish(executor: StepExecutor, count: int = 1) -> list[StepDone]:
+    ended: list[StepDone] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(ended) < count:
+        assert time.monotonic() < deadline
+        ended += executor.poll()
+        time.sleep(0.0005)
+    return ended
 
 
 def test_each_kind_moves_its_blocks_and_no_others(engine: CacheEngine, store: ExternalStore):
     device, host = content(0), content(1)
-    executor = StepExecutor(engine, store)
+    executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
     first = [
         ("spill", pairs("device", "external", (0, 3), (1, 0))),
         ("spill", pairs("host", "external", (7, 5))),
@@ -55,7 +87,11 @@ def test_each_kind_moves_its_blocks_and_no_others(engine: CacheEngine, store: Ex
         ("swap_in", pairs("host", "device", (1, 2))),
         ("copy", pairs("device", "device", (2, 4), (3, 5))),
     ]
-    assert executor.execute(StepDecision(1, first)) == []
+    executor.submit(StepDecision(1, first, after=(1,)))
+    assert executor.is_open(1)
+    assert executor.num_in_flight == 1
+    assert finish(executor) == [StepDone(1, (), ())]
+    assert not executor.is_open(1)
     host[6], device[2] = device[2], host[1]
     device[4], device[5] = device[2], device[3]
     assert np.array_equal(read(engine, "device"), device)
@@ -63,31 +99,105 @@ def test_each_kind_moves_its_blocks_and_no_others(engine: CacheEngine, store: Ex
     second = [
         ("fetch", pairs("external", "device", (5, 0), (0, 7))),
         ("fetch", pairs("external", "host", (3, 2))),
+        ("copy", pairs("device", "device", (0, 6), (3, 1))),
     ]
-    assert executor.execute(StepDecision(2, second)) == []
+    executor.submit(StepDecision(2, second))
+    assert finish(executor) == [StepDone(2, (), ())]
     host[2], device[7], device[0] = content(0)[0], content(0)[1], content(1)[7]
+    device[6], device[1] = device[0], device[3]
     assert np.array_equal(read(engine, "device"), device)
     assert np.array_equal(read(engine, "host"), host)
 
 
+def test_no_call_waits_for_storage_and_other_steps_go_on(engine: CacheEngine):
+    store = FrozenStore()
+    executor = StepExecutor(engine, store)
+    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0)))]))
+    executor.submit(StepDecision(2, [("swap_out", pairs("device", "host", (1, 1)))]))
+    executor.submit(StepDecision(3, []))
+    assert sorted(done.ticket for done in finish(executor, 2)) == [2, 3]
+    fetch = ("fetch", pairs("external", "device", (0, 5)))
+    executor.submit(StepDecision(4, [fetch, ("copy", pairs("device", "device", (5, 6)))]))
+    assert not executor.order_compute(4)
+    assert executor.poll() == []
+    assert executor.num_in_flight == 2
+    store.frozen = False
+    assert sorted(done.ticket for done in finish(executor, 2)) == [1, 4]
+    assert executor.order_compute(4)
+    assert np.array_equal(read(engine, "device")[[5, 6]], content(0)[[0, 0]])
+
+
 def test_a_damaged_block_is_reported_and_the_others_land(engine: CacheEngine, store: ExternalStore):
     executor = StepExecutor(engine, store)
-    executor.execute(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
+    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
+    finish(executor)
     corrupt_slots(store, [1])
-    fetch = pairs("external", "device", (0, 5), (1, 6), (2, 7))
-    (lost,) = executor.execute(StepDecision(2, [("fetch", fetch)]))
-    assert (lost.src, lost.dst, lost.ids.tolist()) == ("external", "device", [[1, 6]])
+    executor.submit(StepDecision(2, [("fetch", pairs("external", "device", (0, 5), (1, 6), (2, 7)))]))
+    ((ticket, (lost,), errors),) = finish(executor)
+    assert (ticket, lost.src, lost.dst, lost.ids.tolist(), errors) == (2, "external", "device", [[1, 6]], ())
     expected = content(0)
     expected[5], expected[7] = expected[0], expected[2]
     assert np.array_equal(read(engine, "device"), expected)
-    assert store.stats().checksum_failures == 1
 
 
-def test_transfers_longer_than_a_chunk_are_cut(
-    engine: CacheEngine, store: ExternalStore, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(executor_module, "CHUNK_BYTES", 3 * LAYOUT.bytes_per_block)
-    executor = StepExecutor(engine, store)
+def test_a_tier_that_refuses_has_lost_what_it_refused(engine: CacheEngine):
+    dead = SimulatedStore(BLOCKS, LAYOUT.bytes_per_block, seed=0)
+    dead.close()
+    executor = StepExecutor(engine, dead)
+    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1)))]))
+    fetch = ("fetch", pairs("external", "device", (4, 4)))
+    executor.submit(StepDecision(2, [fetch, ("copy", pairs("device", "device", (4, 6)))]))
+    for done in sorted(finish(executor, 2)):
+        assert [p.ids.tolist() for p in done.lost] == {1: [[[0, 0], [1, 1]]], 2: [[[4, 4]]]}[done.ticket]
+        assert "closed" in str(done.errors[0])
+
+
+def test_staging_is_bounded_spills_beyond_are_lost_and_fetches_wait(engine: CacheEngine):
+    store = SimulatedStore(BLOCKS, LAYOUT.bytes_per_block, seed=0)
+    executor = StepExecutor(engine, store, max_staging=2 * LAYOUT.bytes_per_block)
+    executor.submit(StepDecision(1, [("spill", pairs("device", "external", *[(i, i) for i in range(5)]))]))
+    (done,) = finish(executor)
+    assert [p.ids.tolist() for p in done.lost] == [[[2, 2], [3, 3]], [[4, 4]]]
+    assert "blocks from device to external" in str(done.errors[0])
+    for block in range(5):
+        executor.submit(StepDecision(2 + block, [("spill", pairs("device", "external", (block, block)))]))
+        finish(executor)
+    executor.submit(StepDecision(9, [("fetch", pairs("external", "host", *[(i, 7 - i) for i in range(5)]))]))
+    assert finish(executor) == [StepDone(9, (), ())]
+    assert np.array_equal(read(engine, "host")[3:], content(0)[4::-1])
+
+
+def test_what_the_device_fails_is_reported_with_its_error():
+    streams = SimulatedStreams(0)
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
+        executor = StepExecutor(engine)
+        streams._fail = 1.0
+        executor.submit(StepDecision(1, [("swap_out", pairs("device", "host", (0, 1)))]))
+        engine._transfers.synchronize()
+        while not executor.poll():
+            assert executor.lost(1) == ()
+        executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (0, 1)))]))
+        (done,) = finish(executor)
+        assert done.lost[0].ids.tolist() == [[0, 1]]
+        assert "failed on purpose" in str(done.errors[0])
+
+
+def test_a_decision_that_cannot_be_carried_out_is_refused(engine: CacheEngine):
+    executor = StepExecutor(engine)
+    with pytest.raises(MappingError, match="external tier, and there is none"):
+        executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0)))]))
+    with pytest.raises(MappingError, match="'fetch' name the external tier, and there is none"):
+        executor.submit(StepDecision(1, [("fetch", pairs("external", "host", (0, 0)))]))
+    assert executor.num_in_flight == 0
+    executor.submit(StepDecision(1, [("swap_out", pairs("device", "host", (0, 1)))]))
+    with pytest.raises(UnknownTicketError, match="decision 1 is under way already"):
+        executor.submit(StepDecision(1, []))
+    with pytest.raises(InvalidArgumentError, match="max_staging is 0 bytes"):
+        StepExecutor(engine, max_staging=0)
+
+
+def test_execute_waits_for_all_pieces_and_names_what_did_not_land(engine: CacheEngine, store: ExternalStore):
+    executor = StepExecutor(engine, store, chunk_bytes=3 * LAYOUT.bytes_per_block)
     ids = [(i, BLOCKS - 1 - i) for i in range(BLOCKS)]
     assert executor.execute(StepDecision(1, [("spill", pairs("device", "external", *ids))])) == []
     corrupt_slots(store, [0, 7])
@@ -96,27 +206,6 @@ def test_transfers_longer_than_a_chunk_are_cut(
     expected = content(0)
     expected[[0, 7]] = content(1)[[0, 7]]
     assert np.array_equal(read(engine, "host"), expected)
-
-
-def test_a_tier_that_refuses_has_lost_what_it_refused(engine: CacheEngine, store: ExternalStore):
-    store.close()
-    with pytest.warns(UserWarning, match="2 blocks from device to external"):
-        (lost,) = StepExecutor(engine, store).execute(
-            StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1)))])
-        )
-    assert lost.ids.tolist() == [[0, 0], [1, 1]]
-
-
-def test_a_transfer_without_a_tier_for_it_is_refused(engine: CacheEngine):
-    executor = StepExecutor(engine)
-    for kind, ids in (("spill", pairs("device", "external", (0, 0))), ("fetch", pairs("external", "device", (0, 0)))):
-        with pytest.raises(MappingError, match="external tier, and there is none"):
-            executor.execute(StepDecision(1, [(kind, ids)]))
-    with pytest.raises(MappingError, match="'move' cannot be carried out"):
-        executor.execute(StepDecision(1, [("move", pairs("device", "device", (0, 1)))]))
-    with pytest.raises(MappingError):
-        executor.execute(StepDecision(1, [("swap_in", pairs("host", "device", (0, BLOCKS)))]))
-    assert np.array_equal(read(engine, "device"), content(0))
 
 
 def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, store: ExternalStore):
@@ -137,3 +226,205 @@ def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, stor
             books.free([b])
         step()
     assert np.array_equal(engine.read_blocks("device", books.block_table(a).astype(np.int64)), rows)
+
+
+def test_blocks_that_there_are_not_lose_the_whole_decision(engine: CacheEngine):
+    executor = StepExecutor(engine)
+    swaps = [("swap_out", pairs("device", "host", (0, 3))), ("swap_in", pairs("host", "device", (0, BLOCKS)))]
+    with pytest.raises(MappingError, match=f"block {BLOCKS} is to be written"):
+        executor.submit(StepDecision(1, swaps))
+    done = executor.wait(1)
+    assert {(p.src, p.dst) for p in done.lost} == {("device", "host"), ("host", "device")}
+    with pytest.raises(UnknownTicketError, match="decision 1 is not under way"):
+        executor.wait(1)
+
+
+# ---- moves and exchanges ----
+
+
+def test_moves_come_after_copies_and_exchanges_after_moves(engine: CacheEngine, store: ExternalStore):
+    device, host = content(0), content(1)
+    executor = StepExecutor(engine, store)
+    kinds = [
+        ("exchange", pairs("host", "host", (6, 7))),
+        ("exchange", pairs("device", "device", (7, 0))),
+        ("move", pairs("device", "device", (5, 6), (6, 7), (4, 3))),
+        ("move", pairs("host", "host", (3, 7), (0, 1))),
+        ("copy", pairs("device", "device", (2, 5))),
+        ("swap_in", pairs("host", "device", (1, 2))),
+        ("swap_out", pairs("device", "host", (2, 3))),
+    ]
+    executor.submit(StepDecision(1, kinds, after=(1,)))
+    assert finish(executor) == [StepDone(1, (), ())]
+    host[3], device[2] = device[2], host[1].copy()
+    device[5] = device[2]
+    device[[6, 7, 3]] = device[[5, 6, 4]]
+    host[[7, 1]] = host[[3, 0]]
+    device[[7, 0]] = device[[0, 7]]
+    host[[6, 7]] = host[[7, 6]]
+    assert np.array_equal(read(engine, "device"), device)
+    assert np.array_equal(read(engine, "host"), host)
+
+
+def test_a_move_of_what_is_fetched_waits_and_so_does_what_follows_it(engine: CacheEngine):
+    store = FrozenStore()
+    executor = StepExecutor(engine, store)
+    store.frozen = False
+    executor.execute(StepDecision(1, [("spill", pairs("device", "external", (7, 0)))]))
+    store.frozen = True
+    kinds = [
+        ("fetch", pairs("external", "device", (0, 1))),
+        ("move", pairs("device", "device", (1, 2))),
+        ("exchange", pairs("device", "device", (2, 3))),
+        ("exchange", pairs("host", "host", (0, 1))),
+    ]
+    executor.submit(StepDecision(2, kinds))
+    assert not executor.order_compute(2)
+    assert executor.poll() == []
+    assert np.array_equal(read(engine, "device"), content(0))
+    store.frozen = False
+    assert executor.wait(2) == StepDone(2, (), ())
+    expected, host = content(0), content(1)
+    expected[[1, 2, 3]] = expected[[7, 3, 7]]
+    host[[0, 1]] = host[[1, 0]]
+    assert np.array_equal(read(engine, "device"), expected)
+    assert np.array_equal(read(engine, "host"), host)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_compute_waits_for_exchanges_but_not_for_moves(seed: int):
+    streams = SimulatedStreams(seed)
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0, streams=streams) as engine:
+        engine.write_blocks("device", np.arange(BLOCKS), content(0))
+        executor = StepExecutor(engine)
+        cells = engine.device_caches[0]
+        first = cells[0].flatten(1)
+        before, seen = first.clone(), []
+        streams.compute(lambda: first[0].add_(1))  # of the step before; what it writes is moved
+        moves = [("move", pairs("device", "device", (0, 4))), ("exchange", pairs("device", "device", (5, 6)))]
+        executor.submit(StepDecision(1, moves))
+        streams.compute(lambda: seen.append(first[[5, 6]].clone()))
+        engine.fence().synchronize()
+        assert np.array_equal(seen[0], before[[6, 5]])
+        assert executor.wait(1) == StepDone(1, (), ())
+        assert np.array_equal(first[4], before[0] + 1)
+
+
+def test_moves_that_fail_name_their_destinations_and_exchanges_both_sides():
+    streams = SimulatedStreams(0)
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
+        executor = StepExecutor(engine)
+        streams._fail = 1.0
+        executor.submit(StepDecision(1, [("move", pairs("device", "device", (5, 1), (6, 2)))]))
+        executor.submit(StepDecision(2, [("exchange", pairs("host", "host", (5, 1)))]))
+        for ticket, lost in ((1, [[5, 1], [6, 2]]), (2, [[5, 1], [1, 5]])):
+            done = executor.wait(ticket)
+            assert [p.ids.tolist() for p in done.lost] == [lost]
+            assert "failed on purpose" in str(done.errors[0])
+
+
+# ---- priorities and cancelling ----
+
+
+def test_loads_that_nobody_waits_for_let_others_go_first_and_can_be_given_up():
+    streams = SimulatedStreams(0)
+    streams.progress = lambda: None  # nothing runs before it is waited for
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
+        engine.write_blocks("host", np.arange(BLOCKS), content(1))
+        executor = StepExecutor(engine)
+        executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 0)))]))
+        executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (1, 1)))]), prefetch=True)
+        executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (2, 2)))]), prefetch=True)
+        assert executor.cancel(2)
+        assert not executor.cancel(1)
+        assert not executor.cancel(2)
+        ((ticket, (lost,), (error,)),) = [done for done in executor.poll() if done.ticket == 2]
+        assert (ticket, lost.ids.tolist()) == (2, [[1, 1]])
+        assert "given up before it started" in str(error)
+        assert executor.wait(3) == StepDone(3, (), ())
+        expected = np.zeros_like(content(1))
+        expected[[0, 2]] = content(1)[[0, 2]]
+        assert np.array_equal(read(engine, "device"), expected)
+        assert not executor.cancel(3)
+
+
+def test_fetches_that_wait_for_room_can_be_given_up(engine: CacheEngine):
+    store = FrozenStore()
+    executor = StepExecutor(engine, store, max_staging=LAYOUT.bytes_per_block)
+    fetch = ("fetch", pairs("external", "device", (0, 5), (1, 6)))
+    executor.submit(StepDecision(1, [fetch, ("copy", pairs("device", "device", (6, 7)))]))
+    assert executor.cancel(1)
+    assert executor.is_open(1)
+    store.frozen = False
+    done = executor.wait(1)
+    assert [p.ids.tolist() for p in done.lost] == [[[1, 6]], [[0, 5]]], "slot 0 was never written"
+    assert "1 blocks were not fetched any more" in str(done.errors[0])
+
+
+# ---- a whole engine ----
+
+
+class Decoder:
+    """Scheduler, manager and asynchronous executor on a worker thread and a file: tokens in int64 cells as KV."""
+
+    def __init__(self, engine: CacheEngine, store: ExternalStore, scheduler: Scheduler) -> None:
+        self.engine = engine
+        self.scheduler = scheduler
+        self.executor = StepExecutor(engine, store, chunk_bytes=2 * LAYOUT.bytes_per_block)
+
+    def step(self) -> list[object]:
+        step = self.scheduler.schedule()
+        ticket = step.decision.ticket
+        self.executor.submit(step.decision, by_layer=True)
+        for layer in range(LAYOUT.num_layers):
+            self.executor.wait_for_layer(ticket, layer)
+            self.cells(layer)[step.slot_mapping] = [t + layer for item in step.batch for t in item.tokens]
+        sampled = [self.sample(step, row) for row in range(len(step.batch))]
+        loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
+        while True:
+            for done in self.executor.poll():
+                self.scheduler.finish(done.ticket, done.lost)
+            if not (loads and self.executor.is_open(ticket)):
+                return self.scheduler.update(step, sampled)
+
+    def cells(self, layer: int) -> np.ndarray:
+        return self.engine.device_caches[layer].numpy().reshape(2, -1)[0]
+
+    def sample(self, step: Step, row: int) -> list[int]:
+        item, table = step.batch[row], step.block_tables[row].astype(np.int64)
+        at = np.arange(item.start + len(item.tokens))
+        slots = table[at // LAYOUT.block_size] * LAYOUT.block_size + at % LAYOUT.block_size
+        layers = [self.cells(layer)[slots] - layer for layer in range(LAYOUT.num_layers)]
+        assert (layers[0] == layers[1]).all()
+        return [draw_token(layers[0].tolist(), index) for index in item.sample_indices]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 5])
+def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
+    books = BlockManager(block_size=4, device_blocks=12, host_blocks=host_blocks, external_blocks=40, watermark=0.0)
+    scheduler = Scheduler(books, preemption_mode="swap", overlap_io=True)
+    random = np.random.default_rng(5)
+    requests = [
+        Request(f"r{i}", random.integers(0, 97, random.integers(2, 9)).tolist(), 16, n=1 + i % 2) for i in range(9)
+    ]
+    url = f"file://{tmp_path}"
+    with (
+        CacheEngine(LAYOUT, num_device_blocks=12, num_host_blocks=host_blocks) as engine,
+        open_store(url, bytes_per_block=LAYOUT.bytes_per_block, num_slots=40) as store,
+    ):
+        decoder = Decoder(engine, store, scheduler)
+        for request in requests:
+            scheduler.add(request)
+        outputs: dict[str, object] = {}
+        deadline = time.monotonic() + 2 * PATIENCE
+        while scheduler.num_unfinished:
+            assert time.monotonic() < deadline
+            for finished in decoder.step():
+                outputs[finished.request.request_id] = finished.outputs
+        while decoder.executor.num_in_flight:
+            for done in decoder.executor.poll():
+                scheduler.finish(done.ticket, done.lost)
+    assert outputs == {request.request_id: reference_tokens(request) for request in requests}
+    assert scheduler.stats.resumed_fetch > 0
+    assert bool(scheduler.stats.resumed_swap) == bool(host_blocks)
+    assert all(books.num_free(tier) == books.num_blocks(tier) for tier in ("device", "host", "external"))

@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, Pairs
+from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout import KVLayout
 from blockyard.offload.executor import Executor, StepExecutor
-from blockyard.sim.executors import SABOTAGE_KINDS, CorruptingExecutor, CountingExecutor, SabotagedExecutor
+from blockyard.sim.executors import (
+    SABOTAGE_KINDS,
+    CorruptingExecutor,
+    CountingExecutor,
+    SabotagedExecutor,
+    SteadyExecutor,
+)
 from blockyard.tiers import open_store
 from blockyard.transfer.engine import CacheEngine
 
@@ -43,9 +49,10 @@ class Bench:
 
     def carry_out(self, executor: Executor) -> list[Pairs]:
         decision = self.manager.take_decision()
-        lost = executor.execute(decision)
+        executor.submit(decision)
+        lost = executor.wait(decision.ticket).lost
         self.manager.fail(decision.ticket, lost)
-        return lost
+        return list(lost)
 
     def move(self, executor: Executor, *moves: str) -> list[Pairs]:
         for name in moves:
@@ -79,6 +86,29 @@ def test_undisturbed_round_trips_bring_every_byte_back(bench: Bench) -> None:
         overwrite_device(bench)
         bench.move(bench.executor, back)
         assert bench.differing() == [False, False, False]
+
+
+def test_steady_ends_each_decision_in_the_step_after_its_own(bench: Bench) -> None:
+    steady = SteadyExecutor(bench.executor)
+    for ticket, wanted in enumerate([[], [1], [2], [], [4]], 1):
+        if ticket < 5:
+            steady.submit(StepDecision(ticket, []))
+        if ticket == 3:
+            assert steady.wait(3).ticket == 3
+        assert [done.ticket for done in steady.poll()] == wanted
+
+
+def test_calls_that_are_not_watched_reach_the_executor(bench: Bench) -> None:
+    wrapped = CountingExecutor(bench.executor)
+    bench.move(bench.executor, "swap_out")
+    bench.manager.swap_in(bench.sequence)
+    decision = bench.manager.take_decision()
+    wrapped.submit(decision, by_layer=True)
+    wrapped.wait_for_layer(decision.ticket, 0)
+    assert wrapped.lost(decision.ticket) == ()
+    assert bench.differing() == [False, False, False]
+    assert wrapped.wait(decision.ticket).lost == ()
+    assert wrapped.poll() == []
 
 
 def test_counting_names_kind_and_tiers(bench: Bench) -> None:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from blockyard import BlockManager
+from blockyard import BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, TierURLError
 from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import reference_generate
+from blockyard.sim.executors import Wrapper
 
 KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
 
@@ -54,15 +55,16 @@ def open_generator(model, tmp_path, **options):
     return Generator(model, **small | tier | options)
 
 
-class Watching:
+class Watching(Wrapper):
     """Notes which kinds of transfer were carried out."""
 
     def __init__(self, inner):
-        self.inner, self.kinds = inner, set()
+        super().__init__(inner)
+        self.kinds = set()
 
-    def execute(self, decision):
+    def submit(self, decision, *, by_layer=False):
         self.kinds |= {kind for kind, _ in decision.transfers()}
-        return self.inner.execute(decision)
+        super().submit(decision, by_layer=by_layer)
 
 
 @pytest.mark.parametrize("layout", ["kv_first", "blocks_first"])
@@ -125,23 +127,32 @@ def test_without_host_and_tier_everything_is_computed_again(model, work, wanted)
         assert generator.scheduler.stats.preempted_recompute > 0
 
 
-class Losing:
+class Losing(Wrapper):
     """Carries out everything, and says of one block in three from the external tier that it did not land."""
 
     def __init__(self, inner):
-        self.inner, self.lost = inner, 0
+        super().__init__(inner)
+        self.losses, self.fetched = 0, {}
 
-    def execute(self, decision):
-        lost = self.inner.execute(decision)
-        for kind, pairs in decision.transfers():
-            if kind == "fetch":
-                self.inner.engine.write_blocks("device", pairs.ids[::3, 1].copy(), self.noise(len(pairs.ids[::3])))
-                lost.append(type(pairs)(pairs.src, pairs.dst, pairs.ids[::3].copy()))
-                self.lost += len(lost[-1])
-        return lost
+    def submit(self, decision, *, by_layer=False):
+        self.fetched[decision.ticket] = [pairs for kind, pairs in decision.transfers() if kind == "fetch"]
+        super().submit(decision, by_layer=by_layer)
+
+    def poll(self):
+        return [self.lose(done) for done in super().poll()]
+
+    def wait(self, ticket):
+        return self.lose(super().wait(ticket))
+
+    def lose(self, done):
+        lost = [Pairs(pairs.src, pairs.dst, pairs.ids[::3].copy()) for pairs in self.fetched.pop(done.ticket)]
+        for pairs in lost:
+            self._inner.engine.write_blocks("device", pairs.ids[:, 1].copy(), self.noise(len(pairs)))
+        self.losses += sum(len(pairs) for pairs in lost)
+        return done._replace(lost=(*done.lost, *lost))
 
     def noise(self, rows):
-        size = self.inner.engine.layout.bytes_per_block
+        size = self._inner.engine.layout.bytes_per_block
         return np.random.default_rng(0).integers(0, 256, (rows, size)).astype(np.uint8)
 
 
@@ -149,24 +160,26 @@ def test_lost_blocks_cost_a_recompute_and_no_token(model, work, wanted, tmp_path
     options = {"num_host_blocks": 0, "preemption_mode": "swap", "wrap_executor": Losing}
     with open_generator(model, tmp_path, **options) as generator:
         assert generator.generate(*work) == wanted
-        assert generator.executor.lost > 0
+        assert generator.executor.losses > 0
         assert generator.scheduler.stats.lost > 0
         generator.manager.check()
 
 
-class Scrambling:
+class Scrambling(Losing):
     """Writes other bytes over every block that came back from host or tier, and says nothing."""
 
-    def __init__(self, inner):
-        self.inner = inner
+    def submit(self, decision, *, by_layer=False):
+        super().submit(decision, by_layer=by_layer)
+        self.scramble(pairs for kind, pairs in decision.transfers() if kind == "swap_in")
 
-    def execute(self, decision):
-        lost = self.inner.execute(decision)
-        for kind, pairs in decision.transfers():
-            if kind in ("swap_in", "fetch"):
-                rows = self.inner.engine.read_blocks("device", pairs.ids[:, 1].copy())
-                self.inner.engine.write_blocks("device", pairs.ids[:, 1].copy(), np.roll(rows, 64, axis=1))
-        return lost
+    def lose(self, done):
+        self.scramble(self.fetched.pop(done.ticket))
+        return done
+
+    def scramble(self, back):
+        for pairs in back:
+            rows = self._inner.engine.read_blocks("device", pairs.ids[:, 1].copy())
+            self._inner.engine.write_blocks("device", pairs.ids[:, 1].copy(), np.roll(rows, 64, axis=1))
 
 
 def test_wrong_bytes_change_tokens(model, work, wanted, tmp_path):
@@ -188,6 +201,7 @@ def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
         generator.add("dropped", prompts[4], ended)
         while generator.num_unfinished:
             generator.step()
+        generator.drain()
         assert generator.manager.num_free("device") == 40
     outputs = {done.request.request_id: [list(tokens) for tokens in done.outputs] for done in seen}
     assert outputs["first"] == wanted[1]
@@ -215,16 +229,16 @@ def test_a_request_that_cannot_be_served_is_refused_and_none_is_left(model, tmp_
 
 def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
     class Failing(Watching):
-        def execute(self, decision):
-            lost = self.inner.execute(decision)
+        def submit(self, decision, *, by_layer=False):
+            super().submit(decision, by_layer=by_layer)
             if decision.transfers() and decision.transfers()[0][0] != "copy":
                 raise OSError("a device went away")
-            return lost
 
     with open_generator(model, tmp_path, wrap_executor=Failing) as generator:
         with pytest.raises(OSError, match="a device went away"):
             generator.generate(*work)
         assert generator.num_unfinished == 0
+        generator.drain()
         generator.manager.check()
         assert [generator.manager.num_free(tier) for tier in ("device", "host")] == [40, 6]
 

@@ -18,6 +18,7 @@ from blockyard.plan import (
     check_blocks,
     check_pairs,
     compile_pairs,
+    in_runs,
     join,
     merge_runs,
     phases,
@@ -287,3 +288,14 @@ def test_phases_wait_only_for_those_that_touch_their_blocks():
     assert [phase.pairs.tolist() for phase in found[3:5]] == [[[6, 5], [8, 1]], [[7, 6]]]
     with pytest.raises(MappingError, match="in a circle"):
         phases(StepDecision(1, [("move", moved("device", "device", (1, 2), (2, 1)))]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20, unique_by=lambda pair: pair[1]))
+def test_no_order_of_pairs_has_fewer_runs_than_that_of_their_destinations(listed):
+    pairs = np.array(listed, np.int64).reshape(-1, 2)
+    ordered = in_runs(pairs)
+    assert sorted(ordered.tolist()) == sorted(pairs.tolist())
+    # A run goes on where both neighbours do: whatever the order, no run has more ends than these.
+    begins = [pair for pair in listed if (pair[0] - 1, pair[1] - 1) not in listed]
+    assert len(merge_runs(ordered)) == len(begins)
+    assert in_runs(ordered) is ordered

@@ -24,6 +24,7 @@ OPTIONS = DemoOptions(
     output_tokens=(32, 96),
     num_device_blocks=48,
     num_host_blocks=6,
+    defrag="max_id",
     shrink_to=24,
 )
 BLOCK_BYTES = 65536
@@ -58,6 +59,8 @@ def test_samples_follow_the_pool_from_the_first_step_to_the_last(report: Report)
     assert [samples[0].blocks, samples[-1].blocks, samples[-1].extent] == [48, 24, 24]
     assert [samples[0].memory_bytes, samples[-1].memory_bytes] == [48 * BLOCK_BYTES, 24 * BLOCK_BYTES]
     assert max(sample.max_id for sample in samples) >= 24 > samples[-1].max_id
+    assert samples[-1].moves == report.blocks("move") > 0
+    assert samples[-1].moved_bytes == samples[-1].moves * BLOCK_BYTES
     for sample in samples:
         assert sample.live + sample.held + sample.cached + sample.free == sample.extent
         assert sample.memory_bytes == sample.extent * BLOCK_BYTES
@@ -88,11 +91,26 @@ def test_a_pool_cannot_shrink_to_what_it_has() -> None:
         make_report(replace(OPTIONS, shrink_to=48))
 
 
+def test_a_dense_pool_ends_its_shrink_at_once_where_blocks_may_move() -> None:
+    report = make_report(replace(OPTIONS, requests=6, defrag="dense"))
+    assert report.identical
+    assert report.pool is not None
+    assert report.pool.shrink is not None
+    assert report.pool.shrink.steps is not None
+    assert report.blocks("move") > 0
+
+
+def test_a_goal_that_is_not_known_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="goal is 'upwards', must be one of max_id, dense"):
+        make_report(replace(OPTIONS, defrag="upwards"))
+
+
 def test_a_watch_without_a_new_size_only_samples() -> None:
     with Generator(demo_model(), num_device_blocks=8, num_host_blocks=0) as generator:
         watch = PoolWatch(generator, Faults(), goal="max_id")
         generator.add("a", [1, 2, 3], SamplingParams(max_tokens=3))
         while generator.num_unfinished:
+            watch.before_step()
             generator.step()
             watch.after_step(0, 1)
         report = watch.report()

@@ -1,10 +1,19 @@
 """Tickets over a simulated device: when they end, what they hold until then, and what is refused meanwhile."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from blockyard.errors import InvalidArgumentError, TransferQueueFullError, UnknownTicketError
+from blockyard.errors import (
+    InvalidArgumentError,
+    TransferCancelledError,
+    TransferQueueFullError,
+    UnknownTicketError,
+)
 from blockyard.testing.device import SimulatedStreams
 from blockyard.transfer.tickets import Done, MappingBuffers, Transfers
 
@@ -155,3 +164,164 @@ def test_tickets_run_after_those_they_name_on_any_stream(seed: int):
     start(book, "copy", log=log, pairs=pairs((3, 3)), after=[store, load])
     book.synchronize()
     assert log == [[[1, 1]], [[2, 2]], [[3, 3]]]
+
+
+# ---- loads that nobody waits for ----
+
+
+def test_a_prefetch_starts_when_no_load_is_awaited_and_the_first_submitted_is_first():
+    book = transfers(limit=1000)
+    log: list[object] = []
+    awaited = start(book, "in", log=log, pairs=pairs((0, 0)))
+    one = start(book, "in", log=log, pairs=pairs((0, 1)), prefetch=True)
+    two = start(book, "in", log=log, pairs=pairs((0, 2)), prefetch=True)
+    last = start(book, "in", log=log, pairs=pairs((0, 3)))
+    assert book.poll() == []
+    assert book.wait(two).error is None
+    assert log == [[[0, 0]], [[0, 3]], [[0, 2]]], "a prefetch that is waited for goes at once"
+    assert sorted(done.ticket for done in book.poll()) == [awaited, last]
+    book.synchronize()
+    assert log[3:] == [[[0, 1]]]
+    assert book.poll() == [Done(one, None, None)]
+
+
+def test_loads_of_one_block_keep_their_order_whoever_waits():
+    book = transfers(limit=1000)
+    log: list[object] = []
+    start(book, "in", log=log, pairs=pairs((0, 0)))
+    start(book, "in", log=log, pairs=pairs((0, 7), (1, 8)), prefetch=True)
+    start(book, "in", log=log, pairs=pairs((0, 9)), prefetch=True)
+    book.wait(start(book, "in", log=log, pairs=pairs((2, 8))))
+    assert log == [[[0, 0]], [[0, 7], [1, 8]], [[2, 8]]]
+
+
+def test_a_ticket_that_has_not_started_can_be_given_up_and_is_reported():
+    book = transfers(limit=1000)
+    log: list[object] = []
+    seen: list[Done] = []
+    awaited = start(book, "in", log=log)
+    ticket = start(book, "in", log=log, prefetch=True, num_bytes=30)
+    book.on_done(ticket, seen.append)
+    assert book.outstanding("in") == 40
+    assert book.cancel(ticket)
+    assert not book.cancel(ticket)
+    assert not book.cancel(awaited)
+    assert book.outstanding("in") == 10
+    (done,) = book.poll()
+    assert (done.ticket, done.rows) == (ticket, None)
+    assert isinstance(done.error, TransferCancelledError)
+    assert seen == [done]
+    book.wait(start(book, "out", log=log, after=[ticket], pairs=pairs((5, 5))))
+    book.synchronize()
+    assert log == [[[0, 1]], [[5, 5]]] or log == [[[5, 5]], [[0, 1]]]
+    with pytest.raises(UnknownTicketError):
+        book.cancel(99)
+
+
+def test_what_others_need_starts_and_cannot_be_given_up():
+    book = transfers(limit=1000)
+    start(book, "in")
+    ticket = start(book, "in", prefetch=True)
+    start(book, "copy", after=[ticket])
+    assert not book.cancel(ticket)
+
+
+def test_no_more_than_a_window_goes_ahead():
+    streams = StoppedStreams(0)
+    book = Transfers(streams, max_outstanding=1000, mappings=MappingBuffers(pinned=False), max_ahead=25)
+    for _ in range(4):
+        start(book, "in", prefetch=True)
+    assert streams.launched == 2
+    assert [book.cancel(ticket) for ticket in (1, 2, 3, 4)] == [False, False, True, True]
+    with pytest.raises(InvalidArgumentError, match="max_ahead 0, must be at least 1"):
+        Transfers(streams, max_outstanding=1, mappings=MappingBuffers(pinned=False), max_ahead=0)
+
+
+class Play:
+    """Loads over a simulated device, each writing its number into blocks, and what must be true of any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.streams = SimulatedStreams(seed)
+        launch = self.streams.launch
+        self.streams.launch = lambda stream, work, waits=(): self.launched(work.args[0]) or launch(stream, work, waits)
+        buffers = MappingBuffers(pinned=False)
+        self.book = Transfers(self.streams, max_outstanding=10**6, mappings=buffers, max_ahead=20)
+        self.memory: dict[int, int] = {}
+        self.writes: dict[int, list[int]] = {}  # ticket -> blocks
+        self.pieces: dict[int, int] = {}  # ticket -> pieces that are to run
+        self.prefetches: set[int] = set()
+        self.started: list[int] = []
+        self.cancelled: set[int] = set()
+        self.done: list[Done] = []
+        self.free_will = False  # whether what starts now was not asked for
+
+    def launched(self, ticket: int) -> None:
+        if self.free_will:
+            awaited = [t for t, left in self.pieces.items() if left and t not in self.prefetches]
+            assert not awaited, f"prefetch {ticket} goes before {awaited}"
+            earlier = [t for t in self.prefetches - self.cancelled - set(self.started) if t < ticket]
+            assert not earlier, f"prefetch {ticket} goes before {earlier}"
+        self.started.append(ticket)
+
+    def run(self, ticket: int, part: int) -> None:
+        blocks = self.writes[ticket]
+        half = len(blocks) // 2
+        self.memory |= dict.fromkeys(blocks[:half] if part == 0 else blocks[half:], ticket)
+        self.pieces[ticket] -= 1
+
+    def load(self, blocks: list[int], *, prefetch: bool, after: list[int]) -> None:
+        ticket = len(self.writes) + 1
+        self.writes[ticket], self.pieces[ticket] = blocks, 2
+        if prefetch:
+            self.prefetches.add(ticket)
+        made = self.book.submit(
+            "in",
+            lambda mapping: [partial(self.run, ticket, part) for part in range(2)],
+            pairs(*[(0, block) for block in blocks]),
+            num_bytes=len(blocks) * 10,
+            after=after,
+            prefetch=prefetch,
+        )
+        assert made == ticket
+
+    def need(self, ticket: int) -> None:
+        """Somebody waits for a ticket: it is awaited from now on."""
+        if ticket in self.prefetches - self.cancelled:
+            self.book.order_compute(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        fresh = ticket not in self.started and ticket not in self.cancelled
+        assert self.book.cancel(ticket) == fresh
+        if fresh:
+            self.cancelled.add(ticket)
+            self.pieces[ticket] = 0
+
+    def poll(self) -> None:
+        self.free_will = True
+        self.done += self.book.poll()
+        self.free_will = False
+
+    def finish(self) -> None:
+        self.book.synchronize()
+        self.done += self.book.poll()
+        assert sorted(done.ticket for done in self.done) == sorted(self.writes)
+        assert {d.ticket for d in self.done if isinstance(d.error, TransferCancelledError)} == self.cancelled
+        wanted = {block: t for t, blocks in self.writes.items() if t not in self.cancelled for block in blocks}
+        assert self.memory == wanted
+
+
+@given(st.integers(0, 1 << 20), st.data())
+def test_whatever_is_awaited_or_given_up_loads_of_a_block_keep_their_order(seed: int, data: st.DataObject):
+    play = Play(seed)
+    for _ in range(data.draw(st.integers(1, 25))):
+        call = data.draw(st.sampled_from(["prefetch", "prefetch", "awaited", "need", "cancel", "poll"]))
+        tickets = sorted(play.writes)
+        if call in {"prefetch", "awaited"}:
+            blocks = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
+            after = data.draw(st.lists(st.sampled_from(tickets), max_size=1)) if tickets else []
+            play.load(blocks, prefetch=call == "prefetch", after=after)
+        elif call == "poll":
+            play.poll()
+        elif tickets:
+            getattr(play, call)(data.draw(st.sampled_from(tickets)))
+    play.finish()

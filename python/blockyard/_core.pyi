@@ -1324,6 +1324,8 @@ class FillMap:
     def per_block(self) -> int: ...
     def mark(self, parts: NDArray[np.int64]) -> None:
         """Note that parts, int64 `[n]`, hold bytes. Raises: MappingError, and notes nothing."""
+    def unmark(self, parts: NDArray[np.int64]) -> None:
+        """Note that parts, int64 `[n]`, are empty. Raises: MappingError, and notes nothing."""
     def clear(self, blocks: NDArray[np.int64]) -> None:
         """Note that all parts of blocks, int64 `[n]`, are empty. Raises: MappingError, and notes nothing."""
     def require(self, parts: NDArray[np.int64]) -> None:

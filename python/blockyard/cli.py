@@ -25,6 +25,7 @@ EXIT_INTERRUPTED = 130
 
 SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
+DEFRAG_GOALS = ("max_id", "dense")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +97,7 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
     group.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N", help="most sequences in one step")
+    group.add_argument("--defrag", choices=DEFRAG_GOALS, help="move blocks off what goes back, or as low as can be")
     group.add_argument(
         "--shrink-to",
         type=_count(1),

@@ -65,6 +65,10 @@ class TransferQueueFullError(BlockyardError):
     """More bytes would be under way than the copy engine's limit allows; nothing was submitted."""
 
 
+class TransferCancelledError(BlockyardError):
+    """A transfer was given up before it started; no byte of it was moved."""
+
+
 class CaptureError(BlockyardError):
     """A copy cannot go into a CUDA graph that is being captured; nothing was copied or captured."""
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from blockyard.errors import LayoutError
@@ -43,11 +44,39 @@ class GroupedLayout:
         """Bytes of one block over all groups."""
         return sum(self.piece_sizes)
 
-    def views(self, tensors: Mapping[str, Sequence[Tensor]]) -> list[Tensor]:
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups; they count on from one group to the next."""
+        return sum(layout.num_layers for _, layout in self.groups)
+
+    @property
+    def view_layers(self) -> list[int]:
+        """Layer of every view that `views` returns; the first of its group where views do not follow the layers."""
+        starts = accumulate((layout.num_layers for _, layout in self.groups), initial=0)
+        pairs = zip(starts, self.groups, strict=False)
+        return [first + layer for first, (_, layout) in pairs for layer in layout.view_layers]
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Give shape and dtype of every tensor, group after group."""
+        return [shape for _, layout in self.groups for shape in layout.tensor_shapes(num_blocks)]
+
+    def by_group(self, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+        """Part tensors that stand group after group, as a copy engine has them.
+
+        Raises:
+            LayoutError: there are more or fewer than the groups have.
+        """
+        counts = {name: layout.num_tensors for name, layout in self.groups}
+        if len(tensors) != sum(counts.values()):
+            raise LayoutError(f"{len(tensors)} tensors were given, the groups have {counts}")
+        left = iter(tensors)
+        return {name: list(islice(left, count)) for name, count in counts.items()}
+
+    def views(self, tensors: Mapping[str, Sequence[Tensor]] | Sequence[Tensor]) -> list[Tensor]:
         """Cut the groups' tensors into canonical views.
 
         Args:
-            tensors: those of each group by its name; all hold as many blocks.
+            tensors: those of each group by its name, or all, group after group; all hold as many blocks.
 
         Returns:
             uint8 views `[blocks, bytes]`, as those of `KVLayout.views`, group after group.
@@ -56,6 +85,8 @@ class GroupedLayout:
             LayoutError: a group is missing or unknown, tensors do not have its layout, or the numbers of blocks differ.
         """
         names = [name for name, _ in self.groups]
+        if not isinstance(tensors, Mapping):
+            tensors = self.by_group(tensors)
         if set(tensors) != set(names):
             raise LayoutError(f"tensors are of the groups {sorted(tensors)}, the layout has {sorted(names)}")
         views = [view for name, layout in self.groups for view in layout.views(tensors[name])]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
 from blockyard.errors import LayoutError
 
@@ -49,6 +49,31 @@ _ITEM_SIZES = {
     "float8_e5m2": 1,
     "float8_e5m2fnuz": 1,
 }
+
+
+class BlockLayout(Protocol):
+    """What a copy engine wants of a layout: `KVLayout`, or `blockyard.grouped.GroupedLayout` for several groups."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, those of all groups."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+
+    @property
+    def view_layers(self) -> list[int]:
+        """Layer of every view; where views do not follow the layers, the first that any of them belongs to."""
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor that `views` takes."""
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Cut tensors into uint8 views `[blocks, bytes]`."""
+
+    def row_views(self, rows: Tensor) -> list[Tensor]:
+        """Cut rows, uint8 `[blocks, bytes_per_block]`, into the same pieces."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +220,10 @@ class KVLayout:
         """Give the shape of one cache tensor that holds `num_blocks` blocks."""
         sizes = {**self._sizes(), "blocks": num_blocks, "slots": num_blocks * self.block_size}
         return tuple(sizes[name] for name in self.names)
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Give shape and dtype of every tensor that `views` takes."""
+        return [(self.tensor_shape(num_blocks), self.dtype)] * self.num_tensors
 
     def num_blocks(self, tensor: Tensor) -> int:
         """Give the number of blocks that one cache tensor holds."""

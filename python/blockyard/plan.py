@@ -24,7 +24,7 @@ from blockyard._core import (
     transfer_orders,
 )
 from blockyard.errors import LayoutError, MappingError
-from blockyard.layout import KVLayout
+from blockyard.layout import BlockLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,7 @@ __all__ = [
     "check_pairs",
     "compile_pairs",
     "expand_span",
+    "in_runs",
     "join",
     "merge_runs",
     "order_moves",
@@ -234,7 +235,7 @@ class CopyPlan:
     """One mapping joined with a layout.
 
     Attributes:
-        pairs: checked block ids `(from, to)`, int64 `[n, 2]`, C-contiguous.
+        pairs: checked block ids `(from, to)`, int64 `[n, 2]`, C-contiguous, in as few runs as there can be.
         num_bytes: bytes that the plan moves, over all layers.
     """
 
@@ -245,7 +246,24 @@ class CopyPlan:
         return len(self.pairs)
 
 
-def join(pairs: Ids, layout: KVLayout, *, src_blocks: int, dst_blocks: int, in_place: bool = False) -> CopyPlan:
+def in_runs(pairs: Ids) -> Ids:
+    """Put pairs whose destinations do not repeat into the order of those: no other order merges into fewer runs.
+
+    The copy ops merge neighbours into one piece each, over every tensor whose blocks lie side by side.
+
+    Args:
+        pairs: block ids `(from, to)`, int64 `[n, 2]`.
+
+    Returns:
+        The pairs; the argument itself where they are in that order.
+    """
+    targets = pairs[:, 1]
+    if (targets[1:] > targets[:-1]).all():
+        return pairs
+    return np.ascontiguousarray(pairs[np.argsort(targets)])
+
+
+def join(pairs: Ids, layout: BlockLayout, *, src_blocks: int, dst_blocks: int, in_place: bool = False) -> CopyPlan:
     """Join a mapping with a layout.
 
     Args:
@@ -261,7 +279,7 @@ def join(pairs: Ids, layout: KVLayout, *, src_blocks: int, dst_blocks: int, in_p
     Raises:
         MappingError: the mapping is malformed, see `check_pairs`.
     """
-    checked = check_pairs(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
+    checked = in_runs(check_pairs(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place))
     return CopyPlan(checked, len(checked) * layout.bytes_per_block)
 
 

@@ -15,7 +15,7 @@ A step of an engine:
     finished = scheduler.update(step, sampled)
 
 With `overlap_io`, what is fetched is in no step until `finish` has ended its ticket, and other sequences go on
-meanwhile; `blockyard.offload.async_executor` shows the loop.
+meanwhile; `blockyard.offload.executor` shows the loop.
 """
 
 from __future__ import annotations

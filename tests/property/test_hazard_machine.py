@@ -1,14 +1,17 @@
 """Scheduler, manager, copy engine and executor over a simulated device at random, and known bugs planted in each."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.layout import KVLayout
-from blockyard.offload.async_executor import AsyncExecutor, StepDone
+from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard.offload.open_step import OpenStep
 from blockyard.plan import Ids
 from blockyard.testing import Config
 from blockyard.testing.hazard_machine import HazardMachine, overlapping
@@ -29,9 +32,12 @@ def machine(**members: object) -> type[HazardMachine]:
     return type("Machine", (HazardMachine,), made)
 
 
+def budget(steps: int) -> settings:
+    return settings(max_examples=max(1, steps // STEP_COUNT // 3), stateful_step_count=STEP_COUNT, deadline=None)
+
+
 def test_every_byte_is_that_of_the_plain_model(steps: int):
-    budget = settings(max_examples=max(1, steps // STEP_COUNT // 3), stateful_step_count=STEP_COUNT, deadline=None)
-    run_state_machine_as_test(machine(), settings=budget)
+    run_state_machine_as_test(machine(), settings=budget(steps))
 
 
 def assert_noticed(**members: object) -> None:
@@ -40,14 +46,13 @@ def assert_noticed(**members: object) -> None:
         max_examples=500,
         stateful_step_count=STEP_COUNT,
         deadline=None,
-        derandomize=True,
         database=None,
         phases=[Phase.generate],
         print_blob=False,
         suppress_health_check=list(HealthCheck),
     )
     with pytest.raises(AssertionError, match="reads wrong keys or values"):
-        run_state_machine_as_test(machine(**members), settings=search)
+        run_state_machine_as_test(seed(1)(machine(**members)), settings=search)
 
 
 # ---- bugs that engines have had ----
@@ -71,7 +76,7 @@ def test_a_mapping_buffer_that_is_overwritten_in_flight_is_noticed():
     assert_noticed(make_engine=engine)
 
 
-class EndsWhenSubmitted(AsyncExecutor):
+class EndsWhenSubmitted(StepExecutor):
     """Says that bytes have landed as soon as they were sent."""
 
     def __init__(self, engine: CacheEngine, store: ExternalStore, **arguments: int) -> None:
@@ -146,7 +151,7 @@ def test_a_load_that_races_a_store_is_noticed():
 # ---- other ways to be wrong ----
 
 
-class IgnoresAfter(AsyncExecutor):
+class IgnoresAfter(StepExecutor):
     def _write_device(self, step: object, decision: StepDecision, *rest: object, **arguments: object) -> None:
         transfers = decision.transfers()
         super()._write_device(step, StepDecision(decision.ticket, transfers), transfers, **arguments)
@@ -184,3 +189,264 @@ def test_an_engine_that_leaves_something_unordered_is_noticed(engine: type[Cache
 
 def test_an_executor_that_ignores_the_order_between_tickets_is_noticed():
     assert_noticed(make_executor=IgnoresAfter)
+
+
+# ---- moves in the mix ----
+
+SPARE = 4
+"""Blocks of the device that the books do not know: the holes that blocks move to."""
+
+
+class MovingBooks:
+    """A manager whose blocks change places on the device at random.
+
+    A move is decided with a step, reads its source and writes a hole while the step is computed from the source, and
+    takes effect when the ticket is completed. If the block is written meanwhile, it stays where it is.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.books = BlockManager(**config.arguments())
+        self.random = random.Random(str(config))
+        self.size = config.block_size
+        self.place = np.arange(config.device_blocks)  # of each block of the books
+        self.holes = list(range(config.device_blocks, config.device_blocks + SPARE))
+        self.resting: list[tuple[set[int], int]] = []  # holes that open tickets may still read
+        self.moving: dict[int, dict[int, int]] = {}  # ticket -> block -> hole
+        self.sent: dict[int, dict[tuple[str, str, int, int], list[int]]] = {}  # what pairs are in the books
+        self.busy: dict[int, set[int]] = {}  # ticket -> blocks
+        self.written: set[int] = set()
+        self.batch: list[int] = []
+        self.moved = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.books, name)
+
+    # ---- what the engine sees ----
+
+    def append(self, sequences: np.ndarray) -> np.ndarray:
+        return self.slots(self.books.append(sequences))
+
+    def slot_mapping(self, sequence: int, first: int, last: int) -> np.ndarray:
+        return self.slots(self.books.slot_mapping(sequence, first, last))
+
+    def slots(self, slots: np.ndarray) -> np.ndarray:
+        blocks = slots // self.size
+        self.note_written(blocks.tolist())
+        return self.place[blocks] * self.size + slots % self.size
+
+    def note_written(self, blocks: Iterable[int]) -> None:
+        self.written.update(blocks)
+
+    def block_tables(self, sequences: np.ndarray) -> np.ndarray:
+        self.batch = sequences.tolist()
+        return self.place[self.books.block_tables(sequences)].astype(np.int32)
+
+    def take_decision(self) -> StepDecision:
+        decision = self.books.take_decision()
+        transfers, names, busy = [], {}, set()
+        for kind, pairs in decision.transfers():
+            for side, tier in enumerate((pairs.src, pairs.dst)):
+                if tier == "device":
+                    busy.update(pairs.ids[:, side].tolist())
+            if pairs.dst == "device":
+                self.note_written(pairs.ids[:, 1].tolist())
+            placed = self.placed(pairs)
+            names |= {
+                (pairs.src, pairs.dst, *new): old
+                for new, old in zip(placed.ids.tolist(), pairs.ids.tolist(), strict=True)
+            }
+            transfers.append((kind, placed))
+        self.sent[decision.ticket], self.busy[decision.ticket] = names, busy
+        self.abandon()
+        moves = self.choose(decision.ticket)
+        if moves:
+            transfers.append(("move", Pairs("device", "device", np.array(moves, dtype=np.int64))))
+        self.written = set()
+        return StepDecision(decision.ticket, transfers, after=decision.after)
+
+    def placed(self, pairs: Pairs) -> Pairs:
+        ids = pairs.ids.copy()
+        for side, tier in enumerate((pairs.src, pairs.dst)):
+            if tier == "device":
+                ids[:, side] = self.place[ids[:, side]]
+        return Pairs(pairs.src, pairs.dst, ids)
+
+    def complete(self, ticket: int) -> None:
+        self.end(ticket, set())
+        self.books.complete(ticket)
+
+    def fail(self, ticket: int, lost: Sequence[Pairs]) -> object:
+        names, moved = self.sent[ticket], set(self.moving[ticket].values())
+        mine = [pairs for pairs in lost if pairs.dst == "device" == pairs.src and pairs.ids[0, 1] in moved]
+        rest = [pairs for pairs in lost if pairs not in mine]
+        self.end(ticket, {int(hole) for pairs in mine for hole in pairs.ids[:, 1]})
+        known = [Pairs(p.src, p.dst, self.before(names, p)) for p in rest]
+        return self.books.fail(ticket, known)
+
+    @staticmethod
+    def before(names: dict[tuple[str, str, int, int], list[int]], pairs: Pairs) -> np.ndarray:
+        """What pairs that were sent are in the books."""
+        return np.array([names[pairs.src, pairs.dst, first, second] for first, second in pairs.ids.tolist()], np.int64)
+
+    # ---- moves ----
+
+    def choose(self, ticket: int) -> list[tuple[int, int]]:
+        """Blocks that this step reads and does not write, and holes for them."""
+        taken = self.written.union(*self.busy.values(), *self.moving.values())
+        tables = [self.books.block_table(handle).tolist() for handle in self.batch]
+        free = sorted({block for table in tables for block in table} - taken)
+        count = min(len(free), len(self.holes), self.random.choice((0, 0, 1, 1, 2, 3)))
+        chosen = self.moving[ticket] = {
+            block: self.holes.pop(self.random.randrange(len(self.holes))) for block in self.random.sample(free, count)
+        }
+        return [(int(self.place[block]), hole) for block, hole in chosen.items()]
+
+    def abandon(self) -> None:
+        """What is written meanwhile stays; its hole is free when the move has ended."""
+        for ticket, chosen in self.moving.items():
+            self.moving[ticket] = {b: hole for b, hole in chosen.items() if b not in self.written}
+            stopped = {hole for block, hole in chosen.items() if block in self.written}
+            self.resting += [({ticket}, hole) for hole in sorted(stopped)]
+
+    def end(self, ticket: int, lost: set[int]) -> None:
+        del self.busy[ticket], self.sent[ticket]
+        open_tickets = set(self.busy)
+        for block, hole in self.moving.pop(ticket).items():
+            if hole in lost:
+                self.holes.append(hole)
+                continue
+            self.resting.append((open_tickets.copy(), int(self.place[block])))
+            self.place[block] = hole
+            self.moved += 1
+        for waits, _ in self.resting:
+            waits.discard(ticket)
+        self.holes += [hole for waits, hole in self.resting if not waits]
+        self.resting = [(waits, hole) for waits, hole in self.resting if waits]
+
+
+def roomy_engine(layout: KVLayout, *, num_device_blocks: int, **arguments: object) -> CacheEngine:
+    return CacheEngine(layout, num_device_blocks=num_device_blocks + SPARE, **arguments)
+
+
+def test_every_byte_is_that_of_the_plain_model_while_blocks_move(steps: int):
+    moved: list[MovingBooks] = []
+
+    def books(config: Config) -> MovingBooks:
+        moved.append(MovingBooks(config))
+        return moved[-1]
+
+    run_state_machine_as_test(machine(make_manager=books, make_engine=roomy_engine), settings=budget(steps))
+    assert sum(made.moved for made in moved) > len(moved)
+
+
+# ---- bugs in the books ----
+
+
+class RewritesTablesEarly(MovingBooks):
+    """The table names the hole before the bytes are there."""
+
+    def choose(self, ticket: int) -> list[tuple[int, int]]:
+        moves = super().choose(ticket)
+        for block, hole in self.moving[ticket].items():
+            self.place[block] = hole
+        return moves
+
+
+class WritesWhatMoves(MovingBooks):
+    """New tokens go to the source of a move, and the move takes effect all the same."""
+
+    def note_written(self, blocks: Iterable[int]) -> None:
+        return
+
+
+class GivesSourcesOutEarly(MovingBooks):
+    """The source of a move is a hole for the next one, before the first has ended."""
+
+    def choose(self, ticket: int) -> list[tuple[int, int]]:
+        moves = super().choose(ticket)
+        self.holes = sorted({*self.holes, *(source for source, _ in moves)})
+        return moves
+
+    def end(self, ticket: int, lost: set[int]) -> None:
+        super().end(ticket, lost)
+        self.holes = sorted(set(self.holes) - set(self.place.tolist()))
+
+
+@pytest.mark.parametrize("books", [RewritesTablesEarly, WritesWhatMoves, GivesSourcesOutEarly])
+def test_books_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
+    assert_noticed(make_manager=books, make_engine=roomy_engine)
+
+
+# ---- a bug in the executor ----
+
+
+class ForgetsLostMoves(StepExecutor):
+    """Says that all moves have landed."""
+
+    def __init__(self, engine: CacheEngine, store: ExternalStore, **arguments: int) -> None:
+        super().__init__(engine, store, **arguments)
+        self.moves: dict[int, list[list[int]]] = {}
+
+    def submit(self, decision: StepDecision, **arguments: bool) -> None:
+        self.moves[decision.ticket] = [ids for pairs in decision.move for ids in pairs.ids.tolist()]
+        super().submit(decision, **arguments)
+
+    def poll(self) -> list[StepDone]:
+        return [done._replace(lost=tuple(self.others(done))) for done in super().poll()]
+
+    def others(self, done: StepDone) -> list[Pairs]:
+        return [pairs for pairs in done.lost if pairs.ids[0].tolist() not in self.moves[done.ticket]]
+
+
+def test_a_lost_move_that_is_not_reported_is_noticed():
+    assert_noticed(make_manager=MovingBooks, make_engine=roomy_engine, make_executor=ForgetsLostMoves)
+
+
+# ---- the manager's own moves ----
+
+
+class Defragments:
+    """A manager that decides moves of its own with most steps."""
+
+    def __init__(self, config: Config) -> None:
+        self.books = BlockManager(**config.arguments())
+        self.random = random.Random(str(config))
+        self.moved = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.books, name)
+
+    def take_decision(self) -> StepDecision:
+        goal = self.random.choice(("max_id", "free_tail", "dense", "empty_pages", ""))
+        blocks = self.books.num_blocks("device")
+        if goal:
+            number = self.random.randrange(1, max(2, blocks // 2)) if goal != "dense" else 0
+            self.books.defragment(goal, number, max_moves=self.random.randrange(1, 5))
+        decision = self.books.take_decision()
+        self.moved += sum(len(pairs) for pairs in decision.move)
+        return decision
+
+
+def test_every_byte_is_that_of_the_plain_model_while_the_manager_defragments(steps: int):
+    made: list[Defragments] = []
+
+    def books(config: Config) -> Defragments:
+        made.append(Defragments(config))
+        return made[-1]
+
+    run_state_machine_as_test(machine(make_manager=books), settings=budget(steps))
+    assert sum(books.moved for books in made) > len(made)
+
+
+class MovesEndEarly(StepExecutor):
+    """Does not wait for moves before it says that a decision has been carried out."""
+
+    def _launch_within(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
+        if kind == "move":
+            self.engine.submit_move(pairs.ids, after=[*step.drains, *step.loads], behind=step.fence)
+        else:
+            super()._launch_within(step, kind, pairs)
+
+
+def test_a_table_that_is_rewritten_before_the_move_has_landed_is_noticed():
+    assert_noticed(make_manager=Defragments, make_executor=MovesEndEarly)

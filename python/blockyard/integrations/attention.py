@@ -6,9 +6,9 @@ two models, two threads or a nested call can never see each other's step, as the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,31 +24,31 @@ ATTENTION_NAME = "blockyard_paged"
 LARGEST_PADDING = 2.0
 
 
+class LayerCall(NamedTuple):
+    """One layer's call for attention.
+
+    Attributes:
+        layer: number of the layer, from 0.
+        query: `[1, heads, tokens, head_size]`.
+        key: `[1, kv_heads, tokens, head_size]`, position embedding applied.
+        value: as `key`.
+        scaling: factor on the scores.
+        window: tokens that one query sees, itself included; None for all before it.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    window: int | None
+
+
 class AttentionStep(Protocol):
     """What the attention function needs to know of the step; passed as the keyword `blockyard_step`."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Compute one layer's attention.
-
-        Args:
-            layer: number of the layer, from 0.
-            query: `[1, heads, tokens, head_size]`.
-            key: `[1, kv_heads, tokens, head_size]`, position embedding applied.
-            value: as `key`.
-            scaling: factor on the scores.
-            window: tokens that one query sees, itself included; None for all before it.
-
-        Returns:
-            `[1, tokens, heads, head_size]`.
-        """
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Compute one layer's attention; returns `[1, tokens, heads, head_size]`."""
         ...
 
 
@@ -97,7 +97,7 @@ def paged_attention(
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{name} has no layer_idx, so its cache is not known")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return blockyard_step.attend(layer, query, key, value, factor, sliding_window), None
+    return blockyard_step.attend(LayerCall(layer, query, key, value, factor, sliding_window)), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
@@ -189,6 +189,7 @@ class PagedStep:
         caches: one per layer, `layout.tensor_shape(blocks)`, contiguous.
         where: the sequences of the step.
         window: tokens that one query sees in every layer, itself included; all before it if None.
+        before_layer: called with the layer's number before its cache is read or written, to wait for what is loaded.
 
     Raises:
         InvalidArgumentError: shapes do not agree, or a block or slot is out of range.
@@ -196,7 +197,13 @@ class PagedStep:
     """
 
     def __init__(
-        self, layout: KVLayout, caches: Sequence[torch.Tensor], where: StepInput, window: int | None = None
+        self,
+        layout: KVLayout,
+        caches: Sequence[torch.Tensor],
+        where: StepInput,
+        window: int | None = None,
+        *,
+        before_layer: Callable[[int], None] | None = None,
     ) -> None:
         size, blocks = layout.block_size, layout.num_blocks(caches[0])
         where.check(blocks, size)
@@ -204,6 +211,7 @@ class PagedStep:
         self._device = caches[0].device
         self._block_rows, self._value_offset = _geometry(layout.kind, blocks, size)
         self._size, self._window = size, window
+        self._before_layer = before_layer
         self._written = self._upload(self._rows_of(where.slot_mapping.astype(np.int64)))
         first = np.cumsum(where.lengths) - where.lengths
         seen = where.starts + where.lengths
@@ -215,18 +223,13 @@ class PagedStep:
             for i in np.flatnonzero(where.lengths > 1)
         ]
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """Write the tokens' K and V, then read each sequence back and attend; see `AttentionStep`."""
+        layer, query, key, value, scaling, window = call
         if window != self._window:
             raise UnsupportedModelError(f"layer {layer} has a window of {window}, the step was made for {self._window}")
+        if self._before_layer is not None:
+            self._before_layer(layer)
         keys = self._rows[layer]
         values = keys[self._value_offset :]
         keys.index_copy_(0, self._written, key[0].transpose(0, 1))

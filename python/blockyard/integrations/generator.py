@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,11 +16,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from blockyard._core import BlockManager, ResizeProgress
-from blockyard.errors import InvalidArgumentError, InvariantError
+from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.worker import Worker
 from blockyard.layout import LayoutKind
-from blockyard.offload.executor import Executor, StepExecutor
+from blockyard.offload.executor import Executor, StepDone, StepExecutor
 from blockyard.scheduler import Finished, PreemptionMode, Request, ScheduledSequence, Scheduler, Step
 from blockyard.transfer.elastic import Resized
 
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 Prompt = Sequence[int] | NDArray[np.int64]
 # A step that moves nothing and computes nothing, though requests wait, would repeat for ever.
 IDLE_STEPS_ALLOWED = 2
+# Between two looks at what is under way, where nothing else is left to do.
+IDLE_SECONDS = 0.0002
 
 
 class Generator:
@@ -102,6 +108,7 @@ class Generator:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
+                overlap_io=True,
             )
             executor = StepExecutor(self.engine, self.store)
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
@@ -110,6 +117,7 @@ class Generator:
             raise
         self._on_step = on_step
         self._params: dict[str, SamplingParams] = {}
+        self._tickets: list[int] = []  # under way, the oldest first
         self._idle = 0
 
     @property
@@ -173,7 +181,10 @@ class Generator:
         del self._params[request_id]
 
     def step(self) -> list[Finished]:
-        """Run one step: decide, move blocks, compute, sample.
+        """Run one step: decide, start to move blocks, compute, sample, take in what has landed.
+
+        Blocks move beside compute: a layer is computed when its loads are there, stores drain behind it, and what comes
+        from the external tier joins a later step. If nothing can be computed meanwhile, the step waits for that.
 
         If executor or model raise, the error goes to the caller, and the requests are to be aborted.
 
@@ -184,22 +195,27 @@ class Generator:
             InvariantError: nothing can run although requests wait.
         """
         self.give_back()
-        planned = self.scheduler.schedule()
+        step = self.scheduler.schedule()
+        ticket = step.decision.ticket
         try:
-            lost = self.executor.execute(planned.decision)
+            self.executor.submit(step.decision, by_layer=True)
+            self._tickets.append(ticket)
         except BaseException:
             # What landed is not known: nothing counts as landed, and the leases end.
-            self.scheduler.settle(planned, [pairs for _, pairs in planned.decision.transfers()])
+            with contextlib.suppress(UnknownTicketError):
+                self.executor.wait(ticket)
+            self.scheduler.finish(ticket, [pairs for _, pairs in step.decision.transfers()])
             raise
-        step = self.scheduler.settle(planned, lost)
         sampled: list[list[int]] = []
         if step.batch:
-            logits = self.worker.model.forward(step.batch, step.block_tables, step.slot_mapping)
+            wait = partial(self.executor.wait_for_layer, ticket)
+            logits = self.worker.model.forward(step.batch, step.block_tables, step.slot_mapping, before_layer=wait)
             sampled = self._sample(step.batch, logits)
+        self._take_in_what_landed(step)
         finished = self.scheduler.update(step, sampled)
         for done in finished:
             del self._params[done.request.request_id]
-        self._note_idle(planned)
+        self._note_idle(step)
         if self._on_step is not None:
             self._on_step(step, finished)
         return finished
@@ -264,11 +280,17 @@ class Generator:
             while len(outputs) < len(names):
                 for done in self.step():
                     outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
+            self.drain()
         except BaseException:
             for name in tuple(self._params):
                 self.abort(name)
             raise
         return [outputs[name] for name in names]
+
+    def drain(self) -> None:
+        """Wait for all transfers that are under way, so that the books are at rest."""
+        while self._tickets:
+            self._end(self.executor.wait(self._tickets[0]))
 
     def close(self) -> None:
         """Give back caches and tier; twice does nothing."""
@@ -298,9 +320,29 @@ class Generator:
             sampled.append([sample(row, params, index, position) for index in item.sample_indices])
         return sampled
 
+    def _take_in_what_landed(self, step: Step) -> None:
+        """End the tickets that are done, and wait for this step's if what it computed depends on it."""
+        ended = self.executor.poll()
+        while not (step.batch or ended) and self._tickets:
+            time.sleep(IDLE_SECONDS)
+            ended = self.executor.poll()
+        for done in ended:
+            self._end(done)
+        ticket = step.decision.ticket
+        loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
+        if ticket in self._tickets and (loads or self.executor.lost(ticket)):
+            self._end(self.executor.wait(ticket))
+
+    def _end(self, done: StepDone) -> None:
+        """Tell the scheduler that a ticket has ended, and the user what went wrong."""
+        self._tickets.remove(done.ticket)
+        for error in done.errors:
+            warnings.warn(f"{sum(len(pairs) for pairs in done.lost)} blocks did not land: {error}", stacklevel=4)
+        self.scheduler.finish(done.ticket, done.lost)
+
     def _note_idle(self, planned: Step) -> None:
         """Stop where the scheduler has nothing to do for requests that wait."""
-        idle = not planned.batch and not len(planned.decision) and self.num_unfinished
+        idle = not planned.batch and not len(planned.decision) and not self._tickets and self.num_unfinished
         self._idle = self._idle + 1 if idle else 0
         if self._idle > IDLE_STEPS_ALLOWED:
             raise InvariantError(

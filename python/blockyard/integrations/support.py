@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from blockyard.errors import UnsupportedModelError
-from blockyard.integrations.attention import ATTENTION_NAME, AttentionStep
+from blockyard.integrations.attention import ATTENTION_NAME, AttentionStep, LayerCall
 
 # Their frequencies depend on the longest sequence of the batch, so batching would change results.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -147,16 +147,9 @@ class _Recorder:
     def __init__(self) -> None:
         self.seen: dict[int, tuple[int, int, int, str, int | None]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, call: LayerCall) -> torch.Tensor:
         """See `AttentionStep`."""
+        layer, query, key, value, scaling, window = call
         dtype = str(key.dtype).removeprefix("torch.")
         self.seen[layer] = (key.shape[1], key.shape[3], value.shape[3], dtype, window)
         out = torch.nn.functional.scaled_dot_product_attention(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -120,6 +120,8 @@ class PagedModel:
         batch: Sequence[BatchItem],
         block_tables: NDArray[np.integer],
         slot_mapping: NDArray[np.integer],
+        *,
+        before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Compute the tokens of one step, all sequences in one flat batch.
 
@@ -127,6 +129,7 @@ class PagedModel:
             batch: the sequences, at least one, each with one token or more.
             block_tables: device blocks of each, integers `[n, max_blocks]`; entries past a sequence's end are ignored.
             slot_mapping: where each token's K and V are written, integers `[tokens]`, no slot twice.
+            before_layer: called with each layer's number before its cache is touched, to wait for what is loaded there.
 
         Returns:
             Logits at each sequence's last token, float32 `[n, vocab]` on the model's device.
@@ -137,30 +140,22 @@ class PagedModel:
         """
         if not self._caches:
             raise InvalidArgumentError("no caches are bound: call bind() first")
-        return self._run(self.layout, self._caches, batch, block_tables, slot_mapping)
+        where = _step_input(batch, block_tables, slot_mapping)
+        step = PagedStep(self.layout, self._caches, where, self.sliding_window, before_layer=before_layer)
+        return self._run(step, where, batch)
 
     def close(self) -> None:
         """Let go of the caches."""
         self._caches = []
 
-    def _run(
-        self,
-        layout: KVLayout,
-        caches: Sequence[torch.Tensor],
-        batch: Sequence[BatchItem],
-        block_tables: NDArray[np.integer],
-        slot_mapping: NDArray[np.integer],
-    ) -> torch.Tensor:
-        starts = np.array([item.start for item in batch], dtype=np.int64)
-        lengths = np.array([len(item.tokens) for item in batch], dtype=np.int64)
-        step = PagedStep(layout, caches, StepInput(starts, lengths, block_tables, slot_mapping), self.sliding_window)
+    def _run(self, step: PagedStep, where: StepInput, batch: Sequence[BatchItem]) -> torch.Tensor:
         tokens = np.concatenate([np.asarray(item.tokens, dtype=np.int64) for item in batch])
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise InvalidArgumentError(
                 f"token ids go from {tokens.min()} to {tokens.max()}, the vocabulary has {self.vocab_size}"
             )
-        ends = np.cumsum(lengths)
-        positions = np.arange(len(tokens)) + np.repeat(starts - (ends - lengths), lengths)
+        ends = np.cumsum(where.lengths)
+        positions = np.arange(len(tokens)) + np.repeat(where.starts - (ends - where.lengths), where.lengths)
         if self.max_model_len is not None and positions.max() >= self.max_model_len:
             raise InvalidArgumentError(f"position {positions.max()} of a model for {self.max_model_len} positions")
         return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, torch.from_numpy(ends - 1))
@@ -181,7 +176,8 @@ class PagedModel:
         cuts = (0, size + 1, len(tokens) - 1, len(tokens))
         for first, last in itertools.pairwise(cuts):
             batch = [Chunk(tokens[first:last], first), Chunk(other[first:last], first)]
-            got = self._run(layout, caches, batch, tables, slots[:, first:last].reshape(-1))[0]
+            where = _step_input(batch, tables, slots[:, first:last].reshape(-1))
+            got = self._run(PagedStep(layout, caches, where, self.sliding_window), where, batch)[0]
         with torch.inference_mode(), _evaluating(model):
             ids = torch.from_numpy(tokens)[None].to(self.device)
             wanted = model(input_ids=ids, use_cache=False).logits[0, -1].float()
@@ -192,6 +188,14 @@ class PagedModel:
                 f"{type(model).__name__} gives other logits when paged: {apart:.2g} standard deviations apart, "
                 f"{limit:.2g} are rounding; its attention depends on what the interface does not tell"
             )
+
+
+def _step_input(
+    batch: Sequence[BatchItem], block_tables: NDArray[np.integer], slot_mapping: NDArray[np.integer]
+) -> StepInput:
+    starts = np.array([item.start for item in batch], dtype=np.int64)
+    lengths = np.array([len(item.tokens) for item in batch], dtype=np.int64)
+    return StepInput(starts, lengths, block_tables, slot_mapping)
 
 
 class _KeyedDraw(LogitsProcessor):

@@ -65,6 +65,7 @@ class DemoOptions:
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
         max_num_seqs: most sequences in one step.
+        defrag: goal that the device's pool is defragmented for, `max_id` or `dense`; none if None.
         shrink_to: blocks of the device from the middle of the run on, the memory of the others being given back; no
             change if None.
         corrupt: blocks to damage in the file.
@@ -88,6 +89,7 @@ class DemoOptions:
     external_swapper_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
     max_num_seqs: int = 64
+    defrag: str | None = None
     shrink_to: int | None = None
     corrupt: int = 0
     sabotage: str | None = None
@@ -249,7 +251,7 @@ def _serve(
     device_blocks, host_blocks = pool_sizes(options, items)
     _require_room(options, items)
     require_memory(model, options.block_size, device_blocks, host_blocks)
-    watched = options.shrink_to is not None
+    watched = options.shrink_to is not None or options.defrag is not None
     with (
         _external(options) as (url, space),
         Generator(
@@ -268,8 +270,8 @@ def _serve(
     ):
         if not watched:
             return serve(generator, items, faults, view), None
-        watch = PoolWatch(generator, faults, shrink_to=options.shrink_to)
-        return serve(generator, items, faults, view, watch.after_step), watch.report()
+        watch = PoolWatch(generator, faults, goal=options.defrag, shrink_to=options.shrink_to)
+        return serve(generator, items, faults, view, watch), watch.report()
 
 
 def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:

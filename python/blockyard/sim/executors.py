@@ -1,4 +1,4 @@
-"""Wrappers around the step executor: one counts, one drops a transfer, one damages what was stored.
+"""Wrappers around the step executor: one keeps time, one counts, one drops a transfer, one damages what was stored.
 
 The library has no switch for any of this: an engine that runs undisturbed runs the same code.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError
-from blockyard.offload.executor import Executor, StepExecutor
+from blockyard.offload.executor import Executor, StepDone, StepExecutor
 from blockyard.testing.faults import corrupt_slots
 from blockyard.tiers.base import ExternalStore
 
@@ -23,8 +23,8 @@ _DAMAGED_PARTS = ("payload", "payload", "generation", "payload_checksum")
 _SHARE_DAMAGED = 2
 
 
-class CountingExecutor:
-    """Counts the blocks of every kind of transfer between every two tiers.
+class Wrapper:
+    """Passes every call on; the others override what they watch or disturb.
 
     Args:
         inner: what carries the decisions out.
@@ -32,28 +32,84 @@ class CountingExecutor:
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
+
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Start to carry out a decision."""
+        self._inner.submit(decision, by_layer=by_layer)
+
+    def wait_for_layer(self, ticket: int, layer: int) -> None:
+        """Let compute wait for one layer of a step's loads."""
+        self._inner.wait_for_layer(ticket, layer)
+
+    def lost(self, ticket: int) -> tuple[Pairs, ...]:
+        """Give the pairs that are known not to land, so far."""
+        return self._inner.lost(ticket)
+
+    def poll(self) -> list[StepDone]:
+        """Give the decisions that ended since the last call."""
+        return self._inner.poll()
+
+    def wait(self, ticket: int) -> StepDone:
+        """Wait for a decision to end."""
+        return self._inner.wait(ticket)
+
+
+class SteadyExecutor(Wrapper):
+    """Ends each decision in the step after its own, neither sooner nor later.
+
+    How long storage takes is another matter in every run; so the same options give the same run all the same.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self._due: list[int] = []
+        self._begun: list[int] = []
+
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Start to carry out a decision; see `StepExecutor.submit`."""
+        self._inner.submit(decision, by_layer=by_layer)
+        self._begun.append(decision.ticket)
+
+    def poll(self) -> list[StepDone]:
+        """End what was submitted before the last call."""
+        ended = [self._inner.wait(ticket) for ticket in self._due]
+        self._due, self._begun = self._begun, []
+        return ended
+
+    def wait(self, ticket: int) -> StepDone:
+        """Wait for a decision to end; `poll` will not report it."""
+        done = self._inner.wait(ticket)
+        for listed in (self._due, self._begun):
+            if ticket in listed:
+                listed.remove(ticket)
+        return done
+
+
+class CountingExecutor(Wrapper):
+    """Counts the blocks of every kind of transfer between every two tiers.
+
+    Args:
+        inner: what carries the decisions out.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
         self.blocks: Counter[tuple[str, str, str]] = Counter()
 
-    def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision, and count what it names: `blocks[kind, src, dst]`.
-
-        Args:
-            decision: one step's transfers.
-
-        Returns:
-            The pairs that did not land.
-        """
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Start to carry out a decision, and count what it names: `blocks[kind, src, dst]`."""
         for kind, pairs in decision.transfers():
             self.blocks[kind, pairs.src, pairs.dst] += len(pairs)
-        return self._inner.execute(decision)
+        self._inner.submit(decision, by_layer=by_layer)
 
 
-class SabotagedExecutor:
+class SabotagedExecutor(Wrapper):
     """Drops one block's transfer of one kind, and says nothing.
 
-    The decision is carried out, then one block is put back as it was before, so the drop hits bytes that matter: a
-    block that the transfer did not change is passed over. A dropped spill is a whole, checksummed slot of zeros. A slot
-    not written at all would be refused as a miss and cost a recompute; this is the drop that no tier can see.
+    The decision is carried out to its end, then one block is put back as it was before, so the drop hits bytes that
+    matter: a block that the transfer did not change is passed over. A dropped spill is a whole, checksummed slot of
+    zeros. A slot not written at all would be refused as a miss and cost a recompute; this is the drop that no tier can
+    see.
 
     Args:
         inner: what carries the decisions out.
@@ -66,37 +122,42 @@ class SabotagedExecutor:
     def __init__(self, inner: StepExecutor, kind: str) -> None:
         if kind not in SABOTAGE_KINDS:
             raise InvalidArgumentError(f"sabotage is {kind!r}, must be one of {', '.join(SABOTAGE_KINDS)}")
-        self._inner = inner
+        super().__init__(inner)
+        self._executor = inner
+        self._ended: dict[int, StepDone] = {}
         self.kind = kind
         self.seen = 0
         self.dropped = ""
 
-    def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision; one block of the first that has the kind is then put back.
-
-        Args:
-            decision: one step's transfers.
-
-        Returns:
-            The pairs that did not land; the one dropped is not among them.
-        """
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Carry out a decision; one block of the first that has the kind is put back before this returns."""
         targets = [pairs for kind, pairs in decision.transfers() if kind == self.kind]
         self.seen += sum(len(pairs) for pairs in targets)
         if self.dropped or not targets:
-            return self._inner.execute(decision)
+            self._inner.submit(decision, by_layer=by_layer)
+            return
         before = [self._stale(pairs) for pairs in targets]
         landing = [self._arriving(pairs) for pairs in targets if pairs.dst == "external"]
-        lost = self._inner.execute(decision)
-        gone: set[tuple[str, int]] = {(pairs.dst, block) for pairs in lost for block in pairs.ids[:, 1].tolist()}
+        self._inner.submit(decision)
+        done = self._ended[decision.ticket] = self._inner.wait(decision.ticket)
+        gone: set[tuple[str, int]] = {(pairs.dst, block) for pairs in done.lost for block in pairs.ids[:, 1].tolist()}
         after = landing or [self._held(pairs.dst, pairs.ids[:, 1]) for pairs in targets]
         for pairs, old, new in zip(targets, before, after, strict=True):
             self._put_one_back(pairs, old, (old != new).any(axis=1), gone)
-        return lost
+
+    def poll(self) -> list[StepDone]:
+        """Give the decisions that ended since the last call, those that were carried out at once too."""
+        ended, self._ended = list(self._ended.values()), {}
+        return ended + self._inner.poll()
+
+    def wait(self, ticket: int) -> StepDone:
+        """Wait for a decision to end, if it has not been carried out at once."""
+        return self._ended.pop(ticket) if ticket in self._ended else self._inner.wait(ticket)
 
     def _stale(self, pairs: Pairs) -> NDArray[np.uint8]:
         """What the destination holds if the transfer never happens, uint8 `[n, bytes_per_block]`."""
         if pairs.dst == "external":
-            return np.zeros((len(pairs), self._inner.engine.layout.bytes_per_block), dtype=np.uint8)
+            return np.zeros((len(pairs), self._executor.engine.layout.bytes_per_block), dtype=np.uint8)
         return self._held(pairs.dst, pairs.ids[:, 1])
 
     def _arriving(self, pairs: Pairs) -> NDArray[np.uint8]:
@@ -104,7 +165,7 @@ class SabotagedExecutor:
         return self._held(pairs.src, pairs.ids[:, 0])
 
     def _held(self, tier: str, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
-        return self._inner.engine.read_blocks("host" if tier == "host" else "device", blocks)
+        return self._executor.engine.read_blocks("host" if tier == "host" else "device", blocks)
 
     def _put_one_back(
         self, pairs: Pairs, old: NDArray[np.uint8], changed: NDArray[np.bool_], gone: set[tuple[str, int]]
@@ -117,14 +178,14 @@ class SabotagedExecutor:
             self.dropped = f"{self.kind} of {pairs.src} block {src} to {pairs.dst} block {dst}"
 
     def _write(self, tier: str, blocks: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
-        store = self._inner.store
+        store = self._executor.store
         if tier == "external" and store is not None:
             store.wait(store.submit_write(blocks, rows))
         else:
-            self._inner.engine.write_blocks("host" if tier == "host" else "device", blocks, rows)
+            self._executor.engine.write_blocks("host" if tier == "host" else "device", blocks, rows)
 
 
-class CorruptingExecutor:
+class CorruptingExecutor(Wrapper):
     """Damages blocks in the slab's file after they were stored, and keeps count of which are read.
 
     Args:
@@ -135,33 +196,36 @@ class CorruptingExecutor:
     """
 
     def __init__(self, inner: Executor, store: ExternalStore, count: int, *, seed: int = 0) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._store = store
         self._count = count
         self._rng = np.random.default_rng([seed, count])
+        self._spilled: dict[int, list[int]] = {}
         self._damaged: set[int] = set()
         self.stored = 0
         self.read = 0
 
-    def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision, then damage some of the blocks that it stored.
-
-        Args:
-            decision: one step's transfers.
-
-        Returns:
-            The pairs that did not land; every damaged block that was to be read must be among them.
-        """
-        transfers = decision.transfers()
-        for kind, pairs in transfers:
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Start to carry out a decision; every damaged block that is to be read must be lost."""
+        for kind, pairs in decision.transfers():
             if kind == "fetch":
                 self.read += len(self._damaged.intersection(pairs.ids[:, 0].tolist()))
-        lost = self._inner.execute(decision)
-        unwritten = {slot for pairs in lost if pairs.dst == "external" for slot in pairs.ids[:, 1].tolist()}
-        for kind, pairs in transfers:
             if kind == "spill":
-                self._damage([slot for slot in pairs.ids[:, 1].tolist() if slot not in unwritten])
-        return lost
+                self._spilled.setdefault(decision.ticket, []).extend(pairs.ids[:, 1].tolist())
+        self._inner.submit(decision, by_layer=by_layer)
+
+    def poll(self) -> list[StepDone]:
+        """Give the decisions that ended, with some of the blocks that they stored damaged."""
+        return [self._passed(done) for done in self._inner.poll()]
+
+    def wait(self, ticket: int) -> StepDone:
+        """Wait for a decision to end, and damage some of the blocks that it stored."""
+        return self._passed(self._inner.wait(ticket))
+
+    def _passed(self, done: StepDone) -> StepDone:
+        unwritten = {slot for pairs in done.lost if pairs.dst == "external" for slot in pairs.ids[:, 1].tolist()}
+        self._damage([slot for slot in self._spilled.pop(done.ticket, []) if slot not in unwritten])
+        return done
 
     def _damage(self, slots: list[int]) -> None:
         """Damage a share of freshly written slots, so that the damage spreads over several requests."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from blockyard.integrations.generator import Generator
 from blockyard.integrations.transformers import reference_generate
 from blockyard.offload.executor import Executor, StepExecutor
 from blockyard.scheduler import SchedulerStats
-from blockyard.sim.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor
+from blockyard.sim.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
 from blockyard.sim.report import Progress
 from blockyard.sim.workload import WorkItem
 
@@ -45,8 +46,18 @@ class Served:
     totals: dict[str, int]
 
 
+class Watch(Protocol):
+    """Who wants to do something between steps."""
+
+    def before_step(self) -> None:
+        """Take what is to be in the next step's decision."""
+
+    def after_step(self, done: int, total: int) -> None:
+        """Look at the step; `done` of `total` requests are finished."""
+
+
 class Faults:
-    """Puts the counting and disturbing executors around the one that does the work.
+    """Puts the executors that count, disturb and keep time around the one that does the work.
 
     Args:
         corrupt: blocks to damage in the file; 0 for none.
@@ -83,7 +94,7 @@ class Faults:
             if executor.store is None:
                 raise InvalidArgumentError(f"{self.corrupt} blocks are to be damaged, and there is no external tier")
             inner = self.corrupting = CorruptingExecutor(inner, executor.store, self.corrupt, seed=self._seed)
-        self.counting = CountingExecutor(inner)
+        self.counting = CountingExecutor(SteadyExecutor(inner))
         return self.counting
 
 
@@ -92,7 +103,7 @@ def serve(
     items: Sequence[WorkItem],
     faults: Faults,
     view: Progress,
-    after_step: Callable[[int, int], None] | None = None,
+    watch: Watch | None = None,
 ) -> Served:
     """Serve a workload to its end.
 
@@ -104,7 +115,7 @@ def serve(
         items: the requests.
         faults: what counts, and what disturbs.
         view: told about every step.
-        after_step: called after every step with how many requests are done, and of how many.
+        watch: told before and after every step.
 
     Returns:
         Tokens and counters.
@@ -123,10 +134,12 @@ def serve(
         while waiting and waiting[0].arrival <= since + ticks * tick:
             item = waiting.popleft()
             generator.add(item.request_id, item.prompt, item.sampling, arrival=item.arrival)
+        if watch is not None:
+            watch.before_step()
         for done in generator.step():
             outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
-        if after_step is not None:
-            after_step(len(outputs), len(items))
+        if watch is not None:
+            watch.after_step(len(outputs), len(items))
         ticks += 1
         view.step(len(outputs), len(items), _note(generator))
     return Served(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager
 from blockyard.layout import KVLayout
-from blockyard.offload.async_executor import AsyncExecutor
+from blockyard.offload.executor import StepExecutor
 from blockyard.request import Request
 from blockyard.scheduler import ScheduledSequence, Scheduler, Step
 from blockyard.testing.device import SimulatedStore, SimulatedStreams
@@ -34,7 +34,7 @@ Cells = NDArray[np.int64]
 
 
 class HazardMachine(SchedulerMachine):
-    """Random requests, aborts and failing transfers, on caches whose transfers run in any order that is left open.
+    """Random requests, aborts, cancelled and failing transfers, on caches whose transfers run in any order left open.
 
     Compute is queued on the simulated device, layer by layer: it writes keys and values of the new tokens, and reads
     those of all tokens of each sequence through its block table. Every byte that it reads must be that of the plain
@@ -50,11 +50,12 @@ class HazardMachine(SchedulerMachine):
     make_scheduler: ClassVar[Callable[[BlockManager, Config], Scheduler]]
     make_streams: ClassVar[Callable[..., SimulatedStreams]] = SimulatedStreams
     make_engine: ClassVar[Callable[..., CacheEngine]] = CacheEngine
-    make_executor: ClassVar[Callable[..., AsyncExecutor]] = AsyncExecutor
+    make_executor: ClassVar[Callable[..., StepExecutor]] = StepExecutor
 
     def __init__(self) -> None:
         super().__init__()
         self.broken = False
+        self.tickets: list[int] = []
 
     @initialize(
         config=configs(
@@ -80,7 +81,7 @@ class HazardMachine(SchedulerMachine):
         )
         size = self.engine.layout.bytes_per_block
         store = SimulatedStore(max(1, config.external_blocks), size, seed=seed, fail=fail)
-        self.executor: AsyncExecutor = type(self).make_executor(self.engine, store, chunk_bytes=2 * size)
+        self.executor: StepExecutor = type(self).make_executor(self.engine, store, chunk_bytes=2 * size)
         for request in crowd(config, count, seed):
             self.add(request)
 
@@ -98,6 +99,7 @@ class HazardMachine(SchedulerMachine):
         if when == "scheduled":
             self.resubmit(pick, again)
         self.executor.submit(step.decision, by_layer=by_layer)
+        self.tickets.append(step.decision.ticket)
         if when == "submitted":
             self.resubmit(pick, again)
         read = self.launch(step, by_layer=by_layer)
@@ -112,6 +114,14 @@ class HazardMachine(SchedulerMachine):
         if self.idle > PATIENCE:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
         self.broken = False
+
+    @rule(pick=st.integers(0, 3))
+    def cancel(self, pick: int) -> None:
+        """Give up what has not begun of a decision; that it did not land is reported like any loss."""
+        tickets = [ticket for ticket in self.tickets if self.executor.is_open(ticket)]
+        if tickets:
+            self.executor.cancel(tickets[pick % len(tickets)])
+        self.tickets = tickets
 
     @rule(count=st.integers(2, 8))
     def run(self, count: int) -> None:

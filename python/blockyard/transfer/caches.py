@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
-from blockyard.layout import KVLayout
-from blockyard.plan import CopyPlan, Ids, check_blocks, join
+from blockyard.layout import BlockLayout
+from blockyard.plan import CopyPlan, Ids, check_blocks, in_runs, join
+from blockyard.transfer.fill import HostFill
 from blockyard.transfer.hostpool import HostPool
 
 __all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor"]
@@ -38,6 +39,9 @@ class Caches:
             transfers wait for the blocks they name.
         device: where the device's caches live.
         device_caches: tensors that there are already, as `layout.views` takes them; made here if None.
+        blocks_per_host_block: device blocks that one host block holds, any number from 1. Host ids then count device
+            blocks: part `p` of host block `b` is `b * blocks_per_host_block + p`, and the engine knows which parts
+            hold bytes. None: a host block is a device block, and what it holds is for the books to know.
 
     Raises:
         InvalidArgumentError: a number of blocks is too small.
@@ -47,35 +51,42 @@ class Caches:
 
     def __init__(
         self,
-        layout: KVLayout,
+        layout: BlockLayout,
         *,
         num_device_blocks: int,
         num_host_blocks: int,
         device: str | torch.device = "cpu",
         device_caches: Sequence[Tensor] | None = None,
+        blocks_per_host_block: int | None = None,
     ) -> None:
-        if num_device_blocks < 1 or num_host_blocks < 0:
+        parts = 1 if blocks_per_host_block is None else blocks_per_host_block
+        if num_device_blocks < 1 or num_host_blocks < 0 or parts < 1:
             raise InvalidArgumentError(
-                f"{num_device_blocks} device and {num_host_blocks} host blocks: wanted at least 1 and 0"
+                f"{num_device_blocks} device and {num_host_blocks} host blocks of {parts}: wanted at least 1, 0 and 1"
             )
         self.layout = layout
         self.device = torch.device(device)
-        shape, dtype = layout.tensor_shape(num_device_blocks), _torch_dtype(layout.dtype)
+        self._parts = parts
         self.device_caches: list[Tensor] = (
-            [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(layout.num_tensors)]
+            [
+                torch.zeros(shape, dtype=_torch_dtype(dtype), device=self.device)
+                for shape, dtype in layout.tensor_shapes(num_device_blocks)
+            ]
             if device_caches is None
             else list(device_caches)
         )
-        self.host_pool = HostPool.for_device(num_host_blocks, layout.bytes_per_block, self.device)
+        self.host_pool = HostPool.for_device(num_host_blocks, parts * layout.bytes_per_block, self.device)
         self.host_cache = self.host_pool.rows
+        self._host_rows = self.host_cache.view(-1, layout.bytes_per_block)
         self._views: dict[EngineTier, list[Tensor]] = {
             "device": layout.views(self.device_caches),
-            "host": layout.row_views(self.host_cache),
+            "host": layout.row_views(self._host_rows),
         }
         found = self._views["device"][0]
         if len(found) != num_device_blocks or found.device.type != self.device.type:
             raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
-        self._num_blocks: dict[EngineTier, int] = {"device": num_device_blocks, "host": num_host_blocks}
+        self._num_blocks: dict[EngineTier, int] = {"device": num_device_blocks, "host": num_host_blocks * parts}
+        self._fill = None if blocks_per_host_block is None else HostFill(num_host_blocks, blocks_per_host_block)
         self._traffic: dict[tuple[EngineTier, EngineTier], Traffic] = {}
         self._closed = False
 
@@ -90,26 +101,40 @@ class Caches:
         return sum(traffic.num_bytes for traffic in self._traffic.values())
 
     def num_blocks(self, tier: EngineTier) -> int:
-        """Give the number of blocks of a tier, `"device"` or `"host"`."""
+        """Give the number of device blocks that a tier, `"device"` or `"host"`, has room for: its ids are below it."""
         self._check_tier(tier)
         return self._num_blocks[tier]
 
-    def _join(self, src: EngineTier, dst: EngineTier, ids: Ids) -> CopyPlan:
+    @property
+    def fill(self) -> HostFill:
+        """Which parts of the host's blocks hold bytes.
+
+        Raises:
+            InvalidArgumentError: the engine was made without `blocks_per_host_block`.
+        """
+        if self._fill is None:
+            raise InvalidArgumentError("a host block is a device block here: give blocks_per_host_block")
+        return self._fill
+
+    def _join(self, src: EngineTier, dst: EngineTier, ids: Ids, *, moves: bool = False) -> CopyPlan:
         self._check_tier(src)
+        self._check_tier(dst)
         plan = join(
             ids,
             self.layout,
             src_blocks=self._num_blocks[src],
             dst_blocks=self._num_blocks[dst],
-            in_place=src == dst,
+            in_place=src == dst and not moves,
         )
         if len(plan) and "host" in {src, dst}:
-            self.host_pool.wait(int(plan.pairs[:, 0 if src == "host" else 1].max()) + 1)
+            last = int(plan.pairs[:, [at for at, tier in enumerate((src, dst)) if tier == "host"]].max())
+            self.host_pool.wait(last // self._parts + 1)
         return plan
 
     def _count(self, src: EngineTier, dst: EngineTier, plan: CopyPlan) -> None:
         before = self._traffic.get((src, dst), Traffic(0, 0))
-        self._traffic[src, dst] = Traffic(before.blocks + len(plan), before.num_bytes + plan.num_bytes)
+        blocks = plan.num_bytes // self.layout.bytes_per_block  # an exchange moves two of a pair
+        self._traffic[src, dst] = Traffic(before.blocks + blocks, before.num_bytes + plan.num_bytes)
 
     def _check_tier(self, tier: EngineTier) -> None:
         if self._closed:
@@ -120,19 +145,19 @@ class Caches:
     def _between(self, tier: EngineTier, rows: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Give a tier's views and those of rows that go with them; rows of the host need no cutting."""
         if tier == "host":
-            return [self.host_cache], [rows]
+            return [self._host_rows], [rows]
         return self._views["device"], self.layout.row_views(rows)
 
+    def _within(self, tier: EngineTier) -> list[Tensor]:
+        """Give a tier's views for work within it."""
+        return [self._host_rows] if tier == "host" else self._views["device"]
+
     def _places_by_layer(self) -> list[list[int]]:
-        """Give the places of each layer's views; none where tensors do not follow the layers."""
-        tensors_per_layer, rest = divmod(len(self.device_caches), self.layout.num_layers)
-        owners = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(self.device_caches)}
-        if rest or len(owners) < len(self.device_caches):
+        """Give the places of each layer's views; none where views do not follow the layers."""
+        layers = self.layout.view_layers
+        if not any(layers):
             return []
-        places: list[list[int]] = [[] for _ in range(self.layout.num_layers)]
-        for place, view in enumerate(self._views["device"]):
-            places[owners[view.untyped_storage().data_ptr()] // tensors_per_layer].append(place)
-        return places
+        return [[at for at, owner in enumerate(layers) if owner == layer] for layer in range(self.layout.num_layers)]
 
     def _release(self) -> None:
         self._closed = True
@@ -140,9 +165,10 @@ class Caches:
         self.device_caches = []
         self.host_pool.close()
         self.host_cache = self.host_pool.rows
+        self._host_rows = self.host_cache
 
     def _plan(self, sources: Ids, targets: Ids) -> CopyPlan:
-        return CopyPlan(np.column_stack((sources, targets)), len(sources) * self.layout.bytes_per_block)
+        return CopyPlan(in_runs(np.column_stack((sources, targets))), len(sources) * self.layout.bytes_per_block)
 
     def _check_rows(self, tier: EngineTier, blocks: Ids, rows: Rows) -> Ids:
         checked = check_blocks(blocks, self.num_blocks(tier), unique=True)

@@ -1,9 +1,14 @@
-"""The tickets of the copy engine: what is under way, what has ended, and what must be kept until then."""
+"""The tickets of the copy engine: what waits, what is under way, what has ended, and what must be kept until then.
+
+A transfer starts when it is submitted, but for loads that nobody waits for yet: those stay in a queue while loads that
+are waited for are under way, and no more than a window of them is handed to the device ahead. So a load that a request
+waits for is overtaken by none of them, and one that has not started can be given up.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -12,9 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockyard.errors import InvalidArgumentError, TransferQueueFullError, UnknownTicketError
+from blockyard.errors import (
+    InvalidArgumentError,
+    TransferCancelledError,
+    TransferQueueFullError,
+    UnknownTicketError,
+)
 from blockyard.plan import Ids
-from blockyard.transfer.streams import Event, StreamName, Streams
+from blockyard.transfer.streams import CHUNK_BYTES, Event, StreamName, Streams
 
 __all__ = ["Callback", "Done", "Mapping", "MappingBuffers", "OnFull", "Transfers"]
 
@@ -29,7 +39,8 @@ class Done(NamedTuple):
 
     Attributes:
         ticket: which.
-        error: what failed; then no byte of its destinations can be relied on. None if all landed.
+        error: what failed, `TransferCancelledError` if it never started; then no byte of its destinations can be
+            relied on. None if all landed.
         rows: what was read, uint8 `[n, bytes_per_block]`; None for other transfers.
     """
 
@@ -79,19 +90,44 @@ class MappingBuffers:
 class _Job:
     """One transfer. Its pieces run on one stream, so the last of their events fires last."""
 
+    ticket: int
     stream: StreamName
     num_bytes: int
-    events: list[Event]
+    pieces: deque[Work]  # those that no stream has yet
+    after: tuple[_Job, ...]
+    behind: Event | None
+    prefetch: bool
     layers: int
     mapping: Mapping
     kept: tuple[Tensor, ...]
     rows: Tensor | None
     on_landed: Work | None
+    piece_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
+    cancelled: bool = False
     callbacks: list[Callback] = field(default_factory=list)
 
     @property
     def end(self) -> Event:
         return self.events[-1]
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or (not self.pieces and self.end.query())
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next piece would run at once, and hold up nothing that is put behind it."""
+        return all(job.ended for job in self.after) and (self.behind is None or self.behind.query())
+
+    def waits(self) -> Iterator[Event]:
+        yield from (job.end for job in self.after if not job.cancelled)
+        if self.behind is not None:
+            yield self.behind
+
+    def writes_what(self, other: _Job) -> bool:
+        """Whether both write a block; for two loads, which read nothing that a load writes."""
+        return bool(np.isin(self.mapping.pairs.numpy()[:, 1], other.mapping.pairs.numpy()[:, 1]).any())
 
 
 class Transfers:
@@ -101,15 +137,23 @@ class Transfers:
         streams: of the device.
         max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
         mappings: where the pairs of a transfer stay until its event has fired.
+        max_ahead: bytes of loads that nobody waits for which a stream may have; one piece may always go.
     """
 
-    def __init__(self, streams: Streams, *, max_outstanding: int, mappings: MappingBuffers) -> None:
-        if max_outstanding < 1:
-            raise InvalidArgumentError(f"max_outstanding is {max_outstanding} bytes, must be at least 1")
+    def __init__(
+        self, streams: Streams, *, max_outstanding: int, mappings: MappingBuffers, max_ahead: int = 8 * CHUNK_BYTES
+    ) -> None:
+        if max_outstanding < 1 or max_ahead < 1:
+            raise InvalidArgumentError(
+                f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"
+            )
         self.streams = streams
         self._max_outstanding = max_outstanding
+        self._max_ahead = max_ahead
         self._mappings = mappings
         self._jobs: dict[int, _Job] = {}
+        self._queue: deque[_Job] = deque()  # loads with pieces that no stream has, the oldest first
+        self._ahead: deque[tuple[Event, int]] = deque()  # their pieces that a stream has, with their bytes
         self._done: deque[Done] = deque()
         self._outstanding: dict[StreamName, int] = {}
         self._next_ticket = 1
@@ -127,15 +171,17 @@ class Transfers:
         """
         if on_full not in {"wait", "refuse"}:
             raise InvalidArgumentError(f"on_full is {on_full!r}, must be 'wait' or 'refuse'")
-        self._reap()
+        self._go_on()
         while self.outstanding(stream) and self.outstanding(stream) + num_bytes > self._max_outstanding:
             if on_full == "refuse":
                 raise TransferQueueFullError(
                     f"{self.outstanding(stream)} bytes are under way on stream {stream!r}, {num_bytes} more would be "
                     f"over the limit of {self._max_outstanding}"
                 )
-            next(job for job in self._jobs.values() if job.stream == stream).end.synchronize()
-            self._reap()
+            oldest = next(job for job in self._jobs.values() if job.stream == stream)
+            self._start(oldest)
+            oldest.end.synchronize()
+            self._go_on()
 
     def submit(
         self,
@@ -146,12 +192,13 @@ class Transfers:
         num_bytes: int,
         after: Sequence[int] = (),
         behind: Event | None = None,
+        prefetch: bool = False,
         layers: int = 0,
         kept: tuple[Tensor, ...] = (),
         rows: Tensor | None = None,
         on_landed: Work | None = None,
     ) -> int:
-        """Launch a transfer; `make_room` comes first.
+        """Take a transfer in; `make_room` comes first.
 
         Args:
             stream: where it runs.
@@ -160,6 +207,8 @@ class Transfers:
             num_bytes: that it moves.
             after: tickets that must have ended before it runs.
             behind: an event that must have fired before it runs.
+            prefetch: a load that nobody waits for yet: it starts when no other load is under way, or when somebody
+                waits for it, or when another transfer names it in `after`.
             layers: how many there are if each has a piece of its own; else 0.
             kept: memory that must stay until it has ended.
             rows: what it fills for the caller.
@@ -168,19 +217,43 @@ class Transfers:
         Returns:
             A ticket.
         """
-        waits = [job.end for ticket in after if (job := self._job(ticket))]
-        waits += [behind] if behind is not None else []
+        earlier = tuple(job for ticket in after if (job := self._job(ticket)))
         mapping = self._mappings.take(pairs)
-        events = [self.streams.launch(stream, piece, waits) for piece in cut(mapping.pairs)]
+        pieces = deque(cut(mapping.pairs))
         ticket = self._next_ticket
         self._next_ticket += 1
-        self._jobs[ticket] = _Job(stream, num_bytes, events, layers, mapping, kept, rows, on_landed)
+        job = _Job(ticket, stream, num_bytes, pieces, earlier, behind, prefetch, layers, mapping, kept, rows, on_landed)
+        job.piece_bytes = -(-num_bytes // len(pieces))
+        self._jobs[ticket] = job
         self._outstanding[stream] = self.outstanding(stream) + num_bytes
+        if prefetch:
+            self._queue.append(job)
+            self._prefetch()
+        else:
+            self._start(job)
         return ticket
+
+    def cancel(self, ticket: int) -> bool:
+        """Give a transfer up that has not started; `poll` and `wait` then report it with `TransferCancelledError`.
+
+        Returns:
+            Whether it was given up; one that has started runs to its end.
+
+        Raises:
+            UnknownTicketError: it was never issued.
+        """
+        job = self._job(ticket)
+        if job is None or job.events:
+            return False
+        job.cancelled = True
+        job.pieces.clear()
+        self._queue.remove(job)
+        self._go_on()
+        return True
 
     def poll(self) -> list[Done]:
         """Give the tickets that ended since the last call, and were not waited for; never waits."""
-        self._reap()
+        self._go_on()
         done = list(self._done)
         self._done.clear()
         return done
@@ -193,8 +266,9 @@ class Transfers:
         """
         job = self._job(ticket)
         if job is not None:
+            self._start(job)
             job.end.synchronize()
-            self._reap()
+            self._go_on()
         for done in self._done:
             if done.ticket == ticket:
                 self._done.remove(done)
@@ -217,6 +291,7 @@ class Transfers:
         """Let the compute stream wait for a ticket."""
         job = self._job(ticket)
         if job is not None:
+            self._start(job)
             self.streams.order_compute(job.end)
 
     def order_compute_layer(self, ticket: int, layer: int) -> None:
@@ -226,34 +301,89 @@ class Transfers:
             return
         if job.layers and not 0 <= layer < job.layers:
             raise InvalidArgumentError(f"layer {layer} of ticket {ticket}, there are {job.layers}")
+        self._start(job)
         self.streams.order_compute(job.events[layer] if job.layers else job.end)
 
     def order_compute_all(self) -> None:
         """Let the compute stream wait for all that is under way."""
-        for job in self._jobs.values():
+        for job in tuple(self._jobs.values()):
+            self._start(job)
             self.streams.order_compute(job.end)
 
     def synchronize(self) -> None:
         """Wait for all that is under way."""
-        for job in self._jobs.values():
+        for job in tuple(self._jobs.values()):
+            self._start(job)
             job.end.synchronize()
-        self._reap()
+        self._go_on()
 
     def _job(self, ticket: int) -> _Job | None:
         if not 0 < ticket < self._next_ticket:
             raise UnknownTicketError(f"ticket {ticket} was never issued, the last is {self._next_ticket - 1}")
         return self._jobs.get(ticket)
 
-    def _reap(self) -> None:
-        """End the tickets whose events have fired."""
-        for ticket in [ticket for ticket, job in self._jobs.items() if job.end.query()]:
-            job = self._jobs.pop(ticket)
-            self._outstanding[job.stream] -= job.num_bytes
-            self._mappings.give_back(job.mapping)
-            error = next((event.error for event in job.events if event.error is not None), None)
-            if error is None and job.on_landed is not None:
-                job.on_landed()
-            done = Done(ticket, error, None if job.rows is None else job.rows.numpy())
-            self._done.append(done)
-            for callback in job.callbacks:
-                callback(done)
+    # ---- starting ----
+
+    def _start(self, job: _Job) -> None:
+        """Hand all that is left of a transfer to its stream, after what it must not overtake."""
+        if not job.pieces:
+            return
+        for other in job.after:
+            self._start(other)
+        if job.stream == "in":
+            # Loads of one block keep their order, whoever waits for them.
+            for other in [other for other in self._queue if other.ticket < job.ticket and other.writes_what(job)]:
+                self._start(other)
+        while job.pieces:
+            self._launch_piece(job)
+        if job.prefetch:
+            self._queue.remove(job)
+            job.prefetch = False
+
+    def _launch_piece(self, job: _Job) -> None:
+        event = self.streams.launch(job.stream, job.pieces[0], tuple(job.waits()))
+        job.events.append(event)
+        job.pieces.popleft()
+        # What is behind it on the stream comes after the same; and a chain of tickets is not kept for ever.
+        job.after, job.behind = (), None
+
+    def _prefetch(self) -> None:
+        """Hand pieces of queued loads to the stream, in order, as far as they hold nobody up."""
+        while self._ahead and self._ahead[0][0].query():
+            self._ahead.popleft()
+        while self._queue:
+            job = self._queue[0]
+            ahead = sum(num_bytes for _, num_bytes in self._ahead)
+            full = self._ahead and ahead + job.piece_bytes > self._max_ahead
+            if full or self._is_awaited() or not job.ready:
+                return
+            self._launch_piece(job)
+            self._ahead.append((job.end, job.piece_bytes))
+            if not job.pieces:
+                self._queue.popleft()
+
+    def _is_awaited(self) -> bool:
+        """Whether a load is under way that somebody waits for."""
+        return any(job.stream == "in" and not job.prefetch and not job.ended for job in self._jobs.values())
+
+    # ---- ending ----
+
+    def _go_on(self) -> None:
+        """End the tickets whose events have fired, and start what may start then."""
+        for job in [job for job in self._jobs.values() if job.ended]:
+            if self._jobs.pop(job.ticket, None):  # else a callback has got here
+                self._end(job)
+        self._prefetch()
+
+    def _end(self, job: _Job) -> None:
+        self._outstanding[job.stream] -= job.num_bytes
+        self._mappings.give_back(job.mapping)
+        error = next((event.error for event in job.events if event.error is not None), None)
+        if job.cancelled:
+            error = TransferCancelledError(f"ticket {job.ticket} was given up before it started")
+        elif error is None and job.on_landed is not None:
+            job.on_landed()
+        done = Done(job.ticket, error, None if job.rows is None or job.cancelled else job.rows.numpy())
+        self._done.append(done)
+        for callback in job.callbacks:
+            callback(done)

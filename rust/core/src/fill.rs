@@ -53,6 +53,19 @@ impl FillMap {
         Ok(())
     }
 
+    /// Notes that parts are empty.
+    ///
+    /// # Errors
+    /// A part is out of range; nothing was noted.
+    pub fn unmark(&mut self, parts: &[i64]) -> Result<()> {
+        let all = u64::from(self.blocks) * u64::from(self.per_block);
+        for &part in self.within(parts, all, "part")? {
+            let (word, bit) = place(part);
+            self.words[word] &= !bit;
+        }
+        Ok(())
+    }
+
     /// Notes that all parts of blocks are empty.
     ///
     /// # Errors
@@ -134,6 +147,7 @@ mod tests {
     fn ids_out_of_range_change_nothing() {
         let mut map = FillMap::new(3, 5).unwrap();
         assert!(map.mark(&[0, 15]).is_err() && map.mark(&[0, -1]).is_err() && map.require(&[15]).is_err());
+        assert!(map.unmark(&[0, 15]).is_err() && map.unmark(&[-1]).is_err());
         assert!(map.clear(&[3]).is_err() && map.count(&[-1]).is_err());
         assert_eq!(map.count(&[0]), Ok(vec![0]));
         assert!(FillMap::new(3, 0).is_err() && FillMap::new(1 << 31, 2).is_err());
@@ -143,17 +157,24 @@ mod tests {
         #[test]
         fn it_is_a_set_of_parts(
             per_block in 1u32..70,
-            calls in prop::collection::vec((any::<bool>(), 0i64..1000), 0..60),
+            calls in prop::collection::vec((0u32..3, 0i64..1000), 0..60),
         ) {
             let (mut map, mut model) = (FillMap::new(4, per_block).unwrap(), BTreeSet::new());
             let k = i64::from(per_block);
-            for (marks, id) in calls {
-                if marks {
-                    map.mark(&[id % (4 * k)]).unwrap();
-                    model.insert(id % (4 * k));
-                } else {
-                    map.clear(&[id % 4]).unwrap();
-                    model.retain(|part| part / k != id % 4);
+            for (call, id) in calls {
+                match call {
+                    0 => {
+                        map.mark(&[id % (4 * k)]).unwrap();
+                        model.insert(id % (4 * k));
+                    }
+                    1 => {
+                        map.unmark(&[id % (4 * k)]).unwrap();
+                        model.remove(&(id % (4 * k)));
+                    }
+                    _ => {
+                        map.clear(&[id % 4]).unwrap();
+                        model.retain(|part| part / k != id % 4);
+                    }
                 }
             }
             for part in 0..4 * k {

@@ -38,6 +38,10 @@ impl PyFillMap {
         self.lock().mark(ids(parts)?.as_slice()?).map_err(to_py)
     }
 
+    fn unmark(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.lock().unmark(ids(parts)?.as_slice()?).map_err(to_py)
+    }
+
     fn clear(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
         self.lock().clear(ids(blocks)?.as_slice()?).map_err(to_py)
     }

@@ -122,7 +122,7 @@ impl PageCounts {
 /// last.
 #[derive(Clone, Debug)]
 pub(crate) struct PagedBlocks {
-    free: BlockSet,
+    pub(super) free: BlockSet,
     /// Of free blocks, but only those of pages that are in use.
     partly: PageCounts,
     /// Pages that are wholly free.
@@ -140,17 +140,6 @@ impl PagedBlocks {
         let partly = PageCounts::empty(page_blocks.max(1), u32::try_from(blocks).unwrap_or(u32::MAX));
         let whole = BlockSet::empty(partly.len() as usize);
         Self { free: BlockSet::empty(blocks), partly, whole }
-    }
-
-    /// The blocks that are free here, in a pool of so many; those beyond are let go of, and new ones are in use.
-    pub(crate) fn resized(&self, blocks: u32) -> Self {
-        let mut resized = Self::empty(self.page_blocks(), blocks as usize);
-        let mut from = 0;
-        while let Some(run) = self.free.next_run(from, u32::MAX).filter(|run| run.start < blocks) {
-            resized.insert_run(run.start..run.end.min(blocks));
-            from = run.end;
-        }
-        resized
     }
 
     pub(crate) fn page_blocks(&self) -> u32 {

@@ -1,6 +1,6 @@
 //! Free blocks of a pool whose number of blocks changes.
 
-use super::{FreeBlocks, FreeQueue};
+use super::{BlockSet, FreeBlocks, FreeQueue, PagedBlocks};
 use crate::id::BlockId;
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ impl FreeBlocks {
     pub(crate) fn cut(&mut self, gone: Range<u32>) {
         match self {
             Self::Lowest(set) => set.remove_run(gone),
-            Self::Paged(pages) => *pages = pages.resized(gone.start),
+            Self::Paged(pages) => pages.cut(gone),
             Self::Queue(queue) => queue.cut(gone),
         }
     }
@@ -24,15 +24,35 @@ impl FreeBlocks {
                     set.remove(block);
                 }
             }
-            Self::Paged(pages) => {
-                *pages = pages.resized(new.end);
-                let ends = busy.iter().map(|block| block.0).chain([new.end]);
-                ends.fold(new.start, |from, end| {
-                    pages.insert_run(from..end);
-                    end + 1
-                });
-            }
+            Self::Paged(pages) => pages.extend(new, busy),
             Self::Queue(queue) => queue.extend(new, busy),
+        }
+    }
+}
+
+impl PagedBlocks {
+    fn cut(&mut self, gone: Range<u32>) {
+        self.free.remove_run(gone.clone());
+        self.recount(gone.start);
+    }
+
+    fn extend(&mut self, new: Range<u32>, busy: &[BlockId]) {
+        self.free.grow(new.end as usize);
+        self.free.insert_run(new.clone());
+        for &block in busy {
+            self.free.remove(block);
+        }
+        self.recount(new.end);
+    }
+
+    /// Counts the free blocks of all pages again: the last one is longer or shorter now.
+    fn recount(&mut self, blocks: u32) {
+        let free = std::mem::replace(&mut self.free, BlockSet::empty(0));
+        *self = Self::empty(self.page_blocks(), blocks as usize);
+        let mut from = 0;
+        while let Some(run) = free.next_run(from, u32::MAX) {
+            from = run.end;
+            self.insert_run(run);
         }
     }
 }

@@ -1,0 +1,218 @@
+"""The cache engine at once, against plain numpy rows: every byte of both tiers, after every call."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.layout import KINDS, KVLayout
+from blockyard.transfer.engine import CacheEngine
+
+LAYOUT = KVLayout(kind="kv_first", num_layers=2, block_size=2, num_kv_heads=3, head_size=4, dtype="bfloat16")
+TIERS = ("device", "host")
+SWAPS = {"swap_out": ("device", "host"), "swap_in": ("host", "device"), "copy": ("device", "device")}
+
+
+@pytest.fixture
+def engine() -> Iterator[CacheEngine]:
+    with CacheEngine(LAYOUT, num_device_blocks=6, num_host_blocks=4) as made:
+        fill(made, np.random.default_rng(1))
+        yield made
+
+
+def fill(engine: CacheEngine, random: np.random.Generator) -> None:
+    for tensor in (*engine.device_caches, engine.host_cache):
+        tensor.view(torch.uint8).copy_(torch.from_numpy(random.integers(0, 256, tensor.view(torch.uint8).shape, "u1")))
+
+
+def device_rows(engine: CacheEngine) -> np.ndarray:
+    """The plain model of a row: for each layer K, then V."""
+    parts = []
+    for tensor in engine.device_caches:
+        by_block = tensor.transpose(0, 1) if engine.layout.kind == "kv_first" else tensor
+        parts.append(by_block.contiguous().view(torch.uint8).numpy().reshape(engine.num_blocks("device"), -1))
+    return np.concatenate(parts, axis=1)
+
+
+def state(engine: CacheEngine) -> dict[str, np.ndarray]:
+    return {"device": device_rows(engine), "host": engine.host_cache.numpy().copy()}
+
+
+def assert_state(engine: CacheEngine, wanted: dict[str, np.ndarray]) -> None:
+    for tier, rows in state(engine).items():
+        np.testing.assert_array_equal(rows, wanted[tier], err_msg=tier)
+
+
+def ids(*pairs: tuple[int, int]) -> np.ndarray:
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def draw_pairs(data: st.DataObject, src: int, dst: int, *, in_place: bool) -> np.ndarray:
+    targets = data.draw(st.lists(st.integers(0, dst - 1), unique=True, max_size=dst)) if dst else []
+    sources = [data.draw(st.integers(0, src - 1)) for _ in targets] if src else []
+    pairs = ids(*zip(sources, targets, strict=False))
+    return pairs[~np.isin(pairs[:, 0], pairs[:, 1])] if in_place else pairs
+
+
+def do_swap(engine: CacheEngine, model: dict[str, np.ndarray], call: str, data: st.DataObject) -> None:
+    src, dst = SWAPS[call]
+    pairs = draw_pairs(data, len(model[src]), len(model[dst]), in_place=src == dst)
+    getattr(engine, call)(pairs)
+    model[dst][pairs[:, 1]] = model[src][pairs[:, 0]]
+
+
+def do_read(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
+    total = len(model[tier])
+    blocks = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=6)) if total else [], np.int64)
+    np.testing.assert_array_equal(engine.read_blocks(tier, blocks), model[tier][blocks])
+
+
+def do_write(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
+    total = len(model[tier])
+    chosen = data.draw(st.lists(st.integers(0, total - 1), unique=True, max_size=6)) if total else []
+    blocks = np.array(chosen, np.int64)
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    rows = random.integers(0, 256, (len(blocks), engine.layout.bytes_per_block), np.uint8)
+    rows.flags.writeable = data.draw(st.booleans())
+    engine.write_blocks(tier, blocks, rows)
+    model[tier][blocks] = rows
+
+
+@given(st.data())
+def test_any_sequence_of_calls_moves_exactly_the_mapped_bytes(data: st.DataObject):
+    layout = KVLayout(
+        kind=data.draw(st.sampled_from(KINDS)),
+        num_layers=data.draw(st.integers(1, 3)),
+        block_size=data.draw(st.integers(1, 3)),
+        num_kv_heads=data.draw(st.integers(1, 2)),
+        head_size=data.draw(st.integers(1, 5)),
+        dtype=data.draw(st.sampled_from(["float32", "float16", "int8", "float8_e4m3fn"])),
+    )
+    numbers = {"num_device_blocks": data.draw(st.integers(1, 8)), "num_host_blocks": data.draw(st.integers(0, 8))}
+    with CacheEngine(layout, **numbers) as engine:
+        fill(engine, np.random.default_rng(7))
+        model = state(engine)
+        for _ in range(data.draw(st.integers(1, 6))):
+            call = data.draw(st.sampled_from([*SWAPS, "read", "write"]))
+            if call in SWAPS:
+                do_swap(engine, model, call, data)
+            else:
+                {"read": do_read, "write": do_write}[call](engine, model, data.draw(st.sampled_from(TIERS)), data)
+            assert_state(engine, model)
+
+
+def test_caches_have_the_layouts_shape_and_start_as_zeros():
+    with CacheEngine(LAYOUT, num_device_blocks=5, num_host_blocks=3) as engine:
+        assert [tuple(tensor.shape) for tensor in engine.device_caches] == [(2, 5, 2, 3, 4)] * 2
+        assert {tensor.dtype for tensor in engine.device_caches} == {torch.bfloat16}
+        assert tuple(engine.host_cache.shape) == (3, LAYOUT.bytes_per_block)
+        assert not any(rows.any() for rows in state(engine).values())
+
+
+def test_counters_grow_by_tier_pair(engine: CacheEngine):
+    engine.swap_out(ids((0, 1), (5, 2)))
+    engine.swap_out(ids((1, 0)))
+    engine.swap_in(ids((2, 3)))
+    engine.copy(ids((0, 4), (0, 5)))
+    engine.copy(ids())
+    size = LAYOUT.bytes_per_block
+    assert engine.counters == {
+        ("device", "host"): (3, 3 * size),
+        ("host", "device"): (1, size),
+        ("device", "device"): (2, 2 * size),
+    }
+    assert engine.bytes_moved == 6 * size
+
+
+def test_reads_and_writes_do_not_count(engine: CacheEngine):
+    rows = engine.read_blocks("device", np.array([1, 2]))
+    engine.write_blocks("host", np.array([0, 3]), rows)
+    assert engine.counters == {}
+    assert engine.bytes_moved == 0
+
+
+def test_read_rows_are_a_copy(engine: CacheEngine):
+    for tier in TIERS:
+        wanted = state(engine)
+        engine.read_blocks(tier, np.array([1]))[:] = 0
+        assert_state(engine, wanted)
+
+
+BAD_CALLS = {
+    "swap_out beyond the host": lambda engine: engine.swap_out(ids((0, 4))),
+    "swap_out beyond the device": lambda engine: engine.swap_out(ids((6, 0))),
+    "swap_in of a negative block": lambda engine: engine.swap_in(ids((-1, 0))),
+    "swap_in twice onto one block": lambda engine: engine.swap_in(ids((0, 2), (1, 2))),
+    "copy of what is written": lambda engine: engine.copy(ids((0, 2), (2, 3))),
+    "narrow ids": lambda engine: engine.copy(ids((0, 2)).astype(np.int32)),
+    "a flat mapping": lambda engine: engine.swap_in(np.array([0, 1])),
+    "read beyond the end": lambda engine: engine.read_blocks("host", np.array([4])),
+    "read of a table": lambda engine: engine.read_blocks("host", ids((0, 1))),
+    "write beyond the end": lambda engine: engine.write_blocks("device", np.array([6]), rows_of_ones(1)),
+    "write twice onto one block": lambda engine: engine.write_blocks("host", np.array([1, 1]), rows_of_ones(2)),
+}
+BAD_ROWS = {
+    "fewer rows": np.ones((1, LAYOUT.bytes_per_block), np.uint8),
+    "narrow rows": np.ones((2, LAYOUT.bytes_per_block - 1), np.uint8),
+    "other bytes": np.ones((2, LAYOUT.bytes_per_block), np.int8),
+    "flat rows": np.ones(2 * LAYOUT.bytes_per_block, np.uint8),
+}
+
+
+def rows_of_ones(count: int) -> np.ndarray:
+    return np.ones((count, LAYOUT.bytes_per_block), np.uint8)
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_refused_call_changes_nothing(engine: CacheEngine, case: str):
+    wanted = state(engine)
+    with pytest.raises(MappingError):
+        BAD_CALLS[case](engine)
+    assert_state(engine, wanted)
+    assert engine.counters == {}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_rows_of_another_shape_are_refused(engine: CacheEngine, case: str, tier: str):
+    wanted = state(engine)
+    with pytest.raises(LayoutError, match=rf"wanted uint8 \[2, {LAYOUT.bytes_per_block}\]"):
+        engine.write_blocks(tier, np.array([0, 1]), BAD_ROWS[case])
+    assert_state(engine, wanted)
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), (1, -1)])
+def test_impossible_sizes_are_refused(numbers: tuple[int, int]):
+    with pytest.raises(InvalidArgumentError, match=f"{numbers[0]} device and {numbers[1]} host blocks"):
+        CacheEngine(LAYOUT, num_device_blocks=numbers[0], num_host_blocks=numbers[1])
+
+
+def test_a_dtype_that_torch_lacks_is_refused():
+    layout = KVLayout(kind="kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=1, dtype="f7", itemsize=1)
+    with pytest.raises(LayoutError, match="this torch has no dtype 'f7'"):
+        CacheEngine(layout, num_device_blocks=1, num_host_blocks=0)
+
+
+def test_an_unknown_tier_is_refused(engine: CacheEngine):
+    with pytest.raises(InvalidArgumentError, match="'disk' is not one of device, host"):
+        engine.read_blocks("disk", np.array([0]))
+
+
+def test_a_closed_engine_refuses_every_call(engine: CacheEngine):
+    engine.close()
+    engine.close()
+    for call in (engine.swap_out, engine.swap_in, engine.copy):
+        with pytest.raises(BlockyardError, match="the cache engine is closed"):
+            call(ids())
+    with pytest.raises(BlockyardError, match="the cache engine is closed"):
+        engine.read_blocks("device", np.array([0]))
+
+
+def test_closing_lets_go_of_the_memory(engine: CacheEngine):
+    engine.close()
+    assert engine.device_caches == []
+    assert engine.host_cache.numel() == 0
