@@ -149,7 +149,7 @@ def test_first_200_requests_of_the_azure_trace_are_identical(traces: Path) -> No
         trace_requests=200,
         scale=1 / 24,
         num_device_blocks=40,
-        num_host_blocks=4,
+        num_host_blocks=3,
     )
     report = make_report(options)
     assert report.identical_requests == report.compared == 200

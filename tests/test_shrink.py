@@ -19,7 +19,7 @@ from blockyard.sim.shrink import PoolWatch
 
 OPTIONS = DemoOptions(
     device="cpu",
-    requests=12,
+    requests=16,
     prompt_tokens=(16, 96),
     output_tokens=(32, 96),
     num_device_blocks=48,
@@ -78,7 +78,7 @@ def test_the_report_shows_the_pool_before_and_after(report: Report) -> None:
     assert len([line for line in pictures if line.endswith("before: 48 blocks")]) == 1
     after = [line for line in pictures if line.endswith("after: 24 blocks")]
     assert after[0].split("|")[1].endswith(" " * 24)
-    assert text.splitlines()[-1].endswith("12/12")
+    assert text.splitlines()[-1].endswith("16/16")
 
 
 def test_a_pool_that_the_largest_request_does_not_fit_is_refused_with_the_numbers() -> None:

@@ -435,7 +435,7 @@ def test_every_byte_is_that_of_the_plain_model_while_the_manager_defragments(ste
         return made[-1]
 
     run_state_machine_as_test(machine(make_manager=books), settings=budget(steps))
-    assert sum(books.moved for books in made) > len(made)
+    assert sum(books.moved for books in made) > len(made) // 3
 
 
 class MovesEndEarly(StepExecutor):
