@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from blockyard import _core
 from blockyard.errors import InvalidArgumentError, LayoutError, SequenceStateError, UnknownSequenceError
 from blockyard.integrations.nano_cache import KVTensor
-from blockyard.offload.executor import Executor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +37,13 @@ class NanoSequence(Protocol):
     num_cached_tokens: int
 
     def __len__(self) -> int: ...
+
+
+class Carrier(Protocol):
+    """What carries decisions out: a `KVTensor`, or something around one."""
+
+    def execute(self, decision: _core.StepDecision) -> list[_core.Pairs]:
+        """Carry out a decision before anything else is queued; returns the pairs that did not land."""
 
 
 class ScheduledSequence(NanoSequence, Protocol):
@@ -94,7 +100,7 @@ class BlockManager:
         self, num_blocks: int, block_size: int, *, kv_cache: Tensor | None = None, host_blocks: int = 0, moves: int = 16
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.executor: Executor | None = None
+        self.executor: Carrier | None = None
         self.moves = 0
         self._running: dict[int, _Running] = {}
         self.manager = self._books(0)

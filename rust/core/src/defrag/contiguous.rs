@@ -238,17 +238,18 @@ impl<F: Facts> Arranger<'_, '_, F> {
         moves <= self.purse.moves as u64 && writes <= self.purse.writes as u64
     }
 
-    /// Pays for a piece's moves and takes its blocks out of sight.
+    /// Pays for a piece's moves and takes its blocks out of sight. What the goals before allow has been asked by then, and
+    /// may look different with some of the blocks gone.
     fn reserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
-            self.purse.pay(self.rules.entry(self.places, to), 1);
+            self.purse.pay(self.rules.facts.entry(BlockId(to)), 1);
             self.places.suspend([from, to]);
         }
     }
 
     fn unreserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
-            self.purse.refund(self.rules.entry(self.places, to));
+            self.purse.refund(self.rules.facts.entry(BlockId(to)));
             self.places.resume([from, to]);
         }
     }
@@ -256,7 +257,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     /// Hands over the pairs of all pieces that move.
     fn name(&mut self, pieces: &[Piece]) {
         for [from, to] in pieces.iter().filter(|piece| piece.moves()).flat_map(Piece::pairs) {
-            self.out.of(self.rules.entry(self.places, to)).push([from, to]);
+            self.out.of(self.rules.facts.entry(BlockId(to))).push([from, to]);
             self.named.push([from, to]);
         }
     }

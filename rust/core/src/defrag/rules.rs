@@ -25,10 +25,11 @@ pub(super) struct Pairs {
 
 impl Pairs {
     pub(super) fn of(&mut self, entry: Entry) -> &mut Vec<[u32; 2]> {
+        debug_assert_ne!(entry, Entry::Never, "a pair whose hole nobody may enter");
         match entry {
             Entry::Drop => &mut self.drops,
             Entry::Exchange => &mut self.exchanges,
-            _ => &mut self.moves,
+            Entry::Move | Entry::Never => &mut self.moves,
         }
     }
 
