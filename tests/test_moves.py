@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import pytest
 
-from blockyard import BlockManager, DefragReport, InvalidArgumentError, Pairs
+from blockyard import BlockManager, BlockyardError, CacheGroup, DefragReport, InvalidArgumentError, Pairs
 
 SIZE = 4
 
@@ -161,3 +163,142 @@ def test_goals_that_are_none_are_refused(goal: str, number: int) -> None:
 def test_reports_compare_by_their_numbers() -> None:
     assert isinstance(books().defragment("dense", 0), DefragReport)
     assert books().defragment("dense", 0) == books().defragment("max_id", 3)
+
+
+def scattered(manager: BlockManager) -> list[int]:
+    """Two sequences, each in two runs of two blocks, and one in two neighbours; blocks 0 and 1 are free."""
+    handles = manager.allocate([2 * SIZE] * 4)
+    manager.append(handles[1:3], 2 * SIZE)
+    end(manager)
+    manager.free(handles[:1])
+    assert tables(manager, handles[1:]) == [[2, 3, 8, 9], [4, 5, 10, 11], [6, 7]]
+    return [int(handle) for handle in handles[1:]]
+
+
+def tables(manager: BlockManager, handles: Iterable[int]) -> list[list[int]]:
+    return [manager.block_table(handle).tolist() for handle in handles]
+
+
+def test_a_scattered_sequence_becomes_one_run_once_its_ticket_is_completed() -> None:
+    manager = books()
+    handles = scattered(manager)
+    report = manager.defragment("contiguous", 1, sequences=handles[1:2])
+    assert (report.planned, report.left, report.held) == (4, 0, 0)
+    decision = manager.take_decision()
+    assert decision.move[0].ids.tolist() == [[4, 12], [5, 13], [10, 14], [11, 15]]
+    assert tables(manager, handles) == [[2, 3, 8, 9], [4, 5, 10, 11], [6, 7]]
+    manager.complete(decision.ticket)
+    manager.check()
+    assert tables(manager, handles) == [[2, 3, 8, 9], [12, 13, 14, 15], [6, 7]]
+
+
+def test_all_sequences_on_the_device_are_put_in_order_where_none_are_named() -> None:
+    manager = books()
+    scattered(manager)
+    assert manager.fragmentation().runs == 5
+    while manager.defragment("contiguous", 1):
+        end(manager)
+    assert (manager.fragmentation().runs, manager.fragmentation().tables) == (3, 3)
+
+
+def test_tables_of_all_groups_are_put_in_order_without_their_null_blocks() -> None:
+    manager = BlockManager(
+        block_size=SIZE,
+        device_blocks=32,
+        watermark=0.0,
+        groups=[CacheGroup.full_attention(), CacheGroup.sliding_window(2 * SIZE)],
+    )
+    handles = manager.allocate([SIZE, SIZE])
+    for _ in range(3):
+        manager.append(handles, SIZE)
+        end(manager)
+    end(manager)
+    assert manager.fragmentation().runs > 4
+    while manager.defragment([("contiguous", 1)], sequences=handles):
+        end(manager)
+    assert (manager.fragmentation().runs, manager.fragmentation().tables) == (4, 4)
+
+
+def test_of_two_goals_that_contradict_each_other_the_first_is_met() -> None:
+    manager = books()
+    scattered(manager)
+    # Four neighbours are free from block 12 on only.
+    assert manager.defragment([("max_id", 11), ("contiguous", 1)]).planned == 0
+    while manager.defragment([("contiguous", 1), ("max_id", 11)]):
+        end(manager)
+    found = manager.fragmentation()
+    assert (found.runs, found.tables, found.max_id) == (3, 3, 15)
+    while manager.defragment([("max_id", 11), ("contiguous", 1)]):
+        end(manager)
+    assert manager.fragmentation().max_id == 11
+
+
+def test_the_budget_counts_bytes_too() -> None:
+    manager = books()
+    sequence = holey(manager)
+    report = manager.defragment("max_id", 3, max_bytes=2 * 4096 + 4095, block_bytes=4096)
+    assert (report.planned, report.left) == (2, 2)
+    end(manager)
+    assert manager.block_table(sequence).tolist() == [4, 5, 0, 1]
+    assert manager.defragment("max_id", 3, max_moves=1, max_bytes=1 << 40, block_bytes=4096).planned == 1
+    assert manager.defragment("max_id", 3, max_bytes=0, block_bytes=1).planned == 0
+
+
+def test_sequences_that_run_now_move_last() -> None:
+    manager = books()
+    old, resting, running = manager.allocate([4 * SIZE, 2 * SIZE, SIZE])
+    for _ in range(3):
+        end(manager)
+    manager.append([running], SIZE)
+    end(manager)
+    manager.free([old])
+    assert tables(manager, [resting, running]) == [[4, 5], [6, 7]]
+    manager.defragment("max_id", 3, max_moves=2)
+    end(manager)
+    assert tables(manager, [resting, running]) == [[0, 1], [6, 7]]
+    manager.defragment("max_id", 3, max_moves=2)
+    end(manager)
+    assert tables(manager, [resting, running]) == [[0, 1], [2, 3]]
+
+
+def test_a_slack_lets_a_goal_be_missed_by_so_much_until_it_is_missed_by_more() -> None:
+    manager = books()
+    holey(manager)
+    assert manager.defragment([("max_id", 3, 4)]).planned == 0
+    goals = [("max_id", 3, 3)]
+    for left in (3, 2, 1, 0):
+        report = manager.defragment(goals, max_moves=1)
+        assert (report.planned, report.left) == (1, left)
+        end(manager)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, away: m.defragment("max_id"), 'number is None, must be an int for the goal "max_id"'),
+        (lambda m, away: m.defragment([("max_id", 3)], 4), "number is 4, must be None where the goals have numbers"),
+        (lambda m, away: m.defragment([("max_id",)]), r"a goal is tuple, must be \(name, number\)"),
+        (lambda m, away: m.defragment([("max_id", 3), ("contiguous", 0)]), "runs is 0, must be at least 1"),
+        (
+            lambda m, away: m.defragment("max_id", 3, max_bytes=64),
+            "block_bytes is 0, must be at least 1 for max_bytes of 64",
+        ),
+        (lambda m, away: m.defragment("contiguous", 1, sequences=[away + 7]), r"sequence 7 \(generation 3\)"),
+        (
+            lambda m, away: m.defragment("max_id", 3, sequences=[away]),
+            "is in the host tier, the call needs it in device",
+        ),
+    ],
+)
+def test_a_call_that_is_refused_changes_nothing(call: Callable[[BlockManager, int], object], message: str) -> None:
+    manager = BlockManager(block_size=SIZE, device_blocks=16, host_blocks=4, watermark=0.0)
+    holey(manager)
+    away = int(manager.allocate([SIZE])[0])
+    end(manager)
+    manager.swap_out([away])
+    end(manager)
+    before = manager.snapshot()
+    with pytest.raises(BlockyardError, match=message):
+        call(manager, away)
+    assert manager.snapshot() == before
+    assert not manager.take_decision().move

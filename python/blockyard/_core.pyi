@@ -596,7 +596,15 @@ class BlockManager:
     def resize_progress(self) -> ResizeProgress:
         """What is in use beyond the device's blocks."""
     def defragment(
-        self, goal: _Goal, number: int, *, max_moves: int = 512, cached: Literal["move", "drop"] = "move"
+        self,
+        goal: _Goal | Literal["contiguous"] | Sequence[_Wanted],
+        number: int | None = None,
+        *,
+        sequences: _Handles | None = None,
+        max_moves: int = 512,
+        max_bytes: int | None = None,
+        block_bytes: int | None = None,
+        cached: Literal["move", "drop"] = "move",
     ) -> DefragReport:
         """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
 
@@ -605,20 +613,33 @@ class BlockManager:
         source was written, freed or leased meanwhile. Targets are not free from this call on; a move that is cancelled,
         or whose pair `fail` names, gives its target back and costs nobody a byte.
 
+        Blocks of sequences written in this step or the one before move last.
+
         Args:
             goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
                 low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-            number: see above, in blocks.
+                `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or
+                several, `(goal, number)` each, the most important first: none undoes what those before it have won.
+                With a third number, a slack, nothing moves for a goal until it is missed by more ids, pages or runs,
+                then until it is met; calls with the same goals count as one after the other.
+            number: see above, in blocks or runs; None where there are several goals.
+            sequences: those that `"contiguous"` is about, the first in front, with the tables of all their cache
+                groups; None for all on the device.
             max_moves: most blocks to move in this step.
+            max_bytes: most bytes to write in this step; None for any number.
+            block_bytes: bytes of a block, all layers; needed for `max_bytes`.
             cached: what becomes of cached blocks in the way that no sequence uses. `"move"`: they move like others and
                 keep their place in the order of eviction. `"drop"`: they are evicted, and so are others, the lowest
                 first, where live blocks lack holes.
 
         Returns:
-            How many moves are planned, and what stays in the way of the goal.
+            How many moves are planned, and what stays in the way of the goals.
 
         Raises:
-            InvalidArgumentError: there is no such goal or no such policy, or a page has no blocks.
+            InvalidArgumentError: there is no such goal or no such policy, a page has no blocks, a table is to lie in no
+                run, a goal lacks its number, or `max_bytes` lacks `block_bytes`.
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: a sequence is not on the device.
         """
     def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation:
         """How the device's blocks lie, for metrics: takes time that rises with the pool and the block tables.
@@ -1641,7 +1662,7 @@ class DefragReport:
 
     Attributes:
         planned: moves that the step's decision is going to have; also the report's length.
-        left: moves that the goal needs beyond these.
+        left: moves that the goals need beyond these; `contiguous` adds none.
         stuck: blocks in the way for which there is no hole.
         held: blocks in the way that cannot be moved now: they are being filled, or what they hold may turn out lost.
         dropped: cached blocks that were evicted.

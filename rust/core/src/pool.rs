@@ -24,6 +24,7 @@ mod quota;
 mod resize;
 mod snapshot;
 mod twin;
+pub(crate) use places::Hint;
 pub(crate) use publish::Published;
 pub use resize::BlockUse;
 pub(crate) use resize::Tail;

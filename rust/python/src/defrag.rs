@@ -111,7 +111,7 @@ impl PyMovePlan {
 }
 
 /// Goals by priority: `(name, number)` or `(name, number, slack)` each.
-struct Goals(Vec<Wanted>);
+pub(crate) struct Goals(pub(crate) Vec<Wanted>);
 
 impl FromPyObject<'_, '_> for Goals {
     type Error = PyErr;

@@ -1,9 +1,11 @@
 //! Defragmentation of a manager's own blocks.
 
-use crate::arrays::count;
+use crate::arrays::{Sequences, count};
+use crate::defrag::Goals;
 use crate::errors::{invalid, to_py};
+use crate::group::optional_count;
 use crate::manager::PyBlockManager;
-use blockyard_core::defrag::Goal;
+use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{Cached, Fragmentation, Moves};
 use pyo3::prelude::*;
 
@@ -54,19 +56,34 @@ impl PyFragmentation {
 
 #[pymethods]
 impl PyBlockManager {
-    #[pyo3(signature = (goal, number, *, max_moves = 512, cached = "move"))]
+    #[pyo3(signature = (goal, number = None, *, sequences = None, max_moves = 512, max_bytes = None,
+        block_bytes = None, cached = "move"))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn defragment(
         &self,
-        goal: &str,
-        #[pyo3(from_py_with = count)] number: u32,
+        goal: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = optional_count)] number: Option<u32>,
+        sequences: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = count)] max_moves: u32,
+        max_bytes: Option<u64>,
+        block_bytes: Option<u64>,
         cached: &str,
     ) -> PyResult<PyDefragReport> {
-        let goal = Goal::from_name(goal, number).map_err(to_py)?;
+        let goals = goals(goal, number)?;
         let what = Cached::from_name(cached);
         let what = what.ok_or_else(|| invalid(format!("cached is {cached:?}, must be \"move\" or \"drop\"")))?;
-        let moves = self.lock().defragment(goal, max_moves as usize, what);
-        let Moves { planned, left, stuck, held, dropped } = moves;
+        let block_bytes = match (max_bytes, block_bytes.unwrap_or(0)) {
+            (Some(bytes), 0) => {
+                return Err(invalid(format!("block_bytes is 0, must be at least 1 for max_bytes of {bytes}")));
+            }
+            (Some(_), block_bytes) => block_bytes,
+            (None, _) => 0,
+        };
+        let budget = Budget { moves: max_moves as usize, bytes: max_bytes.unwrap_or(u64::MAX), block_bytes };
+        let sequences = sequences.map(Sequences::only_read).transpose()?;
+        let sequences = sequences.as_ref().map(Sequences::get).transpose()?;
+        let Moves { planned, left, stuck, held, dropped } =
+            self.lock().defragment(&goals, sequences, budget, what).map_err(to_py)?;
         Ok(PyDefragReport { planned, left, stuck, held, dropped })
     }
 
@@ -75,5 +92,18 @@ impl PyBlockManager {
         let found = self.lock().fragmentation(page_blocks).map_err(to_py)?;
         let Fragmentation { max_id, gap, holes, empty_pages, tables, runs } = found;
         Ok(PyFragmentation { max_id: max_id.map(|block| block.0), gap, holes, empty_pages, tables, runs })
+    }
+}
+
+/// One goal by its name and number, or several.
+fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>) -> PyResult<Vec<Wanted>> {
+    match (goal.extract::<&str>(), number) {
+        (Ok(name), Some(number)) => Ok(vec![Goal::from_name(name, number).map_err(to_py)?.into()]),
+        (Ok(name), None) => Err(invalid(format!("number is None, must be an int for the goal {name:?}"))),
+        (Err(_), None) => goal.extract::<Goals>().map(|Goals(goals)| goals),
+        (Err(_), Some(number)) => {
+            let must = "must be None where the goals have numbers of their own";
+            Err(invalid(format!("number is {number}, {must}")))
+        }
     }
 }

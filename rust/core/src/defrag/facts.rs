@@ -63,6 +63,12 @@ impl Budget {
     pub const fn of_moves(moves: usize) -> Self {
         Self { moves, ..Self::UNLIMITED }
     }
+
+    /// Pairs that it buys where none of them is an exchange.
+    #[must_use]
+    pub fn one_way(self) -> usize {
+        Purse::new(self).buys(Entry::Move)
+    }
 }
 
 /// What is left of a budget while a plan is made.
@@ -111,5 +117,6 @@ mod tests {
         purse.pay(Entry::Drop, 1);
         assert_eq!((purse.buys(Entry::Move), purse.moves), (0, 7));
         assert_eq!(Purse::new(Budget::of_moves(3)).buys(Entry::Exchange), 3);
+        assert_eq!(Budget { moves: 10, bytes: 127, block_bytes: 64 }.one_way(), 1);
     }
 }

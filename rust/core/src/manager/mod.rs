@@ -10,6 +10,7 @@
 mod append;
 mod batch;
 mod chunk;
+mod goals;
 mod groups;
 mod hostcache;
 mod moves;
@@ -29,6 +30,7 @@ mod twins;
 mod window;
 
 use crate::decision::{Kind, Pairs};
+use crate::defrag::Planner;
 use crate::error::{Error, Result};
 use crate::event::{EventBatch, Events};
 use crate::group::{Group, Groups};
@@ -116,6 +118,7 @@ pub struct Manager {
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
     moved: MoveStats,
+    planner: Planner,
     events: Option<Box<Events>>,
     pins: pin::Pins,
     tenants: quota::Tenants,
@@ -187,6 +190,7 @@ impl Manager {
             stats: PrefixStats::default(),
             decided: [0; 7],
             moved: MoveStats::default(),
+            planner: Planner::default(),
             events: None,
             host_cache: None,
             pins: pin::Pins::new(0.5, device),

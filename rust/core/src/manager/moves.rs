@@ -5,8 +5,9 @@
 //! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
 
 use super::{Manager, invalid, link, part_orphans};
-use crate::defrag::{Goal, Places, Plan};
-use crate::id::{BlockId, TicketId, Tier};
+use crate::defrag::{Budget, Plan, Wanted};
+use crate::error::Result;
+use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::pool::{BlockUse, Twin};
 use crate::table::Row;
 use serde::{Deserialize, Serialize};
@@ -108,16 +109,31 @@ struct Landed {
 }
 
 impl Manager {
-    /// Decides up to `budget` moves of device blocks towards a goal, as pairs of [`Kind::Move`](crate::Kind::Move) in the
-    /// present step's decision.
+    /// Decides moves of device blocks towards goals, the most important first, within a budget, as pairs of
+    /// [`Kind::Move`](crate::Kind::Move) in the present step's decision. Sequences that run now are moved last.
     ///
     /// Nobody notices before the step's ticket is completed: block tables, slots and cached blocks stay as they are until
     /// then. A target is taken out of the free blocks at once; a source that is written, freed or leased meanwhile stays
     /// where it is.
-    pub fn defragment(&mut self, goal: Goal, budget: usize, cached: Cached) -> Moves {
+    ///
+    /// # Arguments
+    /// `sequences` are those that [`Goal::Contiguous`](crate::defrag::Goal::Contiguous) is about, the first in front; all on
+    /// the device if none are named. A goal's slack counts from call to call as long as the goals are the same.
+    ///
+    /// # Errors
+    /// A sequence is unknown or not on the device; nothing has changed.
+    pub fn defragment(
+        &mut self,
+        goals: &[Wanted],
+        sequences: Option<&[SequenceId]>,
+        budget: Budget,
+        cached: Cached,
+    ) -> Result<Moves> {
+        let tables = self.tables_to_order(goals, sequences)?;
         self.follow_places();
+        self.set_goals(goals);
         let mut aside = Vec::new();
-        let (plan, moves) = self.plan_moves(goal, budget, cached, &mut aside);
+        let (plan, moves) = self.plan_moves(&tables, budget.one_way(), cached, &mut aside);
         if moves.dropped > 0 {
             part_orphans(&mut self.pools, Tier::Device);
         }
@@ -127,7 +143,7 @@ impl Manager {
         for &[from, to] in &plan {
             self.begin_move(BlockId(from), BlockId(to));
         }
-        moves
+        Ok(moves)
     }
 
     /// Keeps the places of the device's blocks from now on.
@@ -151,20 +167,22 @@ impl Manager {
     /// Plans, and plans again around blocks that cannot be moved now, which are set aside, and those that are evicted.
     fn plan_moves(
         &mut self,
-        goal: Goal,
+        tables: &[Vec<BlockId>],
         budget: usize,
         cached: Cached,
         aside: &mut Vec<BlockId>,
     ) -> (Vec<[u32; 2]>, Moves) {
         let (mut asked, mut dropped) = (budget, 0);
         for attempt in 1.. {
-            let blocks = self.pools[0].len();
-            let found = self.pools[0].places().map(|places| plan(places, blocks, goal, asked));
-            let Plan { mut pairs, left, stuck, .. } = found.unwrap_or_default();
+            let is_last = attempt >= ATTEMPTS;
+            if is_last {
+                asked = budget;
+            }
+            let Plan { mut pairs, left, stuck, .. } = self.plan(tables, asked);
             if cached == Cached::Drop {
                 let evicted = self.evict_for(&mut pairs, stuck.min(budget));
                 dropped += evicted;
-                if evicted > 0 && attempt < ATTEMPTS {
+                if evicted > 0 && !is_last {
                     continue;
                 }
             }
@@ -175,17 +193,18 @@ impl Manager {
                     self.pools[0].set_aside(BlockId(from));
                 }
             }
-            if aside.len() > before && attempt < ATTEMPTS {
+            if aside.len() > before && !is_last {
                 asked = budget.max(RETRIED);
                 continue;
             }
-            let total = pairs.len() + left;
+            if pairs.len() > budget {
+                // Only the planner knows which of them come first.
+                asked = budget;
+                continue;
+            }
             let refused: HashSet<u32> = aside[before..].iter().map(|block| block.0).collect();
             pairs.retain(|[from, _]| !refused.contains(from));
-            // The highest sources first, as the planner has it.
-            pairs.drain(..pairs.len().saturating_sub(budget));
             let planned = pairs.len();
-            let left = total - refused.len() - planned;
             return (pairs, Moves { planned, left, stuck, held: aside.len(), dropped });
         }
         (Vec::new(), Moves::default())
@@ -396,7 +415,7 @@ impl Manager {
     ///
     /// # Errors
     /// A page has no blocks.
-    pub fn fragmentation(&self, page_blocks: u32) -> crate::Result<Fragmentation> {
+    pub fn fragmentation(&self, page_blocks: u32) -> Result<Fragmentation> {
         if page_blocks == 0 {
             return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
         }
@@ -421,7 +440,7 @@ impl Manager {
     }
 
     /// What does not hold of the moves under way.
-    pub(crate) fn check_moves(&self) -> Result<(), String> {
+    pub(crate) fn check_moves(&self) -> std::result::Result<(), String> {
         let mut targets = HashSet::new();
         for [from, to] in self.tickets.moves() {
             let (node_refs, writing) = (self.pools[0].refs(BlockId(to)), self.pools[0].is_writing(BlockId(to)));
@@ -443,15 +462,4 @@ impl Manager {
             None => Ok(()),
         }
     }
-}
-
-/// The planner's answer; the one place that knows how it is asked.
-fn plan(places: &Places, blocks: usize, goal: Goal, budget: usize) -> Plan {
-    let beyond = u32::try_from((places.capacity() as usize).saturating_sub(blocks)).unwrap_or(u32::MAX);
-    let goal = match goal {
-        // Blocks beyond the end of a pool that has shrunk are no part of its tail.
-        Goal::FreeTail(tail) => Goal::FreeTail(tail.saturating_add(beyond)),
-        goal => goal,
-    };
-    places.plan(goal, budget)
 }

@@ -5,6 +5,7 @@ use super::pin::Pins;
 use super::quota::Tenants;
 use super::resize::share;
 use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
+use crate::defrag::Planner;
 use crate::error::{Error, Result};
 use crate::event::{Events, EventsImage};
 use crate::group::{Group, Groups, NULL_BLOCK};
@@ -72,6 +73,7 @@ impl Manager {
             pins,
             tenants,
             scratch: _,
+            planner: _,
             work: _,
         } = &*self;
         // The others are empty, as there are no transfers.
@@ -175,6 +177,7 @@ impl Image {
             stats,
             decided,
             moved,
+            planner: Planner::default(),
             events,
             host_cache,
             pins: Pins::new(pin_limit, sizes[0]),

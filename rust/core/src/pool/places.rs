@@ -154,6 +154,11 @@ impl Pool {
         self.moves.as_ref().map(|moves| &moves.places)
     }
 
+    /// As [`Pool::places`], for a planner; and by block, the tables that they were last known to be in.
+    pub(crate) fn planning(&mut self) -> Option<(&mut Places, &[Hint])> {
+        self.moves.as_mut().map(|moves| (&mut moves.places, &moves.hints[..]))
+    }
+
     /// Brings up to date what a block is.
     #[inline]
     pub(super) fn refresh(&mut self, block: BlockId) {

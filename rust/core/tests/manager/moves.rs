@@ -1,15 +1,22 @@
 //! Rules for moves within the device: they land as late as their tickets allow, and no sequence notices.
 
 use super::World;
-use blockyard_core::defrag::Goal;
-use blockyard_core::{Cached, Kind, Tier};
+use blockyard_core::defrag::{Budget, Goal, Wanted, runs};
+use blockyard_core::{BlockId, Cached, Error, Group, Kind, SequenceId, Tier};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
-    Defragment(Goal, usize, Cached),
+    Defragment(Goals, Budget, Cached),
     /// Everything lands, then blocks are moved, and the step is handed out, perhaps to fail.
-    Settled(Goal, Option<usize>),
+    Settled(Goals, Option<usize>),
+}
+
+/// Up to two goals, and the sequences that are named: the first and their number.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Goals {
+    wanted: [Option<Wanted>; 2],
+    named: Option<(usize, usize)>,
 }
 
 fn goal() -> impl Strategy<Value = Goal> {
@@ -19,39 +26,81 @@ fn goal() -> impl Strategy<Value = Goal> {
         2 => number.clone().prop_map(Goal::FreeTail),
         2 => (0u32..3).prop_map(Goal::Dense),
         1 => (1u32..6).prop_map(Goal::EmptyPages),
+        3 => (1u32..3).prop_map(Goal::Contiguous),
     ]
+}
+
+fn goals() -> impl Strategy<Value = Goals> {
+    let slack = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
+    let wanted = (goal(), slack).prop_map(|(goal, slack)| Wanted { goal, slack }).boxed();
+    let both = (prop::option::weighted(0.98, wanted.clone()), prop::option::weighted(0.4, wanted));
+    let named = prop::option::weighted(0.3, (0usize..64, 0usize..4));
+    (both, named).prop_map(|((first, second), named)| Goals { wanted: [first, second], named })
+}
+
+fn budget() -> impl Strategy<Value = Budget> {
+    let moves = prop_oneof![2 => 0usize..4, 1 => Just(usize::MAX)];
+    let bytes = prop_oneof![3 => Just(u64::MAX), 1 => 0u64..400];
+    (moves, bytes).prop_map(|(moves, bytes)| Budget { moves, bytes, block_bytes: 64 })
 }
 
 pub(crate) fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
-        5 => (goal(), prop_oneof![2 => 0usize..4, 1 => Just(usize::MAX)], prop::sample::select(&Cached::ALL[..]))
-            .prop_map(|(goal, n, cached)| Op::Defragment(goal, n, cached)),
-        2 => (goal(), prop::option::of(0usize..8)).prop_map(|(goal, lost)| Op::Settled(goal, lost)),
+        5 => (goals(), budget(), prop::sample::select(&Cached::ALL[..]))
+            .prop_map(|(goals, budget, cached)| Op::Defragment(goals, budget, cached)),
+        2 => (goals(), prop::option::of(0usize..8)).prop_map(|(goals, lost)| Op::Settled(goals, lost)),
     ]
 }
 
 impl World {
     pub(crate) fn apply_moves(&mut self, op: Op) {
         match op {
-            Op::Defragment(goal, budget, cached) => self.defragment(goal, budget, cached),
-            Op::Settled(goal, lost) => {
+            Op::Defragment(goals, budget, cached) => self.defragment(goals, budget, cached),
+            Op::Settled(goals, lost) => {
                 self.settle();
                 self.step(None);
-                self.defragment(goal, usize::MAX, Cached::Move);
+                let before = self.runs();
+                self.defragment(goals, Budget::UNLIMITED, Cached::Move);
                 self.step(lost);
+                let ordered = goals.wanted.iter().flatten().all(|wanted| matches!(wanted.goal, Goal::Contiguous(_)));
+                if ordered && goals.named.is_none() && lost.is_none() {
+                    self.settle();
+                    assert!(self.runs() <= before, "{} runs instead of {before}", self.runs());
+                }
             }
         }
     }
 
-    fn defragment(&mut self, goal: Goal, budget: usize, cached: Cached) {
+    /// Runs that all sequences on the device lie in.
+    fn runs(&self) -> usize {
+        let here = self.truth.keys().filter(|&&sequence| self.manager.tier(sequence) == Ok(Tier::Device));
+        let rows =
+            here.flat_map(|&s| (0..self.groups.len()).map(move |group| self.manager.table_of(s, group).unwrap()));
+        let null = self.groups.iter().any(|group| !matches!(group, Group::Full | Group::CrossAttention));
+        let blocks = |row: SequenceId| -> Vec<BlockId> {
+            let table = self.manager.block_table(row).unwrap();
+            table.iter().copied().filter(|block| !null || block.0 > 0).collect()
+        };
+        let tables: Vec<Vec<BlockId>> = rows.map(blocks).collect();
+        runs(&tables.iter().map(Vec::as_slice).collect::<Vec<_>>()).0
+    }
+
+    fn defragment(&mut self, Goals { wanted, named }: Goals, budget: Budget, cached: Cached) {
+        let wanted: Vec<Wanted> = wanted.into_iter().flatten().collect();
+        let named = named.map(|(first, count)| self.pick(first, count));
+        let away = named.iter().flatten().find(|&&sequence| self.manager.tier(sequence) != Ok(Tier::Device));
+        if away.is_some() {
+            let refused = self.manager.defragment(&wanted, named.as_deref(), budget, cached);
+            return assert!(matches!(refused, Err(Error::WrongTier { wanted: Tier::Device, .. })), "{refused:?}");
+        }
         let open = |world: &Self| {
             let decision = world.manager.clone().take_decision();
             decision.of(Kind::Move).map(|pairs| pairs.ids.len()).sum::<usize>()
         };
         let (before, free) = (open(self), self.manager.pool(Tier::Device).free());
         let tables: Vec<_> = self.truth.keys().map(|&s| self.blocks_of(s)).collect();
-        let moves = self.manager.defragment(goal, budget, cached);
-        assert!(moves.planned <= budget && (cached == Cached::Drop || moves.dropped == 0));
+        let moves = self.manager.defragment(&wanted, named.as_deref(), budget, cached).unwrap();
+        assert!(moves.planned <= budget.one_way() && (cached == Cached::Drop || moves.dropped == 0));
         // What tenants have beyond their quotas goes when the decision is taken.
         let quotas = [0, 1].iter().any(|&tenant| self.manager.quota([tenant; 32]).is_some());
         let (now, expected) = (open(self), before + moves.planned);
