@@ -128,7 +128,7 @@ class PrefixManagerLike(ManagerLike, Protocol):
     def reset_prefix_cache(self) -> bool: ...
     def defragment(
         self,
-        goal: Literal["max_id", "free_tail", "dense", "empty_pages"],
+        goal: Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"],
         number: int,
         *,
         max_moves: int = ...,

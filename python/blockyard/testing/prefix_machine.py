@@ -207,14 +207,14 @@ class PrefixMachine(RuleBasedStateMachine):
             sequence.published = 0
 
     @rule(
-        goal=st.sampled_from(["max_id", "free_tail", "dense", "empty_pages"]),
+        goal=st.sampled_from(["max_id", "free_tail", "dense", "empty_pages", "contiguous"]),
         number=st.integers(1, 12),
         most=st.integers(0, 6),
         cached=st.sampled_from(["move", "move", "drop"]),
     )
     def defragment(
         self,
-        goal: Literal["max_id", "free_tail", "dense", "empty_pages"],
+        goal: Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"],
         number: int,
         most: int,
         cached: Literal["move", "drop"],
