@@ -25,6 +25,9 @@ SHARED_BLOCKS = 16
 BLOCK_SIZE = 16
 BLOCKS = 262144
 MARGIN = 16
+# Moves begin once blocks lie this much higher than they may.
+THRESHOLD = 64
+MOVES = 8
 STEPS = 2000
 WARM_UP = 2 * RUNNING // STARTS
 
@@ -55,7 +58,7 @@ class Churn:
         clock = time.thread_time_ns
         begin = clock()
         if self._defragment:
-            self.moves += len(manager.defragment("dense", MARGIN))
+            self.moves += len(manager.defragment([("dense", MARGIN, THRESHOLD)], max_moves=MOVES))
         decision = manager.take_decision()
         if self._ticket is not None:
             manager.complete(self._ticket)
