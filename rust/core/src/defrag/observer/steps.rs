@@ -35,7 +35,7 @@ impl Observer {
     /// `hot` are ids of sequences that run now.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if an id is out of range.
+    /// [`InvalidArgument`](crate::Error::InvalidArgument) if an id is out of range.
     pub fn plan(&mut self, planner: &mut Planner, sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> Result<Plan> {
         let tables = self.tables(sequences)?;
         self.reach(hot)?;
@@ -48,7 +48,7 @@ impl Observer {
     /// Runs in which the blocks of sequences of ids lie. See [`runs`](crate::defrag::runs()).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if an id is out of range.
+    /// [`InvalidArgument`](crate::Error::InvalidArgument) if an id is out of range.
     pub fn runs(&mut self, sequences: &[Vec<u32>]) -> Result<(usize, usize)> {
         let tables = self.tables(sequences)?;
         Ok(crate::defrag::runs(&tables.iter().map(Vec::as_slice).collect::<Vec<_>>()))
@@ -73,7 +73,7 @@ impl Observer {
     /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the plan no longer fits the books; nothing has changed.
+    /// [`InvalidArgument`](crate::Error::InvalidArgument) if the plan no longer fits the books; nothing has changed.
     pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
         self.places.check_pairs(pairs)?;
         for &[from, to] in pairs {
