@@ -1,7 +1,7 @@
 //! Plans against brute force on small pools, and the observer against bytes that really move.
 #![expect(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
-use blockyard_core::defrag::{Budget, Fresh, Goal, Hysteresis, Observer, Place, Places, Plan, Planner, Wanted};
+use blockyard_core::defrag::{Budget, Fresh, Goal, Observer, Place, Places, Plain, Plan, Planner, Wanted};
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
 
@@ -119,13 +119,14 @@ proptest! {
 fn hysteresis_waits_for_the_slack_and_then_finishes() {
     let mut states = [0u8; 64];
     states[8..12].fill(1);
-    let mut hysteresis = Hysteresis::new(8);
-    assert_eq!(hysteresis.plan(&places(&states), Goal::Dense(0), 1).pairs, [[11; 2]; 0]);
+    let mut planner = Planner::new(&[Wanted { goal: Goal::Dense(0), slack: 8 }]);
+    let mut step = |places: &mut Places| planner.plan(places, &[], &Plain, Budget::of_moves(1));
+    assert_eq!(step(&mut places(&states)).pairs, [[11; 2]; 0]);
     states[13] = 1;
     let mut now = places(&states);
     let mut moves = 0;
     loop {
-        let plan = hysteresis.plan(&now, Goal::Dense(0), 1);
+        let plan = step(&mut now);
         if plan.pairs.is_empty() {
             break;
         }

@@ -22,5 +22,5 @@ pub use facts::{Budget, Entry, Facts, Plain};
 pub use goal::Goal;
 pub use observer::{Fresh, LeaseId, Observer};
 pub use places::{Place, Places};
-pub use plan::{Hysteresis, Plan};
+pub use plan::Plan;
 pub use planner::{Planner, Wanted};

@@ -234,26 +234,20 @@ impl Pages {
 
 /// Starts a goal's moves when it is missed by more than a slack, and goes on until it is met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hysteresis {
+pub(super) struct Hysteresis {
     slack: u32,
     active: bool,
 }
 
 impl Hysteresis {
     /// At rest; `slack` is in ids, pages or runs, as [`Places::excess`] counts.
-    #[must_use]
-    pub const fn new(slack: u32) -> Self {
+    pub(super) const fn new(slack: u32) -> Self {
         Self { slack, active: false }
     }
 
     /// Whether there is to be moved now, with the goal missed by so much.
-    pub fn wakes(&mut self, excess: u32) -> bool {
+    pub(super) fn wakes(&mut self, excess: u32) -> bool {
         self.active = excess > if self.active { 0 } else { self.slack };
         self.active
-    }
-
-    /// The step's plan: empty while the goal is missed by no more than the slack and no moves are under way.
-    pub fn plan(&mut self, places: &Places, goal: Goal, budget: usize) -> Plan {
-        if self.wakes(places.excess(goal)) { places.plan(goal, budget) } else { Plan::default() }
     }
 }
