@@ -24,7 +24,7 @@ mod quota;
 mod resize;
 mod snapshot;
 mod twin;
-pub(crate) use places::Hint;
+pub(crate) use places::{Hint, Seen};
 pub(crate) use publish::Published;
 pub use resize::BlockUse;
 pub(crate) use resize::Tail;
@@ -236,7 +236,7 @@ impl Pool {
         let ready = out.len() - first;
         if ready == count {
             if self.moves.is_some() {
-                self.note_taken(&out[first..]);
+                self.note_taken(&out[first..], leases != 0);
             }
             self.note_peak();
             return false;
@@ -252,7 +252,10 @@ impl Pool {
         for &block in &out[first + ready..] {
             self.nodes[block.index()].drains |= leases;
         }
-        self.note_taken(&out[first..]);
+        if self.moves.is_some() {
+            self.note_taken(&out[first..first + ready], leases != 0);
+            out[first + ready..].iter().for_each(|&block| self.note_written(block));
+        }
         self.note_peak();
         drained
     }

@@ -9,6 +9,7 @@ use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Plac
 use blockyard_locks::{Guard, InnerLock};
 use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use pyo3::types::{PyString, PyTuple};
 
 type Table<'py> = Bound<'py, PyArray2<i64>>;
 
@@ -119,13 +120,14 @@ impl FromPyObject<'_, '_> for Goals {
     fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
         let one = |item: PyResult<Bound<'_, PyAny>>| {
             let item = item?;
-            let (name, number, slack): (String, u32, u32) = match item.extract::<(String, u32)>() {
-                Ok((name, number)) => (name, number, 0),
-                Err(_) => item.extract().map_err(|_| {
-                    invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", describe(&item)))
-                })?,
-            };
-            Ok(Wanted { goal: Goal::from_name(&name, number).map_err(to_py)?, slack })
+            let is_pair = item.cast::<PyTuple>().is_ok_and(|item| item.len() == 2);
+            // A failed attempt would cost more than all the rest.
+            let found: PyResult<(Bound<'_, PyString>, u32, u32)> =
+                if is_pair { item.extract().map(|(name, number)| (name, number, 0)) } else { item.extract() };
+            let (name, number, slack) = found.map_err(|_| {
+                invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", describe(&item)))
+            })?;
+            Ok(Wanted { goal: Goal::from_name(name.to_str()?, number).map_err(to_py)?, slack })
         };
         value.try_iter()?.map(one).collect::<PyResult<_>>().map(Self)
     }

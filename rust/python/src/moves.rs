@@ -8,6 +8,7 @@ use crate::manager::PyBlockManager;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{Cached, Fragmentation, Moves};
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 
 /// What one call of `defragment` has decided.
 #[pyclass(frozen, eq, get_all, name = "DefragReport", module = "blockyard._core")]
@@ -97,9 +98,12 @@ impl PyBlockManager {
 
 /// One goal by its name and number, or several.
 fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>) -> PyResult<Vec<Wanted>> {
-    match (goal.extract::<&str>(), number) {
-        (Ok(name), Some(number)) => Ok(vec![Goal::from_name(name, number).map_err(to_py)?.into()]),
-        (Ok(name), None) => Err(invalid(format!("number is None, must be an int for the goal {name:?}"))),
+    match (goal.cast::<PyString>(), number) {
+        (Ok(name), Some(number)) => Ok(vec![Goal::from_name(name.to_str()?, number).map_err(to_py)?.into()]),
+        (Ok(name), None) => {
+            let name = name.to_str()?;
+            Err(invalid(format!("number is None, must be an int for the goal {name:?}")))
+        }
         (Err(_), None) => goal.extract::<Goals>().map(|Goals(goals)| goals),
         (Err(_), Some(number)) => {
             let must = "must be None where the goals have numbers of their own";

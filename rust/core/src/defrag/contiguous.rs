@@ -48,6 +48,8 @@ struct Piece {
     /// Where they begin by what is planned now.
     to: u32,
     can_move: bool,
+    /// Blocks that their owner does not let move now.
+    held: usize,
 }
 
 impl Piece {
@@ -83,18 +85,20 @@ pub(super) struct Arranger<'a, 'b, F> {
 }
 
 impl<F: Facts> Arranger<'_, '_, F> {
-    /// Moves blocks until each sequence lies in no more than `wanted` runs, those that run now last.
-    pub(super) fn arrange(&mut self, sequences: &Sequences<'_>, wanted: usize) {
+    /// Moves blocks until each sequence lies in no more than `wanted` runs, those that run now last; returns how many
+    /// blocks of those that do not may not move now.
+    pub(super) fn arrange(&mut self, sequences: &Sequences<'_>, wanted: usize) -> usize {
         let is_hot = |sequence: &[BlockId]| sequence.last().is_some_and(|&block| self.rules.facts.is_hot(block));
         let (hot, cold): (Vec<_>, Vec<_>) = sequences.iter().partition(|sequence| is_hot(sequence));
         let (mut claimed, links) = (HashMap::new(), links(sequences));
-        let mut spans = None;
+        let (mut spans, mut held) = (None, 0);
         for sequence in cold.into_iter().chain(hot) {
             if self.purse.buys(Entry::Move) == 0 {
                 break;
             }
             let mut pieces = self.pieces(sequence, &claimed, &links);
             if pieces.len() > wanted {
+                held += pieces.iter().map(|piece| piece.held).sum::<usize>();
                 let spans = spans.get_or_insert_with(|| {
                     let longest = sequences.iter().map(|sequence| sequence.len()).max().unwrap_or(0);
                     Spans::find(self.places, self.rules, longest)
@@ -108,6 +112,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
                 claimed.entry(block).or_insert(at);
             }
         }
+        held
     }
 
     /// Cuts a sequence into pieces; what earlier sequences hold stays where it is, or goes.
@@ -115,14 +120,16 @@ impl<F: Facts> Arranger<'_, '_, F> {
         let mut pieces: Vec<Piece> = Vec::new();
         for &block in sequence {
             let at = claimed.get(&block).copied();
-            let can_move = at.is_none() && self.places.live().contains(block) && self.rules.may_leave(block.0);
-            let at = at.unwrap_or(block.0);
+            let is_free = at.is_none() && self.places.live().contains(block) && !self.rules.kept.contains(&block.0);
+            let can_move = is_free && self.rules.facts.may_leave(block);
+            let (at, held) = (at.unwrap_or(block.0), usize::from(is_free && !can_move));
             match pieces.last_mut() {
                 Some(last) if last.at.end == at => {
                     last.at.end += 1;
                     last.can_move &= can_move;
+                    last.held += held;
                 }
-                _ => pieces.push(Piece { at: at..at + 1, to: at, can_move }),
+                _ => pieces.push(Piece { at: at..at + 1, to: at, can_move, held }),
             }
         }
         // This sequence goes elsewhere from a piece's end, so that a link there is another's.

@@ -8,6 +8,14 @@ use super::rules::{Pairs, Rules, Scratch};
 use crate::error::{Error, Result};
 use crate::id::BlockId;
 
+/// What a plan does not move; see [`Plan`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Rest {
+    pub(super) left: usize,
+    pub(super) stuck: usize,
+    pub(super) held: usize,
+}
+
 /// Moves towards goals; nothing has moved yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
@@ -18,18 +26,21 @@ pub struct Plan {
     pub left: usize,
     /// Live blocks that stay in the way because no hole is left for them, as far as this is known.
     pub stuck: usize,
+    /// Live blocks that stay in the way because their owner does not let them move now, as far as a plan has met them.
+    pub held: usize,
     drops_from: usize,
     exchanges_from: usize,
 }
 
 impl Plan {
-    pub(super) fn new(mut pairs: Pairs, (left, stuck): (usize, usize)) -> Self {
+    pub(super) fn new(mut pairs: Pairs, rest: Rest) -> Self {
         let drops_from = pairs.moves.len();
         let exchanges_from = drops_from + pairs.drops.len();
         let mut all = pairs.moves;
         all.append(&mut pairs.drops);
         all.append(&mut pairs.exchanges);
-        Self { pairs: all, left, stuck, drops_from, exchanges_from }
+        let Rest { left, stuck, held } = rest;
+        Self { pairs: all, left, stuck, held, drops_from, exchanges_from }
     }
 
     /// Pairs whose destination nobody will read.
@@ -104,8 +115,8 @@ impl Places {
         Ok(())
     }
 
-    /// Plans for any goal but `contiguous`; returns the moves left over and the blocks that are stuck. `end` is the
-    /// goal's, measured before other goals' blocks went out of sight.
+    /// Plans for any goal but `contiguous`; returns what it does not move. `end` is the goal's, measured before other
+    /// goals' blocks went out of sight.
     pub(super) fn plan_places<F: Facts>(
         &self,
         goal: Goal,
@@ -114,10 +125,10 @@ impl Places {
         purse: &mut Purse,
         scratch: &mut Scratch,
         out: &mut Pairs,
-    ) -> (usize, usize) {
+    ) -> Rest {
         match goal {
             Goal::EmptyPages(page) => self.with_pages(page, |pages| self.plan_pages(pages, rules, purse, scratch, out)),
-            Goal::Contiguous(_) => (0, 0),
+            Goal::Contiguous(_) => Rest::default(),
             _ => self.plan_below(end, rules, purse, scratch, out),
         }
     }
@@ -137,18 +148,19 @@ impl Places {
         purse: &mut Purse,
         scratch: &mut Scratch,
         out: &mut Pairs,
-    ) -> (usize, usize) {
-        let Some(top) = self.live().highest().filter(|top| top.0 >= end) else { return (0, 0) };
+    ) -> Rest {
+        let Some(top) = self.live().highest().filter(|top| top.0 >= end) else { return Rest::default() };
         let above = self.live().count(end..top.0 + 1);
         let down = |before: u32| self.live().last_before(before).map(|block| block.0).filter(|&block| block >= end);
         let sources = std::iter::successors(Some(top.0), |&block| down(block));
         scratch.clear();
         rules.pick(sources, above.min(purse.moves).min(purse.writes), scratch);
+        let (held, above) = (scratch.held, above - scratch.held);
         let is_enough = rules.find_holes(self, 0..end, scratch.sources.len(), &mut scratch.holes);
         let room = scratch.holes.len();
         let done = scratch.match_up(purse, out);
         let stuck = if is_enough { self.short_of(above, end) } else { above - room };
-        (above - stuck - done, stuck)
+        Rest { left: above - stuck - done, stuck, held }
     }
 
     /// How many of `above` blocks find no hole below `end`; counts 64 blocks at a time, and only where it must.
@@ -170,11 +182,11 @@ impl Places {
         purse: &mut Purse,
         scratch: &mut Scratch,
         out: &mut Pairs,
-    ) -> (usize, usize) {
+    ) -> Rest {
         let keep = pages.keep();
         let above = pages.blocks_leaving(&keep);
         if above == 0 {
-            return (0, 0);
+            return Rest::default();
         }
         let sources = pages.leaving_pages(&keep).flat_map(|page| {
             let blocks = pages.blocks(page);
@@ -190,7 +202,7 @@ impl Places {
             }
         }
         let done = scratch.match_up(purse, out);
-        (above - done, 0)
+        Rest { left: above - scratch.held - done, stuck: 0, held: scratch.held }
     }
 }
 

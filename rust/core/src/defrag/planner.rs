@@ -4,7 +4,7 @@ use super::contiguous::{Arranger, Sequences, runs};
 use super::facts::{Budget, Facts, Purse};
 use super::goal::Goal;
 use super::places::Places;
-use super::plan::{Hysteresis, Plan};
+use super::plan::{Hysteresis, Plan, Rest};
 use super::rules::{Guard, Pairs, Rules, Scratch};
 
 /// A goal and when to work for it.
@@ -79,19 +79,21 @@ impl Planner {
             return Plan::default();
         }
         let (mut rules, mut purse) = (Rules::new(facts), Purse::new(budget));
-        let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), (0, 0));
+        let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), Rest::default());
         for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
             let done = named.len();
             match goal {
                 _ if !wakes => {}
                 Goal::Contiguous(runs) => {
                     let (rules, purse, out, named) = (&rules, &mut purse, &mut pairs, &mut named);
-                    Arranger { places, rules, purse, out, named }.arrange(sequences, runs as usize);
+                    rest.held += Arranger { places, rules, purse, out, named }.arrange(sequences, runs as usize);
                 }
                 _ => {
                     let marks = pairs.marks();
                     let found = places.plan_places(goal, end, &rules, &mut purse, scratch, &mut pairs);
-                    rest = (rest.0 + found.0, rest.1 + found.1);
+                    rest.left += found.left;
+                    rest.stuck += found.stuck;
+                    rest.held += found.held;
                     if i + 1 < awake.len() {
                         named.extend(pairs.since(marks));
                         named[done..].iter().for_each(|&pair| places.suspend(pair));

@@ -14,6 +14,8 @@ const SPARE_RUNS: usize = 64;
 const FEW_RUNS: usize = 8;
 /// How many holes are looked at, beyond a multiple of those needed, in search of some that cost less to enter.
 const SPARE_HOLES: usize = 1024;
+/// How many blocks that may not move now are passed over, beyond a multiple of those wanted, in search of others.
+const SPARE_BLOCKS: usize = 1024;
 
 /// Pairs of a plan that is being made, by how their holes are entered.
 #[derive(Clone, Debug, Default)]
@@ -97,6 +99,8 @@ impl HoleRuns {
 pub(super) struct Scratch {
     pub(super) sources: Vec<u32>,
     pub(super) hot: Vec<u32>,
+    /// Blocks that were passed over because they may not move now.
+    pub(super) held: usize,
     pub(super) holes: HoleRuns,
     pub(super) pairing: Pairing,
 }
@@ -117,22 +121,24 @@ impl<'a, F: Facts> Rules<'a, F> {
         if self.guards.iter().any(is_barred) { Entry::Never } else { self.facts.entry(BlockId(hole)) }
     }
 
-    pub(super) fn may_leave(&self, live: u32) -> bool {
-        !self.kept.contains(&live) && self.facts.may_leave(BlockId(live))
-    }
-
     /// Picks up to `count` blocks that may move, in the order given, but those of running sequences last.
     pub(super) fn pick(&self, blocks: impl Iterator<Item = u32>, count: usize, scratch: &mut Scratch) {
-        let Scratch { sources, hot, .. } = scratch;
+        let Scratch { sources, hot, held, .. } = scratch;
         sources.clear();
         hot.clear();
+        *held = 0;
         let most_hot = count.saturating_mul(4).saturating_add(SPARE_RUNS);
-        for block in blocks {
-            if sources.len() >= count || hot.len() >= most_hot {
+        let most_held = count.saturating_mul(4).saturating_add(SPARE_BLOCKS);
+        for block in blocks.filter(|block| !self.kept.contains(block)) {
+            if sources.len() >= count || hot.len() >= most_hot || *held >= most_held {
                 break;
             }
-            if self.may_leave(block) {
-                if self.facts.is_hot(BlockId(block)) { hot.push(block) } else { sources.push(block) }
+            if !self.facts.may_leave(BlockId(block)) {
+                *held += 1;
+            } else if self.facts.is_hot(BlockId(block)) {
+                hot.push(block);
+            } else {
+                sources.push(block);
             }
         }
         let left = count - sources.len();

@@ -1,26 +1,80 @@
-//! What the planner of moves is told of sequences: their block tables, and which of them run now.
+//! What the planner of moves is told of sequences: their block tables, which of them run now, and which blocks they write.
 
 use super::{Manager, require_tier};
 use crate::defrag::{Budget, Facts, Goal, Plan, Planner, Wanted};
 use crate::error::Result;
+use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::pool::Hint;
+use crate::pool::{Hint, Seen};
 use crate::table::{Row, Rows};
 
 /// What the manager knows of device blocks beyond their places. Its holes hold nothing: every entry is a plain move.
 struct Known<'a> {
     rows: &'a Rows,
-    hints: &'a [Hint],
+    blocks: Seen<'a>,
+    /// The present step, and the earliest that has not ended.
     open: TicketId,
+    first: TicketId,
+    block_size: u32,
+    /// Whether tables have null blocks.
+    null: bool,
 }
 
 impl Facts for Known<'_> {
     /// Whether the sequence that was last known to have it was written in this step or the one before.
     fn is_hot(&self, live: BlockId) -> bool {
-        let Hint { row, index } = self.hints[live.index()];
-        let row = self.rows.in_use(row).filter(|row| row.tier == Tier::Device);
-        let row = row.filter(|row| row.table.get(index as usize) == Some(&live));
-        row.is_some_and(|row| row.written.0 + 1 >= self.open.0)
+        self.hinted(live).is_some_and(|(row, _)| row.written.0 + 1 >= self.open.0)
+    }
+
+    /// Whether its bytes are what they will be at the end of the step, and are not about to change.
+    fn may_leave(&self, live: BlockId) -> bool {
+        if self.blocks.is_settled(live) {
+            return true;
+        }
+        if self.blocks.is_dirty(live) {
+            return false;
+        }
+        let Some((row, index)) = self.hinted(live).or_else(|| self.search(live)) else { return false };
+        // What was loaded may yet turn out to be lost.
+        if row.lost || row.ticket >= self.first {
+            return false;
+        }
+        let full = (index + 1).saturating_mul(self.block_size as usize) <= row.len as usize;
+        if row.written == self.open {
+            return full && !self.ends_with(row, index);
+        }
+        // A running sequence fills its last block step by step.
+        full || row.written.0 + 1 < self.open.0
+    }
+}
+
+impl<'a> Known<'a> {
+    /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
+    fn ends_with(&self, row: &Row, index: usize) -> bool {
+        // Behind the last token there may be blocks of an earlier lookahead.
+        let last = (row.len.saturating_sub(1) / self.block_size) as usize;
+        let mut behind = row.table.iter().take(last + 1).skip(index + 1);
+        let next = behind.find(|&&block| !(self.null && block == NULL_BLOCK));
+        next.is_none_or(|&next| self.blocks.is_dirty(next))
+    }
+
+    /// The row that a block was last known to be in, if it is, and where.
+    fn hinted(&self, block: BlockId) -> Option<(&'a Row, usize)> {
+        let Hint { row, index } = self.blocks.hint(block);
+        let row = self.rows.in_use(row).filter(|row| row.tier == Tier::Device)?;
+        (row.table.get(index as usize) == Some(&block)).then_some((row, index as usize))
+    }
+
+    /// Another row that has the block, most likely in the same place.
+    fn search(&self, block: BlockId) -> Option<(&'a Row, usize)> {
+        let hinted = self.blocks.hint(block).index as usize;
+        let rows = || self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
+        let same = rows().find(|(_, row)| row.table.get(hinted) == Some(&block)).map(|(id, row)| (id, row, hinted));
+        let (id, row, index) = same.or_else(|| {
+            rows().find_map(|(id, row)| Some((id, row, row.table.iter().position(|&other| other == block)?)))
+        })?;
+        self.blocks.set_hint(block, Hint { row: id.row(), index: u32::try_from(index).unwrap_or(u32::MAX) });
+        Some((row, index))
     }
 }
 
@@ -63,9 +117,11 @@ impl Manager {
 
     /// At most `budget` moves towards the goals.
     pub(super) fn plan(&mut self, tables: &[Vec<BlockId>], budget: usize) -> Plan {
-        let Some((places, hints)) = self.pools[0].planning() else { return Plan::default() };
+        let null = self.groups.slide();
+        let Some((places, blocks)) = self.pools[0].planning() else { return Plan::default() };
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
-        let known = Known { rows: &self.rows, hints, open: self.tickets.open() };
+        let (open, first) = (self.tickets.open(), self.tickets.first());
+        let known = Known { rows: &self.rows, blocks, open, first, block_size: self.block_size, null };
         self.planner.plan(places, &tables, &known, Budget::of_moves(budget))
     }
 }

@@ -13,11 +13,8 @@ use crate::table::Row;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
-/// How often a plan is made anew because blocks in it cannot be moved now.
+/// How often a plan is made anew because cached blocks in it have been evicted.
 const ATTEMPTS: usize = 8;
-
-/// Fewest moves that are planned anew, so that small budgets get past many such blocks.
-const RETRIED: usize = 64;
 
 /// What becomes of cached blocks that are in the way and that no sequence uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -132,13 +129,9 @@ impl Manager {
         let tables = self.tables_to_order(goals, sequences)?;
         self.follow_places();
         self.set_goals(goals);
-        let mut aside = Vec::new();
-        let (plan, moves) = self.plan_moves(&tables, budget.one_way(), cached, &mut aside);
+        let (plan, moves) = self.plan_moves(&tables, budget.one_way(), cached);
         if moves.dropped > 0 {
             part_orphans(&mut self.pools, Tier::Device);
-        }
-        for &block in &aside {
-            self.pools[0].put_back(block);
         }
         for &[from, to] in &plan {
             self.begin_move(BlockId(from), BlockId(to));
@@ -164,48 +157,20 @@ impl Manager {
         }
     }
 
-    /// Plans, and plans again around blocks that cannot be moved now, which are set aside, and those that are evicted.
-    fn plan_moves(
-        &mut self,
-        tables: &[Vec<BlockId>],
-        budget: usize,
-        cached: Cached,
-        aside: &mut Vec<BlockId>,
-    ) -> (Vec<[u32; 2]>, Moves) {
-        let (mut asked, mut dropped) = (budget, 0);
+    /// Plans, and plans again where cached blocks have been evicted.
+    fn plan_moves(&mut self, tables: &[Vec<BlockId>], budget: usize, cached: Cached) -> (Vec<[u32; 2]>, Moves) {
+        let mut dropped = 0;
         for attempt in 1.. {
-            let is_last = attempt >= ATTEMPTS;
-            if is_last {
-                asked = budget;
-            }
-            let Plan { mut pairs, left, stuck, .. } = self.plan(tables, asked);
+            let Plan { mut pairs, left, stuck, held, .. } = self.plan(tables, budget);
             if cached == Cached::Drop {
                 let evicted = self.evict_for(&mut pairs, stuck.min(budget));
                 dropped += evicted;
-                if evicted > 0 && !is_last {
+                if evicted > 0 && attempt < ATTEMPTS {
                     continue;
                 }
             }
-            let before = aside.len();
-            for &[from, _] in &pairs {
-                if !self.is_movable(BlockId(from)) {
-                    aside.push(BlockId(from));
-                    self.pools[0].set_aside(BlockId(from));
-                }
-            }
-            if aside.len() > before && !is_last {
-                asked = budget.max(RETRIED);
-                continue;
-            }
-            if pairs.len() > budget {
-                // Only the planner knows which of them come first.
-                asked = budget;
-                continue;
-            }
-            let refused: HashSet<u32> = aside[before..].iter().map(|block| block.0).collect();
-            pairs.retain(|[from, _]| !refused.contains(from));
             let planned = pairs.len();
-            return (pairs, Moves { planned, left, stuck, held: aside.len(), dropped });
+            return (pairs, Moves { planned, left, stuck, held, dropped });
         }
         (Vec::new(), Moves::default())
     }
@@ -226,52 +191,6 @@ impl Manager {
             pool.drop_cached(block);
         }
         before - pairs.len() + low.len()
-    }
-
-    /// Whether a live block's bytes are what they will be at the end of the step, and are not about to change.
-    fn is_movable(&mut self, block: BlockId) -> bool {
-        if self.pools[0].is_published(block) || self.pools[0].is_idle(block) {
-            return true;
-        }
-        let Some((row, index)) = self.owner(block) else { return false };
-        let Some(row) = self.rows.in_use(row) else { return false };
-        let (open, size) = (self.tickets.open(), self.block_size as usize);
-        if row.lost || row.ticket >= self.tickets.first() {
-            return false;
-        }
-        let full = (index + 1).saturating_mul(size) <= row.len as usize;
-        if row.written == open && (self.ends_with(row, index) || !full) {
-            return false;
-        }
-        // A running sequence fills its last block step by step.
-        full || row.written.0 + 1 < open.0
-    }
-
-    /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
-    fn ends_with(&self, row: &Row, index: usize) -> bool {
-        // Behind the last token there may be blocks of an earlier lookahead.
-        let last = (row.len.saturating_sub(1) / self.block_size) as usize;
-        let next = row.table.iter().take(last + 1).skip(index + 1).find(|&&block| !self.is_null(block));
-        next.is_none_or(|&next| self.pools[0].is_dirty(next))
-    }
-
-    /// A row that has the block in its table, and where.
-    fn owner(&mut self, block: BlockId) -> Option<(u32, usize)> {
-        let hint = self.pools[0].hint(block);
-        let index = hint.index as usize;
-        let has = |row: &Row| row.tier == Tier::Device && row.table.get(index) == Some(&block);
-        if self.rows.in_use(hint.row).is_some_and(has) {
-            return Some((hint.row, index));
-        }
-        let mut rows = self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
-        let found = rows.find(|(_, row)| has(row)).map(|(id, _)| (id.row(), index)).or_else(|| {
-            let mut rows = self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
-            rows.find_map(|(id, row)| Some((id.row(), row.table.iter().position(|&other| other == block)?)))
-        });
-        if let Some((row, index)) = found {
-            self.pools[0].note_owner(row, index, &[block]);
-        }
-        found
     }
 
     fn begin_move(&mut self, from: BlockId, to: BlockId) {

@@ -13,6 +13,7 @@ use crate::lease::LeaseKind;
 use crate::pool::Twin;
 use crate::prefix::grown;
 use crate::reuse::BlockSet;
+use std::cell::Cell;
 use std::ops::Range;
 
 /// The table that a block was last known to be in, and where. All tables that share a block have it in the same place.
@@ -30,8 +31,10 @@ pub(super) struct Moves {
     places: Places,
     /// Live and moving blocks that are in no table: they are cached.
     idle: BlockSet,
-    /// Blocks that the present step writes.
-    dirty: BlockSet,
+    /// By block, the step that last gave it out or wrote it in place. Only a few are ever asked for.
+    written: Vec<u32>,
+    /// The present one.
+    step: u32,
     /// Sources of moves that still count, and by source the target.
     moving: BlockSet,
     targets: Vec<BlockId>,
@@ -56,7 +59,7 @@ impl Moves {
             Place::Fixed
         } else if node.is_empty() {
             if block.index() < self.end { Place::Hole } else { Place::Fixed }
-        } else if self.dirty.contains(block) || self.moving.contains(block) {
+        } else if self.moving.contains(block) {
             Place::Fixed
         } else {
             Place::Live
@@ -68,9 +71,6 @@ impl Moves {
         let Like { place, leased, empty, idle } = like;
         if empty || leased {
             self.moving.remove_run(run.clone());
-        }
-        if empty && !leased {
-            self.dirty.remove_run(run.clone());
         }
         if idle {
             self.idle.insert_run(run.clone());
@@ -95,6 +95,38 @@ struct Like {
     idle: bool,
 }
 
+/// What is asked of single blocks while a planner has the places of all.
+#[derive(Clone, Copy)]
+pub(crate) struct Seen<'a> {
+    nodes: &'a [Node],
+    written: &'a [u32],
+    step: u32,
+    hints: &'a [Cell<Hint>],
+}
+
+impl Seen<'_> {
+    /// Whether the bytes of a block stay as they are: it can be found by its key, or is in no table.
+    pub(crate) fn is_settled(self, block: BlockId) -> bool {
+        let node = self.nodes[block.index()];
+        node.tag != 0 || node.refs == 0
+    }
+
+    /// Whether the present step is known to write a block; what it writes without asking the pool is not.
+    pub(crate) fn is_dirty(self, block: BlockId) -> bool {
+        self.written[block.index()] == self.step
+    }
+
+    /// The table that a block was last known to be in.
+    pub(crate) fn hint(self, block: BlockId) -> Hint {
+        self.hints[block.index()].get()
+    }
+
+    /// Says which table a block is in.
+    pub(crate) fn set_hint(self, block: BlockId, hint: Hint) {
+        self.hints[block.index()].set(hint);
+    }
+}
+
 impl Pool {
     /// Keeps the places of all blocks from now on, if it does not yet; `written` are blocks that the present step writes.
     pub(crate) fn follow_places(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) {
@@ -102,14 +134,15 @@ impl Pool {
             return;
         }
         let known = self.extent();
-        let mut dirty = BlockSet::empty(known);
+        let (step, mut steps) = (1, vec![0; known]);
         for block in written(self) {
-            dirty.insert(block);
+            steps[block.index()] = step;
         }
         self.moves = Some(Box::new(Moves {
             places: Places::new(known),
             idle: BlockSet::empty(known),
-            dirty,
+            written: steps,
+            step,
             moving: BlockSet::empty(known),
             targets: vec![NULL_BLOCK; known],
             hints: vec![UNKNOWN; known],
@@ -126,7 +159,7 @@ impl Pool {
         moves.end = blocks;
         let known = moves.hints.len().max(blocks);
         moves.places.grow(id(known));
-        moves.dirty.grow(known);
+        moves.written.resize(known, 0);
         moves.idle.grow(known);
         moves.moving.grow(known);
         moves.targets.resize(known, NULL_BLOCK);
@@ -154,9 +187,11 @@ impl Pool {
         self.moves.as_ref().map(|moves| &moves.places)
     }
 
-    /// As [`Pool::places`], for a planner; and by block, the tables that they were last known to be in.
-    pub(crate) fn planning(&mut self) -> Option<(&mut Places, &[Hint])> {
-        self.moves.as_mut().map(|moves| (&mut moves.places, &moves.hints[..]))
+    /// As [`Pool::places`], for a planner, and what else it asks of blocks.
+    pub(crate) fn planning(&mut self) -> Option<(&mut Places, Seen<'_>)> {
+        let Moves { places, written, step, hints, .. } = &mut **self.moves.as_mut()?;
+        let hints = Cell::from_mut(&mut hints[..]).as_slice_of_cells();
+        Some((places, Seen { nodes: &self.nodes, written, step: *step, hints }))
     }
 
     /// Brings up to date what a block is.
@@ -190,54 +225,33 @@ impl Pool {
         }
     }
 
-    /// Notes that blocks have been given out: the present step writes them.
+    /// Notes that free blocks have been given out, which the present step writes, itself or by transfers.
     #[inline(never)]
-    pub(super) fn note_taken(&mut self, blocks: &[BlockId]) {
+    pub(super) fn note_taken(&mut self, blocks: &[BlockId], leased: bool) {
         let Some(moves) = &mut self.moves else { return };
+        let place = if leased { Place::Fixed } else { Place::Live };
         for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
             let run = run[0].0..run[run.len() - 1].0 + 1;
-            moves.moving.remove_run(run.clone());
-            moves.dirty.insert_run(run.clone());
-            moves.idle.remove_run(run.clone());
-            moves.places.set_run(run, Place::Fixed);
+            moves.written[run.start as usize..run.end as usize].fill(moves.step);
+            moves.places.set_run(run, place);
         }
     }
 
-    /// Notes that the present step writes a block in place.
+    /// Notes that the present step writes a block, whatever it was before.
     #[inline]
     pub(crate) fn note_written(&mut self, block: BlockId) {
-        if self.moves.is_some() {
-            self.note_taken(&[block]);
+        if let Some(moves) = &mut self.moves {
+            moves.written[block.index()] = moves.step;
+            moves.moving.remove(block);
+            self.refresh(block);
         }
-    }
-
-    /// Whether the present step is known to write a block; what it writes without asking the pool is not.
-    pub(crate) fn is_dirty(&self, block: BlockId) -> bool {
-        self.moves.as_ref().is_some_and(|moves| moves.dirty.contains(block))
     }
 
     /// Ends the step: what it writes can be moved from now on.
     pub(crate) fn end_step(&mut self) {
-        let mut from = 0;
-        while let Some(run) = self.moves.as_ref().and_then(|moves| moves.dirty.next_run(from, u32::MAX)) {
-            if let Some(moves) = &mut self.moves {
-                moves.dirty.remove_run(run.clone());
-            }
-            from = run.end;
-            self.refresh_run(run);
-        }
-    }
-
-    /// Has a live block count as fixed until it is refreshed.
-    pub(crate) fn set_aside(&mut self, block: BlockId) {
         if let Some(moves) = &mut self.moves {
-            moves.places.set(block, Place::Fixed);
+            moves.step = moves.step.wrapping_add(1);
         }
-    }
-
-    /// Ends [`Pool::set_aside`].
-    pub(crate) fn put_back(&mut self, block: BlockId) {
-        self.refresh(block);
     }
 
     /// Cached blocks in no table, the lowest first, whose bytes no move is to keep.
@@ -401,17 +415,24 @@ mod tests {
     }
 
     #[test]
-    fn what_a_step_writes_is_fixed_until_it_ends() {
+    fn what_a_step_writes_is_known_until_it_ends() {
         use Place::{Fixed, Hole, Live};
         let mut pool = pool();
-        assert_eq!(places(&pool), [Live, Live, Live, Fixed, Live, Hole, Hole, Hole]);
+        let dirty = |pool: &mut Pool| {
+            let (_, seen) = pool.planning().unwrap();
+            (0..8).filter(|&block| seen.is_dirty(BlockId(block))).collect::<Vec<_>>()
+        };
+        assert_eq!(dirty(&mut pool), [3]);
         pool.note_written(BlockId(0));
         pool.take(1, &mut Vec::new());
-        assert_eq!(places(&pool), [Fixed, Live, Live, Fixed, Live, Fixed, Hole, Hole]);
+        pool.take_to_write(1, &mut Vec::new());
+        assert_eq!(dirty(&mut pool), [0, 3, 5, 6]);
+        assert_eq!(places(&pool), [Live, Live, Live, Live, Live, Live, Fixed, Hole]);
         pool.release(BlockId(5));
         pool.lease(BlockId(3), LeaseKind::Read).unwrap();
         pool.end_step();
-        assert_eq!(places(&pool), [Live, Live, Live, Fixed, Live, Hole, Hole, Hole]);
+        assert_eq!(places(&pool), [Live, Live, Live, Fixed, Live, Hole, Fixed, Hole]);
+        assert!(dirty(&mut pool).is_empty());
         check(&pool);
     }
 

@@ -10,6 +10,13 @@ pub(crate) enum Op {
     Defragment(Goals, Budget, Cached),
     /// Everything lands, then blocks are moved, and the step is handed out, perhaps to fail.
     Settled(Goals, Option<usize>),
+    /// A sequence comes back by a load that may fail; what is copied from it meanwhile is moved before the load ends.
+    Copied {
+        pick: usize,
+        lost: Option<usize>,
+        tokens: u32,
+        goals: Goals,
+    },
 }
 
 /// Up to two goals, and the sequences that are named: the first and their number.
@@ -49,6 +56,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         5 => (goals(), budget(), prop::sample::select(&Cached::ALL[..]))
             .prop_map(|(goals, budget, cached)| Op::Defragment(goals, budget, cached)),
         2 => (goals(), prop::option::of(0usize..8)).prop_map(|(goals, lost)| Op::Settled(goals, lost)),
+        1 => (0usize..64, prop::option::of(0usize..8), 1u32..9, goals())
+            .prop_map(|(pick, lost, tokens, goals)| Op::Copied { pick, lost, tokens, goals }),
     ]
 }
 
@@ -66,6 +75,20 @@ impl World {
                 if ordered && goals.named.is_none() && lost.is_none() {
                     self.settle();
                     assert!(self.runs() <= before, "{} runs instead of {before}", self.runs());
+                }
+            }
+            Op::Copied { pick, lost, tokens, goals } => {
+                let others = self.pick(pick + 1, 2);
+                for sequence in self.pick(pick, 1) {
+                    self.come_back(sequence, lost, tokens);
+                    // There must be a place to move to.
+                    let others: Vec<_> = others.iter().copied().filter(|&other| other != sequence).collect();
+                    self.free(&others);
+                    self.defragment(goals, Budget::UNLIMITED, Cached::Move);
+                    self.step(None);
+                    if let Some(moves) = self.tickets.keys().next_back().copied() {
+                        self.end(moves);
+                    }
                 }
             }
         }
