@@ -117,6 +117,76 @@ def test_cached_blocks_in_the_way_are_dropped_where_they_may_be() -> None:
     assert manager.cached_tokens(list(range(3 * SIZE + 1))) == 0
 
 
+def between_cached(manager: BlockManager) -> int:
+    """A sequence in blocks 0, 3, 4 and 7; 1 and 2, 5 and 6 are two cached prompts."""
+    sequence, _ = manager.allocate([SIZE, 0])
+    prompts = []
+    for n in (1, 2):
+        prompts += manager.allocate_prompts([[n] * 2 * SIZE])[0].tolist()
+        manager.append([sequence], SIZE * (3 - n))
+        end(manager)
+    end(manager)
+    manager.mark_computed(prompts)
+    manager.free(prompts)
+    return int(sequence)
+
+
+def hits(manager: BlockManager) -> list[int]:
+    return [manager.cached_tokens([n] * (2 * SIZE + 1)) // SIZE for n in (1, 2)]
+
+
+def test_a_table_becomes_contiguous_in_a_pool_that_is_full_of_cached_blocks() -> None:
+    manager = books(8, prefix_caching=True)
+    sequence = between_cached(manager)
+    assert (manager.block_table(sequence).tolist(), hits(manager)) == ([0, 3, 4, 7], [2, 2])
+    assert len(manager.defragment("contiguous", 1)) == 0
+    report = manager.defragment("contiguous", 1, cached="drop")
+    assert (report.planned, report.dropped) == (2, 2)
+    end(manager)
+    assert manager.fragmentation().runs == 1
+    assert hits(manager) == [1, 0]
+
+
+def test_a_cached_block_that_is_exchanged_is_found_again_once_it_has_landed() -> None:
+    manager = books(10, prefix_caching=True)
+    sequence = between_cached(manager)
+    report = manager.defragment("contiguous", 1, cached="exchange")
+    assert (report.planned, report.dropped) == (4, 0)
+    assert hits(manager) == [1, 0]
+    decision = manager.take_decision()
+    pairs = dict(decision.move[0].ids.tolist())
+    chains = [block for block in pairs if block in pairs.values()]
+    assert len(chains) == 2
+    assert {pairs[block] for block in chains} == {8, 9}
+    manager.complete(decision.ticket)
+    assert manager.fragmentation().runs == 1
+    assert hits(manager) == [2, 2]
+    assert manager.stats().moved_blocks == 4
+    assert len(manager.block_table(sequence)) == 4
+
+
+def test_what_a_failed_exchange_was_to_keep_is_lost_and_the_table_stays() -> None:
+    manager = books(10, prefix_caching=True)
+    sequence = between_cached(manager)
+    before = manager.block_table(sequence).tolist()
+    manager.defragment("contiguous", 1, cached="exchange")
+    decision = manager.take_decision()
+    assert manager.fail(decision.ticket, decision.move).size == 0
+    assert manager.block_table(sequence).tolist() == before
+    assert hits(manager) == [1, 0]
+    manager.check()
+
+
+def test_an_exchange_that_is_not_needed_any_more_leaves_the_cached_block_where_it_is() -> None:
+    manager = books(10, prefix_caching=True)
+    sequence = between_cached(manager)
+    manager.defragment("contiguous", 1, cached="exchange")
+    manager.free([sequence])
+    assert hits(manager) == [1, 0]
+    assert not manager.take_decision().move
+    assert hits(manager) == [2, 2]
+
+
 def test_a_cached_block_that_moves_keeps_its_turn_to_be_evicted() -> None:
     manager = books(8, prefix_caching=True)
     first, _ = manager.allocate([3 * SIZE, 0])
@@ -150,7 +220,7 @@ def test_fragmentation_says_how_blocks_lie() -> None:
 
 
 def test_what_becomes_of_cached_blocks_has_a_name() -> None:
-    with pytest.raises(InvalidArgumentError, match='cached is "burn", must be "move" or "drop"'):
+    with pytest.raises(InvalidArgumentError, match='cached is "burn", must be "move", "drop" or "exchange"'):
         books().defragment("dense", 0, cached="burn")  # type: ignore[arg-type]
 
 

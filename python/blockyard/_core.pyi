@@ -604,7 +604,7 @@ class BlockManager:
         max_moves: int = 512,
         max_bytes: int | None = None,
         block_bytes: int | None = None,
-        cached: Literal["move", "drop"] = "move",
+        cached: Literal["move", "drop", "exchange"] = "move",
     ) -> DefragReport:
         """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
 
@@ -625,12 +625,14 @@ class BlockManager:
             number: see above, in blocks or runs; None where there are several goals.
             sequences: those that `"contiguous"` is about, the first in front, with the tables of all their cache
                 groups; None for all on the device.
-            max_moves: most blocks to move in this step.
+            max_moves: most blocks to move in this step; an exchange takes two of them.
             max_bytes: most bytes to write in this step; None for any number.
             block_bytes: bytes of a block, all layers; needed for `max_bytes`.
-            cached: what becomes of cached blocks in the way that no sequence uses. `"move"`: they move like others and
-                keep their place in the order of eviction. `"drop"`: they are evicted, and so are others, the lowest
-                first, where live blocks lack holes.
+            cached: what becomes of cached blocks that no sequence uses. `"move"`: they move like others and keep their
+                place in the order of eviction. `"drop"`: they count as holes for every goal; those that are in the way
+                of a goal but `"contiguous"`, and those that blocks move into, are evicted. `"exchange"`: as `"drop"`,
+                but what is in them moves on to a free block, as long as there is one that is not in the way: nobody
+                finds it until the ticket is completed, then it counts as just used.
 
         Returns:
             How many moves are planned, and what stays in the way of the goals.

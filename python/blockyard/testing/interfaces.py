@@ -132,7 +132,7 @@ class PrefixManagerLike(ManagerLike, Protocol):
         number: int,
         *,
         max_moves: int = ...,
-        cached: Literal["move", "drop"] = ...,
+        cached: Literal["move", "drop", "exchange"] = ...,
     ) -> DefragReport: ...
     def take_events(self) -> EventBatch: ...
 

@@ -210,14 +210,14 @@ class PrefixMachine(RuleBasedStateMachine):
         goal=st.sampled_from(["max_id", "free_tail", "dense", "empty_pages", "contiguous"]),
         number=st.integers(1, 12),
         most=st.integers(0, 6),
-        cached=st.sampled_from(["move", "move", "drop"]),
+        cached=st.sampled_from(["move", "drop", "exchange"]),
     )
     def defragment(
         self,
         goal: Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"],
         number: int,
         most: int,
-        cached: Literal["move", "drop"],
+        cached: Literal["move", "drop", "exchange"],
     ) -> None:
         """Decide moves within the device, which nobody notices before their ticket is completed."""
         free, tables = self.manager.num_free("device"), self.describe()[0]

@@ -23,7 +23,7 @@ pub enum Reason {
     Lost,
     /// It holds other tokens now.
     Replaced,
-    /// Its bytes lie in another block now; that it is stored there is told next.
+    /// Its bytes lie in another block now; that it is stored there is told next, or once they have landed.
     Moved,
 }
 

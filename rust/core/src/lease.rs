@@ -1,8 +1,10 @@
 //! Leases and the tickets that hold them. A leased block is not freed, moved or given out again until the transfer that
 //! reads or writes it has finished.
 
+use crate::event::Told;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::plan::Run;
+use crate::pool::Findable;
 use std::collections::BTreeMap;
 
 /// What a transfer does with a block, and so what the block may be used for meanwhile.
@@ -33,8 +35,8 @@ pub struct Lease {
 pub(crate) struct Tickets {
     open: TicketId,
     collected: Vec<Held>,
-    /// Moves of the present step, `[from, to]`: it writes their targets.
-    moves: Vec<[u32; 2]>,
+    /// Moves of the present step.
+    moves: Relocations,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[Bytes; 2]>>,
@@ -48,12 +50,41 @@ pub(crate) type Bytes = (BlockId, u32);
 struct Ticket {
     held: Vec<Held>,
     copies: Vec<[Bytes; 2]>,
-    moves: Vec<[u32; 2]>,
+    moves: Relocations,
 }
 
-/// Leases on the targets of moves on the device.
-fn targets(moves: &[[u32; 2]]) -> impl Iterator<Item = Lease> {
-    moves.iter().map(|&[_, to]| Lease { tier: Tier::Device, kind: LeaseKind::Write, block: BlockId(to) })
+/// Blocks of the device whose bytes are on the way to others: their targets are written under the ticket.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Relocations {
+    /// `[from, to]`: books name the source until the ticket has ended.
+    pub(crate) moves: Vec<[u32; 2]>,
+    /// Cached blocks that some of these moves write: nobody finds them until the ticket has ended.
+    pub(crate) kept: Vec<Kept>,
+}
+
+/// What can be found in a block once its bytes have landed there.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kept {
+    pub(crate) from: BlockId,
+    pub(crate) to: BlockId,
+    pub(crate) found: Findable,
+    pub(crate) told: Option<Told>,
+}
+
+impl Relocations {
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.moves.is_empty() && self.kept.is_empty()
+    }
+
+    /// `[from, to]` of all.
+    pub(crate) fn pairs(&self) -> impl Iterator<Item = [u32; 2]> {
+        self.moves.iter().copied().chain(self.kept.iter().map(|kept| [kept.from.0, kept.to.0]))
+    }
+
+    fn leases(&self) -> impl Iterator<Item = Lease> {
+        self.pairs().map(|[_, to]| Lease { tier: Tier::Device, kind: LeaseKind::Write, block: BlockId(to) })
+    }
 }
 
 /// What a ticket holds, in the order in which it was collected.
@@ -106,7 +137,7 @@ impl Tickets {
         Self {
             open: TicketId(1),
             collected: Vec::new(),
-            moves: Vec::new(),
+            moves: Relocations::default(),
             submitted: BTreeMap::new(),
             ended_copies: BTreeMap::new(),
         }
@@ -166,16 +197,14 @@ impl Tickets {
 
     /// Leases of a submitted ticket.
     pub(crate) fn get(&self, ticket: TicketId) -> Option<impl Iterator<Item = Lease>> {
-        self.submitted
-            .get(&ticket)
-            .map(|ticket| ticket.held.iter().flat_map(Held::leases).chain(targets(&ticket.moves)))
+        self.submitted.get(&ticket).map(|ticket| ticket.held.iter().flat_map(Held::leases).chain(ticket.moves.leases()))
     }
 
     /// Leases of a submitted ticket or of the present step's.
     pub(crate) fn of(&self, ticket: TicketId) -> impl Iterator<Item = Lease> {
         let submitted = self.submitted.get(&ticket).map(|ticket| (&ticket.held, &ticket.moves));
         let held = if ticket == self.open { Some((&self.collected, &self.moves)) } else { submitted };
-        held.into_iter().flat_map(|(held, moves)| held.iter().flat_map(Held::leases).chain(targets(moves)))
+        held.into_iter().flat_map(|(held, moves)| held.iter().flat_map(Held::leases).chain(moves.leases()))
     }
 
     /// Closes a submitted ticket and gives back what it held.
@@ -207,27 +236,27 @@ impl Tickets {
     pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> {
         let held = self.submitted.values().flat_map(|ticket| &ticket.held).chain(&self.collected);
         let moves = self.submitted.values().map(|ticket| &ticket.moves).chain([&self.moves]);
-        held.flat_map(Held::leases).chain(moves.flat_map(|moves| targets(moves)))
+        held.flat_map(Held::leases).chain(moves.flat_map(Relocations::leases))
     }
 
     /// Notes a move of the present step.
     pub(crate) fn collect_move(&mut self, from: BlockId, to: BlockId) {
-        self.moves.push([from.0, to.0]);
+        self.moves.moves.push([from.0, to.0]);
     }
 
     /// Moves of the present step.
-    pub(crate) fn open_moves(&mut self) -> &mut Vec<[u32; 2]> {
+    pub(crate) fn open_moves(&mut self) -> &mut Relocations {
         &mut self.moves
     }
 
     /// Moves of a submitted ticket.
-    pub(crate) fn moves_of(&mut self, ticket: TicketId) -> Option<&mut Vec<[u32; 2]>> {
+    pub(crate) fn moves_of(&mut self, ticket: TicketId) -> Option<&mut Relocations> {
         self.submitted.get_mut(&ticket).map(|ticket| &mut ticket.moves)
     }
 
     /// Moves under way, the present step's included.
     pub(crate) fn moves(&self) -> impl Iterator<Item = [u32; 2]> {
-        self.submitted.values().flat_map(|ticket| &ticket.moves).chain(&self.moves).copied()
+        self.submitted.values().map(|ticket| &ticket.moves).chain([&self.moves]).flat_map(Relocations::pairs)
     }
 
     /// The earliest ticket that has not ended, the present step's at the latest.

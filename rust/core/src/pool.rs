@@ -24,6 +24,7 @@ mod quota;
 mod resize;
 mod snapshot;
 mod twin;
+pub(crate) use cached::Findable;
 pub(crate) use places::{Hint, Seen};
 pub(crate) use publish::Published;
 pub use resize::BlockUse;

@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use blockyard_core::defrag::{Budget, Entry, Facts, Goal, Place, Places, Plain, Plan, Planner, Wanted, runs};
+use blockyard_core::reuse::BlockSet;
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
 use std::cell::Cell;
@@ -294,6 +295,80 @@ proptest! {
         let goal = Goal::EmptyPages(page);
         prop_assert_eq!(watched.plan(goal, budget), counted.plan(goal, budget));
         prop_assert_eq!(watched.excess(goal), counted.excess(goal));
+    }
+}
+
+/// Holes with content, which goes on to others or not: the holes of other places.
+struct Cached {
+    content: Places,
+    keep: bool,
+}
+
+impl Facts for Cached {
+    fn entry(&self, hole: BlockId) -> Entry {
+        match (self.content.holes().contains(hole), self.keep) {
+            (false, _) => Entry::Move,
+            (true, true) => Entry::Exchange,
+            (true, false) => Entry::Drop,
+        }
+    }
+
+    fn content(&self) -> Option<&BlockSet> {
+        Some(self.content.holes())
+    }
+}
+
+proptest! {
+    #[test]
+    fn content_makes_way_and_is_kept_where_that_is_wanted_and_there_is_room(
+        states in prop::collection::vec(prop_oneof![2 => Just(0u8), 3 => Just(1u8), 1 => Just(2u8), 3 => Just(3u8)], 1..60),
+        goal in goals(), keep in any::<bool>(), moves in prop_oneof![0usize..9, Just(1000)],
+    ) {
+        let content = places(&states.iter().map(|&state| u8::from(state != 3)).collect::<Vec<_>>());
+        let mut places = places(&states.iter().map(|state| state % 3).collect::<Vec<_>>());
+        let live: Vec<BlockId> = places.live().iter().collect();
+        let facts = Cached { content, keep };
+        let budget = Budget { moves: usize::MAX, bytes: moves as u64, block_bytes: 1 };
+        let plan = places.plan_all(&[goal], &[&live], &facts, budget);
+        prop_assert!(plan.pairs.len() + plan.onward.len() <= moves);
+        prop_assert_eq!(plan.exchanges().len(), plan.onward.len());
+        // What every block holds afterwards: nothing, live, fixed, or content, by where that was.
+        let mut now: Vec<(u8, usize)> = states.iter().copied().zip(0..).collect();
+        let all: Vec<[u32; 2]> = plan.pairs.iter().chain(&plan.onward).copied().collect();
+        for &[from, to] in &all {
+            let entered = plan.onward.iter().any(|[from, _]| *from == to) || plan.drops().iter().any(|[_, drop]| *drop == to);
+            prop_assert_eq!(states[to as usize], if entered { 3 } else { 0 });
+            prop_assert!([1, 3].contains(&states[from as usize]));
+        }
+        let before = now.clone();
+        for [from, _] in &all {
+            now[*from as usize] = (0, 0);
+        }
+        for &[from, to] in &all {
+            now[to as usize] = before[from as usize];
+        }
+        for &block in &plan.clear {
+            prop_assert_eq!(now[block as usize].0, 3);
+            now[block as usize] = (0, 0);
+        }
+        let count = |state: u8, of: &[(u8, usize)]| of.iter().filter(|(found, _)| *found == state).count();
+        let (held, kept) = (count(3, &before), count(3, &now));
+        prop_assert_eq!((count(1, &now), count(2, &now)), (live.len(), count(2, &before)));
+        prop_assert_eq!(held - kept, plan.drops().len() + plan.clear.len());
+        let end = match goal {
+            Goal::MaxId(n) => n as usize + 1,
+            Goal::FreeTail(n) => states.len().saturating_sub(n as usize),
+            _ => states.len(),
+        };
+        let above = now.iter().skip(end).filter(|(state, _)| [1, 3].contains(state)).count();
+        if moves == 1000 {
+            prop_assert!(above == plan.stuck, "{above} in the way, {}", plan.stuck);
+        }
+        if keep && held > kept {
+            let blank = |block: usize| states[block] == 0 && now[block].0 == 0;
+            let is_last = matches!(goal, Goal::EmptyPages(_) | Goal::Dense(_));
+            prop_assert!(is_last || !(0..end.min(states.len())).any(blank), "dropped, and a hole is left");
+        }
     }
 }
 

@@ -72,7 +72,8 @@ impl PyBlockManager {
     ) -> PyResult<PyDefragReport> {
         let goals = goals(goal, number)?;
         let what = Cached::from_name(cached);
-        let what = what.ok_or_else(|| invalid(format!("cached is {cached:?}, must be \"move\" or \"drop\"")))?;
+        let what =
+            what.ok_or_else(|| invalid(format!("cached is {cached:?}, must be \"move\", \"drop\" or \"exchange\"")))?;
         let block_bytes = match (max_bytes, block_bytes.unwrap_or(0)) {
             (Some(bytes), 0) => {
                 return Err(invalid(format!("block_bytes is 0, must be at least 1 for max_bytes of {bytes}")));

@@ -1,6 +1,7 @@
 //! What a planner asks of the blocks' owner beyond their places, and what it may spend.
 
 use crate::id::BlockId;
+use crate::reuse::BlockSet;
 
 /// How a hole is entered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -10,7 +11,8 @@ pub enum Entry {
     Move,
     /// It is cached, and may be evicted: its key is dropped and its bytes are overwritten.
     Drop,
-    /// Its bytes must live: the two blocks change places.
+    /// Its bytes must live: the two blocks change places; or, where they count as [`Facts::content`], they go on to a hole
+    /// that holds nothing, if there is one.
     Exchange,
     /// It is nobody's destination now.
     Never,
@@ -22,6 +24,12 @@ pub trait Facts {
     fn entry(&self, hole: BlockId) -> Entry {
         let _ = hole;
         Entry::Move
+    }
+
+    /// Holes that hold something findable, which is in the way where a goal wants blocks to be free. None if what is in
+    /// holes is in nobody's way.
+    fn content(&self) -> Option<&BlockSet> {
+        None
     }
 
     /// Whether a live block belongs to a sequence that runs now: it moves only when there is nothing else to move.

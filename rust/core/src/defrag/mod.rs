@@ -5,6 +5,7 @@
 //! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the places of an allocator that is not
 //! ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
 
+mod content;
 mod contiguous;
 mod facts;
 mod goal;

@@ -19,8 +19,8 @@ pub(super) struct Rest {
 /// Moves towards goals; nothing has moved yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// `(from, to)`: live blocks and the holes that they go to, no block named twice; moves first, then drops, then
-    /// exchanges.
+    /// `(from, to)`: live blocks, or content in the way, and the holes that they go to, no block named twice; moves first,
+    /// then drops, then exchanges.
     pub pairs: Vec<[u32; 2]>,
     /// Moves that the goals need beyond these: those past the budget. `contiguous` adds nothing to it.
     pub left: usize,
@@ -28,6 +28,10 @@ pub struct Plan {
     pub stuck: usize,
     /// Live blocks that stay in the way because their owner does not let them move now, as far as a plan has met them.
     pub held: usize,
+    /// Where [`Facts::content`] tells of any: what is in the holes of [`Plan::exchanges`], and the holes that it goes on to.
+    pub onward: Vec<[u32; 2]>,
+    /// Holes whose content is to be dropped because it is in the way.
+    pub clear: Vec<u32>,
     drops_from: usize,
     exchanges_from: usize,
 }
@@ -36,11 +40,12 @@ impl Plan {
     pub(super) fn new(mut pairs: Pairs, rest: Rest) -> Self {
         let drops_from = pairs.moves.len();
         let exchanges_from = drops_from + pairs.drops.len();
-        let mut all = pairs.moves;
+        let mut all = std::mem::take(&mut pairs.moves);
         all.append(&mut pairs.drops);
         all.append(&mut pairs.exchanges);
         let Rest { left, stuck, held } = rest;
-        Self { pairs: all, left, stuck, held, drops_from, exchanges_from }
+        let Pairs { onward, clear, .. } = pairs;
+        Self { pairs: all, left, stuck, held, onward, clear, drops_from, exchanges_from }
     }
 
     /// Pairs whose destination nobody will read.
@@ -55,7 +60,7 @@ impl Plan {
         &self.pairs[self.drops_from..self.exchanges_from]
     }
 
-    /// Pairs that change places.
+    /// Pairs that change places, or whose destination's content goes on.
     #[must_use]
     pub fn exchanges(&self) -> &[[u32; 2]] {
         &self.pairs[self.exchanges_from..]

@@ -1,5 +1,6 @@
 //! Several goals at once, by priority, step after step.
 
+use super::content;
 use super::contiguous::{Arranger, Sequences, runs};
 use super::facts::{Budget, Facts, Purse};
 use super::goal::Goal;
@@ -70,7 +71,9 @@ impl Planner {
                 if let Goal::EmptyPages(page) = *goal {
                     places.watch_pages(page);
                 }
-                let wakes = hysteresis.wakes(excess(places, *goal, sequences));
+                let live = excess(places, *goal, sequences);
+                let all = facts.content().map_or(live, |content| content::excess(content, *goal, places, live));
+                let wakes = hysteresis.wakes(all);
                 due |= wakes;
                 (*goal, goal.end(places), wakes)
             })
@@ -80,6 +83,7 @@ impl Planner {
         }
         let (mut rules, mut purse) = (Rules::new(facts), Purse::new(budget));
         let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), Rest::default());
+        let mut awake_guards = Vec::new();
         for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
             let done = named.len();
             match goal {
@@ -100,14 +104,15 @@ impl Planner {
                     }
                 }
             }
-            match goal {
-                Goal::EmptyPages(page) => {
-                    let keep = places.watched(page).map(super::pages::Pages::keep);
-                    rules.guards.extend(keep.map(|keep| Guard::Pages(page, keep)));
-                }
-                Goal::Contiguous(_) => rules.kept.extend(sequences.iter().copied().flatten().map(|block| block.0)),
-                _ => rules.guards.push(Guard::Below(end)),
+            let guard = Guard::of(goal, end, places);
+            rules.guards.extend(guard);
+            awake_guards.extend(guard.filter(|_| wakes));
+            if guard.is_none() {
+                rules.kept.extend(sequences.iter().copied().flatten().map(|block| block.0));
             }
+        }
+        if let Some(content) = facts.content() {
+            rest.left += content::settle(content, &awake_guards, places, &rules, &mut purse, &mut pairs);
         }
         for pair in named {
             places.resume(pair);

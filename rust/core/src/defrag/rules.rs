@@ -13,7 +13,7 @@ const SPARE_RUNS: usize = 64;
 /// The same for plans of few moves, beyond their number.
 const FEW_RUNS: usize = 8;
 /// How many holes are looked at, beyond a multiple of those needed, in search of some that cost less to enter.
-const SPARE_HOLES: usize = 1024;
+pub(super) const SPARE_HOLES: usize = 1024;
 /// How many blocks that may not move now are passed over, beyond a multiple of those wanted, in search of others.
 const SPARE_BLOCKS: usize = 1024;
 
@@ -23,6 +23,9 @@ pub(super) struct Pairs {
     pub(super) moves: Vec<[u32; 2]>,
     pub(super) drops: Vec<[u32; 2]>,
     pub(super) exchanges: Vec<[u32; 2]>,
+    /// See [`super::Plan`].
+    pub(super) onward: Vec<[u32; 2]>,
+    pub(super) clear: Vec<u32>,
 }
 
 impl Pairs {
@@ -112,13 +115,8 @@ impl<'a, F: Facts> Rules<'a, F> {
 
     /// How a hole is entered.
     pub(super) fn entry(&self, places: &Places, hole: u32) -> Entry {
-        let is_barred = |guard: &Guard| match guard {
-            Guard::Below(end) => hole >= *end,
-            Guard::Pages(page, keep) => {
-                places.watched(*page).is_some_and(|pages| !pages.is_kept(keep, pages.page_of(hole)))
-            }
-        };
-        if self.guards.iter().any(is_barred) { Entry::Never } else { self.facts.entry(BlockId(hole)) }
+        let is_barred = self.guards.iter().any(|guard| guard.bars(places, hole));
+        if is_barred { Entry::Never } else { self.facts.entry(BlockId(hole)) }
     }
 
     /// Picks up to `count` blocks that may move, in the order given, but those of running sequences last.

@@ -1,14 +1,16 @@
 //! What the planner of moves is told of sequences: their block tables, which of them run now, and which blocks they write.
 
+use super::moves::Cached;
 use super::{Manager, require_tier};
-use crate::defrag::{Budget, Facts, Goal, Plan, Planner, Wanted};
+use crate::defrag::{Budget, Entry, Facts, Goal, Plan, Planner, Wanted};
 use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::pool::{Hint, Seen};
+use crate::reuse::BlockSet;
 use crate::table::{Row, Rows};
 
-/// What the manager knows of device blocks beyond their places. Its holes hold nothing: every entry is a plain move.
+/// What the manager knows of device blocks beyond their places.
 struct Known<'a> {
     rows: &'a Rows,
     blocks: Seen<'a>,
@@ -18,9 +20,18 @@ struct Known<'a> {
     block_size: u32,
     /// Whether tables have null blocks.
     null: bool,
+    cached: Cached,
 }
 
 impl Facts for Known<'_> {
+    fn entry(&self, hole: BlockId) -> Entry {
+        if self.blocks.idle.contains(hole) { self.cached.entry() } else { Entry::Move }
+    }
+
+    fn content(&self) -> Option<&BlockSet> {
+        (self.cached != Cached::Move).then_some(self.blocks.idle)
+    }
+
     /// Whether the sequence that was last known to have it was written in this step or the one before.
     fn is_hot(&self, live: BlockId) -> bool {
         self.hinted(live).is_some_and(|(row, _)| row.written.0 + 1 >= self.open.0)
@@ -115,13 +126,14 @@ impl Manager {
         }
     }
 
-    /// At most `budget` moves towards the goals.
-    pub(super) fn plan(&mut self, tables: &[Vec<BlockId>], budget: usize) -> Plan {
+    /// At most `budget` moves towards the goals: what is to be kept of a block that one of them writes takes another.
+    pub(super) fn plan(&mut self, tables: &[Vec<BlockId>], budget: usize, cached: Cached) -> Plan {
         let null = self.groups.slide();
         let Some((places, blocks)) = self.pools[0].planning() else { return Plan::default() };
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
         let (open, first) = (self.tickets.open(), self.tickets.first());
-        let known = Known { rows: &self.rows, blocks, open, first, block_size: self.block_size, null };
-        self.planner.plan(places, &tables, &known, Budget::of_moves(budget))
+        let known = Known { rows: &self.rows, blocks, open, first, block_size: self.block_size, null, cached };
+        let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
+        self.planner.plan(places, &tables, &known, budget)
     }
 }

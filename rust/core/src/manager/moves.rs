@@ -4,17 +4,16 @@
 //! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
 //! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
 
+use super::hostcache::join_copies;
 use super::{Manager, invalid, link, part_orphans};
-use crate::defrag::{Budget, Plan, Wanted};
+use crate::defrag::{Budget, Entry, Place, Plan, Wanted};
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::lease::{Kept, Relocations};
 use crate::pool::{BlockUse, Twin};
 use crate::table::Row;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-
-/// How often a plan is made anew because cached blocks in it have been evicted.
-const ATTEMPTS: usize = 8;
 
 /// What becomes of cached blocks that are in the way and that no sequence uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,13 +21,15 @@ pub enum Cached {
     /// They move like others, and stay findable.
     #[default]
     Move,
-    /// They are evicted: those in the way, and others where live blocks lack holes.
+    /// They count as holes: those are evicted that are in the way, or that others move into.
     Drop,
+    /// They count as holes, but what is in these moves on to a hole that holds nothing, if there is one left.
+    Exchange,
 }
 
 impl Cached {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Move, Self::Drop];
+    pub const ALL: [Self; 3] = [Self::Move, Self::Drop, Self::Exchange];
 
     /// Its name in messages and in Python.
     #[must_use]
@@ -36,6 +37,24 @@ impl Cached {
         match self {
             Self::Move => "move",
             Self::Drop => "drop",
+            Self::Exchange => "exchange",
+        }
+    }
+
+    /// What such blocks count as.
+    pub(super) const fn place(self) -> Place {
+        match self {
+            Self::Move => Place::Live,
+            Self::Drop | Self::Exchange => Place::Hole,
+        }
+    }
+
+    /// How one is entered.
+    pub(super) const fn entry(self) -> Entry {
+        match self {
+            Self::Move => Entry::Never,
+            Self::Drop => Entry::Drop,
+            Self::Exchange => Entry::Exchange,
         }
     }
 
@@ -127,22 +146,29 @@ impl Manager {
         cached: Cached,
     ) -> Result<Moves> {
         let tables = self.tables_to_order(goals, sequences)?;
-        self.follow_places();
+        self.follow_places(cached);
         self.set_goals(goals);
-        let (plan, moves) = self.plan_moves(&tables, budget.one_way(), cached);
-        if moves.dropped > 0 {
+        let plan = self.plan(&tables, budget.one_way(), cached);
+        let evicted = plan.drops().iter().map(|&[_, to]| to).chain(plan.clear.iter().copied());
+        let dropped = evicted.map(|block| self.pools[0].drop_cached(BlockId(block))).count();
+        let kept: Vec<_> =
+            plan.onward.iter().filter_map(|&[from, to]| self.uproot(BlockId(from), BlockId(to))).collect();
+        if dropped + kept.len() > 0 {
             part_orphans(&mut self.pools, Tier::Device);
         }
-        for &[from, to] in &plan {
+        let planned = plan.pairs.len() + kept.len();
+        self.tickets.open_moves().kept.extend(kept);
+        for &[from, to] in &plan.pairs {
             self.begin_move(BlockId(from), BlockId(to));
         }
-        Ok(moves)
+        let Plan { left, stuck, held, .. } = plan;
+        Ok(Moves { planned, left, stuck, held, dropped })
     }
 
     /// Keeps the places of the device's blocks from now on.
-    fn follow_places(&mut self) {
+    fn follow_places(&mut self, cached: Cached) {
         if self.pools[0].follows_places() {
-            return;
+            return self.pools[0].count_idle_as(cached.place());
         }
         let open = self.tickets.open();
         let rows = &self.rows;
@@ -152,45 +178,10 @@ impl Manager {
             blocks.filter(|&block| !pool.is_published(block)).collect()
         };
         self.pools[0].follow_places(self.groups.slide(), written);
+        self.pools[0].count_idle_as(cached.place());
         for (sequence, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
             self.pools[0].note_owner(sequence.row(), 0, &row.table);
         }
-    }
-
-    /// Plans, and plans again where cached blocks have been evicted.
-    fn plan_moves(&mut self, tables: &[Vec<BlockId>], budget: usize, cached: Cached) -> (Vec<[u32; 2]>, Moves) {
-        let mut dropped = 0;
-        for attempt in 1.. {
-            let Plan { mut pairs, left, stuck, held, .. } = self.plan(tables, budget);
-            if cached == Cached::Drop {
-                let evicted = self.evict_for(&mut pairs, stuck.min(budget));
-                dropped += evicted;
-                if evicted > 0 && attempt < ATTEMPTS {
-                    continue;
-                }
-            }
-            let planned = pairs.len();
-            return (pairs, Moves { planned, left, stuck, held, dropped });
-        }
-        (Vec::new(), Moves::default())
-    }
-
-    /// Evicts the sources that nothing uses, and so many other cached blocks, the lowest first; returns how many.
-    fn evict_for(&mut self, pairs: &mut Vec<[u32; 2]>, stuck: usize) -> usize {
-        let before = pairs.len();
-        let pool = &mut self.pools[0];
-        pairs.retain(|&[from, _]| {
-            let idle = pool.is_idle(BlockId(from));
-            if idle {
-                pool.drop_cached(BlockId(from));
-            }
-            !idle
-        });
-        let low: Vec<_> = pool.idle_blocks().take(stuck).collect();
-        for &block in &low {
-            pool.drop_cached(block);
-        }
-        before - pairs.len() + low.len()
     }
 
     fn begin_move(&mut self, from: BlockId, to: BlockId) {
@@ -208,32 +199,70 @@ impl Manager {
         self.tickets.collect_move(from, to);
     }
 
+    /// Takes what a cached block holds out of it before another moves there, to be found in a hole once it has landed.
+    fn uproot(&mut self, from: BlockId, to: BlockId) -> Option<Kept> {
+        let told = self.events.as_ref().map(|events| events.told(Tier::Device, from));
+        let found = self.pools[0].uproot(from)?;
+        self.pools[0].take_target(to);
+        Some(Kept { from, to, found, told })
+    }
+
+    /// Lets what was taken out of a cached block be found again; returns whether it is, in that block.
+    fn replant(&mut self, kept: &Kept, at: BlockId) -> bool {
+        let is_found = self.pools[0].replant(at, kept.found);
+        if is_found {
+            if self.host_cache.is_some() {
+                join_copies(&mut self.pools, &kept.found.key);
+            }
+            if let (Some(events), Some(told)) = (&mut self.events, kept.told) {
+                events.copied(&mut self.pools, (Tier::Device, at), told, self.block_size);
+            }
+        }
+        is_found
+    }
+
     /// Puts the moves of the present step that still count into its decision.
     pub(super) fn decide_moves(&mut self) {
         if !self.pools[0].follows_places() {
             return;
         }
-        let mut moves = std::mem::take(self.tickets.open_moves());
-        moves.retain(|&[from, to]| {
-            let counts = self.pools[0].moves_to(BlockId(from), BlockId(to));
-            if !counts {
-                self.pools[0].give_back(BlockId(to));
-                self.moved.cancelled += 1;
+        let mut all = std::mem::take(self.tickets.open_moves());
+        let (moves, cancelled): (Vec<_>, Vec<_>) =
+            all.moves.into_iter().partition(|&[from, to]| self.pools[0].moves_to(BlockId(from), BlockId(to)));
+        for &[_, to] in &cancelled {
+            // What nobody writes keeps what it holds, and the move that was to save that is not needed.
+            let unwritten = all.kept.iter().position(|kept| kept.from.0 == to);
+            if let Some(kept) = unwritten.map(|at| all.kept.swap_remove(at)) {
+                self.replant(&kept, kept.from);
+                self.pools[0].give_back(kept.to);
             }
-            counts
-        });
-        if !moves.is_empty() {
-            self.step.pairs(crate::Kind::Move, Tier::Device, Tier::Device).extend(&moves);
+            self.pools[0].give_back(BlockId(to));
+            self.moved.cancelled += 1;
         }
-        *self.tickets.open_moves() = moves;
+        all.moves = moves;
+        if !all.moves.is_empty() {
+            self.step.pairs(crate::Kind::Move, Tier::Device, Tier::Device).extend(all.pairs());
+        }
+        *self.tickets.open_moves() = all;
         self.pools[0].end_step();
+        if !cancelled.is_empty() {
+            self.keep_quotas();
+        }
     }
 
     /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
     pub(super) fn lose_moves(&mut self, ticket: TicketId, lost: &mut HashSet<Twin>) {
         let Some(moves) = self.tickets.moves_of(ticket) else { return };
         let (pool, stats) = (&mut self.pools[0], &mut self.moved);
-        moves.retain(|&[from, to]| {
+        moves.kept.retain(|kept| {
+            let landed = !lost.remove(&(Tier::Device, kept.to));
+            if !landed {
+                pool.give_back(kept.to);
+                stats.failed += 1;
+            }
+            landed
+        });
+        moves.moves.retain(|&[from, to]| {
             let landed = !lost.remove(&(Tier::Device, BlockId(to)));
             if !landed {
                 if pool.moves_to(BlockId(from), BlockId(to)) {
@@ -247,9 +276,15 @@ impl Manager {
     }
 
     /// Ends the moves of a ticket, whose bytes have landed.
-    pub(super) fn end_moves(&mut self, moves: &[[u32; 2]]) {
-        let mut landed = Vec::with_capacity(moves.len());
-        for &[from, to] in moves {
+    pub(super) fn end_moves(&mut self, all: &Relocations) {
+        for kept in &all.kept {
+            let is_found = self.replant(kept, kept.to);
+            self.pools[0].give_back(kept.to);
+            let count = if is_found { &mut self.moved.done } else { &mut self.moved.cancelled };
+            *count += 1;
+        }
+        let mut landed = Vec::with_capacity(all.moves.len());
+        for &[from, to] in &all.moves {
             let (from, to) = (BlockId(from), BlockId(to));
             if self.pools[0].moves_to(from, to) {
                 let (refs, index) = (self.pools[0].refs(from) as usize, self.pools[0].hint(from).index as usize);

@@ -49,7 +49,7 @@ impl Manager {
     pub fn snapshot(&mut self) -> Result<Vec<u8>> {
         let tickets = self.tickets.in_flight_count() + self.pins.len();
         let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum::<usize>();
-        let pairs = pairs + self.tickets.open_moves().len();
+        let pairs = pairs + self.tickets.open_moves().pairs().count();
         if tickets > 0 || pairs > 0 {
             return Err(Error::Busy { tickets, pairs });
         }

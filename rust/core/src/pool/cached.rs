@@ -1,12 +1,21 @@
 //! What a pool remembers of blocks that can be found by their keys, and how it gives them out again.
 
-use super::{Pool, decode};
+use super::{Pool, Published, decode};
 use crate::event::Reason;
 use crate::evict::{Departure, Eviction, Policy};
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::prefix::PrefixIndex;
 use std::hint::black_box;
+
+/// What a block can be found by, and whose it is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Findable {
+    pub(crate) key: Key,
+    /// Blocks of its prompt before it, as far as is known.
+    depth: u32,
+    tenant: u16,
+}
 
 /// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
 const LOOK_AHEAD: usize = 128;
@@ -107,6 +116,35 @@ impl Pool {
         }
     }
 
+    /// Takes what can be found in an evictable block out of it, to be found elsewhere later; the block is free.
+    pub(crate) fn uproot(&mut self, block: BlockId) -> Option<Findable> {
+        let key = self.key(block).filter(|_| self.is_evictable(block))?;
+        let depth = Some(self.hint(block).index).filter(|&index| index != u32::MAX).unwrap_or(0);
+        let found = Findable { key, depth, tenant: self.owner(block) };
+        self.retire(block);
+        let node = &mut self.nodes[block.index()];
+        let (tag, twin) = (std::mem::take(&mut node.tag), decode(std::mem::take(&mut node.twin)));
+        self.orphans.extend(twin);
+        if let Some(cache) = &mut self.cache {
+            cache.index.remove(block, tag);
+        }
+        self.note_removal(block, Reason::Moved, twin);
+        self.free.insert(block);
+        self.refresh(block);
+        Some(found)
+    }
+
+    /// Lets a block be found that is being written for that, and is nobody's; returns whether it is, unless what it holds
+    /// is found elsewhere by now, or its place is gone.
+    pub(crate) fn replant(&mut self, block: BlockId, found: Findable) -> bool {
+        let Findable { key, depth, tenant } = found;
+        let is_found = !self.is_beyond(block) && self.publish(block, key, depth) == Published::Now;
+        if is_found && tenant != 0 {
+            self.assign(block, tenant);
+        }
+        is_found
+    }
+
     /// Tells the policy that the bytes of a block are gone; returns whether the block could be evicted.
     pub(super) fn retire(&mut self, block: BlockId) -> bool {
         self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Departure::Gone))
@@ -178,7 +216,6 @@ mod tests {
     use super::*;
     use crate::hash::{Chain, KeySpec};
     use crate::id::Tier;
-    use crate::pool::Published;
 
     fn key(n: u32) -> Key {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()

@@ -29,8 +29,9 @@ const UNKNOWN: Hint = Hint { row: u32::MAX, index: u32::MAX };
 #[derive(Debug, Clone)]
 pub(super) struct Moves {
     places: Places,
-    /// Live and moving blocks that are in no table: they are cached.
+    /// Blocks that are cached and in no table, and what they count as; those that move are fixed.
     idle: BlockSet,
+    idle_as: Place,
     /// By block, the step that last gave it out or wrote it in place. Only a few are ever asked for.
     written: Vec<u32>,
     /// The present one.
@@ -61,6 +62,8 @@ impl Moves {
             if block.index() < self.end { Place::Hole } else { Place::Fixed }
         } else if self.moving.contains(block) {
             Place::Fixed
+        } else if node.refs == 0 {
+            self.idle_as
         } else {
             Place::Live
         }
@@ -102,6 +105,8 @@ pub(crate) struct Seen<'a> {
     written: &'a [u32],
     step: u32,
     hints: &'a [Cell<Hint>],
+    /// Cached blocks that are in no table.
+    pub(crate) idle: &'a BlockSet,
 }
 
 impl Seen<'_> {
@@ -141,6 +146,7 @@ impl Pool {
         self.moves = Some(Box::new(Moves {
             places: Places::new(known),
             idle: BlockSet::empty(known),
+            idle_as: Place::Live,
             written: steps,
             step,
             moving: BlockSet::empty(known),
@@ -189,9 +195,9 @@ impl Pool {
 
     /// As [`Pool::places`], for a planner, and what else it asks of blocks.
     pub(crate) fn planning(&mut self) -> Option<(&mut Places, Seen<'_>)> {
-        let Moves { places, written, step, hints, .. } = &mut **self.moves.as_mut()?;
+        let Moves { places, written, step, hints, idle, .. } = &mut **self.moves.as_mut()?;
         let hints = Cell::from_mut(&mut hints[..]).as_slice_of_cells();
-        Some((places, Seen { nodes: &self.nodes, written, step: *step, hints }))
+        Some((places, Seen { nodes: &self.nodes, written, step: *step, hints, idle }))
     }
 
     /// Brings up to date what a block is.
@@ -254,16 +260,25 @@ impl Pool {
         }
     }
 
-    /// Cached blocks in no table, the lowest first, whose bytes no move is to keep.
-    pub(crate) fn idle_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let moves = self.moves.iter();
-        moves.flat_map(|moves| moves.idle.iter().filter(|&block| !moves.moving.contains(block)))
+    /// Says what cached blocks in no table count as, until the next call.
+    pub(crate) fn count_idle_as(&mut self, place: Place) {
+        let Some(moves) = self.moves.as_mut().filter(|moves| moves.idle_as != place) else { return };
+        moves.idle_as = place;
+        let runs = |from: u32| moves.idle.next_run(from, u32::MAX);
+        let runs: Vec<_> = std::iter::successors(runs(0), |run| runs(run.end)).collect();
+        for run in runs {
+            self.refresh_run(run);
+        }
     }
 
     /// The places of all blocks, found anew where they are not kept.
     pub(crate) fn survey(&self, null: bool) -> Places {
-        if let Some(places) = self.places() {
-            return places.clone();
+        if let Some(moves) = &self.moves {
+            let mut places = moves.places.clone();
+            for block in moves.idle.iter().filter(|&block| !moves.moving.contains(block)) {
+                places.set(block, Place::Live);
+            }
+            return places;
         }
         let mut places = Places::new(self.blocks);
         for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
@@ -276,21 +291,26 @@ impl Pool {
         places
     }
 
-    /// Begins a move of a live block into a hole, which is written from now on.
-    pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
+    /// Takes a hole, which is written from now on, and is nobody's.
+    pub(crate) fn take_target(&mut self, to: BlockId) {
         let was_free = self.free.remove(to);
         debug_assert!(was_free, "moving into a block that is not free");
         if to.index() >= self.nodes.len() {
             self.nodes.resize(grown(to, self.nodes.capacity()), Node::default());
         }
         self.nodes[to.index()].drains = WRITING;
+        self.refresh(to);
+        self.note_peak();
+    }
+
+    /// Begins a move of a live or cached block into a hole.
+    pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
+        self.take_target(to);
         if let Some(moves) = &mut self.moves {
             moves.moving.insert(from);
             moves.targets[from.index()] = to;
         }
         self.refresh(from);
-        self.refresh(to);
-        self.note_peak();
     }
 
     /// Whether a block is the source of a move that still counts.

@@ -151,13 +151,15 @@ impl BlockSet {
 
     /// Members in rising order; nothing is taken.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.levels[0].iter().enumerate().flat_map(|(i, &word)| {
-            std::iter::successors((word != 0).then_some(word), |&w| {
-                let rest = w & (w - 1);
-                (rest != 0).then_some(rest)
-            })
-            .map(move |w| block_at(i * 64 + w.trailing_zeros() as usize))
-        })
+        self.levels[0].iter().enumerate().flat_map(|(i, &word)| members(i, word))
+    }
+
+    /// Members that are not in the other set, in rising order.
+    pub(crate) fn without<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = BlockId> + 'a {
+        self.levels[0]
+            .iter()
+            .enumerate()
+            .flat_map(|(i, &word)| members(i, word & !other.levels[0].get(i).copied().unwrap_or(0)))
     }
 
     /// Index of the first level-0 word that is not zero; the set must not be empty.
@@ -215,6 +217,13 @@ impl BlockSet {
             i /= 64;
         }
     }
+}
+
+/// Members of level-0 word `i`.
+fn members(i: usize, word: u64) -> impl Iterator<Item = BlockId> {
+    let rest = |&word: &u64| Some(word & (word - 1)).filter(|&rest| rest != 0);
+    let words = std::iter::successors(Some(word).filter(|&word| word != 0), rest);
+    words.map(move |word| block_at(i * 64 + word.trailing_zeros() as usize))
 }
 
 /// The level-0 words that neighbours lie in, and their bits there.
@@ -288,6 +297,11 @@ mod tests {
                 prop_assert_eq!(set.len(), model.len());
             }
             prop_assert!(set.iter().eq(model.iter().copied()));
+            let mut few = BlockSet::empty(capacity as usize / 2);
+            (0..capacity / 2).filter(|id| id % 3 == 0).for_each(|id| {
+                few.insert(BlockId(id));
+            });
+            prop_assert!(set.without(&few).eq(model.into_iter().filter(|&block| !few.contains(block))));
         }
     }
 }

@@ -101,7 +101,7 @@ impl World {
         }
     }
 
-    fn demote(&mut self, count: usize) {
+    pub(crate) fn demote(&mut self, count: usize) {
         self.settle();
         let all: Vec<_> = self.truth.keys().copied().collect();
         self.mark(&all);

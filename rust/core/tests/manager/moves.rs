@@ -17,6 +17,15 @@ pub(crate) enum Op {
         tokens: u32,
         goals: Goals,
     },
+    /// Blocks change places with cached ones between them, which may fail, or not be needed any more; a prompt looks for
+    /// these before and after.
+    Exchanged {
+        count: usize,
+        goal: Goal,
+        freed: Option<usize>,
+        lost: Option<usize>,
+        tokens: u32,
+    },
 }
 
 /// Up to two goals, and the sequences that are named: the first and their number.
@@ -58,6 +67,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         2 => (goals(), prop::option::of(0usize..8)).prop_map(|(goals, lost)| Op::Settled(goals, lost)),
         1 => (0usize..64, prop::option::of(0usize..8), 1u32..9, goals())
             .prop_map(|(pick, lost, tokens, goals)| Op::Copied { pick, lost, tokens, goals }),
+        2 => (0usize..4, prop_oneof![2 => (1u32..3).prop_map(Goal::Contiguous), 1 => goal()], prop::option::weighted(0.3, 0usize..8), prop::option::of(0usize..8), 5u32..20)
+            .prop_map(|(count, goal, freed, lost, tokens)| Op::Exchanged { count, goal, freed, lost, tokens }),
     ]
 }
 
@@ -77,6 +88,7 @@ impl World {
                     assert!(self.runs() <= before, "{} runs instead of {before}", self.runs());
                 }
             }
+            Op::Exchanged { count, goal, freed, lost, tokens } => self.exchange(count, goal, freed, lost, tokens),
             Op::Copied { pick, lost, tokens, goals } => {
                 let others = self.pick(pick + 1, 2);
                 for sequence in self.pick(pick, 1) {
@@ -92,6 +104,28 @@ impl World {
                 }
             }
         }
+    }
+
+    fn exchange(&mut self, count: usize, goal: Goal, freed: Option<usize>, lost: Option<usize>, tokens: u32) {
+        for family in 0..2 {
+            self.prompt(tokens, family, u32::MAX);
+            self.allocate(6);
+        }
+        let some = self.pick(count, 3);
+        self.append(&some, 5, 0);
+        self.demote(count);
+        let goals = Goals { wanted: [Some(goal.into()), None], named: None };
+        self.defragment(goals, Budget::UNLIMITED, Cached::Exchange);
+        if let Some(pick) = freed {
+            let freed = self.pick(pick, 1);
+            self.free(&freed);
+        }
+        self.step(lost);
+        self.prompt(tokens, 0, u32::MAX);
+        if let Some(moves) = self.tickets.keys().next_back().copied() {
+            self.end(moves);
+        }
+        self.prompt(tokens, 1, u32::MAX);
     }
 
     /// Runs that all sequences on the device lie in.
@@ -123,7 +157,7 @@ impl World {
         let (before, free) = (open(self), self.manager.pool(Tier::Device).free());
         let tables: Vec<_> = self.truth.keys().map(|&s| self.blocks_of(s)).collect();
         let moves = self.manager.defragment(&wanted, named.as_deref(), budget, cached).unwrap();
-        assert!(moves.planned <= budget.one_way() && (cached == Cached::Drop || moves.dropped == 0));
+        assert!(moves.planned <= budget.one_way() && (cached != Cached::Move || moves.dropped == 0));
         // What tenants have beyond their quotas goes when the decision is taken.
         let quotas = [0, 1].iter().any(|&tenant| self.manager.quota([tenant; 32]).is_some());
         let (now, expected) = (open(self), before + moves.planned);
