@@ -185,7 +185,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     /// The longest stretch of two pieces or more from `first` on, with the fewest moves.
     fn longest(&self, pieces: &[Piece], first: usize, spans: &mut Spans) -> Option<Stretch> {
         let movable = pieces[first..].iter().take_while(|piece| piece.can_move);
-        let span = spans.fit(self.places, movable.map(Piece::len).sum());
+        let span = spans.fit(self.places, movable.map(Piece::len).sum(), self.rules.facts.content());
         let mut best = span.and_then(|span| self.lay(pieces, first, span.start));
         let most = u32::try_from(self.purse.buys(Entry::Move)).unwrap_or(u32::MAX);
         let mut before = 0;

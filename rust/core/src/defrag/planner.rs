@@ -1,7 +1,7 @@
 //! Several goals at once, by priority, step after step.
 
 use super::content;
-use super::contiguous::{Arranger, Sequences, runs};
+use super::contiguous::{Arranger, Sequences};
 use super::facts::{Budget, Facts, Purse};
 use super::goal::Goal;
 use super::places::Places;
@@ -127,7 +127,10 @@ impl Planner {
 /// How far a goal is from being met.
 fn excess(places: &Places, goal: Goal, sequences: &Sequences<'_>) -> u32 {
     match goal {
-        Goal::Contiguous(wanted) => u32::try_from(runs(sequences).1).unwrap_or(u32::MAX).saturating_sub(wanted),
+        Goal::Contiguous(wanted) => {
+            let runs = sequences.iter().map(|blocks| blocks.chunk_by(|a, b| a.0 + 1 == b.0).count());
+            u32::try_from(runs.max().unwrap_or(0)).unwrap_or(u32::MAX).saturating_sub(wanted)
+        }
         _ => places.excess(goal),
     }
 }

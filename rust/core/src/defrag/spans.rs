@@ -3,6 +3,7 @@
 use super::facts::{Entry, Facts};
 use super::places::Places;
 use super::rules::Rules;
+use crate::reuse::BlockSet;
 use std::ops::Range;
 
 /// Runs of holes that are looked at, beyond a multiple of the blocks that are to be placed.
@@ -51,13 +52,13 @@ impl Spans {
         }
     }
 
-    /// The shortest run that holds `wanted` blocks, one that is entered by moves alone if there is one; or else the
-    /// longest.
-    pub(super) fn fit(&mut self, places: &Places, wanted: u32) -> Option<Range<u32>> {
-        let blank = best(&mut self.blank, places, wanted);
+    /// The shortest run that holds `wanted` blocks, one that is entered by moves alone if there is one, or that has the
+    /// least of `content` where they would lie; or else the longest.
+    pub(super) fn fit(&mut self, places: &Places, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
+        let blank = best(&mut self.blank, places, wanted, None);
         match blank {
             Some(run) if run.end - run.start >= wanted => Some(run),
-            _ => best(&mut self.any, places, wanted),
+            _ => best(&mut self.any, places, wanted, content),
         }
     }
 }
@@ -70,10 +71,12 @@ fn grow(runs: &mut Vec<Range<u32>>, hole: u32) {
 }
 
 /// Best fit, else the longest; runs that have been entered meanwhile are cut to what is left of them.
-fn best(runs: &mut Vec<Range<u32>>, places: &Places, wanted: u32) -> Option<Range<u32>> {
+fn best(runs: &mut Vec<Range<u32>>, places: &Places, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
     loop {
         let length = |run: &Range<u32>| run.end - run.start;
-        let fits = (0..runs.len()).filter(|&i| length(&runs[i]) >= wanted).min_by_key(|&i| length(&runs[i]));
+        let lost = |run: &Range<u32>| content.map_or(0, |content| content.count(run.start..run.start + wanted));
+        let fits =
+            (0..runs.len()).filter(|&i| length(&runs[i]) >= wanted).min_by_key(|&i| (lost(&runs[i]), length(&runs[i])));
         let i = fits.or_else(|| (0..runs.len()).rev().max_by_key(|&i| length(&runs[i])))?;
         let run = runs[i].clone();
         if places.holes().count(run.clone()) == run.len() {
