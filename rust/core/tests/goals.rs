@@ -366,10 +366,24 @@ proptest! {
         }
         if keep && held > kept {
             let blank = |block: usize| states[block] == 0 && now[block].0 == 0;
-            let is_last = matches!(goal, Goal::EmptyPages(_) | Goal::Dense(_));
-            prop_assert!(is_last || !(0..end.min(states.len())).any(blank), "dropped, and a hole is left");
+            let is_pages = matches!(goal, Goal::EmptyPages(_));
+            prop_assert!(is_pages || !(0..end.min(states.len())).any(blank), "dropped, and a hole is left");
         }
     }
+}
+
+#[test]
+fn content_in_the_way_of_many_finds_all_the_holes_there_are() {
+    // Blank, then cached: as many of the one as of the other, and one more.
+    let mut places = Places::new(10_001);
+    let mut content = places.clone();
+    content.set_run(0..5_000, Place::Live);
+    places.set_run(0..1, Place::Live);
+    let facts = Cached { content, keep: true };
+    let plan = places.plan_all(&[Goal::MaxId(4_999)], &[], &facts, Budget::UNLIMITED);
+    assert_eq!((plan.pairs.len(), plan.clear), (4_999, vec![5_001, 5_000]));
+    let plan = places.plan_all(&[Goal::Dense(0)], &[], &facts, Budget::UNLIMITED);
+    assert!(plan.pairs.is_empty() && plan.clear.is_empty());
 }
 
 /// Counts how many blocks a plan asks about.

@@ -1,12 +1,12 @@
 //! What becomes of holes that hold something findable: cached blocks that their owner may do without.
 //!
-//! They count as holes. Those that are entered, and those where a goal wants nothing to be, give up what they hold, or
-//! hand it on to a hole that holds nothing.
+//! They count as holes. Those that are entered, and those where `max_id`, `free_tail` or `empty_pages` want nothing to be,
+//! give up what they hold, or hand it on to a hole that holds nothing. Other goals are about live blocks alone.
 
 use super::facts::{Entry, Facts, Purse};
 use super::goal::Goal;
 use super::places::Places;
-use super::rules::{Guard, Pairs, Rules, SPARE_HOLES};
+use super::rules::{Guard, Pairs, SPARE_HOLES};
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 use std::collections::HashSet;
@@ -46,6 +46,26 @@ impl Guard {
     }
 }
 
+/// Where goals want nothing to be, whether or not they are worked for now.
+#[derive(Default)]
+pub(super) struct Ways {
+    all: Vec<Guard>,
+    awake: Vec<Guard>,
+}
+
+impl Ways {
+    pub(super) fn add(&mut self, goal: Goal, guard: Option<Guard>, is_awake: bool) {
+        let guard = guard.filter(|_| clears(goal));
+        self.all.extend(guard);
+        self.awake.extend(guard.filter(|_| is_awake));
+    }
+}
+
+/// Whether a goal wants blocks to hold nothing at all.
+fn clears(goal: Goal) -> bool {
+    !matches!(goal, Goal::Dense(_) | Goal::Contiguous(_))
+}
+
 /// Holes with content that one of the guards bars, the highest first.
 fn in_the_way<'a>(content: &'a BlockSet, guards: &'a [Guard], places: &'a Places) -> impl Iterator<Item = u32> + 'a {
     let mut end = u32::MAX;
@@ -66,7 +86,7 @@ fn in_the_way<'a>(content: &'a BlockSet, guards: &'a [Guard], places: &'a Places
 
 /// How far a goal is from being met that live blocks alone have missed by `live`: content is in the way, too.
 pub(super) fn excess(content: &BlockSet, goal: Goal, places: &Places, live: u32) -> u32 {
-    let guard = Guard::of(goal, goal.end(places), places);
+    let guard = Guard::of(goal, goal.end(places), places).filter(|_| clears(goal));
     let mut blocks = in_the_way(content, guard.as_slice(), places);
     match (guard, goal) {
         (Some(Guard::Below(end)), _) => blocks.next().map_or(live, |top| live.max(top + 1 - end)),
@@ -82,22 +102,33 @@ pub(super) fn excess(content: &BlockSet, goal: Goal, places: &Places, live: u32)
     }
 }
 
-/// Finds places for what the holes of a plan hold, or has it dropped; the same for content where the guards want nothing
-/// to be. Returns how much of that stays because the purse is empty.
+/// Finds places for what the holes of a plan hold, or has it dropped; the same for content that is in the way. Returns how much of that stays because the purse is empty.
 pub(super) fn settle<F: Facts>(
     content: &BlockSet,
-    guards: &[Guard],
+    ways: &Ways,
     places: &Places,
-    rules: &Rules<'_, F>,
+    facts: &F,
     purse: &mut Purse,
     pairs: &mut Pairs,
 ) -> usize {
     let lists = [&pairs.moves, &pairs.drops, &pairs.exchanges];
     let entered: HashSet<u32> = lists.into_iter().flatten().map(|&[_, to]| to).collect();
     let most = entered.len().saturating_mul(16).saturating_add(SPARE_HOLES);
-    let blank = places.holes().without(content).map(|hole| hole.0).take(most);
-    let is_spare = |&hole: &u32| !entered.contains(&hole) && rules.entry(places, hole) == Entry::Move;
-    let mut spare = blank.filter(is_spare);
+    let is_spare = |hole: u32| {
+        let is_barred = || ways.all.iter().any(|guard| guard.bars(places, hole));
+        !entered.contains(&hole) && facts.entry(BlockId(hole)) == Entry::Move && !is_barred()
+    };
+    let (mut blank, mut vain) = (places.holes().without(content).map(|hole| hole.0), 0);
+    let mut spare = std::iter::from_fn(|| {
+        while vain < most {
+            let hole = blank.next()?;
+            if is_spare(hole) {
+                return Some(hole);
+            }
+            vain += 1;
+        }
+        None
+    });
     for [from, to] in std::mem::take(&mut pairs.exchanges) {
         if let Some(hole) = spare.next() {
             pairs.exchanges.push([from, to]);
@@ -108,8 +139,8 @@ pub(super) fn settle<F: Facts>(
         }
     }
     let mut left = 0;
-    for block in in_the_way(content, guards, places).filter(|block| !entered.contains(block)) {
-        if rules.facts.entry(BlockId(block)) != Entry::Exchange {
+    for block in in_the_way(content, &ways.awake, places).filter(|block| !entered.contains(block)) {
+        if facts.entry(BlockId(block)) != Entry::Exchange {
             pairs.clear.push(block);
         } else if purse.buys(Entry::Move) == 0 {
             left += 1;
