@@ -31,16 +31,10 @@ impl Guard {
         }
     }
 
-    /// First of the blocks up to this one of which all are barred, or none is.
-    fn alike(&self, places: &Places, block: u32) -> u32 {
+    /// First of the blocks up to one that is not barred of which none is.
+    fn open_from(&self, places: &Places, block: u32) -> u32 {
         match self {
-            Self::Below(end) => {
-                if block >= *end {
-                    *end
-                } else {
-                    0
-                }
-            }
+            Self::Below(_) => 0,
             Self::Pages(page, _) => places.watched(*page).map_or(0, |pages| pages.blocks(pages.page_of(block)).start),
         }
     }
@@ -77,7 +71,7 @@ fn in_the_way<'a>(content: &'a BlockSet, guards: &'a [Guard], places: &'a Places
                     return Some(block);
                 }
             } else {
-                end = guards.iter().map(|guard| guard.alike(places, block)).max()?;
+                end = guards.iter().map(|guard| guard.open_from(places, block)).max()?;
             }
         }
         None

@@ -10,6 +10,7 @@ use super::places::Places;
 use super::rules::{Pairs, Rules};
 use super::spans::Spans;
 use crate::id::BlockId;
+use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -35,9 +36,13 @@ pub fn runs(sequences: &Sequences<'_>) -> (usize, usize) {
 }
 
 /// The first blocks of all pairs of neighbours that follow one another in some sequence.
-fn links(sequences: &Sequences<'_>) -> HashSet<u32> {
+fn links(sequences: &Sequences<'_>, capacity: usize) -> BlockSet {
+    let mut links = BlockSet::empty(capacity);
     let pairs = sequences.iter().flat_map(|sequence| sequence.windows(2));
-    pairs.filter(|pair| pair[0].0 + 1 == pair[1].0).map(|pair| pair[0].0).collect()
+    for pair in pairs.filter(|pair| pair[0].0 + 1 == pair[1].0 && pair[0].index() < capacity) {
+        links.insert(pair[0]);
+    }
+    links
 }
 
 /// Neighbours of one sequence.
@@ -90,10 +95,10 @@ impl<F: Facts> Arranger<'_, '_, F> {
     pub(super) fn arrange(&mut self, sequences: &Sequences<'_>, wanted: usize) -> usize {
         let is_hot = |sequence: &[BlockId]| sequence.last().is_some_and(|&block| self.rules.facts.is_hot(block));
         let (hot, cold): (Vec<_>, Vec<_>) = sequences.iter().partition(|sequence| is_hot(sequence));
-        let (mut claimed, links) = (HashMap::new(), links(sequences));
+        let (mut claimed, links) = (HashMap::new(), links(sequences, self.places.holes().capacity()));
         let (mut spans, mut held) = (None, 0);
         for sequence in cold.into_iter().chain(hot) {
-            if self.purse.buys(Entry::Move) == 0 {
+            if self.purse.buys(Entry::Move) == 0 || self.places.holes().is_empty() {
                 break;
             }
             let mut pieces = self.pieces(sequence, &claimed, &links);
@@ -116,7 +121,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     }
 
     /// Cuts a sequence into pieces; what earlier sequences hold stays where it is, or goes.
-    fn pieces(&self, sequence: &[BlockId], claimed: &HashMap<BlockId, u32>, links: &HashSet<u32>) -> Vec<Piece> {
+    fn pieces(&self, sequence: &[BlockId], claimed: &HashMap<BlockId, u32>, links: &BlockSet) -> Vec<Piece> {
         let mut pieces: Vec<Piece> = Vec::new();
         for &block in sequence {
             let at = claimed.get(&block).copied();
@@ -135,8 +140,8 @@ impl<F: Facts> Arranger<'_, '_, F> {
         // This sequence goes elsewhere from a piece's end, so that a link there is another's.
         for piece in &mut pieces {
             let before = piece.at.start.checked_sub(1);
-            piece.can_move &=
-                !links.contains(&(piece.at.end - 1)) && before.is_none_or(|block| !links.contains(&block));
+            piece.can_move &= !links.contains(BlockId(piece.at.end - 1))
+                && before.is_none_or(|block| !links.contains(BlockId(block)));
         }
         pieces
     }

@@ -4,10 +4,13 @@ use super::facts::{Entry, Facts};
 use super::places::Places;
 use super::rules::Rules;
 use crate::reuse::BlockSet;
+use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Runs of holes that are looked at, beyond a multiple of the blocks that are to be placed.
-const LOOKED: usize = 256;
+/// Runs of holes that are looked at, beyond one for each block that is to be placed: the longest of those found.
+const LOOKED: usize = 128;
+/// Runs of holes that are found, at most.
+const FOUND: usize = 4096;
 
 /// Runs of holes found at the beginning of a plan; those that it has used up since are left out as they are met.
 #[derive(Debug, Default)]
@@ -19,17 +22,20 @@ pub(super) struct Spans {
 }
 
 impl Spans {
-    /// Looks at runs of holes from the lowest on, as many as suit the number of blocks, and at the highest.
+    /// Looks at the longest runs of holes of those found from the lowest on, as many as suit the number of blocks, and at
+    /// the highest.
     pub(super) fn find<F: Facts>(places: &Places, rules: &Rules<'_, F>, blocks: usize) -> Self {
         let mut spans = Self::default();
         let longest = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
-        let (mut from, mut looked) = (0, 0);
-        while let Some(run) = places.holes().next_run(from, longest) {
-            from = run.end;
-            looked += 1;
-            if looked > LOOKED + 4 * blocks {
-                break;
-            }
+        let next = |from: u32| places.holes().next_run(from, longest);
+        let mut found: Vec<_> = std::iter::successors(next(0), |run| next(run.end)).take(FOUND).collect();
+        let (from, most) = (found.last().map_or(0, |run| run.end), LOOKED + blocks);
+        if found.len() > most {
+            found.select_nth_unstable_by_key(most, |run| (Reverse(run.end - run.start), run.start));
+            found.truncate(most);
+            found.sort_unstable_by_key(|run| run.start);
+        }
+        for run in found {
             spans.add(places, rules, run);
         }
         if let Some(top) = places.holes().highest().filter(|top| top.0 >= from) {

@@ -47,6 +47,7 @@ impl World {
             self.read_device(*ticket);
         }
         self.load(decision.ticket);
+        self.move_now(decision.ticket);
         for at in 0..self.tickets[&decision.ticket].len() {
             if self.tickets[&decision.ticket][at].kind == Kind::Copy {
                 self.land(decision.ticket, at);
@@ -54,6 +55,20 @@ impl World {
         }
         self.compute();
         self.dirty.clear();
+    }
+
+    /// Moves may run before all else of their step, too: as if all were read before the first is written.
+    fn move_now(&mut self, ticket: TicketId) {
+        if ticket.0 % 2 == 0 {
+            let transfers = &self.tickets[&ticket];
+            let moves: Vec<usize> = (0..transfers.len()).filter(|&at| transfers[at].kind == Kind::Move).collect();
+            for &at in &moves {
+                self.fetch(ticket, at);
+            }
+            for &at in &moves {
+                self.land(ticket, at);
+            }
+        }
     }
 
     /// Lands the loads that the step waits for: those of what it computes, writes or copies.
