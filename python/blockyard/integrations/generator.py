@@ -189,7 +189,7 @@ class Generator:
         If executor or model raise, the error goes to the caller, and the requests are to be aborted.
 
         Returns:
-            The requests that it finished.
+            The requests that it finished; with their `error` those that a device that shrank has no room for any more.
 
         Raises:
             InvariantError: nothing can run although requests wait.
@@ -227,7 +227,8 @@ class Generator:
             num_device_blocks: at most as many as there were at first.
 
         Returns:
-            What is in use beyond the end, now; its memory goes as it becomes unused, see `give_back`.
+            What is in use beyond the end, now; its memory goes as it becomes unused, see `give_back`. Requests that do
+            not fit any more, even alone, end with the next step.
 
         Raises:
             InvalidArgumentError: there are no tensors for so many, or the books need more; the pool is as it was.
@@ -265,7 +266,7 @@ class Generator:
         Raises:
             InvalidArgumentError: a request is malformed, the numbers differ, or other requests are under way; none of
                 these was added.
-            OutOfBlocksError: a request would not fit on the device even alone.
+            OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -279,6 +280,8 @@ class Generator:
                 self.add(name, prompt, chosen)
             while len(outputs) < len(names):
                 for done in self.step():
+                    if done.error is not None:
+                        raise done.error
                     outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
             self.drain()
         except BaseException:

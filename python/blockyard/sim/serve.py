@@ -121,7 +121,7 @@ def serve(
         Tokens and counters.
 
     Raises:
-        OutOfBlocksError: a request would not fit on the device even alone.
+        OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
     """
     waiting = deque(sorted(items, key=lambda item: item.arrival))
     tick = _tick(items)
@@ -137,6 +137,8 @@ def serve(
         if watch is not None:
             watch.before_step()
         for done in generator.step():
+            if done.error is not None:
+                raise done.error
             outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
         if watch is not None:
             watch.after_step(len(outputs), len(items))
