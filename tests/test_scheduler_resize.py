@@ -4,7 +4,7 @@ import pytest
 from token_engine import Engine
 
 from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError
-from blockyard.scheduler import Request, Scheduler
+from blockyard.scheduler import Defragmentation, Request, Scheduler
 from blockyard.testing.scheduler_machine import reference_tokens
 
 
@@ -101,6 +101,19 @@ def test_what_was_refused_can_be_added_once_the_device_has_grown():
     engine.run(request)
 
 
+def test_what_was_added_to_a_larger_device_between_two_steps_is_refused_by_the_smaller_one():
+    engine = Engine(10)
+    engine.manager.resize_device(4)
+    small = engine.add("a", 4, 4)
+    engine.step()
+    engine.manager.resize_device(10)
+    large = engine.add("b", 24, 9)
+    engine.manager.resize_device(4)
+    engine.step()
+    assert_refused(engine, large, 9, 0, 4)
+    engine.run(small)
+
+
 def test_the_watermark_is_kept_as_by_add():
     engine = Engine(10, watermark=0.2)
     fits, large = engine.add("a", 12, 12), engine.add("b", 12, 13)
@@ -149,6 +162,32 @@ def test_tokens_of_what_was_refused_meanwhile_are_passed_over():
     assert [len(tokens) for tokens in engine.refused["a"].outputs] == [1]
     engine.scheduler.abort(small.request_id)
     engine.scheduler.settle(after)
+
+
+def test_moves_are_decided_with_every_step_until_nothing_lies_beyond_the_end():
+    engine = Engine(16, defragment=Defragmentation([("free_tail", 0)], max_moves=2))
+    first = engine.add("a", 16, 1)
+    stays = engine.add("b", 20, 12, arrival=1.0)
+    engine.step()
+    assert engine.kinds == [[]], "nothing lies beyond the end"
+    engine.manager.resize_device(8)
+    assert engine.manager.resize_progress().live == 1
+    engine.step()
+    engine.step()
+    assert engine.kinds[1:] == [[], ["move"]], "a block that was just filled stays for a step"
+    assert engine.manager.resize_progress().done
+    engine.step()
+    assert engine.kinds[-1] == []
+    engine.run(first, stays)
+
+
+def test_moves_take_only_the_blocks_that_the_step_leaves():
+    engine = Engine(8, defragment=Defragmentation([("dense", 0)]))
+    requests = [engine.add("a", 12, 1), engine.add("b", 12, 8, arrival=1.0)]
+    engine.step()
+    requests.append(engine.add("c", 16, 3, arrival=2.0))
+    assert engine.step() == ["b:0", "c"], "which has room although b could move"
+    engine.run(*requests)
 
 
 def test_the_null_block_of_a_window_is_no_room():

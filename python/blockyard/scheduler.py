@@ -32,11 +32,13 @@ import numpy as np
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.fragmentation import Defragmentation
 from blockyard.request import Finished, Request, RequestGroup, Share, TokenSequence
 from blockyard.step import Batch, ScheduledSequence, SchedulerStats, Step
 
 __all__ = [
     "PREEMPTION_MODES",
+    "Defragmentation",
     "Finished",
     "PreemptionMode",
     "Request",
@@ -66,6 +68,8 @@ class Scheduler:
             them where the request has at most one running sequence.
         overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
             tickets must have ended before the next `schedule` if they load what the step computes.
+        defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
+            The executor must carry `move` out.
 
     Raises:
         InvalidArgumentError: a limit is not positive or the mode is unknown.
@@ -80,6 +84,7 @@ class Scheduler:
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
         overlap_io: bool = False,
+        defragment: Defragmentation | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise InvalidArgumentError(
@@ -93,6 +98,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
         self._overlap_io = overlap_io
+        self._defragment = defragment
         self._groups: dict[str, RequestGroup] = {}
         self._waiting: list[RequestGroup] = []
         self._running: list[RequestGroup] = []
@@ -141,6 +147,8 @@ class Scheduler:
         lack = self._lack_of_room(group)
         if lack is not None:
             raise lack
+        # What is taken in now may not fit a device that shrinks to what it was at the last step.
+        self._capacity = max(self._capacity, self._device_capacity())
         self._arrivals += 1
         self._groups[request.request_id] = group
         bisect.insort(self._waiting, group, key=_key)
@@ -173,6 +181,8 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.tokens += batch.tokens
         slots = np.concatenate(batch.slots) if batch.slots else np.zeros(0, dtype=np.int64)
+        if self._defragment is not None:
+            self._defragment.plan(self.manager)
         decision = self.manager.take_decision()
         if self._fetching:
             self._loading[decision.ticket], self._fetching = self._fetching, []

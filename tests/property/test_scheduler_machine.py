@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, OutOfBlocksError, Pairs
 from blockyard.request import RequestGroup
-from blockyard.scheduler import PREEMPTION_MODES, Finished, PreemptionMode, Request, Scheduler, Step
+from blockyard.scheduler import PREEMPTION_MODES, Defragmentation, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 
@@ -21,7 +21,7 @@ assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT, max_exa
 
 
 def swapping(manager: BlockManager, config: Config) -> Scheduler:
-    return Scheduler(manager, preemption_mode="swap")
+    return Scheduler(manager, preemption_mode="swap", defragment=Defragmentation([("dense", 0)]))
 
 
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
@@ -34,13 +34,23 @@ def test_every_token_is_that_of_endless_memory(mode: PreemptionMode, steps: int)
     run_state_machine_as_test(machine, settings=budget)
 
 
+MOVES = [
+    None,
+    Defragmentation([("free_tail", 0)], max_moves=2),
+    Defragmentation([("free_tail", 0), ("contiguous", 1), ("dense", 0)], cached="drop"),
+]
+
+
+@pytest.mark.parametrize("moves", MOVES, ids=["still", "tail", "dense"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
-def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(mode: PreemptionMode, steps: int):
-    machine = scheduler_machine(
-        lambda manager, _: Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=40),
-        resize=True,
-    )
-    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES))
+def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
+    mode: PreemptionMode, moves: Defragmentation | None, steps: int
+):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=40, defragment=moves)
+
+    machine = scheduler_machine(factory, resize=True)
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MOVES))
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     run_state_machine_as_test(machine, settings=budget)
 
@@ -153,7 +163,7 @@ def test_a_scheduler_that_takes_a_resize_wrongly_is_noticed(buggy: type[Schedule
 # ---- a sound scheduler over a copy engine with a bug ----
 
 
-@pytest.mark.parametrize("dropped", ["copy", "swap_in", "swap_out", "spill", "fetch"])
+@pytest.mark.parametrize("dropped", ["copy", "swap_in", "swap_out", "spill", "fetch", "move"])
 def test_a_dropped_transfer_is_noticed(dropped: str):
     class Drops(SimulatedMemory):
         def store(self, kind: str, pairs: Pairs, rows: NDArray[np.int64]) -> None:

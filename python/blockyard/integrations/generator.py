@@ -21,7 +21,15 @@ from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.worker import Worker
 from blockyard.layout import LayoutKind
 from blockyard.offload.executor import Executor, StepDone, StepExecutor
-from blockyard.scheduler import Finished, PreemptionMode, Request, ScheduledSequence, Scheduler, Step
+from blockyard.scheduler import (
+    Defragmentation,
+    Finished,
+    PreemptionMode,
+    Request,
+    ScheduledSequence,
+    Scheduler,
+    Step,
+)
 from blockyard.transfer.elastic import Resized
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ class Generator:
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        defragment: which moves of device blocks every step decides; none if None.
         elastic: lay the device's caches over memory that `resize_device` and `give_back` return to the system.
         wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
         on_step: called after every step with what was scheduled and which requests finished.
@@ -81,6 +90,7 @@ class Generator:
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        defragment: Defragmentation | None = None,
         elastic: bool = False,
         wrap_executor: Callable[[StepExecutor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
@@ -109,6 +119,7 @@ class Generator:
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
                 overlap_io=True,
+                defragment=defragment,
             )
             executor = StepExecutor(self.engine, self.store)
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
