@@ -16,7 +16,7 @@ from blockyard.plan import CopyPlan, Ids, check_blocks, in_runs, join
 from blockyard.transfer.fill import HostFill
 from blockyard.transfer.hostpool import HostPool
 
-__all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor"]
+__all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor", "torch_dtype"]
 
 EngineTier: TypeAlias = Literal["device", "host"]
 Rows: TypeAlias = NDArray[np.uint8]
@@ -69,7 +69,7 @@ class Caches:
         self._parts = parts
         self.device_caches: list[Tensor] = (
             [
-                torch.zeros(shape, dtype=_torch_dtype(dtype), device=self.device)
+                torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
                 for shape, dtype in layout.tensor_shapes(num_device_blocks)
             ]
             if device_caches is None
@@ -182,7 +182,8 @@ class Caches:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
 
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """Give torch's dtype of a layout's name for it. Raises LayoutError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"this torch has no dtype {name!r}")
