@@ -46,7 +46,7 @@ class HostMemory:
         try:
             self._map = mmap.mmap(-1, total, flags=flags)
         except OSError as error:
-            raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}") from error
+            raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}", total) from error
         with contextlib.suppress(OSError):  # a system without huge pages
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
         # The array holds the mapping, and the tensor the array.
