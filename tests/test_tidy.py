@@ -121,7 +121,7 @@ def test_open_ends_name_an_issue():
     assert not found
 
 
-@pytest.mark.parametrize("crate", ["core", "store"])
+@pytest.mark.parametrize("crate", ["copy", "core", "store"])
 def test_each_rust_file_has_tests(crate: str):
     source = ROOT / "rust" / crate / "src"
     tested = {path.stem for path in (ROOT / "rust" / crate / "tests").glob("*.rs")}

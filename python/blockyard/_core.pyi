@@ -50,9 +50,12 @@ __all__ = [
     "V0PrefixCachingBlockAllocator",
     "__version__",
     "chain_keys",
+    "copy_rows",
+    "exchange_rows",
     "expand_span",
     "export_keys",
     "merge_runs",
+    "move_rows",
     "order_moves",
     "plan_moves",
     "transfer_orders",
@@ -1367,6 +1370,56 @@ def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block:
         last: offset in the last large block before which it ends, 1 to `per_block`.
     Raises:
         MappingError: an offset or id is out of range, or `n` is not what the stretch holds. Nothing was written.
+    """
+
+def copy_rows(
+    src: Sequence[NDArray[np.uint8]],
+    dst: Sequence[NDArray[np.uint8]],
+    pairs: NDArray[np.int64],
+    *,
+    num_threads: int,
+) -> None:
+    """Copy row `from` of each array to row `to` of its partner; `blockyard.transfer.ops` checks what this does not.
+
+    Args:
+        src: arrays to read, uint8 `[rows, bytes]`, rows contiguous and apart.
+        dst: as many to write, of the same widths; no row that is written may share memory with one that is read.
+        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` must have no repeats.
+        num_threads: at most so many share a large call.
+    Raises:
+        InvalidArgumentError: an array is of another form, or the two lists do not fit one another.
+        MappingError: a row does not exist; nothing was copied.
+    """
+
+def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, num_threads: int) -> None:
+    """Let two rows of each pair change places in each array; `blockyard.transfer.ops` checks what this does not.
+
+    Args:
+        arrays: uint8 `[rows, bytes]`, rows contiguous and apart; none may share memory with another.
+        pairs: rows, int64 `[n, 2]`; none may be named twice.
+        num_threads: at most so many share a large call.
+    Raises:
+        InvalidArgumentError: an array is of another form.
+        MappingError: a row does not exist; nothing was exchanged.
+    """
+
+def move_rows(
+    arrays: Sequence[NDArray[np.uint8]],
+    steps: NDArray[np.int64],
+    closing: NDArray[np.int64],
+    *,
+    num_threads: int,
+) -> None:
+    """Make moves within each array one after the other, then those whose sources were set aside before.
+
+    Args:
+        arrays: uint8 `[rows, bytes]`, rows contiguous and apart; none may share memory with another.
+        steps: rows `(from, to)`, int64 `[n, 2]`; each reads what those before it have left.
+        closing: rows `(from, to)`, int64 `[m, 2]`, written after the steps with what `from` held before them.
+        num_threads: at most so many share a large call.
+    Raises:
+        InvalidArgumentError: an array is of another form.
+        MappingError: a row does not exist; nothing was moved.
     """
 
 def order_moves(pairs: NDArray[np.int64], num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

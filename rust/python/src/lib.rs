@@ -3,6 +3,7 @@
 mod allocator;
 mod arrays;
 mod batch;
+mod copy;
 mod decision;
 mod defrag;
 mod errors;
@@ -36,6 +37,8 @@ mod _core {
     use crate::allocator::{PyBlockAllocator, PyNaiveAllocator, PyPrefixCachingAllocator, chain_keys};
     #[pymodule_export]
     use crate::batch::PyDecodeBatch;
+    #[pymodule_export]
+    use crate::copy::{py_copy_rows, py_exchange_rows, py_move_rows};
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]

@@ -1,0 +1,15 @@
+//! Copies and exchanges rows of paged caches in host memory, at the memory's speed.
+//!
+//! A cache is [`Rows`]: one for each block, of one width, a stride apart. One call does all caches of a model; large calls
+//! are shared among threads. What is larger than the processor's caches is read from several rows at once, and written past
+//! the caches.
+
+mod copy;
+mod lanes;
+mod lines;
+mod pieces;
+mod rows;
+mod share;
+
+pub use copy::{CopyError, copy_rows, exchange_rows, move_rows};
+pub use rows::Rows;

@@ -1,0 +1,84 @@
+//! What is done with a line of memory.
+
+use crate::lanes::LINE;
+
+type Line = [u8; LINE];
+
+/// Copies a line past the processor's caches: memory that is written whole lines at a time need not be read first.
+///
+/// # Safety
+/// Both lines can be used and lie apart, `to` begins where a line of memory does, nobody else uses them meanwhile; [`fence`]
+/// follows before others may read `to`.
+#[inline]
+pub(crate) unsafe fn stream_line(from: *const u8, to: *mut u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+        // SAFETY: a line is four such words; every x86-64 has the instructions.
+        #[expect(clippy::cast_ptr_alignment, reason = "`to` is aligned, and the load asks for nothing")]
+        unsafe {
+            let (from, to) = (from.cast::<__m128i>(), to.cast::<__m128i>());
+            let words = [0, 1, 2, 3].map(|at| _mm_loadu_si128(from.add(at)));
+            for (at, word) in words.into_iter().enumerate() {
+                _mm_stream_si128(to.add(at), word);
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    // SAFETY: as the caller says.
+    unsafe {
+        to.cast::<Line>().write(from.cast::<Line>().read());
+    }
+}
+
+/// Makes lines that were streamed visible to other threads before whatever this thread writes next.
+#[inline]
+pub(crate) fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 has the instruction.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
+/// Exchanges two lines.
+///
+/// # Safety
+/// Both can be used and lie apart, and nobody else uses them meanwhile.
+#[inline]
+pub(crate) unsafe fn exchange_line(one: *mut u8, other: *mut u8) {
+    let (one, other) = (one.cast::<Line>(), other.cast::<Line>());
+    // SAFETY: as the caller says; arrays of bytes lie anywhere.
+    unsafe {
+        let (first, second) = (one.read(), other.read());
+        one.write(second);
+        other.write(first);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(align(64))]
+    struct Aligned([u8; 4 * LINE]);
+
+    #[test]
+    fn a_line_is_copied_or_exchanged_and_nothing_beside_it() {
+        for shift in [0, 3, 16] {
+            let mut memory = Aligned(std::array::from_fn(|at| u8::try_from(at).unwrap()));
+            let mut wanted = memory.0;
+            wanted.copy_within(shift..shift + LINE, 2 * LINE);
+            let base = memory.0.as_mut_ptr();
+            // SAFETY: four lines of memory.
+            unsafe { stream_line(base.add(shift), base.add(2 * LINE)) };
+            fence();
+            assert_eq!(memory.0, wanted);
+            let (low, high) = wanted.split_at_mut(2 * LINE);
+            low[shift..shift + LINE].swap_with_slice(&mut high[shift + 5..][..LINE]);
+            // SAFETY: as above.
+            unsafe { exchange_line(base.add(shift), base.add(2 * LINE + shift + 5)) };
+            assert_eq!(memory.0, wanted);
+        }
+    }
+}

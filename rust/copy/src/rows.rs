@@ -1,0 +1,74 @@
+//! A cache as rows of bytes.
+
+/// Rows of bytes in host memory: `count` of `width` bytes, the first at `base`, each `stride` bytes after the one before.
+///
+/// It is an address like any pointer: it can be copied, and keeps nothing alive.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    base: *mut u8,
+    count: usize,
+    width: usize,
+    stride: usize,
+}
+
+// SAFETY: who makes rows says that their memory can be used until the last use of them, by any thread.
+unsafe impl Send for Rows {}
+// SAFETY: as above; what reads and writes the bytes is unsafe itself.
+unsafe impl Sync for Rows {}
+
+impl Rows {
+    /// Rows of some memory.
+    ///
+    /// # Safety
+    /// All `count` rows lie in one allocation, which can be read and written until the last use of what is returned and of
+    /// its copies, by any thread. No two rows share memory: `stride` is at least `width` where there are two or more.
+    #[must_use]
+    pub const unsafe fn new(base: *mut u8, count: usize, width: usize, stride: usize) -> Self {
+        Self { base, count, width, stride }
+    }
+
+    /// How many rows there are.
+    #[must_use]
+    pub const fn count(self) -> usize {
+        self.count
+    }
+
+    /// Bytes of a row.
+    #[must_use]
+    pub const fn width(self) -> usize {
+        self.width
+    }
+
+    /// Whether each row begins where the one before ends.
+    pub(crate) const fn are_dense(self) -> bool {
+        self.stride == self.width
+    }
+
+    /// The address of a row.
+    ///
+    /// # Safety
+    /// The row exists.
+    pub(crate) unsafe fn row(self, row: u32) -> *mut u8 {
+        let row = row as usize;
+        debug_assert!(row < self.count, "row {row} of {}", self.count);
+        // SAFETY: the row exists, so it lies in the allocation.
+        unsafe { self.base.add(row * self.stride) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_lies_its_number_of_strides_behind_the_first() {
+        let mut memory = [0_u8; 24];
+        let base = memory.as_mut_ptr();
+        // SAFETY: three rows of 5 bytes end after 21.
+        let rows = unsafe { Rows::new(base, 3, 5, 8) };
+        assert_eq!((rows.count(), rows.width(), rows.are_dense()), (3, 5, false));
+        // SAFETY: there are three.
+        let behind = [0, 1, 2].map(|row| unsafe { rows.row(row).offset_from(base) });
+        assert_eq!(behind, [0, 8, 16]);
+    }
+}
