@@ -15,8 +15,7 @@ CALLS: dict[str, Callable[[list[np.ndarray], Pairs], None]] = {
     "copy from": lambda arrays, pairs: copy_rows(arrays, [np.zeros_like(arrays[0])], pairs, num_threads=1),
     "copy to": lambda arrays, pairs: copy_rows([np.zeros_like(arrays[0])], arrays, pairs, num_threads=1),
     "exchange": lambda arrays, pairs: exchange_rows(arrays, pairs, num_threads=1),
-    "move": lambda arrays, pairs: move_rows(arrays, pairs, pairs[:0], num_threads=1),
-    "move in rings": lambda arrays, pairs: move_rows(arrays, pairs[:0], pairs, num_threads=1),
+    "move": lambda arrays, pairs: move_rows(arrays, pairs, num_threads=1),
 }
 
 

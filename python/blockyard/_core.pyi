@@ -1403,19 +1403,12 @@ def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64],
         MappingError: a row does not exist; nothing was exchanged.
     """
 
-def move_rows(
-    arrays: Sequence[NDArray[np.uint8]],
-    steps: NDArray[np.int64],
-    closing: NDArray[np.int64],
-    *,
-    num_threads: int,
-) -> None:
-    """Make moves within each array one after the other, then those whose sources were set aside before.
+def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, num_threads: int) -> None:
+    """Move rows within each array, as if all were read first; `blockyard.transfer.ops` checks what this does not.
 
     Args:
         arrays: uint8 `[rows, bytes]`, rows contiguous and apart; none may share memory with another.
-        steps: rows `(from, to)`, int64 `[n, 2]`; each reads what those before it have left.
-        closing: rows `(from, to)`, int64 `[m, 2]`, written after the steps with what `from` held before them.
+        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` must have no repeats.
         num_threads: at most so many share a large call.
     Raises:
         InvalidArgumentError: an array is of another form.

@@ -12,7 +12,6 @@ from torch import Tensor
 from blockyard._core import copy_rows, exchange_rows, move_rows
 from blockyard.plan import Ids
 from blockyard.transfer import checks
-from blockyard.transfer.order import order_moves
 
 
 def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
@@ -20,11 +19,7 @@ def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
 
 
 def _move(caches: Sequence[Tensor], pairs: Ids) -> None:
-    order = order_moves(pairs)
-    if np.isin(order.steps[:, 0], order.steps[:, 1]).any() or len(order.closing):
-        move_rows(_arrays(caches), order.steps, order.closing, num_threads=torch.get_num_threads())
-    else:
-        _copy(caches, caches, order.steps)
+    move_rows(_arrays(caches), pairs, num_threads=torch.get_num_threads())
 
 
 def _exchange(caches: Sequence[Tensor], pairs: Ids) -> None:

@@ -2,6 +2,7 @@
 
 use crate::lanes::{PIECE_BYTES, in_lanes};
 use crate::lines::{exchange_line, fence, stream_line};
+use crate::order::Order;
 use crate::pieces::Pieces;
 use crate::rows::Rows;
 use crate::share::share;
@@ -100,33 +101,33 @@ pub unsafe fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize)
     Ok(())
 }
 
-/// Makes moves within each cache one after the other: a pair `[from, to]` of `steps` reads what those before it have left;
-/// then those of `closing` write what their sources held before the first step.
+/// Copies row `from` of each cache to row `to` of the same, for each pair `[from, to]`, as if all were read before the first
+/// is written: chains (a->b, b->c) and rings (a->b, b->a) are legal.
 ///
 /// # Errors
 /// A row does not exist; nothing has been moved.
 ///
 /// # Safety
-/// No cache shares memory with another. Nobody else uses the rows until the call returns.
-pub unsafe fn move_rows(
-    caches: &[Rows],
-    steps: &[[u32; 2]],
-    closing: &[[u32; 2]],
-    threads: usize,
-) -> Result<(), CopyError> {
-    check_pairs(steps, caches, caches)?;
-    check_pairs(closing, caches, caches)?;
+/// No row is named twice as `to`, and no cache shares memory with another. Nobody else uses the rows until the call returns.
+pub unsafe fn move_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
+    check_pairs(pairs, caches, caches)?;
+    let Order { steps, closing, is_bound } = Order::new(pairs);
+    if !is_bound {
+        // SAFETY: nothing is both read and written; the rest is as the caller says.
+        return unsafe { copy_rows(caches, caches, &steps, threads) };
+    }
     // No step may overtake another, so a cache is not divided.
-    share(caches.len(), &[()], widest(caches).saturating_mul(steps.len()), threads, |cache, _| {
+    share(caches.len(), &[()], widest(caches).saturating_mul(pairs.len()), threads, |cache, _| {
         let (rows, bytes) = (caches[cache], caches[cache].width());
         let mut aside: Vec<u8> = Vec::with_capacity(closing.len() * bytes);
-        // SAFETY: the rows are there, and the caller says that they are ours.
+        // SAFETY: the rows are there, and the caller says that they are ours; two rows are the same or lie apart, and no
+        // move has one row at both ends.
         unsafe {
-            for &[from, _] in closing {
+            for &[from, _] in &closing {
                 aside.extend_from_slice(std::slice::from_raw_parts(rows.row(from), bytes));
             }
-            for &[from, to] in steps {
-                rows.row(to).copy_from(rows.row(from), bytes);
+            for &[from, to] in &steps {
+                rows.row(to).copy_from_nonoverlapping(rows.row(from), bytes);
             }
             for (&[_, to], kept) in closing.iter().zip(aside.chunks_exact(bytes.max(1))) {
                 rows.row(to).copy_from_nonoverlapping(kept.as_ptr(), bytes);

@@ -7,6 +7,7 @@
 mod copy;
 mod lanes;
 mod lines;
+mod order;
 mod pieces;
 mod rows;
 mod share;

@@ -77,18 +77,17 @@ pub(crate) fn py_exchange_rows(
     py.detach(|| unsafe { exchange_rows(rows, &pairs, num_threads) }).map_err(to_py)
 }
 
-/// Moves rows within arrays, one after the other.
+/// Moves rows within arrays, as if all were read first.
 #[pyfunction]
-#[pyo3(name = "move_rows", signature = (arrays, steps, closing, *, num_threads))]
+#[pyo3(name = "move_rows", signature = (arrays, pairs, *, num_threads))]
 pub(crate) fn py_move_rows(
     py: Python<'_>,
     arrays: &Bound<'_, PyAny>,
-    steps: &Bound<'_, PyAny>,
-    closing: &Bound<'_, PyAny>,
+    pairs: &Bound<'_, PyAny>,
     num_threads: usize,
 ) -> PyResult<()> {
-    let (caches, steps, closing) = (Caches::new("arrays", arrays)?, arrays::pairs(steps)?, arrays::pairs(closing)?);
+    let (caches, pairs) = (Caches::new("arrays", arrays)?, arrays::pairs(pairs)?);
     let rows = &caches.rows;
-    // SAFETY: the caller says that the arrays share no memory.
-    py.detach(|| unsafe { move_rows(rows, &steps, &closing, num_threads) }).map_err(to_py)
+    // SAFETY: the caller says that no row is written twice.
+    py.detach(|| unsafe { move_rows(rows, &pairs, num_threads) }).map_err(to_py)
 }
