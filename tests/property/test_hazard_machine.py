@@ -268,8 +268,9 @@ class MovingBooks:
         self.books.complete(ticket)
 
     def fail(self, ticket: int, lost: Sequence[Pairs]) -> object:
-        names, moved = self.sent[ticket], set(self.moving[ticket].values())
-        mine = [pairs for pairs in lost if pairs.dst == "device" == pairs.src and pairs.ids[0, 1] in moved]
+        names = self.sent[ticket]
+        # A move is not in the books, one that was abandoned neither.
+        mine = [pairs for pairs in lost if (pairs.src, pairs.dst, *pairs.ids[0].tolist()) not in names]
         rest = [pairs for pairs in lost if pairs not in mine]
         self.end(ticket, {int(hole) for pairs in mine for hole in pairs.ids[:, 1]})
         known = [Pairs(p.src, p.dst, self.before(names, p)) for p in rest]
