@@ -65,6 +65,22 @@ def do_swap(engine: CacheEngine, model: dict[str, np.ndarray], call: str, data: 
     model[dst][pairs[:, 1]] = model[src][pairs[:, 0]]
 
 
+def do_move(engine: CacheEngine, model: dict[str, np.ndarray], data: st.DataObject) -> None:
+    total = len(model["device"])
+    targets = data.draw(st.lists(st.integers(0, total - 1), unique=True, max_size=total))
+    pairs = ids(*((data.draw(st.integers(0, total - 1)), target) for target in targets))
+    engine.move(pairs)
+    model["device"][pairs[:, 1]] = model["device"][pairs[:, 0]]
+
+
+def do_exchange(engine: CacheEngine, model: dict[str, np.ndarray], data: st.DataObject) -> None:
+    chosen = data.draw(st.permutations(range(len(model["device"]))))
+    pairs = ids(*zip(chosen[::2], chosen[1::2], strict=False), (-1, -1))
+    engine.exchange(pairs)
+    real = pairs[:-1]
+    model["device"][real] = model["device"][real[:, ::-1]]
+
+
 def do_read(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
     total = len(model[tier])
     blocks = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=6)) if total else [], np.int64)
@@ -97,9 +113,11 @@ def test_any_sequence_of_calls_moves_exactly_the_mapped_bytes(data: st.DataObjec
         fill(engine, np.random.default_rng(7))
         model = state(engine)
         for _ in range(data.draw(st.integers(1, 6))):
-            call = data.draw(st.sampled_from([*SWAPS, "read", "write"]))
+            call = data.draw(st.sampled_from([*SWAPS, "move", "exchange", "read", "write"]))
             if call in SWAPS:
                 do_swap(engine, model, call, data)
+            elif call in {"move", "exchange"}:
+                {"move": do_move, "exchange": do_exchange}[call](engine, model, data)
             else:
                 {"read": do_read, "write": do_write}[call](engine, model, data.draw(st.sampled_from(TIERS)), data)
             assert_state(engine, model)
@@ -119,13 +137,15 @@ def test_counters_grow_by_tier_pair(engine: CacheEngine):
     engine.swap_in(ids((2, 3)))
     engine.copy(ids((0, 4), (0, 5)))
     engine.copy(ids())
+    engine.move(ids((1, 2)))
+    engine.exchange(ids((3, 4), (-1, -1)))
     size = LAYOUT.bytes_per_block
     assert engine.counters == {
         ("device", "host"): (3, 3 * size),
         ("host", "device"): (1, size),
-        ("device", "device"): (2, 2 * size),
+        ("device", "device"): (5, 5 * size),
     }
-    assert engine.bytes_moved == 6 * size
+    assert engine.bytes_moved == 9 * size
 
 
 def test_reads_and_writes_do_not_count(engine: CacheEngine):

@@ -9,32 +9,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from tagged_cache import BLOCK_SIZE, cache_of, holds, ours, write
 
-from blockyard import InvalidArgumentError, OnlineDefragmenter
-
-BLOCK_SIZE = 4
-
-
-def cache_of(blocks: int) -> torch.Tensor:
-    return torch.full((blocks * BLOCK_SIZE, 2), -1, dtype=torch.int32)
-
-
-def ours(cache: torch.Tensor, **options) -> OnlineDefragmenter:
-    defragmenter = OnlineDefragmenter(**options)
-    defragmenter.initialize([(cache, None)], BLOCK_SIZE)
-    return defragmenter
-
-
-def write(defragmenter, cache: torch.Tensor, ids, tag: int = 0) -> None:
-    for block_id in ids:
-        block = defragmenter.resolve(block_id)
-        cache[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 1000 * tag + block_id
-
-
-def holds(defragmenter, cache: torch.Tensor, ids, tag: int = 0) -> bool:
-    blocks = [defragmenter.resolve(block_id) for block_id in ids]
-    rows = [cache[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] for block in blocks]
-    return all(bool((row == 1000 * tag + block_id).all()) for row, block_id in zip(rows, ids, strict=True))
+from blockyard import InvalidArgumentError
 
 
 class GaudiModel:

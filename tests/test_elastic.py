@@ -1,6 +1,8 @@
 """Caches that grow and shrink at one address, over memory that really goes."""
 
+import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,9 +12,11 @@ import torch
 from hypothesis import given, settings
 
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
+from blockyard.grouped import GroupedLayout
 from blockyard.layout import KVLayout
 from blockyard.transfer.elastic import ElasticCache, plane_spans, reserve
 from blockyard.transfer.elastic_host import resident_bytes
+from blockyard.transfer.engine import CacheEngine
 
 PAGE = mmap.PAGESIZE
 KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]
@@ -22,9 +26,9 @@ LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_
 class FakeMemory:
     """Chunks that are garbage while they are not committed, and an account of each."""
 
-    def __init__(self, size: int, count: int, chunk: int, limit: int | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], chunk: int, limit: int | None = None) -> None:
         self.chunk, self.limit = chunk, limit
-        self.tensor = torch.full((-(-size // chunk) * chunk * count,), 0xA5, dtype=torch.uint8)
+        self.tensor = torch.full((sum(-(-size // chunk) * chunk for size in sizes),), 0xA5, dtype=torch.uint8)
         self.committed: set[int] = set()
         self.waits = 0
 
@@ -45,9 +49,13 @@ class FakeMemory:
         self.waits += 1
 
 
-def fake(layout: KVLayout, blocks: int, chunk: int, limit: int | None = None) -> FakeMemory:
-    size = int(np.prod(layout.tensor_shape(blocks))) * layout.itemsize
-    return FakeMemory(size, layout.num_tensors, chunk, limit)
+def groups_of(layout: KVLayout | GroupedLayout) -> list[KVLayout]:
+    return [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
+
+
+def fake(layout: KVLayout | GroupedLayout, blocks: int, chunk: int, limit: int | None = None) -> FakeMemory:
+    each = [group for group in groups_of(layout) for _ in range(group.num_tensors)]
+    return FakeMemory([math.prod(one.tensor_shape(blocks)) * one.itemsize for one in each], chunk, limit)
 
 
 @st.composite
@@ -63,8 +71,16 @@ def layouts(draw: st.DrawFn) -> KVLayout:
     return replace(layout, tensors_per_layer=2) if draw(st.booleans()) and "kv" not in layout.names else layout
 
 
+@st.composite
+def grouped(draw: st.DrawFn) -> GroupedLayout:
+    groups = draw(st.lists(layouts(), min_size=1, max_size=3))
+    return GroupedLayout(tuple((f"group {at}", group) for at, group in enumerate(groups)))
+
+
 @settings(max_examples=200, deadline=None)
-@given(layouts(), st.integers(1, 20), st.sampled_from([8, 64, 1024]), st.lists(st.integers(1, 20), max_size=8))
+@given(
+    layouts() | grouped(), st.integers(1, 20), st.sampled_from([8, 64, 1024]), st.lists(st.integers(1, 20), max_size=8)
+)
 def test_blocks_keep_their_bytes_and_new_ones_are_zeros_whatever_the_sizes(layout, most, chunk, sizes):
     memory = fake(layout, most, chunk)
     cache = ElasticCache(layout, num_blocks=1, max_blocks=most, memory=memory)
@@ -84,7 +100,7 @@ def test_blocks_keep_their_bytes_and_new_ones_are_zeros_whatever_the_sizes(layou
         assert (len(memory.committed) - committed) * chunk == result.committed - result.returned
         assert result.kept == len(memory.committed) * chunk - size * layout.bytes_per_block
         assert cache.committed_bytes == len(memory.committed) * chunk
-        planes = layout.num_tensors * len(list(plane_spans(layout, most)))
+        planes = sum(group.num_tensors * len(list(plane_spans(group, most))) for group in groups_of(layout))
         assert 0 <= result.kept < 2 * planes * chunk, "at most a chunk at either end of each plane"
     assert [tensor.data_ptr() for tensor in cache.tensors] == addresses
     cache.close()
@@ -108,6 +124,43 @@ def test_the_resident_set_rises_and_falls_by_the_blocks_bytes(kind: str):
             view[: 2 * blocks] = 1
         assert abs(resident_bytes() - start - 2 * blocks * layout.bytes_per_block) < slack
     assert abs(resident_bytes() - start) < slack
+
+
+def test_the_resident_set_falls_by_the_blocks_bytes_of_all_groups_and_others_stay():
+    # 16 KiB, 4 KiB and 8 KiB a block: no page belongs to two blocks.
+    window = KVLayout("blocks tokens dim", num_layers=1, block_size=16, num_kv_heads=1, head_size=256, dtype="int8")
+    state = KVLayout("blocks tokens dim", num_layers=2, block_size=1, num_kv_heads=1, head_size=1024, dtype="float32")
+    both = GroupedLayout((("full", LAYOUT), ("window", window), ("state", state)))
+    blocks, slack = 1024, 2 << 20
+    with ElasticCache(both, num_blocks=blocks, max_blocks=2 * blocks) as cache:
+        by_group = both.by_group(cache.tensors)
+        assert [len(by_group[name]) for name in ("full", "window", "state")] == [2, 1, 2]
+        start = resident_bytes()
+        for number, view in enumerate(both.views(cache.tensors)):
+            view[:blocks] = number + 1
+        assert abs(resident_bytes() - start - blocks * both.bytes_per_block) < slack
+        result = cache.resize(blocks // 4)
+        assert result == (blocks // 4, 0, 3 * blocks // 4 * both.bytes_per_block, 0)
+        assert abs(resident_bytes() - start - blocks // 4 * both.bytes_per_block) < slack
+        cache.resize(blocks)
+        for number, view in enumerate(both.views(cache.tensors)):
+            assert view[: blocks // 4].eq(number + 1).all()
+            assert not view[blocks // 4 : blocks].any()
+
+
+def test_an_engine_takes_the_tensors_of_groups_and_moves_their_blocks():
+    state = KVLayout("blocks tokens dim", num_layers=1, block_size=1, num_kv_heads=1, head_size=24, dtype="float16")
+    both = GroupedLayout((("full", LAYOUT), ("state", state)))
+    with ElasticCache(both, num_blocks=8, max_blocks=8) as cache:
+        engine = CacheEngine(both, num_device_blocks=8, num_host_blocks=4, device_caches=cache.tensors)
+        for view in both.views(cache.tensors):
+            view[:] = torch.randint(0, 256, view.shape, dtype=torch.uint8)
+        rows = engine.read_blocks("device", np.array([6, 7]))
+        engine.swap_out(np.array([[6, 0], [7, 1]]))
+        cache.resize(3)
+        engine.swap_in(np.array([[0, 2], [1, 0]]))
+        assert np.array_equal(engine.read_blocks("device", np.array([2, 0])), rows)
+        engine.close()
 
 
 def test_what_shares_a_page_with_blocks_that_stay_is_kept_and_told():
@@ -155,7 +208,7 @@ def test_a_dtype_or_device_that_is_not_known_is_refused():
     with pytest.raises(LayoutError, match="no dtype 'float3'"):
         ElasticCache(replace(LAYOUT, dtype="float3", itemsize=3), num_blocks=1, max_blocks=2)
     with pytest.raises(InvalidArgumentError, match="device is meta"):
-        reserve(8, 1, device="meta")
+        reserve([8], device="meta")
 
 
 def test_a_closed_cache_takes_no_size_and_may_be_closed_again():

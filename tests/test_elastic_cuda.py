@@ -4,6 +4,7 @@
 
 import gc
 import sys
+from collections.abc import Sequence
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
+from blockyard.grouped import GroupedLayout
 from blockyard.layout import KVLayout
 from blockyard.transfer.elastic import ElasticCache
 from blockyard.transfer.elastic_cuda import DeviceMemory, load_driver
@@ -155,13 +157,13 @@ class FakeDriver:
         return (OK,)
 
 
-def memory(driver: FakeDriver, size: int = 8 * UNIT, count: int = 1, **options: int) -> DeviceMemory:
-    return DeviceMemory(size, count, device=CPU, driver=cast("ModuleType", driver), **options)
+def memory(driver: FakeDriver, sizes: Sequence[int] = (8 * UNIT,), **options: int) -> DeviceMemory:
+    return DeviceMemory(sizes, device=CPU, driver=cast("ModuleType", driver), **options)
 
 
 def cache(driver: FakeDriver, blocks: int, most: int) -> ElasticCache:
-    size = most * LAYOUT.bytes_per_block // LAYOUT.num_tensors
-    return ElasticCache(LAYOUT, num_blocks=blocks, max_blocks=most, memory=memory(driver, size, LAYOUT.num_tensors))
+    sizes = [most * LAYOUT.bytes_per_block // LAYOUT.num_tensors] * LAYOUT.num_tensors
+    return ElasticCache(LAYOUT, num_blocks=blocks, max_blocks=most, memory=memory(driver, sizes))
 
 
 def test_chunks_come_as_zeros_and_go_back_to_the_device():
@@ -245,6 +247,28 @@ def test_a_cache_over_it_keeps_its_blocks_while_it_shrinks_and_grows():
         assert view[:30].eq(number + 1).all()
         assert not view[30:60].any()
     blocks.close()
+    assert driver.used == 0
+
+
+def test_groups_of_other_shapes_come_and_go_with_their_blocks():
+    # A block is 8 KiB in each of two tensors of one group, 4 KiB and 3 * 64 bytes in the others.
+    window = KVLayout("blocks tokens dim", num_layers=1, block_size=16, num_kv_heads=1, head_size=256, dtype="int8")
+    state = KVLayout("blocks tokens dim", num_layers=1, block_size=3, num_kv_heads=1, head_size=16, dtype="float32")
+    both = GroupedLayout((("full", LAYOUT), ("window", window), ("state", state)))
+    driver = FakeDriver()
+    memory_of_all = memory(driver, [100 * 8192] * 2 + [100 * 4096, 100 * 192])
+    with ElasticCache(both, num_blocks=100, max_blocks=100, memory=memory_of_all) as blocks:
+        assert driver.used == (2 * 13 + 7 + 1) * UNIT
+        assert [tensor.dtype for tensor in blocks.tensors] == [torch.float32] * 2 + [torch.int8, torch.float32]
+        for number, view in enumerate(both.views(blocks.tensors)):
+            view[:] = number + 1
+        result = blocks.resize(30)
+        assert driver.used == (2 * (2 + 3) + 2 + 1) * UNIT
+        assert (result.returned, result.kept) == (21 * UNIT, driver.used - 30 * both.bytes_per_block)
+        blocks.resize(60)
+        for number, view in enumerate(both.views(blocks.tensors)):
+            assert view[:30].eq(number + 1).all()
+            assert not view[30:60].any()
     assert driver.used == 0
 
 

@@ -17,7 +17,7 @@ SLACK = 2 << 20
 
 
 def test_what_is_released_leaves_the_resident_set_and_reads_as_zeros():
-    memory = HostMemory(2 * MANY, 1)
+    memory = HostMemory([2 * MANY])
     before = resident_bytes()
     memory.tensor.fill_(7)
     assert abs(resident_bytes() - before - 2 * MANY) < SLACK
@@ -28,7 +28,7 @@ def test_what_is_released_leaves_the_resident_set_and_reads_as_zeros():
 
 
 def test_each_tensor_begins_with_a_chunk():
-    memory = HostMemory(PAGE + 1, 3, chunk_bytes=4 * PAGE)
+    memory = HostMemory([PAGE + 1, 2 * PAGE, PAGE], chunk_bytes=4 * PAGE)
     assert memory.chunk == 4 * PAGE
     assert memory.tensor.shape == (12 * PAGE,)
     assert memory.tensor.data_ptr() % PAGE == 0
@@ -37,16 +37,17 @@ def test_each_tensor_begins_with_a_chunk():
 @pytest.mark.parametrize("chunk", [0, -PAGE, PAGE // 2, PAGE + 1])
 def test_a_chunk_that_is_not_of_pages_is_refused(chunk: int):
     with pytest.raises(InvalidArgumentError, match=f"chunk_bytes is {chunk}, must be a multiple of {PAGE}"):
-        HostMemory(PAGE, 1, chunk_bytes=chunk)
+        HostMemory([PAGE], chunk_bytes=chunk)
 
 
 def test_more_addresses_than_there_are_are_refused():
-    with pytest.raises(OutOfMemoryError, match="bytes of addresses cannot be had"):
-        HostMemory(1 << 60, 1)
+    with pytest.raises(OutOfMemoryError, match="bytes of addresses cannot be had") as caught:
+        HostMemory([1 << 60])
+    assert caught.value.wanted == 1 << 60
 
 
 def test_the_mapping_lasts_as_long_as_a_tensor_over_it():
-    memory = HostMemory(PAGE, 2)
+    memory = HostMemory([PAGE, PAGE])
     view, mapping = memory.tensor[PAGE:].view(torch.float32), weakref.ref(memory._map)
     view.fill_(2.5)
     del memory

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard import BlockObserver, InvalidArgumentError
-from blockyard.fragmentation import Fragmentation, measure
+from blockyard import BlockManager, BlockObserver, InvalidArgumentError
+from blockyard.fragmentation import Defragmentation, Fragmentation, Goal, measure
 
 
 @given(
@@ -48,3 +48,53 @@ def test_without_sequences_and_pages() -> None:
         measure(books, page_blocks=0)
     with pytest.raises(InvalidArgumentError, match="block is 64"):
         measure(books, [[64]])
+
+
+def holey() -> BlockManager:
+    """A pool of eight blocks of which the last four are in use."""
+    manager = BlockManager(block_size=4, device_blocks=8, watermark=0.0)
+    low, _ = manager.allocate([16, 16])
+    manager.complete(manager.take_decision().ticket)
+    manager.free([low])
+    return manager
+
+
+def test_what_is_wanted_becomes_moves_of_the_next_decision() -> None:
+    manager = holey()
+    report = Defragmentation([("free_tail", 2), ("dense", 0)], max_moves=3).plan(manager)
+    assert (len(report), report.left) == (3, 1)
+    assert set(manager.take_decision().move[0].ids[:, 1].tolist()) == {0, 1, 2}
+
+
+def test_bytes_bound_moves_too() -> None:
+    report = Defragmentation([("dense", 0)], max_bytes=250, block_bytes=100).plan(holey())
+    assert (len(report), report.left) == (2, 2)
+
+
+def test_goals_cannot_be_changed_afterwards() -> None:
+    goals: list[Goal] = [("dense", 0)]
+    wanted = Defragmentation(goals)
+    goals.append(("max_id", 3))
+    assert wanted.goals == (("dense", 0),)
+    with pytest.raises(AttributeError):
+        wanted.max_moves = 3  # type: ignore[misc]
+    assert hash(wanted) == hash(Defragmentation((("dense", 0),)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"goals": []}, "there are no goals"),
+        ({"goals": [("upwards", 1)]}, "upwards"),
+        ({"goals": [("dense",)]}, r"a goal is tuple, must be"),
+        ({"goals": [("empty_pages", 0)]}, "page"),
+        ({"max_moves": 0}, "max_moves is 0, must be at least 1"),
+        ({"max_bytes": -1, "block_bytes": 1}, "max_bytes is -1, must be at least 1"),
+        ({"max_bytes": 10}, "block_bytes"),
+        ({"max_bytes": 10, "block_bytes": 0}, "block_bytes is 0, must be at least 1"),
+        ({"cached": "keep"}, "keep"),
+    ],
+)
+def test_what_cannot_be_wanted_is_refused_at_once(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Defragmentation(**{"goals": [("dense", 0)]} | arguments)  # type: ignore[arg-type]

@@ -256,7 +256,7 @@ def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
 
 def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, work, wanted, tmp_path):
     with open_generator(model, tmp_path, elastic=True) as generator:
-        elastic, sizes = generator.worker.elastic, iter([30, 24, 33, 20, 40, 22])
+        elastic, sizes = generator.worker.elastic, iter([30, 24, 33, 25, 40, 26])
         extents = []
 
         def resize(step, finished):
@@ -280,6 +280,37 @@ def test_without_elastic_caches_the_books_alone_shrink(model, work, wanted, tmp_
         assert generator.resize_device(24).done
         assert generator.generate(*work) == wanted
         assert generator.give_back() is None
+
+
+def test_what_a_smaller_device_cannot_hold_ends_with_the_numbers_and_the_others_go_on(model, work, wanted, tmp_path):
+    done = {}
+    with open_generator(model, tmp_path) as generator:
+        for index, (prompt, params) in enumerate(zip(*work, strict=True)):
+            generator.add(str(index), prompt, params)
+        for count in range(1000):
+            if not generator.num_unfinished:
+                break
+            done |= {finished.request.request_id: finished for finished in generator.step()}
+            if count == 2:
+                generator.resize_device(16)
+        generator.drain()
+        assert generator.manager.num_free("device") == 16
+    refused = {name for name, finished in done.items() if finished.error is not None}
+    assert 0 < len(refused) < len(done) == 8
+    for name, finished in done.items():
+        for tokens, right in zip(finished.outputs, wanted[int(name)], strict=True):
+            assert list(tokens) == (right[: len(tokens)] if name in refused else right)
+        assert finished.error is None or finished.error.wanted > finished.error.free == 16
+
+
+def test_generate_raises_for_a_request_that_no_longer_fits_and_leaves_none(model, work, tmp_path):
+    with open_generator(model, tmp_path) as generator:
+        generator._on_step = lambda step, finished: generator.resize_device(8)
+        with pytest.raises(OutOfBlocksError, match="device blocks and 0 kept free, there are 8"):
+            generator.generate(*work)
+        assert generator.num_unfinished == 0
+        generator.drain()
+        assert generator.manager.num_free("device") == 8
 
 
 def test_waiting_for_ever_is_an_error(model, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockyard.errors import HostMemoryError, InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 from blockyard.transfer import hostmemory
 from blockyard.transfer.hostmemory import HostMapping, node_of_device
 
@@ -64,7 +64,7 @@ def test_nothing_is_a_size():
 
 
 def test_what_cannot_be_had_is_an_error_with_numbers():
-    with pytest.raises(HostMemoryError, match=f"no {1 << 60} bytes for host blocks") as caught:
+    with pytest.raises(OutOfMemoryError, match=f"no {1 << 60} bytes for host blocks") as caught:
         HostMapping(1 << 60)
     assert caught.value.wanted == 1 << 60
     with pytest.raises(InvalidArgumentError, match="-1 bytes"):
@@ -74,8 +74,11 @@ def test_what_cannot_be_had_is_an_error_with_numbers():
 def test_memory_that_runs_out_is_an_error_with_numbers(monkeypatch: pytest.MonkeyPatch):
     mapping = HostMapping(SIZE)
     monkeypatch.setattr(mapping, "_advise", lambda *_: errno.ENOMEM)
-    with pytest.raises(HostMemoryError, match=f"bytes 4096 to 8192 of {SIZE} could not be had: Cannot allocate"):
+    with pytest.raises(
+        OutOfMemoryError, match=f"bytes 4096 to 8192 of {SIZE} could not be had: Cannot allocate"
+    ) as caught:
         mapping.populate(4096, 8192)
+    assert caught.value.wanted == SIZE
     monkeypatch.setattr(mapping, "_advise", lambda *_: errno.EINVAL)
     assert mapping.populate(4096, 8192) is False
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.errors import BlockyardError, HostMemoryError, InvalidArgumentError
+from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.layout import KVLayout
 from blockyard.transfer import hostpool
 from blockyard.transfer.engine import CacheEngine
@@ -134,7 +134,7 @@ def test_memory_grows_by_chunks_and_is_given_back():
 def test_a_chunk_that_cannot_be_locked_is_an_error_for_its_blocks(fails_at: int):
     locker = StepLocker(fails_at=fails_at)
     pool = pool_of(locker)
-    with pytest.raises(HostMemoryError) as caught:
+    with pytest.raises(PageLockError) as caught:
         pool.wait(pool.num_blocks)
     message = str(caught.value)
     assert f"chunk {fails_at} of {CHUNKS} ({CHUNK} bytes) of the host pool could not be page-locked" in message
@@ -144,7 +144,7 @@ def test_a_chunk_that_cannot_be_locked_is_an_error_for_its_blocks(fails_at: int)
     # The others go on, and the error is told each time.
     pool.wait(fails_at * PER_CHUNK)
     assert pool.ready_blocks == pool.pinned_blocks == fails_at * PER_CHUNK
-    with pytest.raises(HostMemoryError):
+    with pytest.raises(PageLockError):
         pool.wait(fails_at * PER_CHUNK + 1)
     pool.close()
     assert not locker.locked
@@ -152,7 +152,7 @@ def test_a_chunk_that_cannot_be_locked_is_an_error_for_its_blocks(fails_at: int)
 
 def test_a_first_chunk_that_cannot_be_locked_makes_no_pool():
     locker = StepLocker(fails_at=0)
-    with pytest.raises(HostMemoryError, match="chunk 0 of 4"):
+    with pytest.raises(PageLockError, match="chunk 0 of 4"):
         pool_of(locker)
     assert len(locker.calls) == 1
 
@@ -173,12 +173,12 @@ def test_a_pool_goes_on_unpinned_if_it_may(fails_at: int):
 def test_memory_that_runs_out_behind_the_first_chunk_is_an_error_for_its_blocks(monkeypatch: pytest.MonkeyPatch):
     def populate(_mapping: object, first: int, end: int) -> bool:
         if first:
-            raise HostMemoryError("no more", 10, first)
+            raise OutOfMemoryError("no more")
         return True
 
     monkeypatch.setattr(hostpool.HostMapping, "populate", populate)
     with HostPool(3 * PER_CHUNK, BLOCK, chunk_bytes=CHUNK) as pool:
-        with pytest.raises(HostMemoryError, match="no more"):
+        with pytest.raises(OutOfMemoryError, match="no more"):
             pool.wait(2 * PER_CHUNK)
         assert pool.ready_blocks == PER_CHUNK
 
@@ -228,7 +228,7 @@ def test_a_pool_that_is_forgotten_is_unlocked_and_its_rows_stay():
 def test_memory_that_the_device_keeps_is_told():
     pool = pool_of(StepLocker(keeps=True))
     pool.wait(pool.num_blocks)
-    with pytest.raises(HostMemoryError, match="still page-locked: still in use"):
+    with pytest.raises(PageLockError, match="still page-locked: still in use"):
         pool.close()
 
 
@@ -302,8 +302,40 @@ def test_cuda_says_why_it_does_not_lock(monkeypatch: pytest.MonkeyPatch):
     assert locker.lock(0, 4096).startswith("cudaHostRegister says ")
     assert locker.unlock(0).startswith("cudaHostUnregister says ")
     monkeypatch.setattr(hostpool, "node_of_device", lambda _: 0)
-    with pytest.raises(HostMemoryError, match=r"could not be page-locked: cudaHostRegister says .* \(\d+\); 0 of"):
+    with pytest.raises(PageLockError, match=r"could not be page-locked: cudaHostRegister says .* \(\d+\); 0 of"):
         HostPool.for_device(4, 4096, torch.device("cuda:0"))
+    with HostPool.for_device(4, 4096, torch.device("cuda:0"), on_failure="unpinned") as pool:
+        pool.wait(4)
+        assert pool.pinned_blocks == 0
+        assert "cudaHostRegister says " in pool.problem
+
+
+def test_what_follows_a_failure_is_one_of_two_words():
+    with pytest.raises(InvalidArgumentError, match=r"on_failure is 'ignore', must be one of \('raise', 'unpinned'\)"):
+        HostPool(4, 4096, on_failure="ignore")  # type: ignore[arg-type]
+    layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    with pytest.raises(InvalidArgumentError, match="on_failure is 'ignore'"):
+        CacheEngine(layout, num_device_blocks=4, num_host_blocks=9, on_host_failure="ignore")  # type: ignore[arg-type]
+
+
+def test_an_engine_has_ordinary_memory_where_none_can_be_locked_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
+    lockers: list[StepLocker] = []
+
+    def for_device(rows: int, size: int, _device: torch.device, *, on_failure: hostpool.OnFailure) -> HostPool:
+        lockers.append(StepLocker(fails_at=0))
+        return HostPool(rows, size, locker=lockers[-1], on_failure=on_failure)
+
+    monkeypatch.setattr(HostPool, "for_device", for_device)
+    layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    with pytest.raises(PageLockError, match="the test says no"):
+        CacheEngine(layout, num_device_blocks=4, num_host_blocks=9)
+    with CacheEngine(layout, num_device_blocks=4, num_host_blocks=9, on_host_failure="unpinned") as engine:
+        assert "could not be page-locked: the test says no (712)" in engine.host_pool.problem
+        engine.device_caches[0].fill_(3)
+        before = engine.read_blocks("device", np.array([1]))
+        engine.swap_out(np.array([[1, 8]]))
+        assert np.array_equal(engine.read_blocks("host", np.array([8])), before)
+    assert [locker.locked for locker in lockers] == [{}, {}]
 
 
 def test_the_engines_host_blocks_are_of_a_pool_and_transfers_wait_for_them(monkeypatch: pytest.MonkeyPatch):

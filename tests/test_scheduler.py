@@ -1,66 +1,11 @@
 """The reference scheduler's policy, one rule at a time, over simulated memory."""
 
 import pytest
+from token_engine import BLOCK, Engine
 
 from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, Pairs
-from blockyard.scheduler import Request, Scheduler, Step
-from blockyard.testing import Config, SimulatedMemory
-from blockyard.testing.scheduler_machine import draw_token, reference_tokens
-
-BLOCK = 4
-
-
-class Engine:
-    """A scheduler, its memory, and a model that draws each token from all tokens before it."""
-
-    def __init__(
-        self, device: int, host: int = 0, external: int = 0, *, watermark: float = 0.0, **options: object
-    ) -> None:
-        config = Config(BLOCK, device, host, external, watermark)
-        self.manager = BlockManager(**config.arguments())
-        self.scheduler = Scheduler(self.manager, **options)  # type: ignore[arg-type]
-        self.memory = SimulatedMemory(config)
-        self.done: dict[str, tuple[tuple[int, ...], ...]] = {}
-        self.kinds: list[list[str]] = []
-
-    def add(self, name: str, prompt: int, max_tokens: int, **fields: object) -> Request:
-        request = Request(name, [(ord(name[0]) + i) % 97 for i in range(prompt)], max_tokens, **fields)  # type: ignore[arg-type]
-        self.scheduler.add(request)
-        return request
-
-    def finish(self, step: Step, lost: list[Pairs] | None = None) -> None:
-        self.memory.execute(step.decision)
-        for pairs in lost or []:
-            self.memory.lose(pairs)
-        step = self.scheduler.settle(step, lost or [])
-        self.memory.write(step.slot_mapping, [token for item in step.batch for token in item.tokens])
-        sampled = []
-        for item, table in zip(step.batch, step.block_tables, strict=True):
-            kv = self.memory.read(table, item.start + len(item.tokens))
-            sampled.append([draw_token(kv, index) for index in item.sample_indices])
-        for finished in self.scheduler.update(step, sampled):
-            self.done[finished.request.request_id] = finished.outputs
-        self.manager.check()
-
-    def step(self) -> list[str]:
-        """Run a step; returns who ran, as `name` for a prompt and `name:index` for one token."""
-        step = self.scheduler.schedule()
-        self.kinds.append([kind for kind, _ in step.decision.transfers()])
-        ran = [f"{i.request_id}:{i.index}" if len(i.tokens) == 1 and i.start else i.request_id for i in step.batch]
-        self.finish(step)
-        return ran
-
-    def run(self, *requests: Request) -> None:
-        """Run to the end and compare every token."""
-        for _ in range(500):
-            if not self.scheduler.num_unfinished:
-                break
-            self.step()
-        assert self.done == {request.request_id: reference_tokens(request) for request in requests}
-        for tier in ("device", "host", "external"):
-            assert self.manager.num_free(tier) == self.manager.num_blocks(tier)
-        assert self.manager.num_sequences == 0
-
+from blockyard.scheduler import Request, Scheduler
+from blockyard.testing.scheduler_machine import reference_tokens
 
 # ---- who runs ----
 

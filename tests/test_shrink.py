@@ -110,7 +110,6 @@ def test_a_watch_without_a_new_size_only_samples() -> None:
         watch = PoolWatch(generator, Faults(), goal="max_id")
         generator.add("a", [1, 2, 3], SamplingParams(max_tokens=3))
         while generator.num_unfinished:
-            watch.before_step()
             generator.step()
             watch.after_step(0, 1)
         report = watch.report()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from blockyard import BlockManager, InvalidArgumentError, SequenceStateError, UnknownSequenceError
+from blockyard.testing import ReferenceManager
 
 BLOCK = 4
 
@@ -86,6 +87,19 @@ def test_a_shared_block_that_became_partial_is_copied_before_it_is_written():
     assert books.append([child]).tolist() == [2 * BLOCK + 2]
     assert settle(books) == [[1, 2]]
     assert books.block_table(parent).tolist() == [0, 1]
+    books.check()
+
+
+@pytest.mark.parametrize("make", [BlockManager, ReferenceManager])
+def test_a_shared_block_of_which_one_holds_a_part_leaves_once_and_the_longer_one_first(make: type[BlockManager]):
+    books = make(block_size=BLOCK, device_blocks=8, host_blocks=1, watermark=0.0)
+    parent = open_one(books, 4)
+    child = int(books.fork(parent)[0])
+    books.truncate(child, 3)
+    for handle in (parent, child):
+        books.swap_out([handle])
+        settle(books)
+    assert books.block_table(parent).tolist() == books.block_table(child).tolist() == [0]
     books.check()
 
 

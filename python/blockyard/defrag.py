@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockObserver, MovePlan
 from blockyard.errors import InvalidArgumentError
-from blockyard.fragmentation import PAGE_BLOCKS, DefragStats, Fragmentation, measure
+from blockyard.fragmentation import PAGE_BLOCKS, DefragStats, Fragmentation, Goal, measure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +23,6 @@ RequestKey = str | tuple[str, int]
 """A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
 
 Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
-GoalName = Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"]
-Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
-"""A goal's name and number, and how far it may be missed before anything moves; see `BlockObserver.plan_all`."""
-
 _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
 _AnyTable = NDArray[np.int64] | NDArray[np.int32]
 

@@ -73,12 +73,12 @@ class CaptureError(BlockyardError):
     """A copy cannot go into a CUDA graph that is being captured; nothing was copied or captured."""
 
 
-class HostMemoryError(BlockyardError):
-    """Memory for host blocks could not be had, or not be page-locked.
+class PageLockError(BlockyardError):
+    """Memory for host blocks is there, and could not be page-locked for a device, or not be unlocked.
 
     Attributes:
         wanted: bytes that the whole pool has.
-        ready: bytes that are ready for use.
+        ready: bytes that are page-locked.
     """
 
     def __init__(self, message: str, wanted: int = 0, ready: int = 0) -> None:
@@ -91,7 +91,18 @@ class HostMemoryError(BlockyardError):
 
 
 class OutOfMemoryError(BlockyardError, MemoryError):
-    """Device or system has less memory, or fewer addresses, than an elastic cache asks for."""
+    """Device or system has less memory, or fewer addresses, than host blocks or an elastic cache ask for.
+
+    Attributes:
+        wanted: bytes that were asked for in all; 0 where only a driver's call says so.
+    """
+
+    def __init__(self, message: str, wanted: int = 0) -> None:
+        super().__init__(message, wanted)
+        self.wanted = wanted
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class OpLibraryError(BlockyardError):

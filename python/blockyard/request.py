@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from blockyard.errors import SequenceStateError
+from blockyard.errors import OutOfBlocksError, SequenceStateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that is done: the tokens generated for each of its `n` sequences."""
+    """A request that is done: the tokens generated for each of its `n` sequences.
+
+    `error` says why it ended early, if it did: the device shrank, and could not hold it to its end any more.
+    """
 
     request: Request
     outputs: tuple[tuple[int, ...], ...]
+    error: OutOfBlocksError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,12 +76,13 @@ class Share(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """A request in the scheduler's queues, which `key` orders."""
+    """A request in the scheduler's queues, which `key` orders; in none, if `error` says why it was refused."""
 
     request: Request
     key: tuple[int, float, int]
     sequences: list[TokenSequence]
     alive: bool = True
+    error: OutOfBlocksError | None = None
 
     @property
     def seats(self) -> int:
@@ -94,7 +99,14 @@ class RequestGroup:
 
     def outputs(self) -> tuple[tuple[int, ...], ...]:
         """Tokens generated so far for each sequence."""
-        return tuple(tuple(sequence.tokens[sequence.prompt_len :]) for sequence in self.sequences)
+        begun = [tuple(sequence.tokens[sequence.prompt_len :]) for sequence in self.sequences]
+        return (*begun, *[()] * (self.request.n - len(begun)))
+
+    def blocks_to_end(self, block_size: int) -> int:
+        """Most device blocks that the sequences that are to go on may need, sharing the prompt's full blocks alone."""
+        prompt, seats = len(self.request.prompt), self.seats
+        shared = (prompt - 1) // block_size if seats > 1 else 0
+        return shared + seats * (-(-(prompt + self.request.max_tokens) // block_size) - shared)
 
     def shares(self, block_size: int) -> list[Share]:
         """For each sequence, an earlier one of the request and how many of its first tokens it can share.

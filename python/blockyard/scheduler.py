@@ -6,6 +6,10 @@ run short, victims leave from the tail: to the host, to the external tier when t
 (recompute) when both are. Swapped requests come back before new prompts are admitted, and never in a step that
 preempted.
 
+A device that shrinks takes room from requests that were taken in. Those that it could not hold to their ends any more,
+whether they wait or run, are refused by the next `schedule`, as `add` would refuse them: their blocks come free, and
+`update` returns them with their `error`. The others go on.
+
 A step of an engine:
 
     step = scheduler.schedule()
@@ -28,11 +32,13 @@ import numpy as np
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.fragmentation import Defragmentation
 from blockyard.request import Finished, Request, RequestGroup, Share, TokenSequence
 from blockyard.step import Batch, ScheduledSequence, SchedulerStats, Step
 
 __all__ = [
     "PREEMPTION_MODES",
+    "Defragmentation",
     "Finished",
     "PreemptionMode",
     "Request",
@@ -62,6 +68,8 @@ class Scheduler:
             them where the request has at most one running sequence.
         overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
             tickets must have ended before the next `schedule` if they load what the step computes.
+        defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
+            The executor must carry `move` out.
 
     Raises:
         InvalidArgumentError: a limit is not positive or the mode is unknown.
@@ -76,6 +84,7 @@ class Scheduler:
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
         overlap_io: bool = False,
+        defragment: Defragmentation | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise InvalidArgumentError(
@@ -89,17 +98,20 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preemption_mode = preemption_mode
         self._overlap_io = overlap_io
+        self._defragment = defragment
         self._groups: dict[str, RequestGroup] = {}
         self._waiting: list[RequestGroup] = []
         self._running: list[RequestGroup] = []
         self._swapped: list[RequestGroup] = []
         self._fetching: list[RequestGroup] = []  # by the step being put together
         self._loading: dict[int, list[RequestGroup]] = {}  # by a ticket
+        self._refused: list[RequestGroup] = []  # to be reported by `update`
+        self._capacity = self._device_capacity()
         self._arrivals = 0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are waiting, running, swapped or on their way back."""
+        """Requests that are waiting, running, swapped, on their way back, or refused and not yet reported."""
         return len(self._groups)
 
     @property
@@ -130,10 +142,14 @@ class Scheduler:
             raise InvalidArgumentError(
                 f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {self._max_num_seqs}"
             )
-        self._require_room(request)
-        self._arrivals += 1
         first = TokenSequence(0, list(request.prompt), len(request.prompt))
-        group = RequestGroup(request, (request.priority, request.arrival, self._arrivals), [first])
+        group = RequestGroup(request, (request.priority, request.arrival, self._arrivals + 1), [first])
+        lack = self._lack_of_room(group)
+        if lack is not None:
+            raise lack
+        # What is taken in now may not fit a device that shrinks to what it was at the last step.
+        self._capacity = max(self._capacity, self._device_capacity())
+        self._arrivals += 1
         self._groups[request.request_id] = group
         bisect.insort(self._waiting, group, key=_key)
 
@@ -153,6 +169,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decide one step. Its decision is to be carried out before its batch is computed."""
         batch = Batch()
+        self._refuse_what_no_longer_fits()
         preempted = self._make_room()
         self._decode(self._running, batch)
         if not preempted:
@@ -164,6 +181,8 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.tokens += batch.tokens
         slots = np.concatenate(batch.slots) if batch.slots else np.zeros(0, dtype=np.int64)
+        if self._defragment is not None:
+            self._defragment.plan(self.manager)
         decision = self.manager.take_decision()
         if self._fetching:
             self._loading[decision.ticket], self._fetching = self._fetching, []
@@ -211,7 +230,7 @@ class Scheduler:
             sampled: for each entry of its batch, one token for each of its `sample_indices`.
 
         Returns:
-            The requests that this step finished.
+            The requests that this step finished, and those that `schedule` has refused since, with their `error`.
 
         Raises:
             InvalidArgumentError: the tokens do not match the batch; nothing was changed.
@@ -232,25 +251,40 @@ class Scheduler:
         finished = [group for group in touched.values() if not group.unfinished()]
         for group in finished:
             self._running.remove(group)
+        finished, self._refused = self._refused + finished, []
+        for group in finished:
             self._close(group)
-        return [Finished(group.request, group.outputs()) for group in finished]
+        return [Finished(group.request, group.outputs(), group.error) for group in finished]
 
-    def _require_room(self, request: Request) -> None:
-        """Refuse what could never run to its end: it would be preempted for ever."""
-        size = self.manager.block_size
-        shared = (len(request.prompt) - 1) // size if request.n > 1 else 0
-        longest = -(-(len(request.prompt) + request.max_tokens) // size)
-        wanted = shared + request.n * (longest - shared)
-        total = self.manager.num_blocks("device")
-        if wanted + self.manager.watermark_blocks > total:
-            raise OutOfBlocksError(
-                f"request {request.request_id!r} needs up to {wanted} device blocks and "
-                f"{self.manager.watermark_blocks} kept free, there are {total}",
-                "device",
-                wanted,
-                total - self.manager.watermark_blocks,
-                total,
-            )
+    def _device_capacity(self) -> int:
+        return self.manager.num_blocks("device") - self.manager.watermark_blocks
+
+    def _lack_of_room(self, group: RequestGroup) -> OutOfBlocksError | None:
+        """Why a request could never run to its end, if so: it would be preempted for ever."""
+        size, total, kept = self.manager.block_size, self.manager.num_blocks("device"), self.manager.watermark_blocks
+        wanted = group.blocks_to_end(size)
+        if wanted + kept <= total and self.manager.can_allocate(wanted * size) != AllocStatus.NEVER:
+            return None
+        # What the manager wants beyond these two is the null block of a window.
+        kept += wanted + kept <= total
+        message = (
+            f"request {group.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "
+            f"there are {total}"
+        )
+        return OutOfBlocksError(message, "device", wanted, total - kept, total)
+
+    def _refuse_what_no_longer_fits(self) -> None:
+        """After the device has shrunk, end the requests that `add` would not take now."""
+        before, self._capacity = self._capacity, self._device_capacity()
+        if self._capacity >= before:
+            return
+        for group in self._groups.values():
+            if group.error is None and (lack := self._lack_of_room(group)) is not None:
+                self._dequeue(group)
+                self._release(group)
+                group.error = lack
+                self._refused.append(group)
+                self.stats.refused += 1
 
     def _make_room(self) -> bool:
         """Preempt from the tail until every running sequence can append a token."""
@@ -406,7 +440,7 @@ class Scheduler:
             sequence.handle = None
 
     def _dequeue(self, group: RequestGroup) -> None:
-        for queue in (self._waiting, self._running, self._swapped, *self._loading.values()):
+        for queue in (self._waiting, self._running, self._swapped, self._refused, *self._loading.values()):
             if group in queue:
                 queue.remove(group)
 

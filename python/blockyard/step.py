@@ -68,6 +68,7 @@ class SchedulerStats:
     preempted_spill: int = 0
     preempted_recompute: int = 0
     lost: int = 0
+    refused: int = 0
     resumed_swap: int = 0
     resumed_fetch: int = 0
     peak_device_blocks: int = 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.errors import HostMemoryError
+from blockyard.errors import PageLockError
 from blockyard.layout import KVLayout
 from blockyard.transfer import ops
 from blockyard.transfer.engine import CacheEngine
@@ -79,7 +79,7 @@ def test_every_way_copies_across_chunks(way: str, scattered: bool):
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_chunk_that_cuda_refuses_is_an_error_that_leaves_no_trace(at: int):
     message = rf"chunk {at} of {CHUNKS} .*cudaHostRegister says .* \(712\); {at * CHUNK} of {CHUNKS * CHUNK} bytes are"
-    with pytest.raises(HostMemoryError, match=message):
+    with pytest.raises(PageLockError, match=message):
         pool_of(FailingLocker(at)).wait(CHUNKS * PER_CHUNK)
     # No later launch finds the error.
     assert int(torch.ones(10, device="cuda").sum()) == 10

@@ -1,40 +1,27 @@
 """`BlockManager` beside the reference model at random, and the proof that the machine sees it go wrong."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import noticing
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, Pairs, StepDecision
-from blockyard.errors import BlockyardError
 from blockyard.testing import Config, LateMemory, ReferenceManager
 from blockyard.testing.books import Row
 from blockyard.testing.interfaces import Counts, Handles, ManagerLike, TierName
-from blockyard.testing.machines import ManagerMachine, manager_machine, run_state_machine_as_test
+from blockyard.testing.machines import manager_machine, run_state_machine_as_test
 
 STEP_COUNT = 50
+
+assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT)
 
 
 def budget(steps: int) -> settings:
     return settings(max_examples=max(1, steps // STEP_COUNT), stateful_step_count=STEP_COUNT, deadline=None)
-
-
-def assert_noticed(machine: type[ManagerMachine]) -> None:
-    """The machine must fail, in a fixed search that stops at the first failure and does not shrink it."""
-    search = settings(
-        max_examples=1000,
-        stateful_step_count=STEP_COUNT,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, BlockyardError)):
-        run_state_machine_as_test(machine, settings=search)
 
 
 def test_the_manager_does_what_the_model_does(steps: int):

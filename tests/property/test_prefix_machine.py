@@ -1,36 +1,23 @@
 """`BlockManager`'s prefix cache at random, and the proof that the machine sees one go wrong."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import noticing
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, EventBatch, Pairs
-from blockyard.errors import BlockyardError
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.interfaces import Handles, PrefixManagerLike
-from blockyard.testing.machines import PrefixMachine, prefix_machine, run_state_machine_as_test
+from blockyard.testing.machines import prefix_machine, run_state_machine_as_test
 
 STEP_COUNT = 50
 EVICTIONS = ["lru", "s3fifo", "adaptive", "priority"]
 
-
-def assert_noticed(machine: type[PrefixMachine]) -> None:
-    """The machine must fail, in a fixed search that stops at the first failure and does not shrink it."""
-    search = settings(
-        max_examples=1000,
-        stateful_step_count=STEP_COUNT,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, BlockyardError)):
-        run_state_machine_as_test(machine, settings=search)
+assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT)
 
 
 def restored(manager: PrefixManagerLike) -> PrefixManagerLike:

@@ -21,7 +21,15 @@ from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.worker import Worker
 from blockyard.layout import LayoutKind
 from blockyard.offload.executor import Executor, StepDone, StepExecutor
-from blockyard.scheduler import Finished, PreemptionMode, Request, ScheduledSequence, Scheduler, Step
+from blockyard.scheduler import (
+    Defragmentation,
+    Finished,
+    PreemptionMode,
+    Request,
+    ScheduledSequence,
+    Scheduler,
+    Step,
+)
 from blockyard.transfer.elastic import Resized
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ class Generator:
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
+        defragment: which moves of device blocks every step decides; none if None.
         elastic: lay the device's caches over memory that `resize_device` and `give_back` return to the system.
         wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
         on_step: called after every step with what was scheduled and which requests finished.
@@ -81,6 +90,7 @@ class Generator:
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        defragment: Defragmentation | None = None,
         elastic: bool = False,
         wrap_executor: Callable[[StepExecutor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
@@ -109,6 +119,7 @@ class Generator:
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
                 overlap_io=True,
+                defragment=defragment,
             )
             executor = StepExecutor(self.engine, self.store)
             self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
@@ -189,7 +200,7 @@ class Generator:
         If executor or model raise, the error goes to the caller, and the requests are to be aborted.
 
         Returns:
-            The requests that it finished.
+            The requests that it finished; with their `error` those that a device that shrank has no room for any more.
 
         Raises:
             InvariantError: nothing can run although requests wait.
@@ -227,7 +238,8 @@ class Generator:
             num_device_blocks: at most as many as there were at first.
 
         Returns:
-            What is in use beyond the end, now; its memory goes as it becomes unused, see `give_back`.
+            What is in use beyond the end, now; its memory goes as it becomes unused, see `give_back`. Requests that do
+            not fit any more, even alone, end with the next step.
 
         Raises:
             InvalidArgumentError: there are no tensors for so many, or the books need more; the pool is as it was.
@@ -265,7 +277,7 @@ class Generator:
         Raises:
             InvalidArgumentError: a request is malformed, the numbers differ, or other requests are under way; none of
                 these was added.
-            OutOfBlocksError: a request would not fit on the device even alone.
+            OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -279,6 +291,8 @@ class Generator:
                 self.add(name, prompt, chosen)
             while len(outputs) < len(names):
                 for done in self.step():
+                    if done.error is not None:
+                        raise done.error
                     outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
             self.drain()
         except BaseException:

@@ -62,9 +62,9 @@ class Fit(int):
         return self >= 0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Running:
-    """A sequence that has blocks."""
+    """A sequence that has blocks; a step looks at nothing else where it fills no block."""
 
     # Kept, so that its id() stays its own.
     sequence: NanoSequence
@@ -73,6 +73,9 @@ class _Running:
     tokens: int
     told: int
     computed: int
+    # Slots in its blocks, and how many tokens are computed when the next block is full.
+    slots: int
+    full: int
 
 
 class BlockManager:
@@ -189,7 +192,7 @@ class BlockManager:
         except BaseException:
             self.manager.free([handle])
             raise
-        entry = self._running[id(seq)] = _Running(seq, handle, len(tokens), len(tokens), hit)
+        entry = self._running[id(seq)] = _Running(seq, handle, len(tokens), len(tokens), hit, 0, hit + self.block_size)
         self._show(entry)
         seq.num_cached_tokens = hit
 
@@ -203,7 +206,7 @@ class BlockManager:
         """
         entry = self._entry(seq) if seq.block_table or id(seq) in self._running else None
         if entry is not None:
-            self._publish(entry, self._certain(entry))
+            self._publish(entry, self._certain(entry, len(seq)))
             self.manager.free([entry.handle])
             del self._running[id(seq)]
         seq.block_table.clear()
@@ -220,8 +223,10 @@ class BlockManager:
             UnknownSequenceError: it has no blocks from here.
             InvalidArgumentError: it has fewer tokens than it had.
         """
-        wanted = self._wanted(self._entry(seq))
-        return wanted <= 0 or wanted <= self.manager.num_free()
+        entry, tokens = self._entry(seq), len(seq)
+        if entry.tokens <= tokens <= entry.slots:
+            return True
+        return self._wanted(entry, tokens) <= self.manager.num_free()
 
     def may_append(self, seq: NanoSequence) -> None:
         """Make room for the tokens that a sequence got since the last call: extends its `block_table` where needed.
@@ -231,15 +236,17 @@ class BlockManager:
             UnknownSequenceError: it has no blocks from here.
             InvalidArgumentError: it has fewer tokens than it had.
         """
-        entry = self._entry(seq)
-        wanted, certain, tokens = self._wanted(entry), self._certain(entry), len(seq)
-        if wanted > 0:
+        entry, tokens = self._entry(seq), len(seq)
+        certain = self._certain(entry, tokens)
+        if not entry.tokens <= tokens <= entry.slots:
+            wanted = self._wanted(entry, tokens)
             if wanted <= self.manager.num_free():
                 self._offload(wanted)
             self._tell(entry, tokens)
             self._show(entry)
         entry.tokens = tokens
-        self._publish(entry, certain)
+        if certain > entry.computed:
+            self._publish(entry, certain)
 
     def hash_blocks(self, seq: ScheduledSequence) -> None:
         """Let others find the blocks that this step has filled.
@@ -256,7 +263,8 @@ class BlockManager:
             computed += seq.num_scheduled_tokens
         if computed > entry.tokens:
             raise InvalidArgumentError(f"{computed} tokens are computed, the sequence has blocks for {entry.tokens}")
-        self._publish(entry, computed)
+        if computed > entry.computed:
+            self._publish(entry, computed)
 
     def defragment(self, goal: Goal = "dense", number: int = 0, *, max_moves: int = 512) -> int:
         """Move blocks of the KV tensor towards a goal, and rewrite the block tables of the sequences that have them.
@@ -321,16 +329,16 @@ class BlockManager:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _wanted(self, entry: _Running) -> int:
-        """Blocks that a sequence lacks."""
-        tokens = len(entry.sequence)
+    def _wanted(self, entry: _Running, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens lacks."""
         if tokens < entry.tokens:
             raise InvalidArgumentError(f"the sequence has {tokens} tokens, it had {entry.tokens}")
-        return self._blocks(tokens) - len(entry.sequence.block_table)
+        return self._blocks(tokens - entry.slots)
 
-    def _certain(self, entry: _Running) -> int:
+    @staticmethod
+    def _certain(entry: _Running, tokens: int) -> int:
         """Tokens that are computed for certain: all there were, once a token was sampled behind them."""
-        return entry.tokens if len(entry.sequence) > entry.tokens else entry.computed
+        return entry.tokens if tokens > entry.tokens else entry.computed
 
     def _fit(self, tokens: list[int]) -> int:
         """Cached blocks of a prompt, or -1 if it does not fit; what it will evict is on the host then."""
@@ -380,8 +388,9 @@ class BlockManager:
 
     def _publish(self, entry: _Running, computed: int) -> None:
         """Note that the first tokens of a sequence are computed."""
-        full, entry.computed = entry.computed // self.block_size, max(entry.computed, computed)
-        if entry.computed // self.block_size > full:
+        entry.computed = max(entry.computed, computed)
+        if entry.computed >= entry.full:
+            entry.full = (entry.computed // self.block_size + 1) * self.block_size
             self._tell(entry, entry.computed)
             self._land(())
             self.manager.mark_computed([entry.handle], [entry.computed])
@@ -395,7 +404,9 @@ class BlockManager:
 
     def _show(self, entry: _Running) -> None:
         """Write a sequence's block table, into the list that the engine has."""
-        entry.sequence.block_table[:] = self.manager.block_table(entry.handle).tolist()
+        table = self.manager.block_table(entry.handle).tolist()
+        entry.sequence.block_table[:] = table
+        entry.slots = len(table) * self.block_size
 
 
 def _tokens(seq: NanoSequence) -> list[int]:

@@ -246,7 +246,7 @@ def _serve(
     from blockyard.integrations.generator import Generator  # noqa: PLC0415 - loads torch
     from blockyard.sim.models import require_memory  # noqa: PLC0415 - loads torch
     from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
-    from blockyard.sim.shrink import PoolWatch  # noqa: PLC0415 - loads torch
+    from blockyard.sim.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
 
     device_blocks, host_blocks = pool_sizes(options, items)
     _require_room(options, items)
@@ -263,6 +263,7 @@ def _serve(
             external_swapper_space=space,
             preemption_mode=options.preemption_mode,
             max_num_seqs=options.max_num_seqs,
+            defragment=defragmentation(options.defrag),
             elastic=options.shrink_to is not None,
             wrap_executor=faults.wrap,
         ) as generator,

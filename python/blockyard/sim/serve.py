@@ -49,9 +49,6 @@ class Served:
 class Watch(Protocol):
     """Who wants to do something between steps."""
 
-    def before_step(self) -> None:
-        """Take what is to be in the next step's decision."""
-
     def after_step(self, done: int, total: int) -> None:
         """Look at the step; `done` of `total` requests are finished."""
 
@@ -115,13 +112,13 @@ def serve(
         items: the requests.
         faults: what counts, and what disturbs.
         view: told about every step.
-        watch: told before and after every step.
+        watch: told after every step.
 
     Returns:
         Tokens and counters.
 
     Raises:
-        OutOfBlocksError: a request would not fit on the device even alone.
+        OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
     """
     waiting = deque(sorted(items, key=lambda item: item.arrival))
     tick = _tick(items)
@@ -134,9 +131,9 @@ def serve(
         while waiting and waiting[0].arrival <= since + ticks * tick:
             item = waiting.popleft()
             generator.add(item.request_id, item.prompt, item.sampling, arrival=item.arrival)
-        if watch is not None:
-            watch.before_step()
         for done in generator.step():
+            if done.error is not None:
+                raise done.error
             outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
         if watch is not None:
             watch.after_step(len(outputs), len(items))

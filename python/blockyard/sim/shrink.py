@@ -7,15 +7,32 @@ from typing import Final
 import torch
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.fragmentation import Defragmentation, Goal
 from blockyard.integrations.generator import Generator
 from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
 from blockyard.sim.serve import Faults
 from blockyard.transfer.elastic_host import resident_bytes
 
-GOALS: Final = ("max_id", "dense")
 MOVES_A_STEP: Final = 64
 # Blocks that may lie higher than they need before a dense pool is worth a move.
 DENSE_ENOUGH: Final = 8
+GOALS: Final[dict[str, Goal]] = {"max_id": ("free_tail", 0), "dense": ("dense", DENSE_ENOUGH)}
+
+
+def defragmentation(goal: str | None) -> Defragmentation | None:
+    """Give the scheduler's part of a goal.
+
+    Args:
+        goal: `max_id`, so that nothing lies beyond the pool's end, or `dense`, as low as can be; None for no moves.
+
+    Raises:
+        InvalidArgumentError: there is no such goal.
+    """
+    if goal is None:
+        return None
+    if goal not in GOALS:
+        raise InvalidArgumentError(f"goal is {goal!r}, must be one of {', '.join(GOALS)}")
+    return Defragmentation([GOALS[goal]], max_moves=MOVES_A_STEP)
 
 
 class PoolWatch:
@@ -24,12 +41,11 @@ class PoolWatch:
     Args:
         generator: what runs; its caches are elastic if the pool is to shrink.
         faults: whose counter knows the moves.
-        goal: what the pool is defragmented for: `max_id`, so that nothing lies beyond its end, or `dense`, as low as
-            can be; None if it is not.
+        goal: what the pool is defragmented for, by name, for the report; None if it is not.
         shrink_to: blocks of the device from the middle of the run on; None for no change.
 
     Raises:
-        InvalidArgumentError: the pool has no more blocks than that, or there is no such goal.
+        InvalidArgumentError: the pool has no more blocks than that.
     """
 
     def __init__(
@@ -37,8 +53,6 @@ class PoolWatch:
     ) -> None:
         self._generator, self._faults, self._goal, self._wanted = generator, faults, goal, shrink_to
         self._capacity = generator.manager.num_blocks("device")
-        if goal is not None and goal not in GOALS:
-            raise InvalidArgumentError(f"goal is {goal!r}, must be one of {', '.join(GOALS)}")
         if shrink_to is not None and shrink_to >= self._capacity:
             raise InvalidArgumentError(f"the device is to shrink to {shrink_to} blocks, it has {self._capacity}")
         self._samples: list[PoolSample] = []
@@ -46,14 +60,6 @@ class PoolWatch:
         self._began: int | None = None
         self._ended: int | None = None
         self._before = self._after = self._returned = self._fell = self._kept = 0
-
-    def before_step(self) -> None:
-        """Plan moves for the step to come."""
-        manager = self._generator.manager
-        if self._goal == "max_id" and not manager.resize_progress().done:
-            manager.defragment("max_id", manager.num_blocks("device") - 1, max_moves=MOVES_A_STEP)
-        elif self._goal == "dense":
-            manager.defragment("dense", DENSE_ENOUGH, max_moves=MOVES_A_STEP)
 
     def after_step(self, done: int, total: int) -> None:
         """Take a sample; half-way, shrink.

@@ -144,10 +144,13 @@ class Books:
         self.unlink(b)
         self.twins[a], self.twins[b] = b, a
 
-    def twin(self, block: Block, to: TierName, *, full: bool) -> Block | None:
-        """The block of the other tier that holds the same bytes, or will when this step has run."""
+    def twin(self, block: Block, to: TierName) -> Block | None:
+        """The block of the other tier that holds the same bytes, or will when this step has run.
+
+        A link outlives its call only between blocks that were full: a sequence that was cut since may share one, too.
+        """
         twin = self.twins.get(block)
         if twin is None or twin.tier != to:
             return None
-        landed = full and "write" not in self.uses(to)[twin.id]
+        landed = "write" not in self.uses(to)[twin.id]
         return twin if landed or twin in self.step.fresh else None

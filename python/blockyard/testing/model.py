@@ -389,9 +389,7 @@ class ReferenceManager:
             in_flight = any(ticket <= row.ticket for ticket in (self._books.ticket, *self._books.running))
             if in_flight or any("write" in uses[block] for block in held):
                 raise _BusyError(f"sequence {handle} is still moving")
-            for i, block in enumerate(held):
-                if self._books.twin(Block(origin, block), to, full=i < row.length // self.block_size) is None:
-                    sources.add(block)
+            sources.update(block for block in held if self._books.twin(Block(origin, block), to) is None)
         return len(sources)
 
     def _can_move(self, handles: list[int], origin: TierName, to: TierName) -> bool:
@@ -433,7 +431,7 @@ class ReferenceManager:
             moved = []
             for i in range(len(row.table)):
                 source, full = Block(origin, row.table[0]), i < row.length // self.block_size
-                target = self._books.twin(source, to, full=full)
+                target = self._books.twin(source, to)
                 if target is None:
                     target = Block(to, targets.pop(0))
                     self._books.transfer(kind, source, target, "drain" if origin == "device" else "read")

@@ -17,7 +17,7 @@ from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.simulation import SimulatedMemory
 from blockyard.testing.strategies import VOCABULARY, configs, requests
 
-__all__ = ["SchedulerMachine", "draw_token", "reference_tokens", "scheduler_machine"]
+__all__ = ["ResizingSchedulerMachine", "SchedulerMachine", "draw_token", "reference_tokens", "scheduler_machine"]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 IDLE_STEPS = 3
@@ -244,16 +244,64 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
 
 
+class ResizingSchedulerMachine(SchedulerMachine):
+    """The same while the device shrinks and grows between steps, at most to what it had at first.
+
+    A request may end early then, with an `OutOfBlocksError`, if and only if the device of that step could not hold it
+    to its end; what it has drawn until then must be right, too.
+    """
+
+    room = 0  # blocks that the step at hand can give to one request
+
+    @rule(blocks=st.integers(1, 16))
+    def resize(self, blocks: int) -> None:
+        """Give the device another size."""
+        blocks = min(blocks, len(self.memory.tiers["device"]))
+        self.manager.resize_device(blocks)
+        self.manager.check()
+
+    def check_shape(self, step: Step) -> None:
+        """What has just been scheduled must fit to its end."""
+        super().check_shape(step)
+        self.room = self.manager.num_blocks("device") - self.manager.watermark_blocks
+        for name in {item.request_id for item in step.batch}:
+            needed = least_blocks(self.live[name], self.manager.block_size)
+            if needed > self.room:
+                raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")
+
+    def finish(self, finished: Finished) -> None:
+        """A request that ends early must have been too large, and have drawn right until then."""
+        if finished.error is None:
+            super().finish(finished)
+            return
+        request = finished.request
+        if self.live.pop(request.request_id, None) is not request:
+            raise AssertionError(f"{request} was refused and is not live")
+        most = request.n * least_blocks(request, self.manager.block_size)
+        if not finished.error.wanted > finished.error.free or most <= self.room:
+            raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
+        whole = reference_tokens(request)
+        if not all(tokens == right[: len(tokens)] for tokens, right in zip(finished.outputs, whole, strict=True)):
+            raise AssertionError(f"{request}: drew {finished.outputs}, in endless memory {whole}")
+
+
+def least_blocks(request: Request, block_size: int) -> int:
+    """Device blocks of one of a request's sequences at its end."""
+    return -(-(len(request.prompt) + request.max_tokens) // block_size)
+
+
 def scheduler_machine(
     factory: Callable[[BlockManager, Config], SchedulerLike] | None = None,
     *,
     manager: Callable[[Config], BlockManager] | None = None,
+    resize: bool = False,
 ) -> type[SchedulerMachine]:
     """Make a machine for a scheduler.
 
     Args:
         factory: makes the scheduler under test over a manager; Blockyard's own if not given.
         manager: makes that manager; Blockyard's own if not given.
+        resize: shrink and grow the device meanwhile, as `ResizingSchedulerMachine` does.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -269,4 +317,4 @@ def scheduler_machine(
         "make_scheduler": staticmethod(factory or (lambda manager, _: Scheduler(manager))),
         "make_manager": staticmethod(manager or (lambda config: BlockManager(**config.arguments()))),
     }
-    return type("SchedulerMachineOf", (SchedulerMachine,), members)
+    return type("SchedulerMachineOf", (ResizingSchedulerMachine if resize else SchedulerMachine,), members)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.layout import BlockLayout
-from blockyard.plan import Ids, check_blocks
+from blockyard.plan import CopyPlan, Ids, check_blocks
 from blockyard.transfer import ops
 from blockyard.transfer.caches import Caches, EngineTier, Rows, as_tensor
+from blockyard.transfer.checks import check_exchange
 from blockyard.transfer.tickets import Transfers
 
 __all__ = ["AtOnce"]
@@ -24,38 +24,16 @@ class AtOnce(Caches):
     On a CUDA device the work is queued on the current stream, in the order of the calls; compute that reads or writes
     the same blocks belongs on that stream. Calls that hand bytes to the CPU wait for what is queued.
 
-    Args:
-        layout: of the device's tensors.
-        transfers: the tickets.
-        num_device_blocks: at least 1.
-        num_host_blocks: 0 means no host tier.
-        device: where the device's caches live.
-        device_caches: tensors that there are already.
-        blocks_per_host_block: device blocks in a host block, see `Caches`.
+    The engine sets what its two halves share.
+
+    Attributes:
+        _transfers: the tickets.
+        _queued: work of the device that reads or writes memory of the host, with the staging it needs until its event
+            fires.
     """
 
-    def __init__(
-        self,
-        layout: BlockLayout,
-        transfers: Transfers,
-        *,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        device: str | torch.device = "cpu",
-        device_caches: Sequence[Tensor] | None = None,
-        blocks_per_host_block: int | None = None,
-    ) -> None:
-        super().__init__(
-            layout,
-            num_device_blocks=num_device_blocks,
-            num_host_blocks=num_host_blocks,
-            device=device,
-            device_caches=device_caches,
-            blocks_per_host_block=blocks_per_host_block,
-        )
-        self._transfers = transfers
-        # Queued work that reads or writes memory of the host, with the staging it needs until its event fires.
-        self._queued: deque[tuple[torch.cuda.Event, Tensor | None]] = deque()
+    _transfers: Transfers
+    _queued: deque[tuple[torch.cuda.Event, Tensor | None]]
 
     def swap_out(self, ids: Ids) -> None:
         """Copy blocks from the device to the host.
@@ -93,6 +71,36 @@ class AtOnce(Caches):
         if len(plan):
             self._settle()
             ops.copy_blocks(self._views["device"], as_tensor(plan.pairs))
+            self._count("device", "device", plan)
+
+    def move(self, ids: Ids) -> None:
+        """Move blocks within the device, as if all were read before the first is written.
+
+        Args:
+            ids: (from, to), int64 `[n, 2]`; no destination repeats. Chains and rings are legal.
+
+        Raises:
+            MappingError: the mapping is malformed or out of range; nothing was moved.
+        """
+        plan = self._join("device", "device", ids, moves=True)
+        if len(plan):
+            self._settle()
+            ops.move_blocks(self._views["device"], as_tensor(plan.pairs))
+            self._count("device", "device", plan)
+
+    def exchange(self, ids: Ids) -> None:
+        """Let the two blocks of each pair change places.
+
+        Args:
+            ids: int64 `[n, 2]`; no block is named twice. `(-1, -1)` is padding.
+
+        Raises:
+            MappingError: the mapping is malformed or out of range; nothing was moved.
+        """
+        plan = self._plan_exchange("device", ids)
+        if len(plan):
+            self._settle()
+            ops.exchange_blocks(self._views["device"], as_tensor(plan.pairs))
             self._count("device", "device", plan)
 
     def read_blocks(self, tier: EngineTier, blocks: Ids) -> Rows:
@@ -157,6 +165,10 @@ class AtOnce(Caches):
         if dst == "host" and self._fill:
             self._fill.mark(np.ascontiguousarray(plan.pairs[:, 1]))
         self._count(src, dst, plan)
+
+    def _plan_exchange(self, tier: EngineTier, ids: Ids) -> CopyPlan:
+        pairs = check_exchange(as_tensor(ids), self.num_blocks(tier))
+        return CopyPlan(pairs, 2 * len(pairs) * self.layout.bytes_per_block)
 
     def _require(self, parts: Ids, after: Sequence[int] = ()) -> None:
         """Refuse to read parts of the host's blocks that hold nothing."""

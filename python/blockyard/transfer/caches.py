@@ -14,9 +14,9 @@ from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
 from blockyard.layout import BlockLayout
 from blockyard.plan import CopyPlan, Ids, check_blocks, in_runs, join
 from blockyard.transfer.fill import HostFill
-from blockyard.transfer.hostpool import HostPool
+from blockyard.transfer.hostpool import HostPool, OnFailure
 
-__all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor"]
+__all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor", "torch_dtype"]
 
 EngineTier: TypeAlias = Literal["device", "host"]
 Rows: TypeAlias = NDArray[np.uint8]
@@ -42,11 +42,14 @@ class Caches:
         blocks_per_host_block: device blocks that one host block holds, any number from 1. Host ids then count device
             blocks: part `p` of host block `b` is `b * blocks_per_host_block + p`, and the engine knows which parts
             hold bytes. None: a host block is a device block, and what it holds is for the books to know.
+        on_host_failure: what follows where the host's memory cannot be page-locked: an error (`"raise"`), or ordinary
+            memory from there on (`"unpinned"`), which copies slowly; `host_pool.problem` says why.
 
     Raises:
-        InvalidArgumentError: a number of blocks is too small.
+        InvalidArgumentError: a number of blocks is too small, or `on_host_failure` is another word.
         LayoutError: the tensors given do not have the layout, or another number of blocks.
-        HostMemoryError: the host's memory cannot be had or page-locked; later, from transfers.
+        OutOfMemoryError: the host's memory cannot be had; later, from transfers.
+        PageLockError: it cannot be page-locked; later, from transfers.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Caches:
         device: str | torch.device = "cpu",
         device_caches: Sequence[Tensor] | None = None,
         blocks_per_host_block: int | None = None,
+        on_host_failure: OnFailure = "raise",
     ) -> None:
         parts = 1 if blocks_per_host_block is None else blocks_per_host_block
         if num_device_blocks < 1 or num_host_blocks < 0 or parts < 1:
@@ -69,13 +73,15 @@ class Caches:
         self._parts = parts
         self.device_caches: list[Tensor] = (
             [
-                torch.zeros(shape, dtype=_torch_dtype(dtype), device=self.device)
+                torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
                 for shape, dtype in layout.tensor_shapes(num_device_blocks)
             ]
             if device_caches is None
             else list(device_caches)
         )
-        self.host_pool = HostPool.for_device(num_host_blocks, parts * layout.bytes_per_block, self.device)
+        self.host_pool = HostPool.for_device(
+            num_host_blocks, parts * layout.bytes_per_block, self.device, on_failure=on_host_failure
+        )
         self.host_cache = self.host_pool.rows
         self._host_rows = self.host_cache.view(-1, layout.bytes_per_block)
         self._views: dict[EngineTier, list[Tensor]] = {
@@ -182,7 +188,8 @@ class Caches:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
 
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """Give torch's dtype of a layout's name for it. Raises LayoutError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"this torch has no dtype {name!r}")

@@ -2,12 +2,14 @@
 
 Addresses are reserved once, for as many blocks as there may ever be; memory comes and goes behind them by chunks: pages
 of the system on a CPU (`elastic_host`), allocations of the driver on a GPU (`elastic_cuda`). Where K and V, or layers,
-lie in planes of one tensor, each plane has a tail of its own, and each gives its chunks back.
+lie in planes of one tensor, each plane has a tail of its own, and each gives its chunks back. So do cache groups whose
+tensors differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
@@ -15,8 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.grouped import GroupedLayout
 from blockyard.layout import KVLayout
+from blockyard.transfer.caches import torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,13 +69,13 @@ class Resized(NamedTuple):
 
 
 class ElasticCache:
-    """The tensors of one cache group over memory that is really given back.
+    """The tensors of one cache group, or of several that share block ids, over memory that is really given back.
 
     The tensors always have room for `max_blocks` and never move; only the first `num_blocks` blocks of each may be
     touched. On a GPU whatever else is touched ends the program's use of the device; on a CPU it reads as zeros.
 
     Args:
-        layout: of the tensors.
+        layout: of the tensors, which then stand group after group, as `CacheEngine` takes them.
         num_blocks: blocks that there are at first, all zeros.
         max_blocks: blocks that there may ever be; costs addresses, not memory.
         device: where the memory is.
@@ -94,7 +98,7 @@ class ElasticCache:
 
     def __init__(
         self,
-        layout: KVLayout,
+        layout: KVLayout | GroupedLayout,
         *,
         num_blocks: int,
         max_blocks: int,
@@ -104,21 +108,20 @@ class ElasticCache:
     ) -> None:
         if not 1 <= num_blocks <= max_blocks:
             raise InvalidArgumentError(f"{num_blocks} blocks of at most {max_blocks}: wanted 1 to {max_blocks}")
-        dtype = getattr(torch, layout.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise LayoutError(f"this torch has no dtype {layout.dtype!r}")
+        groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
+        parts = [(group, torch_dtype(group.dtype)) for group in groups for _ in range(group.num_tensors)]
+        sizes = [prod(group.tensor_shape(max_blocks)) * group.itemsize for group, _ in parts]
         self.layout, self.max_blocks = layout, max_blocks
-        shape = layout.tensor_shape(max_blocks)
-        size = prod(shape) * layout.itemsize
         if memory is None:
-            memory = reserve(size, layout.num_tensors, device=device, chunk_bytes=chunk_bytes)
-        stride = -(-size // memory.chunk) * memory.chunk
+            memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes)
         self._memory = memory
-        self.tensors: list[Tensor] = [
-            memory.tensor[at * stride : at * stride + size].view(dtype).view(shape) for at in range(layout.num_tensors)
-        ]
-        spans = list(plane_spans(layout, max_blocks))
-        self._planes = [(at * stride + first, width) for at in range(layout.num_tensors) for first, width in spans]
+        self.tensors: list[Tensor] = []
+        self._planes: list[tuple[int, int]] = []
+        starts = accumulate((-(-size // memory.chunk) * memory.chunk for size in sizes), initial=0)
+        for (group, dtype), size, start in zip(parts, sizes, starts, strict=False):
+            part = memory.tensor[start : start + size]
+            self.tensors.append(part.view(dtype).view(group.tensor_shape(max_blocks)))
+            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks)]
         self._num_blocks = 0
         self._closed = False
         self.resize(num_blocks)
@@ -242,12 +245,11 @@ def plane_spans(layout: KVLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
         yield plane * num_blocks * width, width
 
 
-def reserve(size: int, count: int, *, device: str | torch.device = "cpu", chunk_bytes: int | None = None) -> Memory:
+def reserve(sizes: Sequence[int], *, device: str | torch.device = "cpu", chunk_bytes: int | None = None) -> Memory:
     """Reserve addresses for tensors, each of which begins with a chunk.
 
     Args:
-        size: bytes of a tensor.
-        count: tensors.
+        sizes: bytes of each tensor.
         device: where the memory will be.
         chunk_bytes: bytes of a chunk, as `ElasticCache` has it.
 
@@ -262,11 +264,11 @@ def reserve(size: int, count: int, *, device: str | torch.device = "cpu", chunk_
     if kind.type == "cpu":
         from blockyard.transfer.elastic_host import HostMemory  # noqa: PLC0415 - each needs what the other has not
 
-        return HostMemory(size, count, chunk_bytes=chunk_bytes)
+        return HostMemory(sizes, chunk_bytes=chunk_bytes)
     if kind.type == "cuda":
         from blockyard.transfer.elastic_cuda import DeviceMemory  # noqa: PLC0415 - needs CUDA's bindings
 
-        return DeviceMemory(size, count, device=kind, chunk_bytes=chunk_bytes)
+        return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes)
     raise InvalidArgumentError(f"device is {kind}, elastic caches are for cpu and cuda")
 
 

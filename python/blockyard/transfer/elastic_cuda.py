@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
@@ -27,8 +28,7 @@ class DeviceMemory:
     from then on the mapping alone keeps the memory. The addresses are given back with the last tensor over them.
 
     Args:
-        size: bytes of a tensor.
-        count: tensors, each of which begins with a chunk.
+        sizes: bytes of each tensor, which begins with a chunk.
         device: the CUDA device.
         chunk_bytes: bytes of a chunk, a multiple of the driver's granularity; that granularity, mostly 2 MiB, if None.
         driver: the module `cuda.bindings.driver`, or what stands in for it; loaded if None.
@@ -40,8 +40,7 @@ class DeviceMemory:
 
     def __init__(
         self,
-        size: int,
-        count: int,
+        sizes: Sequence[int],
         *,
         device: torch.device,
         chunk_bytes: int | None = None,
@@ -53,7 +52,7 @@ class DeviceMemory:
         self.chunk = unit if chunk_bytes is None else chunk_bytes
         if self.chunk < 1 or self.chunk % unit:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {unit}")
-        total = -(-size // self.chunk) * self.chunk * count
+        total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
         self._range = _Range(calls, calls.reserve(total), total)
         self.tensor = tensor_at(self._range.address, total, device=device, owner=self._range)
 

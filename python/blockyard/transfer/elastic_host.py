@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +27,7 @@ class HostMemory:
     2 MiB of what was released.
 
     Args:
-        size: bytes of a tensor.
-        count: tensors, each of which begins with a chunk.
+        sizes: bytes of each tensor, which begins with a chunk.
         chunk_bytes: bytes of a chunk, a multiple of a page; a page if None.
 
     Raises:
@@ -35,18 +35,18 @@ class HostMemory:
         OutOfMemoryError: there are not so many addresses.
     """
 
-    def __init__(self, size: int, count: int, *, chunk_bytes: int | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> None:
         if not hasattr(mmap.mmap, "madvise") or not hasattr(mmap, "MADV_DONTNEED"):
             raise InvalidArgumentError("this system cannot take back pages of a mapping: madvise is missing")
         self.chunk = mmap.PAGESIZE if chunk_bytes is None else chunk_bytes
         if self.chunk < 1 or self.chunk % mmap.PAGESIZE:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {mmap.PAGESIZE}")
-        total = -(-size // self.chunk) * self.chunk * count
+        total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, total, flags=flags)
         except OSError as error:
-            raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}") from error
+            raise OutOfMemoryError(f"{total} bytes of addresses cannot be had: {error.strerror}", total) from error
         with contextlib.suppress(OSError):  # a system without huge pages
             self._map.madvise(mmap.MADV_NOHUGEPAGE)
         # The array holds the mapping, and the tensor the array.

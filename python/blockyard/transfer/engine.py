@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -16,9 +17,9 @@ from blockyard.plan import CopyPlan, Ids, check_blocks
 from blockyard.transfer import ops
 from blockyard.transfer.at_once import AtOnce
 from blockyard.transfer.caches import EngineTier, Rows, Traffic, as_tensor
-from blockyard.transfer.checks import check_exchange
 from blockyard.transfer.cuda import check_device, op_library
 from blockyard.transfer.cuda_streams import CudaStreams
+from blockyard.transfer.hostpool import OnFailure
 from blockyard.transfer.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.transfer.tickets import Callback, Done, MappingBuffers, OnFull, Transfers
 
@@ -35,7 +36,7 @@ class CacheEngine(AtOnce):
 
     There are two ways to use it, and they may be mixed; each call of either comes after all earlier ones of the other.
 
-    *At once*: `swap_out`, `swap_in`, `copy`, `read_blocks`, `write_blocks`, see `AtOnce`.
+    *At once*: `swap_out`, `swap_in`, `copy`, `move`, `exchange`, `read_blocks`, `write_blocks`, see `AtOnce`.
 
     *By ticket*: the `submit_` calls. Work runs on streams of its own (on a CPU: in a worker thread), after all compute
     that was queued before the call, or before `behind`, a place that `fence` has marked; after the tickets in `after`;
@@ -57,10 +58,14 @@ class CacheEngine(AtOnce):
         streams: what runs the tickets' work; by default what the device has.
         device_caches: tensors that there are already, as `layout.views` takes them; made here if None.
         blocks_per_host_block: device blocks in a host block, see `Caches`; `fill` then knows what is there.
+        on_host_failure: what follows where memory of the host cannot be page-locked: an error (`"raise"`), or ordinary
+            memory from there on, which copies slowly (`"unpinned"`; `host_pool.problem` says why).
 
     Raises:
-        InvalidArgumentError: a number of blocks or bytes is too small.
+        InvalidArgumentError: a number of blocks or bytes is too small, or `on_host_failure` is another word.
         LayoutError: the tensors given do not have the layout.
+        OutOfMemoryError: memory of the host cannot be had; later, from transfers.
+        PageLockError: it cannot be page-locked; later, from transfers.
         OpLibraryError: the op library has no code for this device.
     """
 
@@ -76,6 +81,7 @@ class CacheEngine(AtOnce):
         streams: Streams | None = None,
         device_caches: Sequence[Tensor] | None = None,
         blocks_per_host_block: int | None = None,
+        on_host_failure: OnFailure = "raise",
     ) -> None:
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
@@ -83,14 +89,16 @@ class CacheEngine(AtOnce):
         if streams is None:
             streams = CudaStreams(torch.device(device)) if on_cuda else WorkerStreams()
         mappings = MappingBuffers(pinned=on_cuda)
+        self._queued = deque()
+        self._transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead)
         super().__init__(
             layout,
-            Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead),
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
             device=device,
             device_caches=device_caches,
             blocks_per_host_block=blocks_per_host_block,
+            on_host_failure=on_host_failure,
         )
 
     # ---- by ticket ----
@@ -225,10 +233,8 @@ class CacheEngine(AtOnce):
         Raises:
             MappingError, TransferQueueFullError, UnknownTicketError: as for `submit_move`.
         """
-        pairs = check_exchange(as_tensor(ids), self.num_blocks(tier))
-        both = pairs.reshape(-1)
-        plan = CopyPlan(pairs, len(both) * self.layout.bytes_per_block)
-        op = ops.exchange_blocks
+        plan, op = self._plan_exchange(tier, ids), ops.exchange_blocks
+        both = plan.pairs.reshape(-1)
         return self._launch_within(op, tier, plan, (both, both), after=after, behind=behind, on_full=on_full)
 
     def submit_read(

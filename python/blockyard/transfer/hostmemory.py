@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from blockyard.errors import HostMemoryError, InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
 # Of transparent huge pages; the mapping starts at a multiple of it.
 _HUGE_PAGE: Final = 2 << 20
@@ -35,7 +35,7 @@ class HostMapping:
         address: of its first byte, a multiple of 2 MiB.
 
     Raises:
-        HostMemoryError: the system does not give so much.
+        OutOfMemoryError: the system does not give so much.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -46,9 +46,8 @@ class HostMapping:
             # A mapping of nothing is refused, and private memory is what huge pages are for.
             self._memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
-            raise HostMemoryError(
-                f"the system gives no {num_bytes} bytes for host blocks: {error}", num_bytes
-            ) from error
+            message = f"the system gives no {num_bytes} bytes for host blocks: {error}"
+            raise OutOfMemoryError(message, num_bytes) from error
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         start = -whole.data_ptr() % _HUGE_PAGE
         self.tensor: Tensor = whole[start : start + num_bytes]
@@ -88,14 +87,13 @@ class HostMapping:
             Whether the system can do so (Linux from 5.14); elsewhere memory is touched when it is used.
 
         Raises:
-            HostMemoryError: there is no memory left.
+            OutOfMemoryError: there is no memory left.
         """
         problem = self._advise(_POPULATE_WRITE, first, end)
         if problem in {errno.ENOMEM, errno.EFAULT}:
-            raise HostMemoryError(
+            raise OutOfMemoryError(
                 f"bytes {first} to {end} of {self.num_bytes} could not be had: {os.strerror(problem)}",
                 self.num_bytes,
-                first,
             )
         return not problem
 

@@ -8,12 +8,12 @@ import resource
 import threading
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from blockyard.errors import BlockyardError, HostMemoryError, InvalidArgumentError
+from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.transfer.hostmemory import HostMapping, node_of_device
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ class HostPool:
         problem: what did not go as asked; empty if all did.
 
     Raises:
-        HostMemoryError: the system gives no such memory, or its first chunk could not be page-locked.
-        InvalidArgumentError: a number is too small.
+        OutOfMemoryError: the system gives no such memory.
+        PageLockError: its first chunk could not be page-locked.
+        InvalidArgumentError: a number is too small, or `on_failure` is neither `"raise"` nor `"unpinned"`.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class HostPool:
             raise InvalidArgumentError(
                 f"{num_blocks} blocks of {bytes_per_block} bytes in chunks of {chunk_bytes}: wanted at least 0, 1 and 1"
             )
+        if on_failure not in get_args(OnFailure):
+            raise InvalidArgumentError(f"on_failure is {on_failure!r}, must be one of {get_args(OnFailure)}")
         mapping = HostMapping(num_blocks * bytes_per_block)
         self.rows: Tensor = mapping.tensor.view(num_blocks, bytes_per_block)
         problem = mapping.prefer(node) if node is not None else ""
@@ -127,19 +130,22 @@ class HostPool:
             self._work.run()
         try:
             self.wait(min(num_blocks, chunk_blocks))
-        except HostMemoryError:
+        except (OutOfMemoryError, PageLockError):
             self.close()
             raise
 
     @classmethod
-    def for_device(cls, num_blocks: int, bytes_per_block: int, device: torch.device) -> Self:
+    def for_device(
+        cls, num_blocks: int, bytes_per_block: int, device: torch.device, *, on_failure: OnFailure = "raise"
+    ) -> Self:
         """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device.
 
         For the CPU it is ordinary memory, which is taken as it is written.
         """
         if device.type != "cuda" or not num_blocks:
-            return cls(num_blocks, bytes_per_block, touch=False)
-        return cls(num_blocks, bytes_per_block, locker=CudaLocker(device), node=node_of_device(device))
+            return cls(num_blocks, bytes_per_block, touch=False, on_failure=on_failure)
+        locker, node = CudaLocker(device), node_of_device(device)
+        return cls(num_blocks, bytes_per_block, locker=locker, node=node, on_failure=on_failure)
 
     @property
     def problem(self) -> str:
@@ -168,7 +174,7 @@ class HostPool:
             num_blocks: at most as many as there are.
 
         Raises:
-            HostMemoryError: they will never be.
+            OutOfMemoryError, PageLockError: they will never be.
             InvalidArgumentError: there are not so many.
             BlockyardError: the pool is closed.
         """
@@ -183,14 +189,14 @@ class HostPool:
         No copy from or to it may be under way.
 
         Raises:
-            HostMemoryError: the device does not let go of a chunk.
+            PageLockError: the device does not let go of a chunk.
         """
         self.rows = self.rows.new_empty((0, self.rows.shape[1]))
         if not self._finish.detach():
             return
         failed, wanted = self._work.end(), self._work.mapping.num_bytes
         if failed:
-            raise HostMemoryError(f"host memory is still page-locked: {failed}", wanted)
+            raise PageLockError(f"host memory is still page-locked: {failed}", wanted)
         self._work.mapping = HostMapping(0)
 
     def __enter__(self) -> Self:
@@ -224,7 +230,7 @@ class _Work:
         self.locker, self.on_failure, self.problem = locker, on_failure, problem
         self.locking = locker is not None
         self.ready_blocks = self.pinned_blocks = 0
-        self.failure: HostMemoryError | None = None
+        self.failure: OutOfMemoryError | PageLockError | None = None
         self.locked: list[int] = []
         self.changed, self.ended = threading.Condition(), False
         self.thread: threading.Thread | None = None
@@ -240,7 +246,7 @@ class _Work:
             end = min(first + self.chunk_blocks, self.num_blocks)
             try:
                 self._make_ready(chunk, first * self.bytes_per_block, end * self.bytes_per_block)
-            except HostMemoryError as error:
+            except (OutOfMemoryError, PageLockError) as error:
                 with self.changed:
                     self.failure = error
                     self.changed.notify_all()
@@ -258,7 +264,7 @@ class _Work:
             if self.failure is None:
                 raise BlockyardError("the host pool is closed")
             # A fresh one each time: a traceback grows with every raise.
-            raise HostMemoryError(*self.failure.args)
+            raise type(self.failure)(*self.failure.args)
 
     def end(self) -> str:
         """Stop and unlock everything; gives the reasons why something could not be."""
@@ -297,7 +303,7 @@ class _Work:
             f"{reason}; {first} of {total} bytes are, and RLIMIT_MEMLOCK is {_memlock_limit()}"
         )
         if self.on_failure == "raise":
-            raise HostMemoryError(message, total, first)
+            raise PageLockError(message, total, first)
         self.problem, self.locking = message, False
 
 
