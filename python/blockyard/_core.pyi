@@ -632,10 +632,11 @@ class BlockManager:
             max_bytes: most bytes to write in this step; None for any number.
             block_bytes: bytes of a block, all layers; needed for `max_bytes`.
             cached: what becomes of cached blocks that no sequence uses. `"move"`: they move like others and keep their
-                place in the order of eviction. `"drop"`: they count as holes for every goal; those that blocks move into
-                are evicted, and those that are in the way of `"max_id"`, `"free_tail"` or `"empty_pages"`, all of them at
-                once. `"exchange"`: as `"drop"`, but what is in them moves on to a free block, as long as there is one
-                that is not in the way: nobody finds it until the ticket is completed, then it counts as just used.
+                place in the order of eviction. `"drop"`: they count as holes for every goal; those that blocks move
+                into are evicted, and so are those in the way of `"max_id"`, `"free_tail"` or `"empty_pages"`, all of
+                them at once. `"exchange"`: as `"drop"`, but what is in them moves on to a free block, as long as there
+                is one that is not in the way: nobody finds it until the ticket is completed, then it counts as just
+                used.
 
         Returns:
             How many moves are planned, and what stays in the way of the goals.

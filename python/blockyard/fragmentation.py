@@ -29,7 +29,7 @@ class Defragmentation:
         max_moves: most blocks to move in a step, at least one.
         max_bytes: most bytes to write in a step; None for any number.
         block_bytes: bytes of a block, all layers; needed for `max_bytes`.
-        cached: whether cached blocks in the way move, too, or are dropped.
+        cached: whether cached blocks in the way move, too, are dropped, or change places with those that move.
 
     Raises:
         InvalidArgumentError: there is no goal, one that is not known or malformed, or a number is out of range.
@@ -45,7 +45,7 @@ class Defragmentation:
     max_moves: int = 64
     max_bytes: int | None = None
     block_bytes: int | None = None
-    cached: Literal["move", "drop"] = "move"
+    cached: Literal["move", "drop", "exchange"] = "move"
 
     def __post_init__(self) -> None:
         """Keep goals that nobody can change, and refuse what the books would refuse in the middle of a step."""
