@@ -109,15 +109,63 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
         assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
 
 
+class InTime(Wrapper):
+    """Every transfer has ended when it is looked at: how one is preempted is no matter of the machine's load."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.open = []
+
+    def submit(self, decision, *, by_layer=False):
+        super().submit(decision, by_layer=by_layer)
+        self.open.append(decision.ticket)
+
+    def poll(self):
+        tickets, self.open = self.open, []
+        return [super(InTime, self).wait(ticket) for ticket in tickets]
+
+    def wait(self, ticket):
+        self.open.remove(ticket)
+        return super().wait(ticket)
+
+
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
 @pytest.mark.parametrize("host", [0, 40])
 def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_path, mode, host):
-    with open_generator(model, tmp_path, num_host_blocks=host, preemption_mode=mode) as generator:
+    options = {"num_host_blocks": host, "preemption_mode": mode, "wrap_executor": InTime}
+    with open_generator(model, tmp_path, **options) as generator:
         assert generator.generate(*work) == wanted
         stats = generator.scheduler.stats
         assert (stats.preempted_recompute > 0) == (mode != "swap")
         assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
         assert (stats.preempted_spill > 0) == (mode != "recompute" and host == 0)
+
+
+@pytest.mark.parametrize("host", [0, 6])
+@pytest.mark.parametrize("seed", range(3))
+def test_transfers_that_end_late_cost_no_token(model, work, wanted, tmp_path, host, seed):
+    class Late(Wrapper):
+        """Tells of the end of a transfer some steps later, unless it is waited for."""
+
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.random, self.ended, self.late = np.random.default_rng(seed), {}, 0
+
+        def poll(self):
+            self.ended |= {done.ticket: done for done in super().poll()}
+            told = [ticket for ticket in self.ended if self.random.random() < 0.3]
+            self.late += len(self.ended) - len(told)
+            return [self.ended.pop(ticket) for ticket in told]
+
+        def wait(self, ticket):
+            return self.ended.pop(ticket) if ticket in self.ended else super().wait(ticket)
+
+    options = {"num_host_blocks": host, "preemption_mode": "swap", "wrap_executor": Late}
+    with open_generator(model, tmp_path, **options) as generator:
+        assert generator.generate(*work) == wanted
+        assert generator.executor.late > 0
+        assert generator.scheduler.stats.preempted_spill > 0
+        generator.manager.check()
 
 
 def test_without_host_and_tier_everything_is_computed_again(model, work, wanted):
