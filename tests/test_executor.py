@@ -428,3 +428,46 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
     assert scheduler.stats.resumed_fetch > 0
     assert bool(scheduler.stats.resumed_swap) == bool(host_blocks)
     assert all(books.num_free(tier) == books.num_blocks(tier) for tier in ("device", "host", "external"))
+
+
+@pytest.mark.parametrize("cached", ["move", "drop", "exchange"])
+def test_prompts_find_their_bytes_while_sequences_are_made_contiguous_among_cached_blocks(cached: str):
+    """Prompts of few families come and go in a pool full of cached blocks; the bytes of each block tell its tokens."""
+    rng = np.random.default_rng(7)
+    books = BlockManager(block_size=4, device_blocks=24, prefix_caching=True)
+    moved = hit = 0
+
+    def bytes_of(family: int, blocks: int) -> np.ndarray:
+        tag = np.random.default_rng(family).integers(0, 256, (8, LAYOUT.bytes_per_block), dtype=np.uint8)
+        return tag[:blocks]
+
+    with CacheEngine(LAYOUT, num_device_blocks=24, num_host_blocks=1) as engine:
+        executor = StepExecutor(engine)
+        live: dict[int, tuple[int, int]] = {}
+        for _ in range(400):
+            family, blocks = int(rng.integers(9)), int(rng.integers(1, 6))
+            prompt, started = [family] * (4 * blocks + 1), None
+            if len(live) > 3 or books.blocks_to_allocate(prompt) > books.num_free("device"):
+                ended = list(live)[int(rng.integers(len(live)))]
+                del live[ended]
+                books.free([ended])
+            else:
+                (started,), (found,) = (each.tolist() for each in books.allocate_prompts([prompt]))
+                hit += found
+            books.defragment("contiguous", 1, cached=cached, max_moves=6)
+            decision = books.take_decision()
+            moved += sum(len(pairs.ids) for pairs in decision.move)
+            assert executor.execute(decision) == []
+            books.complete(decision.ticket)
+            if started is not None:
+                table = books.block_table(started).astype(np.int64)
+                first = found // 4
+                engine.write_blocks("device", table[first:blocks], bytes_of(family, blocks)[first:])
+                books.mark_computed([started])
+                live[started] = (family, blocks)
+            for handle, (owner, count) in live.items():
+                table = books.block_table(handle).astype(np.int64)[:count]
+                assert np.array_equal(engine.read_blocks("device", table), bytes_of(owner, count))
+            books.check()
+    assert moved > 0
+    assert hit > 0
