@@ -71,10 +71,8 @@ pub(crate) fn py_exchange_rows(
     pairs: &Bound<'_, PyAny>,
     num_threads: usize,
 ) -> PyResult<()> {
-    let (caches, pairs) = (Caches::new("arrays", arrays)?, arrays::pairs(pairs)?);
-    let rows = &caches.rows;
     // SAFETY: the caller says that no row is named twice.
-    py.detach(|| unsafe { exchange_rows(rows, &pairs, num_threads) }).map_err(to_py)
+    unsafe { within(py, arrays, pairs, num_threads, exchange_rows) }
 }
 
 /// Moves rows within arrays, as if all were read first.
@@ -86,8 +84,26 @@ pub(crate) fn py_move_rows(
     pairs: &Bound<'_, PyAny>,
     num_threads: usize,
 ) -> PyResult<()> {
+    // SAFETY: the caller says that no row is written twice.
+    unsafe { within(py, arrays, pairs, num_threads, move_rows) }
+}
+
+/// Exchanges or moves rows within caches.
+type Change = unsafe fn(&[Rows], &[[u32; 2]], usize) -> Result<(), CopyError>;
+
+/// Changes rows of arrays in place.
+///
+/// # Safety
+/// The pairs are as `change` wants them.
+unsafe fn within(
+    py: Python<'_>,
+    arrays: &Bound<'_, PyAny>,
+    pairs: &Bound<'_, PyAny>,
+    num_threads: usize,
+    change: Change,
+) -> PyResult<()> {
     let (caches, pairs) = (Caches::new("arrays", arrays)?, arrays::pairs(pairs)?);
     let rows = &caches.rows;
-    // SAFETY: the caller says that no row is written twice.
-    py.detach(|| unsafe { move_rows(rows, &pairs, num_threads) }).map_err(to_py)
+    // SAFETY: the arrays have these rows; the rest is as the caller says.
+    py.detach(|| unsafe { change(rows, &pairs, num_threads) }).map_err(to_py)
 }
