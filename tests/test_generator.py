@@ -13,7 +13,7 @@ from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import reference_generate
-from blockyard.sim.executors import Wrapper
+from blockyard.sim.executors import SteadyExecutor, Wrapper
 
 KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
 
@@ -109,30 +109,10 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
         assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
 
 
-class InTime(Wrapper):
-    """Every transfer has ended when it is looked at: how one is preempted is no matter of the machine's load."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.open = []
-
-    def submit(self, decision, *, by_layer=False):
-        super().submit(decision, by_layer=by_layer)
-        self.open.append(decision.ticket)
-
-    def poll(self):
-        tickets, self.open = self.open, []
-        return [super(InTime, self).wait(ticket) for ticket in tickets]
-
-    def wait(self, ticket):
-        self.open.remove(ticket)
-        return super().wait(ticket)
-
-
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
 @pytest.mark.parametrize("host", [0, 40])
 def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_path, mode, host):
-    options = {"num_host_blocks": host, "preemption_mode": mode, "wrap_executor": InTime}
+    options = {"num_host_blocks": host, "preemption_mode": mode, "wrap_executor": SteadyExecutor}
     with open_generator(model, tmp_path, **options) as generator:
         assert generator.generate(*work) == wanted
         stats = generator.scheduler.stats

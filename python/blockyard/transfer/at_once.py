@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -67,11 +67,7 @@ class AtOnce(Caches):
         Raises:
             MappingError: the mapping is malformed or out of range; nothing was copied.
         """
-        plan = self._join("device", "device", ids)
-        if len(plan):
-            self._settle()
-            ops.copy_blocks(self._views["device"], as_tensor(plan.pairs))
-            self._count("device", "device", plan)
+        self._run_within(ops.copy_blocks, self._join("device", "device", ids))
 
     def move(self, ids: Ids) -> None:
         """Move blocks within the device, as if all were read before the first is written.
@@ -82,11 +78,7 @@ class AtOnce(Caches):
         Raises:
             MappingError: the mapping is malformed or out of range; nothing was moved.
         """
-        plan = self._join("device", "device", ids, moves=True)
-        if len(plan):
-            self._settle()
-            ops.move_blocks(self._views["device"], as_tensor(plan.pairs))
-            self._count("device", "device", plan)
+        self._run_within(ops.move_blocks, self._join("device", "device", ids, moves=True))
 
     def exchange(self, ids: Ids) -> None:
         """Let the two blocks of each pair change places.
@@ -97,11 +89,7 @@ class AtOnce(Caches):
         Raises:
             MappingError: the mapping is malformed or out of range; nothing was moved.
         """
-        plan = self._plan_exchange("device", ids)
-        if len(plan):
-            self._settle()
-            ops.exchange_blocks(self._views["device"], as_tensor(plan.pairs))
-            self._count("device", "device", plan)
+        self._run_within(ops.exchange_blocks, self._plan_exchange("device", ids))
 
     def read_blocks(self, tier: EngineTier, blocks: Ids) -> Rows:
         """Copy blocks into fresh rows on the CPU; waits until they are there.
@@ -174,6 +162,12 @@ class AtOnce(Caches):
         """Refuse to read parts of the host's blocks that hold nothing."""
         if self._fill:
             self._fill.require(np.ascontiguousarray(parts), after)
+
+    def _run_within(self, op: Callable[[Sequence[Tensor], Tensor], None], plan: CopyPlan) -> None:
+        if len(plan):
+            self._settle()
+            op(self._views["device"], as_tensor(plan.pairs))
+            self._count("device", "device", plan)
 
     def _settle(self, *, on_cpu: bool = False) -> None:
         """Put what is called at once after all tickets; with `on_cpu` it is the CPU that goes on."""

@@ -40,7 +40,7 @@ impl Guard {
     }
 }
 
-/// Where goals want nothing to be, whether or not they are worked for now.
+/// Where goals want nothing to be: all of them, and those that moves are planned for in this step.
 #[derive(Default)]
 pub(super) struct Ways {
     all: Vec<Guard>,
@@ -96,7 +96,8 @@ pub(super) fn excess(content: &BlockSet, goal: Goal, places: &Places, live: u32)
     }
 }
 
-/// Finds places for what the holes of a plan hold, or has it dropped; the same for content that is in the way. Returns how much of that stays because the purse is empty.
+/// Finds places for what the holes of a plan hold, or has it dropped; the same for content that is in the way. Returns how
+/// much of that stays because the purse is empty.
 pub(super) fn settle<F: Facts>(
     content: &BlockSet,
     ways: &Ways,

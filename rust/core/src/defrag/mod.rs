@@ -2,8 +2,8 @@
 //!
 //! [`Places`] knows which blocks are live, which are holes and which must stay. [`Goal`] says what is wanted of them,
 //! [`Places::plan`] gives the fewest moves that bring it about. A [`Planner`] works for several goals by priority, step by
-//! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the places of an allocator that is not
-//! ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
+//! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the
+//! places of an allocator that is not ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
 
 mod content;
 mod contiguous;

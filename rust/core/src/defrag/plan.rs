@@ -37,14 +37,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(mut pairs: Pairs, rest: Rest) -> Self {
-        let drops_from = pairs.moves.len();
-        let exchanges_from = drops_from + pairs.drops.len();
-        let mut all = std::mem::take(&mut pairs.moves);
-        all.append(&mut pairs.drops);
-        all.append(&mut pairs.exchanges);
-        let Rest { left, stuck, held } = rest;
-        let Pairs { onward, clear, .. } = pairs;
+    pub(super) fn new(pairs: Pairs, Rest { left, stuck, held }: Rest) -> Self {
+        let Pairs { moves: mut all, mut drops, mut exchanges, onward, clear } = pairs;
+        let drops_from = all.len();
+        let exchanges_from = drops_from + drops.len();
+        all.append(&mut drops);
+        all.append(&mut exchanges);
         Self { pairs: all, left, stuck, held, onward, clear, drops_from, exchanges_from }
     }
 
