@@ -505,7 +505,7 @@ class BlockManager:
 
         Args:
             prompts: token ids of each prompt, uint32 `[tokens]`; 4294967295 is no token.
-            salt: keeps tenants apart: what has one salt never shares with what has another.
+            salt: keeps tenants apart: what has one salt never shares with what has another. `b""` is a salt; None is none.
             lora_id: adapter that the prompts run with; 0 for none.
             extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
                 rising block.

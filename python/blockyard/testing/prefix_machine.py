@@ -25,7 +25,7 @@ WAYS = ("swap_out", "swap_in", "spill", "fetch")
 
 _pick = st.integers(0, 63)
 _picks = st.lists(_pick, min_size=1, max_size=4)
-_salts = st.sampled_from([None, None, b"tenant"])
+_salts = st.sampled_from([None, None, b"", b"tenant"])
 # Prompts of a family are prefixes of each other, but for their last token.
 _prompts = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3)
 _losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.lists(_pick, min_size=1, max_size=2)
@@ -43,7 +43,7 @@ class _Tracked:
 
     def values(self) -> list[int]:
         """What a model writes for each token: it depends on all tokens up to it, and on the salt."""
-        state, values = hashlib.sha256(self.salt or b""), []
+        state, values = hashlib.sha256(repr(self.salt).encode()), []
         for token in self.tokens:
             state.update(token.to_bytes(8, "little", signed=True))
             values.append(int.from_bytes(state.digest()[:7], "little"))

@@ -82,11 +82,10 @@ pub struct KeySpec {
 }
 
 impl KeySpec {
-    /// Keys for a tenant's salt, of any length, and an adapter; an empty salt is none.
+    /// Keys for a tenant's salt, of any length, and an adapter. An empty salt is a salt like any other.
     #[must_use]
-    pub fn new(salt: &[u8], lora_id: u64) -> Self {
-        let salt = if salt.is_empty() { [0; 32] } else { Sha256::digest(salt).into() };
-        Self { salt, lora_id }
+    pub fn new(salt: Option<&[u8]>, lora_id: u64) -> Self {
+        Self { salt: salt.map_or([0; 32], |salt| Sha256::digest(salt).into()), lora_id }
     }
 }
 

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 pub(crate) use crate::envelope::Contents;
 
 /// Version of the payload: any change of what the books hold needs another.
-pub const SNAPSHOT_VERSION: u32 = 6;
+pub const SNAPSHOT_VERSION: u32 = 7;
 
 /// Counters that a snapshot may hold at most, so that counting on cannot overflow.
 pub(crate) const MAX_COUNT: u64 = 1 << 62;

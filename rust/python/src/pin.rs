@@ -37,7 +37,7 @@ impl PyBlockManager {
         lora_id: u64,
     ) -> PyResult<(u64, u32)> {
         let tokens = TokenIds::new(prompt)?;
-        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        let spec = KeySpec::new(salt, lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         let pinned = self.lock().pin_prompt(&prompt, deadline);
         pinned.map(|(pin, cached)| (pin.0, cached)).map_err(to_py)

@@ -55,7 +55,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
     ) -> PyResult<Allocated<'py>> {
         let tokens = prompts.iter().map(TokenIds::only_read).collect::<PyResult<Vec<_>>>()?;
-        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        let spec = KeySpec::new(salt, lora_id);
         if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
             return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
         }
@@ -81,7 +81,7 @@ impl PyBlockManager {
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
     fn cached_tokens(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<u32> {
         let tokens = TokenIds::only_read(prompt)?;
-        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        let spec = KeySpec::new(salt, lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         self.lock().cached_tokens(&prompt).map_err(to_py)
     }
@@ -89,7 +89,7 @@ impl PyBlockManager {
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
     fn blocks_to_allocate(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<usize> {
         let tokens = TokenIds::only_read(prompt)?;
-        let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
+        let spec = KeySpec::new(salt, lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         self.lock().blocks_to_allocate(&prompt).map_err(to_py)
     }
@@ -149,7 +149,7 @@ pub(crate) fn export_keys<'py>(
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
     let tokens = TokenIds::new(tokens)?;
-    let mut chain = Chain::new(&KeySpec::new(salt.unwrap_or_default(), lora_id), block_size, cache_group);
+    let mut chain = Chain::new(&KeySpec::new(salt, lora_id), block_size, cache_group);
     let blocks = tokens.get()?.chunks_exact(block_size as usize);
     let export = |block| {
         chain.block(block, &[]).map_err(to_py)?;

@@ -6,7 +6,7 @@ use blockyard_core::KeySpec;
 use pyo3::prelude::*;
 
 fn digest(salt: Option<&[u8]>) -> [u8; 32] {
-    KeySpec::new(salt.unwrap_or_default(), 0).salt
+    KeySpec::new(salt, 0).salt
 }
 
 #[pymethods]

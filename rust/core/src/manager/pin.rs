@@ -72,6 +72,16 @@ impl Pins {
         }
     }
 
+    /// No pins, and the number of the next one.
+    pub(super) fn resume(fraction: f64, blocks: usize, next: u64) -> Self {
+        Self { next, ..Self::new(fraction, blocks) }
+    }
+
+    /// Number of the next pin.
+    pub(super) fn next(&self) -> u64 {
+        self.next
+    }
+
     pub(super) fn fraction(&self) -> f64 {
         self.fraction
     }

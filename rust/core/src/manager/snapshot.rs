@@ -34,6 +34,8 @@ struct Image {
     events: Option<EventsImage>,
     /// Fraction of the device's blocks.
     pin_limit: f64,
+    /// Number of the next pin, so that one from before never names another's.
+    next_pin: u64,
     /// Salts of the tenants with quotas, in the order of their numbers.
     salts: Vec<[u8; 32]>,
 }
@@ -99,6 +101,7 @@ impl Manager {
             moved: *moved,
             events,
             pin_limit: pins.fraction(),
+            next_pin: pins.next(),
             salts: tenants.all().iter().map(|(salt, _)| *salt).collect(),
         })
     }
@@ -131,6 +134,7 @@ impl Image {
             moved,
             events,
             pin_limit,
+            next_pin,
             salts,
         } = self;
         let groups = Groups::new(&groups).map_err(|error| error.to_string())?;
@@ -141,6 +145,9 @@ impl Image {
             && (0.0..1.0).contains(&watermark);
         if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
             return Err(format!("{} blocks of {block_size}, {watermark} kept free, ticket {open}", sizes[0]));
+        }
+        if !(1..=MAX_COUNT).contains(&next_pin) {
+            return Err(format!("the next pin is {next_pin}"));
         }
         if stats.hit_blocks > stats.blocks || stats.hit_tokens > stats.tokens {
             return Err(format!("{} of {} blocks were found", stats.hit_blocks, stats.blocks));
@@ -180,7 +187,7 @@ impl Image {
             planner: Planner::default(),
             events,
             host_cache,
-            pins: Pins::new(pin_limit, sizes[0]),
+            pins: Pins::resume(pin_limit, sizes[0], next_pin),
             tenants,
             scratch: Vec::new(),
             work: Work::default(),
