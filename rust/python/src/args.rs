@@ -12,7 +12,7 @@ use blockyard_core::memory;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyDict, PyString};
+use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
@@ -53,13 +53,15 @@ pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &
     if about_value { invalid(format!("{name} is {}, must be {must}", shown(value))) } else { error }
 }
 
-/// A value as a message shows it.
+/// A value as a message shows it: numbers and short strings in full.
 pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
     const MOST: usize = 60;
-    match value.repr().map(|repr| repr.to_string()) {
-        Ok(repr) if repr.len() <= MOST => repr,
-        _ => describe(value),
+    if value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyString>() {
+        if let Some(repr) = value.repr().ok().map(|repr| repr.to_string()).filter(|repr| repr.len() <= MOST) {
+            return repr;
+        }
     }
+    describe(value)
 }
 
 macro_rules! numbers {
@@ -150,7 +152,7 @@ pub(crate) fn items<'py, T>(
     let too_many = |len: &dyn Display| {
         invalid(format!("{name} has {len} items, must have at most {MOST_ITEMS} where it is no list or array"))
     };
-    let is_stored = value.is_instance_of::<pyo3::types::PyList>();
+    let is_stored = value.is_instance_of::<PyList>();
     // A length saves the reading of what is too long; it may be a lie, or none.
     match value.len() {
         Ok(len) if len > MOST_ITEMS && !is_stored => return Err(too_many(&len)),

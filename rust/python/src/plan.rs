@@ -4,7 +4,7 @@ use crate::args;
 use crate::arrays::{self, Ids, ids};
 use crate::decision::{PyStepDecision, array};
 use crate::errors::{invalid, to_py};
-use blockyard_core::{End, Pieces, Region, Route, Side, Span, merge_runs, order_moves, orders};
+use blockyard_core::{End, Pieces, Region, Route, Side, Span, memory, merge_runs, order_moves, orders};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -33,12 +33,15 @@ impl PyCopyRoute {
             return Err(invalid(format!("regions have shape {:?}, must be {REGION}", array.shape())));
         }
         let view = array.as_array();
-        let region = |row: numpy::ndarray::ArrayView1<'_, u64>| {
+        let region = |row: numpy::ndarray::ArrayView1<'_, u64>| -> PyResult<Region> {
             let side = |at: usize| Side { base: row[at], row: row[at + 1], sub: row[at + 2] };
             let part = u32::try_from(row[7]).map_err(|_| invalid(format!("part is {}, must be below 2^32", row[7])))?;
             Ok(Region { src: side(0), dst: side(3), bytes: row[6], part })
         };
-        let regions = view.rows().into_iter().map(region).collect::<PyResult<Vec<_>>>()?;
+        let mut regions = memory::with_room(view.nrows()).map_err(to_py)?;
+        for row in view.rows() {
+            regions.push(region(row)?);
+        }
         let src = End { blocks: src_blocks, per_row: src_per_row };
         let dst = End { blocks: dst_blocks, per_row: dst_per_row };
         Route::new(&regions, src, dst, in_place).map(Self).map_err(to_py)
