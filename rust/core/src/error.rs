@@ -127,6 +127,20 @@ pub enum Error {
         /// What it must be.
         must: String,
     },
+    /// A fraction has no meaning.
+    #[error("{what} is {found}, must be 0 or more and below 1")]
+    InvalidFraction {
+        /// Name of the argument.
+        what: &'static str,
+        /// Its value.
+        found: String,
+    },
+    /// The system has less memory than the call would take.
+    #[error("asked for {wanted} bytes of memory, the system does not have them")]
+    OutOfMemory {
+        /// Bytes that were asked for at once.
+        wanted: u64,
+    },
     /// Books are written only at rest.
     #[error("the books are not at rest: {tickets} tickets are in flight, {pairs} pairs of the open step are undecided")]
     Busy {

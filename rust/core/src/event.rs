@@ -6,6 +6,7 @@
 use crate::error::{Error, Result};
 use crate::hash::{Chain, ExportedKey};
 use crate::id::{BlockId, Tier};
+use crate::memory;
 use crate::pool::Pool;
 use crate::snapshot::MAX_COUNT;
 use serde::{Deserialize, Serialize};
@@ -201,6 +202,8 @@ impl Events {
             let must = format!("1 to {MAX_EVENTS}");
             return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
         }
+        let blocks = pools.iter().filter(|pool| pool.is_caching()).map(Pool::extent).sum();
+        memory::require_items::<Told>(blocks)?;
         let mut keys = [const { Vec::new() }; 3];
         for (keys, pool) in keys.iter_mut().zip(pools) {
             if pool.is_caching() {

@@ -3,6 +3,7 @@
 //! A part is marked once its bytes have landed and cleared before its block is given out again.
 
 use crate::error::{Error, Result};
+use crate::memory;
 
 /// One bit for each device block that the host has room for; ids count device blocks.
 #[derive(Clone, Debug)]
@@ -16,10 +17,14 @@ impl FillMap {
     /// An empty map.
     ///
     /// # Errors
-    /// A block holds no part, or there are more than 2^32 parts.
+    /// A block holds no part, there are more than 2^32 parts, or more than there is memory for.
     pub fn new(blocks: u32, per_block: u32) -> Result<Self> {
         match blocks.checked_mul(per_block) {
-            Some(parts) if per_block > 0 => Ok(Self { words: vec![0; parts.div_ceil(64) as usize], blocks, per_block }),
+            Some(parts) if per_block > 0 => {
+                let words = parts.div_ceil(64) as usize;
+                memory::require_items::<u64>(words)?;
+                Ok(Self { words: vec![0; words], blocks, per_block })
+            }
             _ => Err(Error::InvalidArgument {
                 what: "device blocks per host block",
                 found: per_block.into(),

@@ -13,6 +13,9 @@ pub const NULL_BLOCK: BlockId = BlockId(0);
 /// Most cache groups of one manager.
 pub const MAX_GROUPS: usize = 16;
 
+/// Most null entries that one call may append to a block table: one for every block that a recurrent group passes over.
+pub(crate) const MAX_PASSED: usize = 1 << 24;
+
 /// What the layers of one cache group need of the tokens before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Group {

@@ -15,6 +15,7 @@ pub mod hash;
 pub mod id;
 pub mod lease;
 pub mod manager;
+pub mod memory;
 pub mod plan;
 pub mod pool;
 mod prefix;

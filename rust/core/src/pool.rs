@@ -11,6 +11,7 @@ use crate::evict::Eviction;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::lease::Bytes;
+use crate::memory;
 use crate::prefix::grown;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
@@ -100,7 +101,7 @@ impl Pool {
     /// A pool of `blocks` free blocks; with `caching`, released blocks stay findable by their keys until evicted.
     ///
     /// # Errors
-    /// More than [`MAX_BLOCKS`] blocks.
+    /// More than [`MAX_BLOCKS`] blocks, or than there is memory for.
     pub fn new(tier: Tier, blocks: usize, caching: bool) -> Result<Self> {
         Self::with_policies(tier, blocks, caching, Policies::default())
     }
@@ -108,12 +109,13 @@ impl Pool {
     /// As [`Pool::new`], with orders of the caller's choice.
     ///
     /// # Errors
-    /// More than [`MAX_BLOCKS`] blocks.
+    /// As [`Pool::new`].
     pub fn with_policies(tier: Tier, blocks: usize, caching: bool, policies: Policies) -> Result<Self> {
         if blocks > MAX_BLOCKS {
             let must = format!("at most {MAX_BLOCKS}");
             return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
         }
+        Self::require_memory(blocks, caching)?;
         let nodes = Vec::with_capacity(blocks);
         let cache = caching.then(|| Cache::new(blocks, policies.eviction));
         let (free, draining) = (FreeBlocks::full(policies.reuse, blocks), BlockSet::empty(blocks));
@@ -132,6 +134,14 @@ impl Pool {
             removals: None,
             moves: None,
         })
+    }
+
+    /// Fails unless there is memory for a pool of so many blocks, whatever its policies.
+    pub(crate) fn require_memory(blocks: usize, caching: bool) -> Result<()> {
+        // Free and draining blocks as bits, or a queue of them.
+        const PLAIN: usize = size_of::<Node>() + 10;
+        let block = if caching { PLAIN + Cache::BYTES } else { PLAIN };
+        memory::require(blocks.saturating_mul(block))
     }
 
     /// The tier that the blocks are in.

@@ -4,6 +4,7 @@
 use crate::error::{Error, Result};
 use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::memory;
 use std::ops::Deref;
 
 mod snapshot;
@@ -280,11 +281,11 @@ impl Rows {
         self.entries.len() - self.unused.len()
     }
 
-    /// Fails unless `count` more rows can be had.
-    pub(crate) fn require(&self, count: usize) -> Result<()> {
+    /// Makes room for `count` more rows, or fails.
+    pub(crate) fn require(&mut self, count: usize) -> Result<()> {
         let free = MAX_SEQUENCES.saturating_sub(self.len());
         if count <= free {
-            return Ok(());
+            return memory::make_room(&mut self.entries, count.saturating_sub(self.unused.len()));
         }
         Err(Error::InvalidArgument {
             what: "number of new sequences",

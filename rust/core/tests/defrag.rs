@@ -149,7 +149,7 @@ struct World {
 impl World {
     fn new(blocks: u32) -> Self {
         let size = blocks as usize;
-        let observer = Observer::new(blocks, blocks);
+        let observer = Observer::new(blocks, blocks).unwrap();
         Self {
             observer,
             memory: vec![0; size],
@@ -255,7 +255,7 @@ proptest! {
 
 #[test]
 fn what_is_out_of_range_or_stale_changes_nothing() {
-    let mut observer = Observer::new(1, 16);
+    let mut observer = Observer::new(1, 16).unwrap();
     observer.use_ids(&[3, 9]).unwrap();
     let before = format!("{observer:?}");
     assert!(observer.use_fresh(&[4, 16]).is_err());
@@ -275,7 +275,7 @@ fn what_is_out_of_range_or_stale_changes_nothing() {
 
 #[test]
 fn fresh_ids_take_the_lowest_blocks_longest_runs_first() {
-    let mut observer = Observer::new(64, 64);
+    let mut observer = Observer::new(64, 64).unwrap();
     observer.forget_ids(&[1, 3, 4, 5, 7, 8]).unwrap();
     observer.use_fresh(&[40, 41, 42, 43, 44, 40, 3]).unwrap();
     let blocks: Vec<u32> = [40, 41, 42, 43, 44, 3].map(|id| observer.resolve(id)).to_vec();

@@ -3,7 +3,8 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{TokenIds, count};
+use crate::args::{self, Argument, items, refused, shown};
+use crate::arrays::TokenIds;
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::pair::{Pair, PyAllocatorPair};
@@ -11,11 +12,12 @@ use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier};
+use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier, memory};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyInt};
+use std::fmt::Display;
 use std::ops::{Deref, DerefMut};
 
 pub(crate) type Ids<'py> = Bound<'py, PyArray1<i32>>;
@@ -23,23 +25,26 @@ pub(crate) type Ids<'py> = Bound<'py, PyArray1<i32>>;
 /// Block ids: an int32 array, a list of ints or one int.
 pub(crate) struct Blocks(pub(crate) Vec<BlockId>);
 
-impl<'py> FromPyObject<'_, 'py> for Blocks {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+impl<'py> Argument<'py> for Blocks {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         if let Ok(block) = value.extract::<u32>() {
             return Ok(Self(vec![BlockId(block)]));
         }
         if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-            let id = |&id: &i32| {
-                u32::try_from(id).map(BlockId).map_err(|_| invalid(format!("block is {id}, must be at least 0")))
-            };
-            return array.as_array().iter().map(id).collect::<PyResult<_>>().map(Self);
+            let mut blocks = memory::with_room(array.as_array().len()).map_err(to_py)?;
+            for &id in array.as_array() {
+                let block = u32::try_from(id).map(BlockId);
+                blocks.push(block.map_err(|_| invalid(format!("block is {id}, must be at least 0")))?);
+            }
+            return Ok(Self(blocks));
         }
-        let ids: Vec<u32> = value.extract().map_err(|_| {
-            invalid("blocks must be ids from 0 on: an int32 array, a list of ints or one int".to_owned())
-        })?;
-        Ok(Self(ids.into_iter().map(BlockId).collect()))
+        let must = "ids from 0 on: an int32 array, a list of ints or one int";
+        if value.is_instance_of::<PyInt>() {
+            return Err(invalid(format!("{name} is {}, must be {must}", shown(value))));
+        }
+        let block =
+            |id: &Bound<'py, PyAny>, _| id.extract().map(BlockId).map_err(|error| refused(error, value, name, must));
+        items(value, name, block).map(Self)
     }
 }
 
@@ -140,7 +145,7 @@ impl PyBlockAllocator {
         self.lock().lookups().map(|lookups| (lookups.queries, lookups.hits))
     }
 
-    fn refs(&self, block: u32) -> PyResult<u32> {
+    fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
         let allocator = self.lock();
         let total = allocator.pool().len();
         if block as usize >= total {
@@ -149,7 +154,7 @@ impl PyBlockAllocator {
         Ok(allocator.pool().refs(BlockId(block)))
     }
 
-    fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = count)] count: u32) -> PyResult<Ids<'py>> {
+    fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = args::count)] count: u32) -> PyResult<Ids<'py>> {
         let mut out = Vec::new();
         self.lock().allocate(count as usize, &mut out).map_err(to_py)?;
         Ok(ids(py, &out))
@@ -160,9 +165,9 @@ impl PyBlockAllocator {
     fn allocate_keyed<'py>(
         &self,
         py: Python<'py>,
-        keys: Vec<Bound<'py, PyBytes>>,
-        depths: Vec<u32>,
-        #[pyo3(from_py_with = count)] plain: u32,
+        #[pyo3(from_py_with = args::keys)] keys: Vec<Bound<'py, PyBytes>>,
+        #[pyo3(from_py_with = args::depths)] depths: Vec<u32>,
+        #[pyo3(from_py_with = args::plain)] plain: u32,
     ) -> PyResult<(Ids<'py>, usize)> {
         if keys.len() != depths.len() {
             return Err(invalid(format!("there are {} depths, must be {}, the keys", depths.len(), keys.len())));
@@ -175,42 +180,55 @@ impl PyBlockAllocator {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn share(&self, blocks: Blocks) -> PyResult<()> {
+    fn share(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().share(&blocks.0).map_err(to_py)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn require(&self, blocks: Blocks) -> PyResult<()> {
+    fn require(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().require(&blocks.0).map_err(to_py)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn free(&self, blocks: Blocks) -> PyResult<()> {
+    fn free(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().free(&blocks.0).map_err(to_py)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn make_writable<'py>(&self, py: Python<'py>, blocks: Blocks) -> PyResult<Ids<'py>> {
+    fn make_writable<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Blocks,
+    ) -> PyResult<Ids<'py>> {
         let mut out = Vec::with_capacity(blocks.0.len());
         self.lock().make_writable(&blocks.0, &mut out).map_err(to_py)?;
         Ok(ids(py, &out))
     }
 
     #[pyo3(signature = (block, key, depth = 0))]
-    fn publish(&self, block: u32, key: &[u8], #[pyo3(from_py_with = count)] depth: u32) -> PyResult<u32> {
+    fn publish(
+        &self,
+        #[pyo3(from_py_with = args::block)] block: u32,
+        key: &[u8],
+        #[pyo3(from_py_with = args::depth)] depth: u32,
+    ) -> PyResult<u32> {
         let keyed = Keyed { key: self::key(key)?, depth };
         Ok(self.lock().publish(BlockId(block), keyed).map_err(to_py)?.0)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn find<'py>(&self, py: Python<'py>, keys: Vec<Bound<'py, PyBytes>>) -> PyResult<Ids<'py>> {
+    fn find<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::keys)] keys: Vec<Bound<'py, PyBytes>>,
+    ) -> PyResult<Ids<'py>> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
         let found = self.lock().find(&keys);
         Ok(ids(py, &found))
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn cost(&self, keys: Vec<Bound<'_, PyBytes>>) -> PyResult<usize> {
+    fn cost(&self, #[pyo3(from_py_with = args::keys)] keys: Vec<Bound<'_, PyBytes>>) -> PyResult<usize> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
         Ok(self.lock().cost(&keys))
     }
@@ -219,18 +237,22 @@ impl PyBlockAllocator {
         Ok(self.lock().holder(&self::key(key)?).is_some())
     }
 
-    fn is_computed(&self, block: u32) -> bool {
+    fn is_computed(&self, #[pyo3(from_py_with = args::block)] block: u32) -> bool {
         self.lock().is_computed(BlockId(block))
     }
 
     #[pyo3(signature = (blocks = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn mark_computed(&self, blocks: Option<Blocks>) {
+    fn mark_computed(&self, #[pyo3(from_py_with = args::blocks)] blocks: Option<Blocks>) {
         self.lock().mark_computed(blocks.as_ref().map(|blocks| blocks.0.as_slice()));
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn touch(&self, blocks: Blocks, now: f64) -> PyResult<()> {
+    fn touch(
+        &self,
+        #[pyo3(from_py_with = args::blocks)] blocks: Blocks,
+        #[pyo3(from_py_with = args::now)] now: f64,
+    ) -> PyResult<()> {
         self.lock().touch(&blocks.0, now).map_err(to_py)
     }
 
@@ -243,7 +265,7 @@ impl PyBlockAllocator {
     }
 
     #[pyo3(signature = (limit = None))]
-    fn upcoming<'py>(&self, py: Python<'py>, limit: Option<usize>) -> Ids<'py> {
+    fn upcoming<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = args::limit)] limit: Option<usize>) -> Ids<'py> {
         let blocks: Vec<BlockId> = self.lock().upcoming().take(limit.unwrap_or(usize::MAX)).collect();
         ids(py, &blocks)
     }
@@ -266,7 +288,7 @@ impl PyNaiveAllocator {
     #[new]
     #[pyo3(signature = (num_blocks, *, tier = "device", reuse = "lowest"))]
     fn new(
-        #[pyo3(from_py_with = count)] num_blocks: u32,
+        #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
         tier: &str,
         reuse: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
@@ -285,7 +307,7 @@ impl PyPrefixCachingAllocator {
     #[new]
     #[pyo3(signature = (num_blocks, *, tier = "device", reuse = "lowest", eviction = "released"))]
     fn new(
-        #[pyo3(from_py_with = count)] num_blocks: u32,
+        #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
         tier: &str,
         reuse: &str,
         eviction: &str,
@@ -301,7 +323,7 @@ impl PyPrefixCachingAllocator {
 #[pyo3(signature = (tokens, *, block_size, parent = None, extra = None))]
 pub(crate) fn chain_keys<'py>(
     tokens: &Bound<'py, PyAny>,
-    #[pyo3(from_py_with = count)] block_size: u32,
+    #[pyo3(from_py_with = args::block_size)] block_size: u32,
     parent: Option<&[u8]>,
     extra: Option<&[u8]>,
 ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
@@ -309,7 +331,7 @@ pub(crate) fn chain_keys<'py>(
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let tokens = TokenIds::new(tokens)?;
+    let tokens = TokenIds::new(tokens, "tokens")?;
     let mut last = match parent {
         Some(bytes) => key(bytes)?,
         None => Chain::new(&KeySpec::default(), block_size, 0).key(),

@@ -1,41 +1,29 @@
 //! Arrays in: numpy where the caller has it, short Python sequences as they are.
 
-use crate::errors::{bad_mapping, invalid, unknown_ticket};
-use blockyard_core::{Counts, SequenceId, TableRows, TicketId};
+use crate::args::{Argument, items, refused, shown};
+use crate::errors::{bad_mapping, invalid, to_py, unknown_ticket};
+use blockyard_core::{Counts, SequenceId, TableRows, TicketId, memory};
 use numpy::ndarray::Dimension;
 use numpy::{
-    Element, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyReadwriteArray2,
-    PyUntypedArrayMethods,
+    Element, PyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,
+    PyReadwriteArray2, PyUntypedArray, PyUntypedArrayMethods,
 };
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::{PyInt, PyList};
+use std::fmt::Display;
 use std::ops::Range;
-
-/// An argument that is one number; what is no number, or out of range, gets an error that shows it.
-fn number<'py, T: FromPyObjectOwned<'py>>(value: Borrowed<'_, 'py, PyAny>, must: &str) -> PyResult<T> {
-    value.extract().map_err(|_| {
-        let found = value.repr().map_or_else(|_| describe(&value), |repr| repr.to_string());
-        invalid(format!("number is {found}, must be {must}"))
-    })
-}
-
-/// A count of tokens, blocks or sequences.
-pub(crate) fn count(value: &Bound<'_, PyAny>) -> PyResult<u32> {
-    number(value.as_borrowed(), "an int, 0 to 4294967295")
-}
 
 /// The handle of one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct Handle(pub(crate) SequenceId);
 
-impl<'py> FromPyObject<'_, 'py> for Handle {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        number(value, "a uint64 handle").map(|handle| Self(SequenceId(handle)))
+impl<'py> Argument<'py> for Handle {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        let handle = value.extract().map_err(|error| refused(error, value, name, "a uint64 handle"));
+        handle.map(|handle| Self(SequenceId(handle)))
     }
 }
 
@@ -43,17 +31,14 @@ impl<'py> FromPyObject<'_, 'py> for Handle {
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket(pub(crate) TicketId);
 
-impl<'py> FromPyObject<'_, 'py> for Ticket {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+impl<'py> Argument<'py> for Ticket {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         match value.extract::<u64>() {
             Ok(ticket) => Ok(Self(TicketId(ticket))),
             Err(_) if value.is_instance_of::<PyInt>() => {
-                let number = value.repr().map_or_else(|_| String::new(), |repr| repr.to_string());
-                Err(unknown_ticket(format!("ticket {number} is not open")))
+                Err(unknown_ticket(format!("ticket {} is not open", shown(value))))
             }
-            Err(_) => number(value, "the int of a decision's ticket").map(|ticket| Self(TicketId(ticket))),
+            Err(error) => Err(refused(error, value, name, "the int of a decision's ticket")),
         }
     }
 }
@@ -74,12 +59,20 @@ where
     T: Element + Copy + TryFrom<isize> + FromPyObjectOwned<'py>,
 {
     /// A list of ints or an array of the right type.
-    fn usual(value: &Bound<'py, PyAny>) -> Option<Self> {
+    fn usual(value: &Bound<'py, PyAny>) -> Option<PyResult<Self>> {
         if let Ok(list) = value.cast::<PyList>() {
-            return ints(list).map(Self::List);
+            return ints(list).map(|numbers| Ok(Self::List(numbers)));
         }
         let array = value.extract::<PyReadonlyArray1<'py, T>>().ok()?;
-        Some(if array.is_c_contiguous() { Self::Array(array) } else { Self::List(array.as_array().to_vec()) })
+        if array.is_c_contiguous() {
+            return Some(Ok(Self::Array(array)));
+        }
+        // An array that repeats few numbers may be longer than memory.
+        let copy = memory::with_room(array.len()).map_err(to_py);
+        Some(copy.map(|mut numbers| {
+            numbers.extend(array.as_array());
+            Self::List(numbers)
+        }))
     }
 
     /// A contiguous array, for calls that write to none.
@@ -91,16 +84,17 @@ where
     /// Any sequence of numbers; `what` and `must` are for the message.
     fn new(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Self> {
         if let Some(numbers) = Self::usual(value) {
-            return Ok(numbers);
+            return numbers;
         }
-        value.extract().map(Self::List).map_err(|_| invalid(format!("{what} are {}, must be {must}", describe(value))))
+        let number = |item: &Bound<'py, PyAny>, _| item.extract().map_err(|error| refused(error, value, &what, must));
+        items(value, &what, number).map(Self::List)
     }
 
     /// One number, or any sequence of them.
     fn one_or_more(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Result<T, Self>> {
         if !value.is_instance_of::<PyInt>() {
             if let Some(numbers) = Self::usual(value) {
-                return Ok(Err(numbers));
+                return numbers.map(Err);
             }
         }
         match value.extract() {
@@ -125,7 +119,7 @@ where
 fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> Option<Vec<T>> {
     with_critical_section(list, || {
         let len = list.len();
-        let mut numbers = Vec::with_capacity(len);
+        let mut numbers = memory::with_room(len).ok()?;
         let mut items = [[std::ptr::null_mut(); AHEAD]; 2];
         fetch(list, 0..len.min(AHEAD), &mut items[0]);
         while numbers.len() < len {
@@ -189,13 +183,13 @@ impl<'py> Sequences<'py> {
 pub(crate) struct TokenIds<'py>(Numbers<'py, u32>);
 
 impl<'py> TokenIds<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        Numbers::new(value, "token ids", "uint32: a numpy array or a list of ints").map(Self)
+    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+        Numbers::new(value, name, "uint32 token ids: a numpy array or a list of ints").map(Self)
     }
 
     /// For calls that write to no array.
-    pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        Numbers::alone(value).map_or_else(|| Self::new(value), |numbers| Ok(Self(numbers)))
+    pub(crate) fn only_read(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+        Numbers::alone(value).map_or_else(|| Self::new(value, name), |numbers| Ok(Self(numbers)))
     }
 
     pub(crate) fn get(&self) -> PyResult<&[u32]> {
@@ -210,9 +204,9 @@ pub(crate) enum Tokens<'py> {
 }
 
 impl<'py> Tokens<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
         let must = "one int or one a sequence, 0 to 4294967295";
-        Ok(Numbers::one_or_more(value, "token counts", must)?.map_or_else(Self::Each, Self::All))
+        Ok(Numbers::one_or_more(value, name, must)?.map_or_else(Self::Each, Self::All))
     }
 
     pub(crate) fn get(&self) -> PyResult<Counts<'_>> {
@@ -233,16 +227,42 @@ impl<'py> Tokens<'py> {
 
 /// Pairs of block ids from an int64 array `[n, 2]`.
 pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
-    let array: PyReadonlyArray2<'_, i64> = value
-        .extract()
-        .map_err(|_| bad_mapping(format!("pairs are {}, must be an int64 array [n, 2]", describe(value))))?;
+    let Ok(array) = value.extract::<PyReadonlyArray2<'_, i64>>() else { return other_pairs(value) };
     if array.shape()[1] != 2 {
         return Err(bad_mapping(format!("pairs have shape {:?}, must be [n, 2]", array.shape())));
     }
     let id = |row: usize, id: i64| {
         u32::try_from(id).map_err(|_| bad_mapping(format!("pair {row} names block {id}, must be 0 to {}", u32::MAX)))
     };
-    array.as_array().rows().into_iter().enumerate().map(|(i, row)| Ok([id(i, row[0])?, id(i, row[1])?])).collect()
+    let mut pairs = memory::with_room(array.shape()[0]).map_err(to_py)?;
+    for (i, row) in array.as_array().rows().into_iter().enumerate() {
+        pairs.push([id(i, row[0])?, id(i, row[1])?]);
+    }
+    Ok(pairs)
+}
+
+/// Pairs of block ids from an array of other ints, or a sequence of pairs.
+fn other_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
+    let refused = |value: &Bound<'_, PyAny>| {
+        bad_mapping(format!("pairs are {}, must be ints [n, 2]: an array or a sequence of pairs", describe(value)))
+    };
+    if let Ok(array) = value.cast::<PyUntypedArray>() {
+        let is_int = matches!(array.dtype().kind(), b'i' | b'u');
+        if !is_int || array.ndim() != 2 || array.shape()[1] != 2 {
+            return Err(refused(value));
+        }
+        memory::require_items::<[i64; 2]>(array.shape()[0]).map_err(to_py)?;
+        return pairs(&value.call_method1("astype", ("int64",))?);
+    }
+    items(value, &"pairs", |pair, at| {
+        let ids = items(pair, &format_args!("pairs[{at}]"), |id, _| Ok(id.clone()))?;
+        let [from, to] = &ids[..] else { return Err(refused(value)) };
+        let id = |id: &Bound<'_, PyAny>| {
+            let must = || format!("pair {at} names block {}, must be 0 to {}", shown(id), u32::MAX);
+            id.extract::<u32>().map_err(|_| bad_mapping(must()))
+        };
+        Ok([id(from)?, id(to)?])
+    })
 }
 
 /// Block ids, contiguous.
@@ -262,9 +282,20 @@ pub(crate) fn slots<'py>(
     len: usize,
     out: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    let Some(out) = out else { return Ok(PyArray1::zeros(py, len, false)) };
+    let Some(out) = out else { return zeros(py, len) };
     let out: Bound<'py, PyArray1<i64>> = output(&out, "int64 [tokens]")?;
     if out.len() == len { Ok(out) } else { Err(invalid(format!("out has {} slots, must have {len}", out.len()))) }
+}
+
+/// An array of zeros. One that may be larger than memory is made of a vector, for numpy's own would be a panic.
+pub(crate) fn zeros<T: Element + Clone + Default>(py: Python<'_>, len: usize) -> PyResult<Bound<'_, PyArray1<T>>> {
+    const SMALL: usize = 1 << 16;
+    if len <= SMALL {
+        return Ok(PyArray1::zeros(py, len, false));
+    }
+    let mut numbers = memory::with_room(len).map_err(to_py)?;
+    numbers.resize(len, T::default());
+    Ok(PyArray1::from_vec(py, numbers))
 }
 
 /// A block table of the caller's, int32 `[sequences, blocks]`.

@@ -2,7 +2,8 @@
 //!
 //! Lock order: the batch, then its manager; see `blockyard_locks`.
 
-use crate::arrays::{self, Handle, Sequences, Table, Tokens, count};
+use crate::args;
+use crate::arrays::{self, Handle, Sequences, Table, Tokens};
 use crate::errors::{invalid, to_py};
 use crate::manager::{PyBlockManager, handles};
 use blockyard_core::{Counts, DecodeBatch, TableRows};
@@ -69,13 +70,13 @@ impl PyDecodeBatch {
             .map_err(to_py)
     }
 
-    fn remove(&self, py: Python<'_>, #[pyo3(from_py_with = count)] row: u32) -> PyResult<Option<usize>> {
+    fn remove(&self, py: Python<'_>, #[pyo3(from_py_with = args::row)] row: u32) -> PyResult<Option<usize>> {
         let mut table = self.table(py)?;
         let rows = table.rows()?;
         self.lock().remove(row as usize, rows).map_err(to_py)
     }
 
-    fn find(&self, sequence: Handle) -> PyResult<usize> {
+    fn find(&self, #[pyo3(from_py_with = args::sequence)] sequence: Handle) -> PyResult<usize> {
         self.lock().find(sequence.0).map_err(to_py)
     }
 
@@ -84,9 +85,9 @@ impl PyDecodeBatch {
         &self,
         py: Python<'_>,
         num_tokens: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<usize> {
-        let tokens = num_tokens.map(Tokens::new).transpose()?;
+        let tokens = num_tokens.map(|tokens| Tokens::new(tokens, "num_tokens")).transpose()?;
         let counts = tokens.as_ref().map_or(Ok(Counts::All(1)), Tokens::get)?;
         let (tables, slots) = (self.block_tables.bind(py), self.slots.bind(py));
         // Without the interpreter's lock another thread may write the same arrays through another batch: there the borrow

@@ -1,5 +1,6 @@
 //! Copies between arrays of rows. What they may touch is checked here; what makes a mapping sound, by their callers.
 
+use crate::args;
 use crate::arrays::{self, describe};
 use crate::errors::{bad_mapping, invalid};
 use blockyard_copy::{CopyError, Rows, copy_rows, exchange_rows, move_rows};
@@ -54,7 +55,7 @@ pub(crate) fn py_copy_rows(
     src: &Bound<'_, PyAny>,
     dst: &Bound<'_, PyAny>,
     pairs: &Bound<'_, PyAny>,
-    num_threads: usize,
+    #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
 ) -> PyResult<()> {
     let (src, dst, pairs) = (Caches::new("src", src)?, Caches::new("dst", dst)?, arrays::pairs(pairs)?);
     let (src_rows, dst_rows) = (&src.rows, &dst.rows);
@@ -69,7 +70,7 @@ pub(crate) fn py_exchange_rows(
     py: Python<'_>,
     arrays: &Bound<'_, PyAny>,
     pairs: &Bound<'_, PyAny>,
-    num_threads: usize,
+    #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
 ) -> PyResult<()> {
     // SAFETY: the caller says that no row is named twice.
     unsafe { within(py, arrays, pairs, num_threads, exchange_rows) }
@@ -82,7 +83,7 @@ pub(crate) fn py_move_rows(
     py: Python<'_>,
     arrays: &Bound<'_, PyAny>,
     pairs: &Bound<'_, PyAny>,
-    num_threads: usize,
+    #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
 ) -> PyResult<()> {
     // SAFETY: the caller says that no row is written twice.
     unsafe { within(py, arrays, pairs, num_threads, move_rows) }

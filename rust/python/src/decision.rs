@@ -1,11 +1,13 @@
 //! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
 
+use crate::args;
 use crate::arrays;
 use crate::errors::{invalid, to_py};
 use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 
 /// The tier of that name.
 pub(crate) fn tier(name: &str) -> PyResult<Tier> {
@@ -26,6 +28,9 @@ pub(crate) struct PyPairs {
     dst: Tier,
     ids: Py<PyArray2<i64>>,
 }
+
+/// What `Pairs` is made of, to be made again.
+type PairsState = (&'static str, &'static str, Py<PyArray2<i64>>);
 
 impl PyPairs {
     pub(crate) fn from_core(py: Python<'_>, pairs: &blockyard_core::Pairs) -> PyResult<Py<Self>> {
@@ -66,6 +71,16 @@ impl PyPairs {
         self.ids.bind(py).shape()[0]
     }
 
+    fn __eq__(&self, other: &Bound<'_, Self>) -> PyResult<bool> {
+        let (py, other) = (other.py(), other.get());
+        Ok(self.to_core(py)? == other.to_core(py)?)
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, PairsState) {
+        let this = slf.get();
+        (slf.get_type(), (this.src(), this.dst(), this.ids(slf.py())))
+    }
+
     fn __repr__(&self, py: Python<'_>) -> String {
         format!("Pairs('{}', '{}', {} pairs)", self.src, self.dst, self.__len__(py))
     }
@@ -98,6 +113,14 @@ impl PyStepDecision {
         Ok(StepDecision { ticket: TicketId(self.ticket), after, transfers })
     }
 
+    /// The decision as `to_bytes` writes it: without empty entries, in the order of kinds and tiers.
+    fn settled(&self, py: Python<'_>) -> PyResult<StepDecision> {
+        let mut decision = self.to_core(py)?;
+        decision.transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
+        decision.transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        Ok(decision)
+    }
+
     fn of<'py>(&self, py: Python<'py>, kind: Kind) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(
             py,
@@ -118,7 +141,11 @@ impl PyStepDecision {
 impl PyStepDecision {
     #[new]
     #[pyo3(signature = (ticket, transfers, *, after = Vec::new()))]
-    fn new(ticket: u64, transfers: Vec<(String, Py<PyPairs>)>, after: Vec<u64>) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = args::ticket)] ticket: u64,
+        #[pyo3(from_py_with = args::transfers)] transfers: Vec<(String, Py<PyPairs>)>,
+        #[pyo3(from_py_with = args::after)] after: Vec<u64>,
+    ) -> PyResult<Self> {
         let named = |(name, pairs): (String, Py<PyPairs>)| match Kind::ALL.into_iter().find(|kind| kind.name() == name)
         {
             Some(kind) => Ok((kind, pairs)),
@@ -195,9 +222,7 @@ impl PyStepDecision {
     }
 
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let mut decision = self.to_core(py)?;
-        decision.transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
-        decision.transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        let decision = self.settled(py)?;
         let bytes = py.detach(|| decision.to_bytes()).map_err(to_py)?;
         Ok(PyBytes::new(py, &bytes))
     }
@@ -210,6 +235,16 @@ impl PyStepDecision {
 
     fn __len__(&self, py: Python<'_>) -> usize {
         self.transfers.iter().map(|(_, pairs)| pairs.get().__len__(py)).sum()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, Self>) -> PyResult<bool> {
+        let (py, other) = (other.py(), other.get());
+        Ok(self.settled(py)? == other.settled(py)?)
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        let py = slf.py();
+        Ok((slf.get_type().getattr(intern!(py, "from_bytes"))?, (slf.get().to_bytes(py)?,)))
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

@@ -2,14 +2,16 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{count, describe, output};
+use crate::args::{self, Argument, items, refused, shown};
+use crate::arrays::{describe, output, zeros};
 use crate::errors::{invalid, to_py};
-use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Places, Plan, Planner, Wanted};
+use blockyard_core::{BlockId, memory};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
+use std::fmt::Display;
 
 type Table<'py> = Bound<'py, PyArray2<i64>>;
 
@@ -19,21 +21,17 @@ pub(crate) enum Ids<'py> {
     List(Vec<u32>),
 }
 
-impl<'py> FromPyObject<'_, 'py> for Ids<'py> {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+impl<'py> Argument<'py> for Ids<'py> {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         if let Ok(array) = value.extract() {
             return Ok(Self::Wide(array));
         }
         if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-            return array.as_array().iter().map(|&id| block(id.into())).collect::<PyResult<_>>().map(Self::List);
+            return blocks(array.as_array().iter().map(|&id| id.into())).map(Self::List);
         }
-        let ids: Vec<i64> = value.extract().map_err(|_| {
-            let found = describe(&value);
-            invalid(format!("block ids are {found}, must be an int64 or int32 array [n] or a list of ints"))
-        })?;
-        ids.into_iter().map(block).collect::<PyResult<_>>().map(Self::List)
+        let must = "an int64 or int32 array [n] or a list of ints";
+        let id = |id: &Bound<'py, PyAny>, _| id.extract().map_err(|error| refused(error, value, name, must));
+        items(value, name, |item, at| block(id(item, at)?)).map(Self::List)
     }
 }
 
@@ -42,11 +40,19 @@ impl Ids<'_> {
         match self {
             Self::List(ids) => Ok(ids),
             Self::Wide(array) => match array.as_slice() {
-                Ok(ids) => ids.iter().map(|&id| block(id)).collect(),
-                Err(_) => array.as_array().iter().map(|&id| block(id)).collect(),
+                Ok(ids) => blocks(ids.iter().copied()),
+                Err(_) => blocks(array.as_array().iter().copied()),
             },
         }
     }
+}
+
+fn blocks(ids: impl ExactSizeIterator<Item = i64>) -> PyResult<Vec<u32>> {
+    let mut blocks = memory::with_room(ids.len()).map_err(to_py)?;
+    for id in ids {
+        blocks.push(block(id)?);
+    }
+    Ok(blocks)
 }
 
 fn block(id: i64) -> PyResult<u32> {
@@ -55,11 +61,6 @@ fn block(id: i64) -> PyResult<u32> {
 
 fn fresh(fresh: bool) -> Fresh {
     if fresh { Fresh::Yes } else { Fresh::No }
-}
-
-/// Reads one block id, which must not be negative.
-fn id(value: &Bound<'_, PyAny>) -> PyResult<u32> {
-    count(value)
 }
 
 /// Moves towards goals; nothing has moved yet.
@@ -114,22 +115,19 @@ impl PyMovePlan {
 /// Goals by priority: `(name, number)` or `(name, number, slack)` each.
 pub(crate) struct Goals(pub(crate) Vec<Wanted>);
 
-impl FromPyObject<'_, '_> for Goals {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        let one = |item: PyResult<Bound<'_, PyAny>>| {
-            let item = item?;
+impl<'py> Argument<'py> for Goals {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        let one = |item: &Bound<'py, PyAny>, _| {
             let is_pair = item.cast::<PyTuple>().is_ok_and(|item| item.len() == 2);
             // A failed attempt would cost more than all the rest.
             let found: PyResult<(Bound<'_, PyString>, u32, u32)> =
                 if is_pair { item.extract().map(|(name, number)| (name, number, 0)) } else { item.extract() };
             let (name, number, slack) = found.map_err(|_| {
-                invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", describe(&item)))
+                invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", shown(item)))
             })?;
             Ok(Wanted { goal: Goal::from_name(name.to_str()?, number).map_err(to_py)?, slack })
         };
-        value.try_iter()?.map(one).collect::<PyResult<_>>().map(Self)
+        items(value, name, one).map(Self)
     }
 }
 
@@ -177,8 +175,10 @@ impl PyBlockObserver {
         if ids.shape() != out.shape() {
             return Err(invalid(format!("out has shape {:?}, must have {:?}", out.shape(), ids.shape())));
         }
-        let copy = ids.try_readonly().map(|ids| ids.as_array().iter().copied().collect::<Vec<T>>());
-        let mut values = copy.map_err(|error| invalid(format!("ids cannot be read: {error}")))?;
+        let ids = ids.try_readonly().map_err(|error| invalid(format!("ids cannot be read: {error}")))?;
+        let mut values: Vec<T> = memory::with_room(ids.len()).map_err(to_py)?;
+        values.extend(ids.as_array());
+        drop(ids);
         let books = self.lock();
         let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
         for value in &mut values {
@@ -205,12 +205,12 @@ fn unresolvable(id: i64, limit: i64) -> PyErr {
 impl PyBlockObserver {
     #[new]
     #[pyo3(signature = (num_blocks = None))]
-    fn new(num_blocks: Option<u32>) -> PyResult<Self> {
+    fn new(#[pyo3(from_py_with = args::num_blocks)] num_blocks: Option<u32>) -> PyResult<Self> {
         const MOST: u32 = u32::MAX / 2;
         if num_blocks.is_some_and(|blocks| blocks == 0 || blocks > MOST) {
             return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
         }
-        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST));
+        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST)).map_err(to_py)?;
         Ok(Self { inner: InnerLock::new(Books { observer, planner: Planner::default() }) })
     }
 
@@ -223,60 +223,72 @@ impl PyBlockObserver {
         self.lock().observer.limit()
     }
 
-    fn set_limit(&self, #[pyo3(from_py_with = count)] num_blocks: u32) -> PyResult<()> {
+    fn set_limit(&self, #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32) -> PyResult<()> {
         self.lock().observer.set_limit(num_blocks).map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
-    fn use_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
+    fn use_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>, fresh: bool) -> PyResult<()> {
         let ids = ids.take()?;
         let observer = &mut self.lock().observer;
         if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
-    fn release_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
+    fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>, fresh: bool) -> PyResult<()> {
         let ids = ids.take()?;
         self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
     }
 
-    fn forget_ids(&self, ids: Ids<'_>) -> PyResult<()> {
+    fn forget_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>) -> PyResult<()> {
         let ids = ids.take()?;
         self.lock().observer.forget_ids(&ids).map_err(to_py)
     }
 
-    fn lease(&self, ids: Ids<'_>) -> PyResult<u64> {
+    fn lease(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>) -> PyResult<u64> {
         let ids = ids.take()?;
         Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
     }
 
-    fn end_lease(&self, lease: u64) -> PyResult<()> {
+    fn end_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
         self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
     }
 
-    fn refs(&self, #[pyo3(from_py_with = id)] block: u32) -> u32 {
+    fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> u32 {
         self.lock().observer.refs(BlockId(block))
     }
 
-    fn set_refs(&self, #[pyo3(from_py_with = id)] block: u32, #[pyo3(from_py_with = count)] refs: u32) -> PyResult<()> {
+    fn set_refs(
+        &self,
+        #[pyo3(from_py_with = args::block)] block: u32,
+        #[pyo3(from_py_with = args::refs)] refs: u32,
+    ) -> PyResult<()> {
         self.lock().observer.set_refs(BlockId(block), refs).map_err(to_py)
     }
 
     /// Adds a reference to a block, or takes one from it.
-    fn add_ref(&self, #[pyo3(from_py_with = id)] block: u32, by: i32) -> PyResult<()> {
+    fn add_ref(
+        &self,
+        #[pyo3(from_py_with = args::block)] block: u32,
+        #[pyo3(from_py_with = args::by)] by: i32,
+    ) -> PyResult<()> {
         let mut books = self.lock();
         let id = books.observer.unresolve(block);
         if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id]) }.map_err(to_py)
     }
 
-    fn swap_refs(&self, #[pyo3(from_py_with = id)] a: u32, #[pyo3(from_py_with = id)] b: u32) -> PyResult<()> {
+    fn swap_refs(
+        &self,
+        #[pyo3(from_py_with = args::a)] a: u32,
+        #[pyo3(from_py_with = args::b)] b: u32,
+    ) -> PyResult<()> {
         self.lock().observer.swap_refs(BlockId(a), BlockId(b)).map_err(to_py)
     }
 
     fn update_mapping(
         &self,
-        #[pyo3(from_py_with = id)] block_id: u32,
-        #[pyo3(from_py_with = id)] block: u32,
+        #[pyo3(from_py_with = args::block_id)] block_id: u32,
+        #[pyo3(from_py_with = args::block)] block: u32,
     ) -> PyResult<()> {
         self.lock().observer.update_mapping(block_id, block).map_err(to_py)
     }
@@ -292,7 +304,7 @@ impl PyBlockObserver {
         if let Ok(ids) = ids.cast::<PyArrayDyn<i64>>() {
             let out = match out {
                 Some(out) => output(out, "int64, as the ids")?,
-                None => PyArrayDyn::zeros(py, ids.shape(), false),
+                None => zeros(py, ids.len())?.reshape(ids.shape())?,
             };
             self.resolved(ids, &out, pass_negative)?;
             return Ok(out.into_any());
@@ -300,7 +312,7 @@ impl PyBlockObserver {
         if let Ok(ids) = ids.cast::<PyArrayDyn<i32>>() {
             let out = match out {
                 Some(out) => output(out, "int32, as the ids")?,
-                None => PyArrayDyn::zeros(py, ids.shape(), false),
+                None => zeros(py, ids.len())?.reshape(ids.shape())?,
             };
             self.resolved(ids, &out, pass_negative)?;
             return Ok(out.into_any());
@@ -311,7 +323,11 @@ impl PyBlockObserver {
     /// As `resolve`, for rows of ints.
     #[pyo3(signature = (rows, *, pass_negative = false))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn resolve_rows(&self, rows: Vec<Vec<i64>>, pass_negative: bool) -> PyResult<Vec<Vec<i64>>> {
+    fn resolve_rows(
+        &self,
+        #[pyo3(from_py_with = args::rows)] rows: Vec<Vec<i64>>,
+        pass_negative: bool,
+    ) -> PyResult<Vec<Vec<i64>>> {
         let books = self.lock();
         let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
         let one = |&id: &i64| match usize::try_from(id).ok().and_then(|id| forward.get(id)) {
@@ -322,7 +338,7 @@ impl PyBlockObserver {
         rows.iter().map(|row| row.iter().map(one).collect()).collect()
     }
 
-    fn unresolve(&self, #[pyo3(from_py_with = id)] block: u32) -> PyResult<u32> {
+    fn unresolve(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
         let books = self.lock();
         if block >= books.observer.limit() {
             return Err(unresolvable(block.into(), books.observer.limit().into()));
@@ -366,13 +382,13 @@ impl PyBlockObserver {
     }
 
     /// Pages of so many blocks that hold a live or fixed block.
-    fn used_pages(&self, #[pyo3(from_py_with = count)] page_blocks: u32) -> PyResult<u32> {
+    fn used_pages(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<u32> {
         Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
         Ok(self.lock().observer.places().used_pages(page_blocks))
     }
 
     /// Runs in which sequences lie, shared ones once, and those of the sequence with the most.
-    fn runs(&self, sequences: Vec<Ids<'_>>) -> PyResult<(usize, usize)> {
+    fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids<'_>>) -> PyResult<(usize, usize)> {
         let sequences = taken(sequences)?;
         self.lock().observer.runs(&sequences).map_err(to_py)
     }
@@ -381,9 +397,9 @@ impl PyBlockObserver {
     fn plan(
         &self,
         goal: &str,
-        #[pyo3(from_py_with = count)] number: u32,
-        slack: u32,
-        moves: Option<usize>,
+        #[pyo3(from_py_with = args::number)] number: u32,
+        #[pyo3(from_py_with = args::slack)] slack: u32,
+        #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
     ) -> PyResult<PyMovePlan> {
         let wanted = Wanted { goal: Goal::from_name(goal, number).map_err(to_py)?, slack };
         self.lock().plan(&[wanted], &[], &[], Budget::of_moves(moves.unwrap_or(usize::MAX)))
@@ -393,12 +409,12 @@ impl PyBlockObserver {
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python tuples")]
     fn plan_all(
         &self,
-        goals: Goals,
-        sequences: Option<Vec<Ids<'_>>>,
-        hot: Option<Ids<'_>>,
-        moves: Option<usize>,
-        num_bytes: Option<u64>,
-        bytes_per_block: u64,
+        #[pyo3(from_py_with = args::goals)] goals: Goals,
+        #[pyo3(from_py_with = args::sequences)] sequences: Option<Vec<Ids<'_>>>,
+        #[pyo3(from_py_with = args::hot)] hot: Option<Ids<'_>>,
+        #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
+        #[pyo3(from_py_with = args::num_bytes)] num_bytes: Option<u64>,
+        #[pyo3(from_py_with = args::bytes_per_block)] bytes_per_block: u64,
     ) -> PyResult<PyMovePlan> {
         if num_bytes.is_some() && bytes_per_block == 0 {
             return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
@@ -424,14 +440,15 @@ impl PyBlockObserver {
 #[pyo3(signature = (goal, number, *, num_blocks, live, fixed = None, moves = None))]
 pub(crate) fn plan_moves(
     goal: &str,
-    #[pyo3(from_py_with = count)] number: u32,
-    #[pyo3(from_py_with = count)] num_blocks: u32,
-    live: Ids<'_>,
-    fixed: Option<Ids<'_>>,
-    moves: Option<usize>,
+    #[pyo3(from_py_with = args::number)] number: u32,
+    #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
+    #[pyo3(from_py_with = args::live)] live: Ids<'_>,
+    #[pyo3(from_py_with = args::fixed)] fixed: Option<Ids<'_>>,
+    #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
 ) -> PyResult<PyMovePlan> {
     let goal = Goal::from_name(goal, number).map_err(to_py)?;
     let fixed = fixed.map_or_else(|| Ok(Vec::new()), Ids::take)?;
+    memory::require(Places::bytes(num_blocks as usize)).map_err(to_py)?;
     let mut places = Places::new(num_blocks as usize);
     for (blocks, place) in [(live.take()?, Place::Live), (fixed, Place::Fixed)] {
         for block in blocks {

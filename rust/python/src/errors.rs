@@ -10,6 +10,7 @@ mod classes {
     import_exception!(blockyard.errors, InvariantError);
     import_exception!(blockyard.errors, MappingError);
     import_exception!(blockyard.errors, OutOfBlocksError);
+    import_exception!(blockyard.errors, OutOfMemoryError);
     import_exception!(blockyard.errors, SequenceStateError);
     import_exception!(blockyard.errors, SnapshotError);
     import_exception!(blockyard.errors, UnknownSequenceError);
@@ -37,6 +38,7 @@ pub(crate) fn to_py(error: Error) -> PyErr {
             classes::MappingError::new_err(message)
         }
         Error::Busy { .. } | Error::BadSnapshot { .. } => classes::SnapshotError::new_err(message),
+        Error::OutOfMemory { wanted } => classes::OutOfMemoryError::new_err((message, wanted)),
         Error::Broken { .. } => classes::InvariantError::new_err(message),
         _ => classes::InvalidArgumentError::new_err(message),
     }

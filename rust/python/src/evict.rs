@@ -1,6 +1,7 @@
 //! Which block goes first, as `BlockManager` sees it: orders and policies by name, priorities, free blocks in their order.
 
-use crate::arrays::{Sequences, count};
+use crate::args;
+use crate::arrays::Sequences;
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
@@ -29,7 +30,7 @@ impl PyBlockManager {
         &self,
         py: Python<'py>,
         tier: &str,
-        limit: Option<usize>,
+        #[pyo3(from_py_with = args::limit)] limit: Option<usize>,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let tier = self::tier(tier)?;
         let manager = self.lock();
@@ -45,7 +46,11 @@ impl PyBlockManager {
         Ok(PyFreeBlocks::new(Source::Manager(slf, self::tier(tier)?)))
     }
 
-    fn set_priority(&self, sequences: &Bound<'_, PyAny>, #[pyo3(from_py_with = count)] priority: u32) -> PyResult<()> {
+    fn set_priority(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::priority)] priority: u32,
+    ) -> PyResult<()> {
         let priority = u8::try_from(priority)
             .map_err(|_| invalid(format!("priority is {priority}, must be 0 to {MAX_PRIORITY}")))?;
         let sequences = Sequences::new(sequences)?;

@@ -1,5 +1,6 @@
 //! `FillMap`: which parts of the host's blocks hold bytes.
 
+use crate::args;
 use crate::arrays::ids;
 use crate::errors::to_py;
 use blockyard_core::FillMap;
@@ -20,7 +21,10 @@ impl PyFillMap {
 #[pymethods]
 impl PyFillMap {
     #[new]
-    fn new(num_blocks: u32, per_block: u32) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
+        #[pyo3(from_py_with = args::per_block)] per_block: u32,
+    ) -> PyResult<Self> {
         FillMap::new(num_blocks, per_block).map(|map| Self(Mutex::new(map))).map_err(to_py)
     }
 

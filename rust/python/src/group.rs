@@ -1,10 +1,12 @@
 //! `CacheGroup`, and what `BlockManager` does with several of them.
 
-use crate::arrays::{Handle, count};
+use crate::args;
+use crate::arrays::Handle;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
-use blockyard_core::{Group, Manager, SequenceId};
+use blockyard_core::{Group, Manager, SequenceId, memory};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 /// What the layers of one cache group need of the tokens before.
 #[pyclass(frozen, eq, hash, from_py_object, name = "CacheGroup", module = "blockyard._core")]
@@ -20,7 +22,7 @@ impl PyCacheGroup {
     }
 
     #[staticmethod]
-    fn sliding_window(#[pyo3(from_py_with = count)] window: u32) -> Self {
+    fn sliding_window(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
         Self(Group::SlidingWindow { window })
     }
 
@@ -55,10 +57,10 @@ impl PyCacheGroup {
     #[pyo3(signature = (num_tokens, *, block_size, lookahead = 0, chunk_tokens = None))]
     fn peak_blocks(
         &self,
-        #[pyo3(from_py_with = count)] num_tokens: u32,
-        #[pyo3(from_py_with = count)] block_size: u32,
-        #[pyo3(from_py_with = count)] lookahead: u32,
-        #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: u32,
+        #[pyo3(from_py_with = args::block_size)] block_size: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
+        #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
     ) -> PyResult<usize> {
         if block_size == 0 {
             return Err(invalid("block_size is 0, must be at least 1".to_owned()));
@@ -66,15 +68,16 @@ impl PyCacheGroup {
         Ok(self.0.peak_blocks(num_tokens, lookahead, chunk_tokens.unwrap_or(num_tokens), block_size))
     }
 
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let (py, this) = (slf.py(), slf.get());
+        let make = slf.get_type().getattr(this.kind())?;
+        Ok((make, this.window().map_or_else(|| Ok(PyTuple::empty(py)), |window| PyTuple::new(py, [window]))?))
+    }
+
     fn __repr__(&self) -> String {
         let window = self.window().map(|window| window.to_string()).unwrap_or_default();
         format!("CacheGroup.{}({window})", self.kind())
     }
-}
-
-/// A count, or none.
-pub(crate) fn optional_count(value: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-    if value.is_none() { Ok(None) } else { count(value).map(Some) }
 }
 
 /// The groups that a manager is made for.
@@ -91,7 +94,11 @@ pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>, sliding_window: Option<u
 
 /// The rows of sequences in one group.
 pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<SequenceId>> {
-    sequences.iter().map(|&sequence| row_in(manager, sequence, group)).collect()
+    let mut rows = memory::with_room(sequences.len()).map_err(to_py)?;
+    for &sequence in sequences {
+        rows.push(row_in(manager, sequence, group)?);
+    }
+    Ok(rows)
 }
 
 /// The row of a sequence in one group.
@@ -107,7 +114,11 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (sequence, group = 0))]
-    fn num_tokens(&self, sequence: Handle, #[pyo3(from_py_with = count)] group: u32) -> PyResult<u32> {
+    fn num_tokens(
+        &self,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::group)] group: u32,
+    ) -> PyResult<u32> {
         let manager = self.lock();
         let row = row_in(&manager, sequence.0, group)?;
         manager.num_tokens(row).map_err(to_py)

@@ -1,6 +1,7 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
 
 mod allocator;
+mod args;
 mod arrays;
 mod batch;
 mod copy;

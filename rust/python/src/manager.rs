@@ -2,15 +2,21 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{self, Handle, Sequences, Table, Ticket, TokenIds, Tokens, count};
+use crate::args;
+use crate::arrays::{self, Handle, Sequences, Table, Ticket, TokenIds, Tokens};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
-use crate::group::{self, PyCacheGroup, optional_count, row_in, rows_in};
+use crate::group::{self, PyCacheGroup, row_in, rows_in};
 use blockyard_core as core;
-use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, Tier};
+use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, Tier, memory};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+/// Slots of one call that are many.
+const MANY: usize = 1 << 16;
 
 /// Whether something fits: now, later, or never.
 #[pyclass(frozen, eq, hash, name = "AllocStatus", module = "blockyard._core")]
@@ -34,6 +40,21 @@ impl From<core::AllocStatus> for PyAllocStatus {
             core::AllocStatus::Later => Self::Later,
             core::AllocStatus::Never => Self::Never,
         }
+    }
+}
+
+/// `getattr`, and what names one of a class's values to it.
+type Named<'py> = (Bound<'py, PyAny>, (Bound<'py, PyType>, &'static str));
+
+#[pymethods]
+impl PyAllocStatus {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Named<'py>> {
+        let name = match slf.get() {
+            Self::Ok => "OK",
+            Self::Later => "LATER",
+            Self::Never => "NEVER",
+        };
+        Ok((slf.py().import("builtins")?.getattr("getattr")?, (Self::type_object(slf.py()), name)))
     }
 }
 
@@ -79,19 +100,19 @@ impl PyBlockManager {
         groups = None, host_prefix_cache = false, max_pinned = 0.5))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
-        #[pyo3(from_py_with = count)] block_size: u32,
-        #[pyo3(from_py_with = count)] device_blocks: u32,
-        #[pyo3(from_py_with = count)] host_blocks: u32,
-        #[pyo3(from_py_with = count)] external_blocks: u32,
-        watermark: f64,
+        #[pyo3(from_py_with = args::block_size)] block_size: u32,
+        #[pyo3(from_py_with = args::device_blocks)] device_blocks: u32,
+        #[pyo3(from_py_with = args::host_blocks)] host_blocks: u32,
+        #[pyo3(from_py_with = args::external_blocks)] external_blocks: u32,
+        #[pyo3(from_py_with = args::watermark)] watermark: f64,
         prefix_caching: bool,
         reuse_order: &str,
         eviction: &str,
-        #[pyo3(from_py_with = count)] events: u32,
-        #[pyo3(from_py_with = optional_count)] sliding_window: Option<u32>,
-        groups: Option<Vec<PyCacheGroup>>,
+        #[pyo3(from_py_with = args::events)] events: u32,
+        #[pyo3(from_py_with = args::sliding_window)] sliding_window: Option<u32>,
+        #[pyo3(from_py_with = args::groups)] groups: Option<Vec<PyCacheGroup>>,
         host_prefix_cache: bool,
-        max_pinned: f64,
+        #[pyo3(from_py_with = args::max_pinned)] max_pinned: f64,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
@@ -136,10 +157,10 @@ impl PyBlockManager {
     #[pyo3(signature = (num_tokens, *, lookahead = 0, encoder_tokens = 0, chunk_tokens = None))]
     fn can_allocate(
         &self,
-        #[pyo3(from_py_with = count)] num_tokens: u32,
-        #[pyo3(from_py_with = count)] lookahead: u32,
-        #[pyo3(from_py_with = count)] encoder_tokens: u32,
-        #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
+        #[pyo3(from_py_with = args::encoder_tokens)] encoder_tokens: u32,
+        #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
     ) -> PyResult<PyAllocStatus> {
         if chunk_tokens == Some(0) {
             return Err(invalid("chunk_tokens is 0, must be at least 1".to_owned()));
@@ -154,8 +175,9 @@ impl PyBlockManager {
         num_tokens: &Bound<'py, PyAny>,
         encoder_tokens: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let tokens = Tokens::new(num_tokens)?.to_vec()?;
-        let encoder_tokens = encoder_tokens.map(|tokens| Tokens::new(tokens)?.to_vec()).transpose()?;
+        let tokens = Tokens::new(num_tokens, "num_tokens")?.to_vec()?;
+        let encoder_tokens =
+            encoder_tokens.map(|tokens| Tokens::new(tokens, "encoder_tokens")?.to_vec()).transpose()?;
         let mut out = Vec::with_capacity(tokens.len());
         match encoder_tokens {
             None => self.lock().allocate(&tokens, &mut out),
@@ -169,8 +191,8 @@ impl PyBlockManager {
     fn fork<'py>(
         &self,
         py: Python<'py>,
-        sequence: Handle,
-        #[pyo3(from_py_with = count)] count: u32,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::count)] count: u32,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let mut out = Vec::new();
         self.lock().fork(sequence.0, count, &mut out).map_err(to_py)?;
@@ -179,9 +201,9 @@ impl PyBlockManager {
 
     fn fork_prefix(
         &self,
-        sequence: Handle,
-        #[pyo3(from_py_with = count)] shared_tokens: u32,
-        #[pyo3(from_py_with = count)] num_tokens: u32,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::shared_tokens)] shared_tokens: u32,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: u32,
     ) -> PyResult<u64> {
         let child = self.lock().fork_prefix(sequence.0, shared_tokens, num_tokens);
         child.map(|id| id.0).map_err(to_py)
@@ -192,9 +214,9 @@ impl PyBlockManager {
         &self,
         sequences: &Bound<'_, PyAny>,
         num_tokens: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<usize> {
-        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
+        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), |tokens| Tokens::new(tokens, "num_tokens"))?;
         let counts = tokens.get()?;
         self.batch(sequences, |manager, sequences| manager.blocks_to_append(sequences, counts, lookahead))
     }
@@ -204,9 +226,9 @@ impl PyBlockManager {
         &self,
         sequences: &Bound<'_, PyAny>,
         num_tokens: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<bool> {
-        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
+        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), |tokens| Tokens::new(tokens, "num_tokens"))?;
         let counts = tokens.get()?;
         self.batch(sequences, |manager, sequences| {
             let wanted = manager.blocks_to_append(sequences, counts, lookahead)?;
@@ -221,22 +243,26 @@ impl PyBlockManager {
         sequences: &Bound<'py, PyAny>,
         num_tokens: Option<&Bound<'py, PyAny>>,
         token_ids: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
         block_tables: Option<&Bound<'py, PyAny>>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = sequences.py();
-        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), Tokens::new)?;
+        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), |tokens| Tokens::new(tokens, "num_tokens"))?;
         let (sequences, counts) = (Sequences::new(sequences)?, tokens.get()?);
         let sequences = sequences.get()?;
         let total = counts.total(sequences.len()).map_err(to_py)?;
         let groups = self.lock().growing_groups();
         let len = usize::try_from(total).ok().and_then(|total| total.checked_mul(groups));
         let len = len.ok_or_else(|| invalid(format!("{total} tokens are too many for one call")))?;
+        if len > MANY {
+            // Whether there are blocks is asked before slots take memory, with numbers that may be anything.
+            self.lock().require_append(sequences, counts, lookahead).map_err(to_py)?;
+        }
         let out = arrays::slots(py, len, out)?;
         let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
         let written = slots.as_slice_mut()?;
-        let ids = token_ids.map(TokenIds::new).transpose()?;
+        let ids = token_ids.map(|ids| TokenIds::new(ids, "token_ids")).transpose()?;
         let mut tables = block_tables.map(Table::new).transpose()?;
         let tables = tables.as_mut().map(Table::rows).transpose()?;
         match (&ids, tables) {
@@ -252,11 +278,15 @@ impl PyBlockManager {
         if groups == 1 { Ok(out.into_any()) } else { Ok(out.reshape([groups, len / groups])?.into_any()) }
     }
 
-    fn truncate(&self, sequence: Handle, #[pyo3(from_py_with = count)] num_tokens: u32) -> PyResult<()> {
+    fn truncate(
+        &self,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: u32,
+    ) -> PyResult<()> {
         self.lock().truncate(sequence.0, num_tokens).map_err(to_py)
     }
 
-    fn tier(&self, sequence: Handle) -> PyResult<&'static str> {
+    fn tier(&self, #[pyo3(from_py_with = args::sequence)] sequence: Handle) -> PyResult<&'static str> {
         self.lock().tier(sequence.0).map(Tier::name).map_err(to_py)
     }
 
@@ -264,8 +294,8 @@ impl PyBlockManager {
     fn block_table<'py>(
         &self,
         py: Python<'py>,
-        sequence: Handle,
-        #[pyo3(from_py_with = count)] group: u32,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::group)] group: u32,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let manager = self.lock();
         let row = row_in(&manager, sequence.0, group)?;
@@ -281,7 +311,7 @@ impl PyBlockManager {
         &self,
         sequences: &Bound<'py, PyAny>,
         out: Option<Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = count)] group: u32,
+        #[pyo3(from_py_with = args::group)] group: u32,
     ) -> PyResult<Bound<'py, PyArray2<i32>>> {
         let py = sequences.py();
         let sequences = Sequences::new(sequences)?;
@@ -290,7 +320,9 @@ impl PyBlockManager {
             let manager = self.lock();
             let rows = rows_in(&manager, sequences.get()?, group)?;
             let width = manager.max_blocks(&rows).map_err(to_py)?;
-            let mut table = vec![0; rows.len() * width];
+            let size = rows.len().saturating_mul(width);
+            let mut table = memory::with_room(size).map_err(to_py)?;
+            table.resize(size, 0);
             manager.block_tables(&rows, width, &mut table).map_err(to_py)?;
             drop(manager);
             return PyArray1::from_vec(py, table).reshape([rows.len(), width]);
@@ -310,11 +342,11 @@ impl PyBlockManager {
     fn slot_mapping<'py>(
         &self,
         py: Python<'py>,
-        sequence: Handle,
-        #[pyo3(from_py_with = count)] first: u32,
-        #[pyo3(from_py_with = count)] last: u32,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::first)] first: u32,
+        #[pyo3(from_py_with = args::last)] last: u32,
         out: Option<Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = count)] group: u32,
+        #[pyo3(from_py_with = args::group)] group: u32,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let row = row_in(&self.lock(), sequence.0, group)?;
         let len = self.lock().num_tokens(row).map_err(to_py)?;
@@ -341,7 +373,7 @@ impl PyBlockManager {
     fn can_swap_in(
         &self,
         sequences: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<PyAllocStatus> {
         self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, lookahead)).map(Into::into)
     }
@@ -362,7 +394,7 @@ impl PyBlockManager {
     fn can_fetch(
         &self,
         sequences: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = count)] lookahead: u32,
+        #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<PyAllocStatus> {
         self.batch(sequences, |manager, sequences| manager.can_fetch(sequences, lookahead)).map(Into::into)
     }
@@ -382,7 +414,7 @@ impl PyBlockManager {
         PyStepDecision::from_core(py, &decision)
     }
 
-    fn complete(&self, ticket: Ticket) -> PyResult<()> {
+    fn complete(&self, #[pyo3(from_py_with = args::ticket)] ticket: Ticket) -> PyResult<()> {
         self.lock().complete(ticket.0).map_err(to_py)
     }
 
@@ -390,8 +422,8 @@ impl PyBlockManager {
     fn fail<'py>(
         &self,
         py: Python<'py>,
-        ticket: Ticket,
-        lost: Vec<Py<PyPairs>>,
+        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
         let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;

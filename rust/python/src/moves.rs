@@ -1,9 +1,9 @@
 //! Defragmentation of a manager's own blocks.
 
-use crate::arrays::{Sequences, count};
+use crate::args::{self, Argument};
+use crate::arrays::Sequences;
 use crate::defrag::Goals;
 use crate::errors::{invalid, to_py};
-use crate::group::optional_count;
 use crate::manager::PyBlockManager;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{Cached, Fragmentation, Moves};
@@ -63,11 +63,11 @@ impl PyBlockManager {
     fn defragment(
         &self,
         goal: &Bound<'_, PyAny>,
-        #[pyo3(from_py_with = optional_count)] number: Option<u32>,
+        #[pyo3(from_py_with = args::number)] number: Option<u32>,
         sequences: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = count)] max_moves: u32,
-        max_bytes: Option<u64>,
-        block_bytes: Option<u64>,
+        #[pyo3(from_py_with = args::max_moves)] max_moves: u32,
+        #[pyo3(from_py_with = args::max_bytes)] max_bytes: Option<u64>,
+        #[pyo3(from_py_with = args::block_bytes)] block_bytes: Option<u64>,
         cached: &str,
     ) -> PyResult<PyDefragReport> {
         let goals = goals(goal, number)?;
@@ -90,7 +90,7 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (*, page_blocks = 64))]
-    fn fragmentation(&self, #[pyo3(from_py_with = count)] page_blocks: u32) -> PyResult<PyFragmentation> {
+    fn fragmentation(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<PyFragmentation> {
         let found = self.lock().fragmentation(page_blocks).map_err(to_py)?;
         let Fragmentation { max_id, gap, holes, empty_pages, tables, runs } = found;
         Ok(PyFragmentation { max_id: max_id.map(|block| block.0), gap, holes, empty_pages, tables, runs })
@@ -105,7 +105,7 @@ fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>) -> PyResult<Vec<Wanted>> 
             let name = name.to_str()?;
             Err(invalid(format!("number is None, must be an int for the goal {name:?}")))
         }
-        (Err(_), None) => goal.extract::<Goals>().map(|Goals(goals)| goals),
+        (Err(_), None) => Goals::read(goal, &"goal").map(|Goals(goals)| goals),
         (Err(_), Some(number)) => {
             let must = "must be None where the goals have numbers of their own";
             Err(invalid(format!("number is {number}, {must}")))

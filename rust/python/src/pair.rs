@@ -3,7 +3,7 @@
 use crate::allocator::{
     Blocks, Ids, PyBlockAllocator, PyNaiveAllocator, PyPrefixCachingAllocator, eviction, ids, reuse,
 };
-use crate::arrays::count;
+use crate::args;
 use crate::decision::{PyPairs, tier};
 use crate::errors::{invalid, to_py};
 use blockyard_core as core;
@@ -108,8 +108,8 @@ impl PyAllocatorPair {
     #[new]
     #[pyo3(signature = (device_blocks, host_blocks, *, prefix_caching = false, reuse = "lowest", eviction = "released"))]
     fn new(
-        #[pyo3(from_py_with = count)] device_blocks: u32,
-        #[pyo3(from_py_with = count)] host_blocks: u32,
+        #[pyo3(from_py_with = args::device_blocks)] device_blocks: u32,
+        #[pyo3(from_py_with = args::host_blocks)] host_blocks: u32,
         prefix_caching: bool,
         reuse: &str,
         eviction: &str,
@@ -137,11 +137,11 @@ impl PyAllocatorPair {
         Self::view(slf, Tier::Host)
     }
 
-    fn locate(&self, #[pyo3(from_py_with = count)] absolute: u32) -> PyResult<(&'static str, u32)> {
+    fn locate(&self, #[pyo3(from_py_with = args::absolute)] absolute: u32) -> PyResult<(&'static str, u32)> {
         self.lock().locate(absolute).map(|(tier, block)| (tier.name(), block.0)).map_err(to_py)
     }
 
-    fn absolute(&self, tier: &str, #[pyo3(from_py_with = count)] block: u32) -> PyResult<u64> {
+    fn absolute(&self, tier: &str, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u64> {
         let (tier, pair) = (side(tier)?, self.lock());
         let total = pair.side(tier).pool().len();
         if block as usize >= total {
@@ -151,12 +151,20 @@ impl PyAllocatorPair {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn swap_out<'py>(&self, py: Python<'py>, blocks: Blocks) -> PyResult<(Ids<'py>, Py<PyPairs>)> {
+    fn swap_out<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Blocks,
+    ) -> PyResult<(Ids<'py>, Py<PyPairs>)> {
         self.swap(py, [Tier::Device, Tier::Host], &blocks.0)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn swap_in<'py>(&self, py: Python<'py>, blocks: Blocks) -> PyResult<(Ids<'py>, Py<PyPairs>)> {
+    fn swap_in<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Blocks,
+    ) -> PyResult<(Ids<'py>, Py<PyPairs>)> {
         self.swap(py, [Tier::Host, Tier::Device], &blocks.0)
     }
 

@@ -1,5 +1,6 @@
 //! Pins, and deadlines of tickets.
 
+use crate::args;
 use crate::arrays::{Handle, Ticket, TokenIds};
 use crate::decision::tier;
 use crate::errors::to_py;
@@ -24,7 +25,11 @@ fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Bound<'py, PyArray1<i32>> {
 
 #[pymethods]
 impl PyBlockManager {
-    fn pin(&self, sequence: Handle, deadline: u64) -> PyResult<u64> {
+    fn pin(
+        &self,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::deadline)] deadline: u64,
+    ) -> PyResult<u64> {
         self.lock().pin(sequence.0, deadline).map(|pin| pin.0).map_err(to_py)
     }
 
@@ -32,39 +37,47 @@ impl PyBlockManager {
     fn pin_prompt(
         &self,
         prompt: &Bound<'_, PyAny>,
-        deadline: u64,
+        #[pyo3(from_py_with = args::deadline)] deadline: u64,
         salt: Option<&[u8]>,
-        lora_id: u64,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<(u64, u32)> {
-        let tokens = TokenIds::new(prompt)?;
+        let tokens = TokenIds::new(prompt, "prompt")?;
         let spec = KeySpec::new(salt, lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         let pinned = self.lock().pin_prompt(&prompt, deadline);
         pinned.map(|(pin, cached)| (pin.0, cached)).map_err(to_py)
     }
 
-    fn pinned_blocks<'py>(&self, py: Python<'py>, pin: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    fn pinned_blocks<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::pin)] pin: u64,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = self.lock().pinned_blocks(PinId(pin)).map(<[BlockId]>::to_vec).map_err(to_py)?;
         Ok(ids(py, &blocks))
     }
 
-    fn submit_pin(&self, pin: u64) -> PyResult<()> {
+    fn submit_pin(&self, #[pyo3(from_py_with = args::pin)] pin: u64) -> PyResult<()> {
         self.lock().submit_pin(PinId(pin)).map_err(to_py)
     }
 
-    fn unpin(&self, pin: u64) -> PyResult<()> {
+    fn unpin(&self, #[pyo3(from_py_with = args::pin)] pin: u64) -> PyResult<()> {
         self.lock().unpin(PinId(pin)).map_err(to_py)
     }
 
-    fn set_deadline(&self, ticket: Ticket, deadline: u64) -> PyResult<()> {
+    fn set_deadline(
+        &self,
+        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::deadline)] deadline: u64,
+    ) -> PyResult<()> {
         self.lock().set_deadline(ticket.0, deadline).map_err(to_py)
     }
 
-    fn submit(&self, ticket: Ticket) -> PyResult<()> {
+    fn submit(&self, #[pyo3(from_py_with = args::ticket)] ticket: Ticket) -> PyResult<()> {
         self.lock().submit(ticket.0).map_err(to_py)
     }
 
-    fn expire(&self, py: Python<'_>, now: u64) -> PyResult<PyExpired> {
+    fn expire(&self, py: Python<'_>, #[pyo3(from_py_with = args::now)] now: u64) -> PyResult<PyExpired> {
         let Expired { tickets, pins, overdue, sequences } = self.lock().expire(now).map_err(to_py)?;
         Ok(PyExpired {
             tickets: tickets.iter().map(|ticket| ticket.0).collect(),

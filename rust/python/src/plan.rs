@@ -1,9 +1,10 @@
 //! `CopyRoute` and the functions of plans: runs, orders, stretches of unequal blocks.
 
+use crate::args;
 use crate::arrays::{self, Ids, ids};
 use crate::decision::{PyStepDecision, array};
 use crate::errors::{invalid, to_py};
-use blockyard_core::{End, Pieces, Region, Route, Side, Span, merge_runs, order_moves, orders};
+use blockyard_core::{End, Pieces, Region, Route, Side, Span, memory, merge_runs, order_moves, orders};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -20,10 +21,10 @@ impl PyCopyRoute {
     #[pyo3(signature = (regions, *, src_blocks, dst_blocks, src_per_row = 1, dst_per_row = 1, in_place = false))]
     fn new(
         regions: &Bound<'_, PyAny>,
-        src_blocks: u32,
-        dst_blocks: u32,
-        src_per_row: u32,
-        dst_per_row: u32,
+        #[pyo3(from_py_with = args::src_blocks)] src_blocks: u32,
+        #[pyo3(from_py_with = args::dst_blocks)] dst_blocks: u32,
+        #[pyo3(from_py_with = args::src_per_row)] src_per_row: u32,
+        #[pyo3(from_py_with = args::dst_per_row)] dst_per_row: u32,
         in_place: bool,
     ) -> PyResult<Self> {
         let array: PyReadonlyArray2<'_, u64> =
@@ -32,12 +33,15 @@ impl PyCopyRoute {
             return Err(invalid(format!("regions have shape {:?}, must be {REGION}", array.shape())));
         }
         let view = array.as_array();
-        let region = |row: numpy::ndarray::ArrayView1<'_, u64>| {
+        let region = |row: numpy::ndarray::ArrayView1<'_, u64>| -> PyResult<Region> {
             let side = |at: usize| Side { base: row[at], row: row[at + 1], sub: row[at + 2] };
             let part = u32::try_from(row[7]).map_err(|_| invalid(format!("part is {}, must be below 2^32", row[7])))?;
             Ok(Region { src: side(0), dst: side(3), bytes: row[6], part })
         };
-        let regions = view.rows().into_iter().map(region).collect::<PyResult<Vec<_>>>()?;
+        let mut regions = memory::with_room(view.nrows()).map_err(to_py)?;
+        for row in view.rows() {
+            regions.push(region(row)?);
+        }
         let src = End { blocks: src_blocks, per_row: src_per_row };
         let dst = End { blocks: dst_blocks, per_row: dst_per_row };
         Route::new(&regions, src, dst, in_place).map(Self).map_err(to_py)
@@ -92,7 +96,10 @@ type Waves<'py> = (Bound<'py, PyArray2<i64>>, Bound<'py, PyArray1<i64>>);
 /// Orders moves within one tier into waves.
 #[pyfunction]
 #[pyo3(name = "order_moves")]
-pub(crate) fn py_order_moves<'py>(pairs: &Bound<'py, PyAny>, num_blocks: u32) -> PyResult<Waves<'py>> {
+pub(crate) fn py_order_moves<'py>(
+    pairs: &Bound<'py, PyAny>,
+    #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
+) -> PyResult<Waves<'py>> {
     let (ordered, starts) = order_moves(&arrays::pairs(pairs)?, num_blocks).map_err(to_py)?;
     let py = pairs.py();
     Ok((array(py, &ordered)?, PyArray1::from_iter(py, starts.into_iter().map(number))))
@@ -112,9 +119,9 @@ pub(crate) fn transfer_orders<'py>(decision: &Bound<'py, PyStepDecision>) -> PyR
 pub(crate) fn expand_span(
     blocks: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
-    per_block: u32,
-    first: u32,
-    last: u32,
+    #[pyo3(from_py_with = args::per_block)] per_block: u32,
+    #[pyo3(from_py_with = args::first)] first: u32,
+    #[pyo3(from_py_with = args::last)] last: u32,
 ) -> PyResult<()> {
     let blocks: Ids<'_> = ids(blocks)?;
     let span = Span { blocks: blocks.as_slice()?, per_block, first, last };

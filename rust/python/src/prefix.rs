@@ -1,20 +1,21 @@
 //! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
 
-use crate::arrays::{Handle, Sequences, TokenIds, Tokens, count};
+use crate::args;
+use crate::arrays::{Handle, Sequences, TokenIds, Tokens};
 use crate::errors::{invalid, to_py};
-use crate::group::optional_count;
 use crate::manager::{PyBlockManager, handles};
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
 use numpy::PyArray1;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
 /// Handles of new sequences, and how many of each one's first tokens need not be computed.
 type Allocated<'py> = (Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<u32>>);
 
 /// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
-type PyExtra = (usize, usize, u32, Vec<u8>);
+type PyExtra = (usize, usize, u32, PyBackedBytes);
 
 /// Counters of the prefix cache.
 #[pyclass(frozen, get_all, eq, name = "PrefixStats", module = "blockyard._core")]
@@ -48,13 +49,14 @@ impl PyBlockManager {
     fn allocate_prompts<'py>(
         &self,
         py: Python<'py>,
-        prompts: Vec<Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::prompts)] prompts: Vec<Bound<'py, PyAny>>,
         salt: Option<&[u8]>,
-        lora_id: u64,
-        extras: Vec<PyExtra>,
-        #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+        #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
+        #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
     ) -> PyResult<Allocated<'py>> {
-        let tokens = prompts.iter().map(TokenIds::only_read).collect::<PyResult<Vec<_>>>()?;
+        let tokens =
+            prompts.iter().map(|prompt| TokenIds::only_read(prompt, "prompts")).collect::<PyResult<Vec<_>>>()?;
         let spec = KeySpec::new(salt, lora_id);
         if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
             return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
@@ -79,29 +81,43 @@ impl PyBlockManager {
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
-    fn cached_tokens(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<u32> {
-        let tokens = TokenIds::only_read(prompt)?;
+    fn cached_tokens(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        salt: Option<&[u8]>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<u32> {
+        let tokens = TokenIds::only_read(prompt, "prompt")?;
         let spec = KeySpec::new(salt, lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         self.lock().cached_tokens(&prompt).map_err(to_py)
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
-    fn blocks_to_allocate(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<usize> {
-        let tokens = TokenIds::only_read(prompt)?;
+    fn blocks_to_allocate(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        salt: Option<&[u8]>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<usize> {
+        let tokens = TokenIds::only_read(prompt, "prompt")?;
         let spec = KeySpec::new(salt, lora_id);
         let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
         self.lock().blocks_to_allocate(&prompt).map_err(to_py)
     }
 
-    fn next_chunk(&self, sequence: Handle, #[pyo3(from_py_with = count)] budget: u32) -> PyResult<u32> {
+    fn next_chunk(
+        &self,
+        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
+        #[pyo3(from_py_with = args::budget)] budget: u32,
+    ) -> PyResult<u32> {
         self.lock().next_chunk(sequence.0, budget).map_err(to_py)
     }
 
     #[pyo3(signature = (sequences, num_computed = None))]
     fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let sequences = Sequences::only_read(sequences)?;
-        let computed = num_computed.map(|computed| Tokens::new(computed)?.to_vec()).transpose()?;
+        let computed = num_computed.map(|computed| Tokens::new(computed, "num_computed")?.to_vec()).transpose()?;
         let sequences = sequences.get()?;
         self.lock().mark_computed_to(sequences, computed.as_deref()).map_err(to_py)
     }
@@ -139,16 +155,16 @@ fn block_extra((_, block, kind, bytes): &PyExtra) -> BlockExtra<'_> {
 #[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0))]
 pub(crate) fn export_keys<'py>(
     tokens: &Bound<'py, PyAny>,
-    #[pyo3(from_py_with = count)] block_size: u32,
+    #[pyo3(from_py_with = args::block_size)] block_size: u32,
     salt: Option<&[u8]>,
-    lora_id: u64,
-    #[pyo3(from_py_with = count)] cache_group: u32,
+    #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    #[pyo3(from_py_with = args::cache_group)] cache_group: u32,
 ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
     let py = tokens.py();
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let tokens = TokenIds::new(tokens)?;
+    let tokens = TokenIds::new(tokens, "tokens")?;
     let mut chain = Chain::new(&KeySpec::new(salt, lora_id), block_size, cache_group);
     let blocks = tokens.get()?.chunks_exact(block_size as usize);
     let export = |block| {

@@ -1,6 +1,6 @@
 //! `BlockManager.resize_device`: a device pool that grows and shrinks while sequences run.
 
-use crate::arrays::count;
+use crate::args;
 use crate::errors::to_py;
 use crate::manager::PyBlockManager;
 use blockyard_core::Resize;
@@ -39,7 +39,7 @@ impl PyResizeProgress {
 
 #[pymethods]
 impl PyBlockManager {
-    fn resize_device(&self, #[pyo3(from_py_with = count)] blocks: u32) -> PyResult<PyResizeProgress> {
+    fn resize_device(&self, #[pyo3(from_py_with = args::blocks)] blocks: u32) -> PyResult<PyResizeProgress> {
         self.lock().resize_device(blocks as usize).map(Into::into).map_err(to_py)
     }
 

@@ -1,5 +1,7 @@
 //! `SlabStore`, `Completion` and `TierStats`: the file tier as Python sees it.
 
+use crate::args::{self, Argument};
+use crate::arrays::Ticket;
 use blockyard_store::{
     BlockDevice, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore, Stats, StoreOptions,
 };
@@ -55,11 +57,16 @@ pub(crate) struct PyCompletion {
 #[pymethods]
 impl PyCompletion {
     #[new]
-    fn new(ticket: u64, ok: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>, reasons: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = args::ticket)] ticket: u64,
+        ok: &Bound<'_, PyAny>,
+        rows: &Bound<'_, PyAny>,
+        reasons: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
         let ok = ok.cast::<PyArray1<bool>>().map_err(|_| expected("ok", "a bool array [n]", ok))?;
         let rows =
             rows.cast::<PyArray2<u8>>().map_err(|_| expected("rows", "a uint8 array [n, bytes_per_block]", rows))?;
-        let reasons = PyTuple::new(reasons.py(), reasons.extract::<Vec<String>>()?)?;
+        let reasons = PyTuple::new(reasons.py(), Vec::<String>::read(reasons, &"reasons")?)?;
         Ok(Self { ticket, ok: ok.clone().unbind(), rows: rows.clone().unbind(), reasons: reasons.unbind() })
     }
 
@@ -79,6 +86,10 @@ impl PyCompletion {
     #[getter]
     fn reasons(&self, py: Python<'_>) -> Py<PyTuple> {
         self.reasons.clone_ref(py)
+    }
+
+    fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        (self.ticket, &self.ok, &self.rows, &self.reasons).into_pyobject(py)
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
@@ -117,14 +128,14 @@ impl PyTierStats {
                         last_error="", pending_bytes=0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
     fn new(
-        written_blocks: u64,
-        written_bytes: u64,
-        read_blocks: u64,
-        read_bytes: u64,
-        misses: Option<BTreeMap<String, u64>>,
-        errors: u64,
+        #[pyo3(from_py_with = args::written_blocks)] written_blocks: u64,
+        #[pyo3(from_py_with = args::written_bytes)] written_bytes: u64,
+        #[pyo3(from_py_with = args::read_blocks)] read_blocks: u64,
+        #[pyo3(from_py_with = args::read_bytes)] read_bytes: u64,
+        #[pyo3(from_py_with = args::misses)] misses: Option<BTreeMap<String, u64>>,
+        #[pyo3(from_py_with = args::errors)] errors: u64,
         last_error: &str,
-        pending_bytes: u64,
+        #[pyo3(from_py_with = args::pending_bytes)] pending_bytes: u64,
     ) -> Self {
         let last_error = last_error.to_owned();
         let misses = misses.unwrap_or_default();
@@ -174,6 +185,14 @@ impl PyTierStats {
         Ok(dict)
     }
 
+    /// What the constructor takes, by name.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((), Bound<'py, PyDict>)> {
+        let counters = self.as_dict(py)?;
+        counters.del_item("checksum_failures")?;
+        counters.del_item("damaged_blocks")?;
+        Ok(((), counters))
+    }
+
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("TierStats({})", self.as_dict(py)?.repr()?))
     }
@@ -217,14 +236,14 @@ impl PySlabStore {
     fn new(
         py: Python<'_>,
         directory: PathBuf,
-        bytes_per_block: usize,
-        size: Option<u64>,
-        num_slots: Option<u64>,
-        threads: usize,
+        #[pyo3(from_py_with = args::bytes_per_block)] bytes_per_block: usize,
+        #[pyo3(from_py_with = args::size)] size: Option<u64>,
+        #[pyo3(from_py_with = args::num_slots)] num_slots: Option<u64>,
+        #[pyo3(from_py_with = args::threads)] threads: usize,
         direct: &str,
-        memory: u64,
-        deadline: f64,
-        namespace: [u8; 32],
+        #[pyo3(from_py_with = args::memory)] memory: u64,
+        #[pyo3(from_py_with = args::deadline)] deadline: f64,
+        #[pyo3(from_py_with = args::namespace)] namespace: [u8; 32],
     ) -> PyResult<Self> {
         let direct = match direct {
             "auto" => DirectMode::Auto,
@@ -288,7 +307,7 @@ impl PySlabStore {
     }
 
     /// Where a slot's header begins in the file, in bytes.
-    fn slot_offset(&self, slot: i64) -> PyResult<u64> {
+    fn slot_offset(&self, #[pyo3(from_py_with = args::slot)] slot: i64) -> PyResult<u64> {
         let geometry = self.store.geometry();
         let found = u32::try_from(slot).ok().filter(|&found| found < geometry.slots);
         let missing = || to_py(&Error::SlotOutOfRange { slot, slots: geometry.slots });
@@ -323,7 +342,13 @@ impl PySlabStore {
 
     /// Collect a ticket, waiting up to its deadline or `timeout` seconds, whichever is less. See `ExternalStore.wait`.
     #[pyo3(signature = (ticket, timeout=None))]
-    fn wait(&self, py: Python<'_>, ticket: u64, timeout: Option<f64>) -> PyResult<PyCompletion> {
+    fn wait(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
+        #[pyo3(from_py_with = args::timeout)] timeout: Option<f64>,
+    ) -> PyResult<PyCompletion> {
+        let ticket = ticket.0.0;
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
         self.wait_until(py, ticket, timeout.and_then(|timeout| Instant::now().checked_add(timeout)))?;
         let completion = self.store.take(ticket).map_err(|error| to_py(&error))?;
@@ -363,7 +388,7 @@ impl PySlabStore {
 
     /// Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout` seconds.
     #[pyo3(signature = (timeout=5.0))]
-    fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+    fn close(&self, py: Python<'_>, #[pyo3(from_py_with = args::timeout)] timeout: f64) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
         Ok(py.detach(|| self.store.close(timeout)))
     }

@@ -7,6 +7,7 @@ use super::{BlockAllocator, Keyed, Lookups, NaiveAllocator, Reuse};
 use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
+use crate::memory;
 use crate::pool::Pool;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashSet};
@@ -60,9 +61,10 @@ impl PrefixCachingAllocator {
     /// An allocator of `blocks` free blocks.
     ///
     /// # Errors
-    /// More blocks than a tier can have.
+    /// More blocks than a tier can have, or than there is memory for.
     pub fn new(tier: Tier, blocks: usize, reuse: Reuse, eviction: Eviction) -> Result<Self> {
-        let plain = NaiveAllocator::over(Pool::new(tier, blocks, true)?, reuse);
+        let plain = NaiveAllocator::over(Pool::new(tier, blocks, true)?, reuse)?;
+        memory::require_items::<Use>(blocks)?;
         let uses = vec![Use::default(); blocks];
         Ok(Self { plain, eviction, uses, order: BTreeSet::new(), pending: HashSet::new(), lookups: Lookups::default() })
     }

@@ -4,6 +4,7 @@ use super::{BlockAllocator, Keyed, Lookups, Reuse};
 use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
+use crate::memory;
 use crate::pool::Pool;
 use std::collections::VecDeque;
 
@@ -21,14 +22,18 @@ impl NaiveAllocator {
     /// An allocator of `blocks` free blocks.
     ///
     /// # Errors
-    /// More blocks than a tier can have.
+    /// More blocks than a tier can have, or than there is memory for.
     pub fn new(tier: Tier, blocks: usize, reuse: Reuse) -> Result<Self> {
-        Ok(Self::over(Pool::new(tier, blocks, false)?, reuse))
+        Self::over(Pool::new(tier, blocks, false)?, reuse)
     }
 
-    pub(super) fn over(pool: Pool, reuse: Reuse) -> Self {
+    pub(super) fn over(pool: Pool, reuse: Reuse) -> Result<Self> {
+        if reuse != Reuse::Lowest {
+            // It grows as it is filled.
+            memory::require_items::<BlockId>(pool.len().saturating_mul(2))?;
+        }
         let queue = if reuse == Reuse::Lowest { VecDeque::new() } else { pool.free_blocks().collect() };
-        Self { pool, reuse, queue, null: None }
+        Ok(Self { pool, reuse, queue, null: None })
     }
 
     /// Free blocks that hold nothing findable.

@@ -7,6 +7,7 @@
 use super::places::{Place, Places};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
+use crate::memory;
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -18,6 +19,9 @@ mod steps;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct LeaseId(pub u64);
+
+/// Most references that a caller can give a block at once: as many again can be added.
+const MAX_SET_REFS: u32 = u32::MAX / 2;
 
 /// What is known of the bytes behind ids that go out of use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +59,10 @@ pub struct Observer {
 
 impl Observer {
     /// Ids `0..blocks`, each where it says; more come when they are named, below `limit`. Block 0 is the null block.
-    #[must_use]
-    pub fn new(blocks: u32, limit: u32) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is too little for so many blocks.
+    pub fn new(blocks: u32, limit: u32) -> Result<Self> {
         let mut observer = Self {
             forward: Vec::new(),
             blocks: Vec::new(),
@@ -67,9 +73,9 @@ impl Observer {
             next_lease: 0,
             limit: limit.max(1),
         };
-        observer.extend(blocks.clamp(1, observer.limit));
+        observer.extend(blocks.clamp(1, observer.limit))?;
         observer.places.set(BlockId(0), Place::Fixed);
-        observer
+        Ok(observer)
     }
 
     /// Ids known so far.
@@ -93,14 +99,14 @@ impl Observer {
     /// Says how many blocks there are, once that is known.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if more have been named already.
+    /// [`Error::InvalidArgument`] if more have been named already; [`Error::OutOfMemory`] if there is too little for so many.
     pub fn set_limit(&mut self, blocks: u32) -> Result<()> {
         if blocks < self.len() {
             let must = format!("at least {}: so many ids have been named", self.len());
             return Err(Error::InvalidArgument { what: "num_blocks", found: blocks.into(), must });
         }
+        self.extend(blocks)?;
         self.limit = blocks;
-        self.extend(blocks);
         Ok(())
     }
 
@@ -231,8 +237,12 @@ impl Observer {
     /// Sets the references of a block.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the block is out of range.
+    /// [`Error::InvalidArgument`] if the block is out of range, or more references than can be added to.
     pub fn set_refs(&mut self, block: BlockId, refs: u32) -> Result<()> {
+        if refs > MAX_SET_REFS {
+            let must = format!("at most {MAX_SET_REFS}");
+            return Err(Error::InvalidArgument { what: "refs", found: refs.into(), must });
+        }
         self.reach(&[block.0])?;
         self.blocks[block.index()].refs = refs;
         if refs > 0 && self.places.get(block) == Place::Hole {
@@ -395,18 +405,21 @@ impl Observer {
             let must = format!("below {}", self.limit);
             return Err(Error::InvalidArgument { what: "block", found: highest.into(), must });
         }
-        self.extend(highest + 1);
-        Ok(())
+        self.extend(highest + 1)
     }
 
-    fn extend(&mut self, blocks: u32) {
+    fn extend(&mut self, blocks: u32) -> Result<()> {
         let known = self.len();
         if blocks > known {
+            // A vector may get twice the room that it had; of bits there are those of places and `blank`.
+            const BLOCK: usize = 2 * (size_of::<u32>() + size_of::<Block>() + 1);
+            memory::require((blocks as usize).saturating_mul(BLOCK))?;
             self.forward.extend(known..blocks);
             self.blocks.extend((known..blocks).map(|id| Block { id, refs: 0 }));
             self.places.grow(blocks);
             self.blank.grow(blocks as usize);
         }
+        Ok(())
     }
 
     fn not_referenced(&self, block: u32, ids: &[u32]) -> Error {

@@ -37,6 +37,13 @@ impl Places {
         Self { holes: BlockSet::full(blocks), live, fixed, pages: Vec::new() }
     }
 
+    /// Memory that so many blocks take, at most.
+    #[must_use]
+    pub fn bytes(blocks: usize) -> usize {
+        // Three sets of bits.
+        blocks / 2
+    }
+
     /// Blocks of the pool.
     #[must_use]
     pub fn capacity(&self) -> u32 {

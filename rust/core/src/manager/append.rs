@@ -77,6 +77,15 @@ impl Manager {
         Ok(new + copies?)
     }
 
+    /// Fails unless [`Manager::append`] would find the blocks that it takes: what a caller asks before it makes slots.
+    ///
+    /// # Errors
+    /// As [`Manager::append`].
+    pub fn require_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<()> {
+        let wanted = self.blocks_to_append(sequences, counts, lookahead)?;
+        self.pools[0].require(wanted, true)
+    }
+
     /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; where
     /// there are several cache groups, those of one group after those of another.
     ///
@@ -190,7 +199,7 @@ impl Manager {
 
     /// New blocks that the noted rows need; `shared` gets the shared blocks that they would write.
     fn slow_needs(&self, batch: &Batch<'_>, work: &mut Work, shared: &mut Vec<BlockId>) -> Result<usize> {
-        let (mut new, mut ended) = (0, 0);
+        let (mut new, mut ended, mut passed) = (0, 0, 0);
         for &Slow { index, .. } in &work.slow {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             let row = self.rows.get(sequence)?;
@@ -204,6 +213,10 @@ impl Manager {
                 tables.require_width(sequence, self.rows.at(sequence).table.len() + need.entries)?;
             }
             new += need.blocks;
+            passed += need.entries - need.blocks;
+        }
+        if passed > 0 {
+            self.require_nulls(std::iter::once(passed))?;
         }
         work.ended = ended;
         Ok(new)
@@ -299,6 +312,9 @@ impl Manager {
         let held = row.table.len();
         let entries = blocks_for(end, self.block_size).saturating_sub(held);
         let skipped = self.groups.get(row.group).skipped(row.len, count, held, self.block_size);
+        if skipped > 0 {
+            self.require_nulls(std::iter::once(skipped))?;
+        }
         Ok(Need { blocks: entries - skipped, entries })
     }
 

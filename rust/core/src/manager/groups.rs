@@ -3,9 +3,10 @@
 
 use super::{AllocStatus, Counts, Manager, blocks_for, inherit, invalid, take};
 use crate::error::{Error, Result};
-use crate::group::{Group, NULL_BLOCK};
+use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::table::Row;
+use crate::memory;
+use crate::table::{Row, RowKeys};
 
 /// What a new sequence is going to need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,6 +48,10 @@ impl Manager {
             group => group.peak_blocks(tokens, lookahead, chunk, self.block_size),
         };
         let wanted = self.groups.all().iter().map(peak).fold(0, usize::saturating_add);
+        let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
+        if self.groups.growing().iter().any(passes) {
+            return AllocStatus::Never;
+        }
         self.admit(wanted, self.pools[0].available())
     }
 
@@ -84,6 +89,8 @@ impl Manager {
         let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
         self.pools[0].require(wanted, true)?;
+        let passed = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
+        self.require_nulls(passed.map(|(group, i)| group.skipped(0, length(group, i), 0, self.block_size)))?;
         self.rows.require(tokens.len().saturating_mul(groups.len()))?;
         let (first, mut others) = (out.len(), Vec::new());
         for (number, &group) in (0u8..).zip(&groups) {
@@ -134,7 +141,7 @@ impl Manager {
         if self.groups.is_single() {
             return Ok(sequences);
         }
-        all.reserve(sequences.len() * groups);
+        memory::make_room(all, sequences.len().saturating_mul(groups))?;
         for group in 0..groups {
             for &sequence in sequences {
                 all.push(self.family(sequence)?[group]);
@@ -235,7 +242,10 @@ impl Manager {
             return Err(invalid("shared_tokens", shared, must));
         }
         let wanted = blocks_for(u64::from(tokens), size) - kept;
-        Ok(wanted - group.skipped(shared, tokens - shared, kept, size))
+        let skipped = group.skipped(shared, tokens - shared, kept, size);
+        let slid = needed.start.max(row.slid as usize).min(kept);
+        self.require_nulls([slid, skipped].into_iter())?;
+        Ok(wanted - skipped)
     }
 
     pub(super) fn fork_row_prefix(&mut self, member: SequenceId, shared: u32, tokens: u32) -> SequenceId {
@@ -288,6 +298,38 @@ impl Manager {
         };
         let whole = family.len() == self.groups.all().len() && (0u8..).zip(family.iter()).all(relative);
         if whole { Ok(()) } else { Err(format!("the rows of sequence {sequence} are not alike")) }
+    }
+
+    /// Fails unless so many null entries can be appended to each of some tables.
+    pub(super) fn require_nulls(&self, counts: impl Iterator<Item = usize>) -> Result<()> {
+        if !self.groups.slide() {
+            return Ok(());
+        }
+        let sum = |(longest, all): (usize, usize), count| (longest.max(count), all.saturating_add(count));
+        let (longest, all) = counts.fold((0, 0), sum);
+        let room = (u32::MAX - self.pools[0].refs(NULL_BLOCK)) as usize;
+        if longest > MAX_PASSED || all > room {
+            let must = format!("at most {MAX_PASSED} for one block table, and {room} in all");
+            return Err(invalid("number of blocks passed over", all as i128, must));
+        }
+        memory::require_items::<BlockId>(all)
+    }
+
+    /// Fails unless there is memory for so many forks of a sequence, whose rows are given.
+    pub(super) fn require_forks(&self, members: &[SequenceId], count: u32) -> Result<()> {
+        /// What the system keeps for itself of each of a row's allocations, and a handle.
+        const OVERHEAD: usize = 64;
+        let (mut bytes, mut nulls) = (0, 0);
+        for &member in members {
+            let row = self.rows.at(member);
+            let keys = row.keys.as_ref().map_or(0, |keys| {
+                size_of::<RowKeys>() + size_of_val(&*keys.keys) + size_of_val(&*keys.pending) + OVERHEAD
+            });
+            bytes += size_of_val(&*row.table) + keys + OVERHEAD;
+            nulls += row.table.iter().filter(|&&block| self.is_null(block)).count();
+        }
+        memory::require(bytes.saturating_mul(count as usize))?;
+        self.require_nulls(std::iter::repeat_n(nulls, count as usize))
     }
 
     /// Appends null blocks to a table.

@@ -78,7 +78,7 @@ impl Manager {
             let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
         }
-        self.pools[1].start_caching();
+        self.pools[1].start_caching()?;
         self.host_cache = Some(Box::default());
         Ok(())
     }

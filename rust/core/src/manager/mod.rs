@@ -164,11 +164,7 @@ impl Manager {
             let must = "no cross attention, whose blocks are not told apart by a prompt's tokens".to_owned();
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
-        if !(0.0..1.0).contains(&watermark) {
-            #[expect(clippy::cast_possible_truncation, reason = "only shown in the message, and saturating")]
-            let percent = (watermark * 100.0) as i64;
-            return Err(invalid("watermark in percent", percent, "0 to 99".to_owned()));
-        }
+        require_fraction("watermark", watermark)?;
         let [device, host, external] = blocks;
         let mut pools = [
             Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
@@ -259,6 +255,7 @@ impl Manager {
         let group = self.groups.get(0);
         let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
         self.pools[0].require(wanted, true)?;
+        self.require_nulls(tokens.iter().map(|&n| group.skipped(0, n, 0, self.block_size)))?;
         self.rows.require(tokens.len())?;
         for &n in tokens {
             out.push(self.open_row(0, 0, n, Vec::new()));
@@ -282,6 +279,7 @@ impl Manager {
             let must = format!("at most {MAX_FORKED} block table entries, not {entries}");
             return Err(invalid("number of forks", count, must));
         }
+        self.require_forks(&members, count)?;
         let first = out.len();
         let mut others = Vec::new();
         for &member in &members {
@@ -434,6 +432,10 @@ fn blocks_for(tokens: u64, block_size: u32) -> usize {
 
 fn invalid(what: &'static str, found: impl Into<i128>, must: String) -> Error {
     Error::InvalidArgument { what, found: found.into(), must }
+}
+
+fn require_fraction(what: &'static str, found: f64) -> Result<()> {
+    if (0.0..1.0).contains(&found) { Ok(()) } else { Err(Error::InvalidFraction { what, found: found.to_string() }) }
 }
 
 fn refuse_lost(sequence: SequenceId, row: &Row) -> Result<()> {

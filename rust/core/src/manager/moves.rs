@@ -146,7 +146,7 @@ impl Manager {
         cached: Cached,
     ) -> Result<Moves> {
         let tables = self.tables_to_order(goals, sequences)?;
-        self.follow_places(cached);
+        self.follow_places(cached)?;
         self.set_goals(goals);
         let plan = self.plan(&tables, budget.one_way(), cached);
         let evicted = plan.drops().iter().map(|&[_, to]| to).chain(plan.clear.iter().copied());
@@ -166,9 +166,10 @@ impl Manager {
     }
 
     /// Keeps the places of the device's blocks from now on.
-    fn follow_places(&mut self, cached: Cached) {
+    fn follow_places(&mut self, cached: Cached) -> Result<()> {
         if self.pools[0].follows_places() {
-            return self.pools[0].count_idle_as(cached.place());
+            self.pools[0].count_idle_as(cached.place());
+            return Ok(());
         }
         let open = self.tickets.open();
         let rows = &self.rows;
@@ -177,11 +178,12 @@ impl Manager {
             let blocks = rows.flat_map(|(_, row)| row.table.iter().copied());
             blocks.filter(|&block| !pool.is_published(block)).collect()
         };
-        self.pools[0].follow_places(self.groups.slide(), written);
+        self.pools[0].follow_places(self.groups.slide(), written)?;
         self.pools[0].count_idle_as(cached.place());
         for (sequence, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
             self.pools[0].note_owner(sequence.row(), 0, &row.table);
         }
+        Ok(())
     }
 
     fn begin_move(&mut self, from: BlockId, to: BlockId) {
@@ -373,7 +375,7 @@ impl Manager {
         if page_blocks == 0 {
             return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
         }
-        let places = self.pools[0].survey(self.groups.slide());
+        let places = self.pools[0].survey(self.groups.slide())?;
         let pool = &self.pools[0];
         let (pages, known) = (pool.len() / page_blocks as usize, (0..).map(BlockId).take(pool.extent()));
         let pages =

@@ -6,7 +6,7 @@
 
 use super::prefix::Prompt;
 use super::resize::share;
-use super::{Manager, invalid};
+use super::{Manager, require_fraction};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
 use crate::lease::{Lease, LeaseKind};
@@ -118,11 +118,7 @@ impl Manager {
     /// # Errors
     /// The fraction is not at least 0 and below 1: a pool of pinned blocks would have nothing to give out.
     pub fn limit_pins(&mut self, fraction: f64) -> Result<()> {
-        if !(0.0..1.0).contains(&fraction) {
-            #[expect(clippy::cast_possible_truncation, reason = "only shown in the message, and saturating")]
-            let percent = (fraction * 100.0) as i64;
-            return Err(invalid("pinned blocks in percent", percent, "0 to 99".to_owned()));
-        }
+        require_fraction("max_pinned", fraction)?;
         self.pins.fraction = fraction;
         self.pins.resize(self.pools[0].len());
         Ok(())

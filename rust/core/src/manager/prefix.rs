@@ -152,6 +152,7 @@ impl Manager {
         let new: usize = prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(prompt, found, chunk)).sum();
         let loads = self.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
         self.pools[0].require(new + loads + idle, true)?;
+        self.require_nulls(prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(prompt, found, chunk)))?;
         for block in matches.iter().flat_map(Match::blocks) {
             self.pools[0].claim(*block);
         }
@@ -365,6 +366,13 @@ impl Manager {
         let entries = blocks_for(u64::from(length), self.block_size) - found.hits;
         let skipped = |group: &Group| group.skipped(cached, length - cached, found.hits, self.block_size);
         self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
+    }
+
+    /// Null entries that a prompt's tables get at most.
+    fn passed(&self, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
+        let (_, length) = self.opened(prompt, found.hits, chunk);
+        let sliding = self.groups.growing().iter().filter(|group| group.slides()).count();
+        blocks_for(u64::from(length), self.block_size) * sliding
     }
 
     /// Opens the rows of a prompt whose found blocks have been claimed.

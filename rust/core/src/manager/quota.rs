@@ -7,6 +7,7 @@ use super::{Manager, invalid, part_orphans};
 use crate::error::Result;
 use crate::hash::KeySpec;
 use crate::id::Tier;
+use crate::memory;
 use crate::snapshot::Contents;
 use std::collections::HashMap;
 
@@ -59,6 +60,10 @@ impl Manager {
         let tenants = &mut self.tenants;
         if tenants.quotas.len() == limit && !tenants.numbers.contains_key(&salt) {
             return Err(invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}")));
+        }
+        if tenants.quotas.is_empty() {
+            // Whose each block is, and its place among those of its tenant.
+            memory::require_items::<(u16, u32)>(self.pools[0].extent())?;
         }
         let next = u16::try_from(tenants.quotas.len() + 1).unwrap_or(u16::MAX);
         let number = *tenants.numbers.entry(salt).or_insert(next);

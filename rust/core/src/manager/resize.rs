@@ -6,7 +6,9 @@
 
 use super::{Manager, invalid, part_orphans};
 use crate::error::Result;
+use crate::event::Told;
 use crate::id::{BlockId, Tier};
+use crate::memory;
 use crate::pool::{BlockUse, MAX_BLOCKS};
 
 /// How far the device's size has changed.
@@ -49,6 +51,10 @@ impl Manager {
         if blocks < least {
             let kept = format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to give out");
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}: {kept}")));
+        }
+        self.pools[0].require_growth(blocks)?;
+        if self.events.is_some() {
+            memory::require_items::<Told>(blocks.saturating_mul(2))?;
         }
         self.pools[0].resize(blocks);
         part_orphans(&mut self.pools, Tier::Device);

@@ -1,10 +1,12 @@
 //! What a pool remembers of blocks that can be found by their keys, and how it gives them out again.
 
 use super::{Pool, Published, decode};
+use crate::error::Result;
 use crate::event::Reason;
 use crate::evict::{Departure, Eviction, Policy};
 use crate::hash::Key;
 use crate::id::BlockId;
+use crate::memory;
 use crate::prefix::PrefixIndex;
 use std::hint::black_box;
 
@@ -28,6 +30,9 @@ pub(super) struct Cache {
 }
 
 impl Cache {
+    /// Memory of one block, with the policy that takes the most: 24 bytes of the index, its key, 13 of the policy.
+    pub(super) const BYTES: usize = 24 + size_of::<Key>() + 13;
+
     pub(super) fn new(blocks: usize, eviction: Eviction) -> Self {
         Self { index: PrefixIndex::new(blocks), policy: Policy::new(eviction, blocks) }
     }
@@ -35,8 +40,13 @@ impl Cache {
 
 impl Pool {
     /// Lets blocks be published from now on; the least recently used goes first.
-    pub(crate) fn start_caching(&mut self) {
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn start_caching(&mut self) -> Result<()> {
+        memory::require(self.blocks.saturating_mul(Cache::BYTES))?;
         self.cache = Some(Cache::new(self.blocks, Eviction::Lru));
+        Ok(())
     }
 
     /// Cached blocks that nothing references and nothing leases.

@@ -6,10 +6,12 @@
 use super::resize::id;
 use super::{Node, Pool, WRITING, decode};
 use crate::defrag::{Place, Places};
+use crate::error::Result;
 use crate::event::Reason;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::lease::LeaseKind;
+use crate::memory;
 use crate::pool::Twin;
 use crate::prefix::grown;
 use crate::reuse::BlockSet;
@@ -133,12 +135,23 @@ impl Seen<'_> {
 }
 
 impl Pool {
+    /// Fails unless there is memory to keep the places of so many blocks.
+    pub(super) fn require_places(blocks: usize) -> Result<()> {
+        // Three words, and five sets of bits.
+        const BLOCK: usize = size_of::<u32>() + size_of::<BlockId>() + size_of::<Hint>() + 1;
+        memory::require(blocks.saturating_mul(BLOCK))
+    }
+
     /// Keeps the places of all blocks from now on, if it does not yet; `written` are blocks that the present step writes.
-    pub(crate) fn follow_places(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) {
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn follow_places(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) -> Result<()> {
         if self.moves.is_some() {
-            return;
+            return Ok(());
         }
         let known = self.extent();
+        Self::require_places(known)?;
         let (step, mut steps) = (1, vec![0; known]);
         for block in written(self) {
             steps[block.index()] = step;
@@ -156,6 +169,7 @@ impl Pool {
             end: self.blocks,
         }));
         self.refresh_run(0..id(self.nodes.len().min(known)));
+        Ok(())
     }
 
     /// Follows a change of the pool's size: blocks beyond its end are no destination, and what moves there stays.
@@ -272,13 +286,17 @@ impl Pool {
     }
 
     /// The places of all blocks, found anew where they are not kept.
-    pub(crate) fn survey(&self, null: bool) -> Places {
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub(crate) fn survey(&self, null: bool) -> Result<Places> {
+        memory::require(Places::bytes(self.extent()))?;
         if let Some(moves) = &self.moves {
             let mut places = moves.places.clone();
             for block in moves.idle.iter().filter(|&block| !moves.moving.contains(block)) {
                 places.set(block, Place::Live);
             }
-            return places;
+            return Ok(places);
         }
         let mut places = Places::new(self.blocks);
         for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
@@ -288,7 +306,7 @@ impl Pool {
                 places.set(block, Place::Live);
             }
         }
-        places
+        Ok(places)
     }
 
     /// Takes a hole, which is written from now on, and is nobody's.
@@ -420,7 +438,7 @@ mod tests {
         let key = Chain::new(&KeySpec::default(), 1, 0).block(&[4], &[]).unwrap();
         pool.publish(BlockId(4), key, 0);
         pool.release(BlockId(4));
-        pool.follow_places(false, |_| vec![BlockId(3)]);
+        pool.follow_places(false, |_| vec![BlockId(3)]).unwrap();
         pool
     }
 

@@ -5,6 +5,7 @@
 //! until then each that tables refer to takes the place of one that could be given out, so that the new size is kept.
 
 use super::Pool;
+use crate::error::Result;
 use crate::id::BlockId;
 use crate::pool::Twin;
 use std::ops::Range;
@@ -88,6 +89,16 @@ impl Pool {
     #[inline]
     pub(super) fn beyond(&self, run: &Range<u32>) -> usize {
         (run.end as usize).saturating_sub(self.blocks.max(run.start as usize))
+    }
+
+    /// Fails unless there is memory for so many blocks.
+    pub(crate) fn require_growth(&self, blocks: usize) -> Result<()> {
+        if blocks <= self.blocks {
+            return Ok(());
+        }
+        // A vector may get twice the room that it had.
+        Self::require_memory(blocks.saturating_mul(2), self.is_caching())?;
+        if self.moves.is_some() { Self::require_places(blocks.saturating_mul(2)) } else { Ok(()) }
     }
 
     /// Gives the pool so many blocks from now on, at most [`super::MAX_BLOCKS`]; twins of what is dropped wait for

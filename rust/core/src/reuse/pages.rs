@@ -25,7 +25,7 @@ impl PageCounts {
     /// Pages of `blocks` blocks of which none is in the set. `page_blocks` is at least 1.
     pub(crate) fn empty(page_blocks: u32, blocks: u32) -> Self {
         let counts = vec![0; blocks.div_ceil(page_blocks) as usize];
-        let met = BlockSet::empty(page_blocks as usize + 1);
+        let met = BlockSet::empty(page_blocks.min(blocks) as usize + 1);
         Self { page_blocks, blocks, counts, pages: Vec::new(), met }
     }
 

@@ -4,6 +4,7 @@ use super::block::{Block, PyNaiveBlock, key_of};
 use super::key::IntKey;
 use super::pool::{Ids, PyPoolAllocator};
 use super::{freed, lock, require, to_v0};
+use crate::args;
 use crate::errors::invalid;
 use blockyard_core::{Key, Tier};
 use pyo3::PyTypeInfo;
@@ -23,7 +24,10 @@ impl PyPoolAllocator {
         PyFrozenSet::new(py, self.ids.all())
     }
 
-    pub(super) fn get_physical_block_id(&self, absolute_id: i64) -> PyResult<u32> {
+    pub(super) fn get_physical_block_id(
+        &self,
+        #[pyo3(from_py_with = args::absolute_id)] absolute_id: i64,
+    ) -> PyResult<u32> {
         self.local(absolute_id).map(|block| block.0)
     }
 
@@ -47,8 +51,8 @@ impl PyPoolAllocator {
     pub(super) fn allocate_immutable_blocks<'py>(
         slf: &Bound<'py, Self>,
         prev_block: Option<Bound<'py, PyAny>>,
-        block_token_ids: Vec<Vec<i64>>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::block_token_ids)] block_token_ids: Vec<Vec<i64>>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
         device: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Vec<Block<'py>>> {
         one_device(device.as_ref())?;
@@ -60,8 +64,8 @@ impl PyPoolAllocator {
     pub(super) fn allocate_immutable_block<'py>(
         slf: &Bound<'py, Self>,
         prev_block: Option<Bound<'py, PyAny>>,
-        token_ids: Vec<i64>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
         device: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Block<'py>> {
         one_device(device.as_ref())?;
@@ -73,7 +77,7 @@ impl PyPoolAllocator {
     pub(super) fn allocate_mutable_block<'py>(
         slf: &Bound<'py, Self>,
         prev_block: Option<Bound<'py, PyAny>>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
         device: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Block<'py>> {
         one_device(device.as_ref())?;
@@ -99,13 +103,13 @@ impl PyPoolAllocator {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn swap_out(&self, blocks: Vec<Block<'_>>) -> PyResult<()> {
+    fn swap_out(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>) -> PyResult<()> {
         self.release(&blocks)
     }
 
     /// Takes a physical block for each block that has none any more, all or none.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn swap_in(&self, blocks: Vec<Block<'_>>) -> PyResult<()> {
+    fn swap_in(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>) -> PyResult<()> {
         let ids = self.take(&self.places(&blocks, |_| Ok(true))?)?;
         blocks.iter().zip(ids).for_each(|(block, id)| block.get().set_id(Some(id)));
         Ok(())
@@ -122,7 +126,10 @@ impl PyPoolAllocator {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn get_num_full_blocks_touched(&self, blocks: Vec<Block<'_>>) -> PyResult<usize> {
+    fn get_num_full_blocks_touched(
+        &self,
+        #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>,
+    ) -> PyResult<usize> {
         self.touched(&blocks, |_| Ok(true))
     }
 
@@ -144,7 +151,11 @@ impl PyPoolAllocator {
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
-    pub(super) fn mark_blocks_as_accessed(&self, block_ids: Vec<i64>, now: f64) -> PyResult<()> {
+    pub(super) fn mark_blocks_as_accessed(
+        &self,
+        #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::now)] now: f64,
+    ) -> PyResult<()> {
         let blocks = self.locals(&block_ids)?;
         lock(&self.pool).touch(&blocks, now).map_err(|error| {
             PyValueError::new_err(format!("mark block as accessed which is not belonged to GPU: {error}"))
@@ -153,7 +164,10 @@ impl PyPoolAllocator {
 
     /// Lets blocks be found by their keys, those of these ids; all in use for none, as V0 does.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
-    pub(super) fn mark_blocks_as_computed(&self, block_ids: Vec<i64>) -> PyResult<()> {
+    pub(super) fn mark_blocks_as_computed(
+        &self,
+        #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>,
+    ) -> PyResult<()> {
         self.mark_computed((!block_ids.is_empty()).then_some(block_ids.as_slice()))
     }
 
@@ -163,7 +177,7 @@ impl PyPoolAllocator {
 
     pub(super) fn find_cached_blocks_prefix<'py>(
         &self,
-        mut block_hashes: Vec<Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::block_hashes)] mut block_hashes: Vec<Bound<'py, PyAny>>,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         if !self.caching {
             return Ok(Vec::new());
@@ -175,7 +189,10 @@ impl PyPoolAllocator {
     }
 
     /// What the ids of all sequences begin with; sequences without any do not count.
-    pub(super) fn get_common_computed_block_ids(&self, computed_seq_block_ids: Vec<Vec<i64>>) -> Vec<i64> {
+    pub(super) fn get_common_computed_block_ids(
+        &self,
+        #[pyo3(from_py_with = args::computed_seq_block_ids)] computed_seq_block_ids: Vec<Vec<i64>>,
+    ) -> Vec<i64> {
         let alone = computed_seq_block_ids.len() == 1;
         let mut rows = computed_seq_block_ids.into_iter().filter(|ids| alone || !ids.is_empty());
         let first = rows.next().filter(|_| self.caching).unwrap_or_default();
@@ -211,8 +228,8 @@ impl PyNaiveBlockAllocator {
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn new(
         create_block: Py<PyAny>,
-        num_blocks: usize,
-        block_size: usize,
+        #[pyo3(from_py_with = args::num_blocks)] num_blocks: usize,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
         block_ids: Option<Bound<'_, PyAny>>,
         block_pool: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
@@ -246,8 +263,8 @@ impl PyPrefixCachingBlockAllocator {
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn new(
         py: Python<'_>,
-        num_blocks: usize,
-        block_size: usize,
+        #[pyo3(from_py_with = args::num_blocks)] num_blocks: usize,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
         block_ids: Option<Bound<'_, PyAny>>,
         eviction_policy: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
@@ -268,7 +285,10 @@ impl PyPrefixCachingBlockAllocator {
         Ok(key.is_some_and(|key| lock(&slf.as_super().get().pool).holder(&key).is_some()))
     }
 
-    fn block_is_computed(slf: &Bound<'_, Self>, block_id: i64) -> PyResult<bool> {
+    fn block_is_computed(
+        slf: &Bound<'_, Self>,
+        #[pyo3(from_py_with = args::block_id)] block_id: i64,
+    ) -> PyResult<bool> {
         slf.as_super().get().computed(block_id)
     }
 }

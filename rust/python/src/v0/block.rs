@@ -3,6 +3,7 @@
 use super::allocator::PyPrefixCachingBlockAllocator;
 use super::key::{self, IntKey};
 use super::{lock, require};
+use crate::args;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
@@ -217,19 +218,22 @@ impl PyNaiveBlock {
     #[pyo3(signature = (prev_block, token_ids, block_size, allocator, block_id=None, _cow_target=None, extra_hash=None))]
     fn new(
         prev_block: Option<Bound<'_, PyAny>>,
-        token_ids: Vec<i64>,
-        block_size: usize,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
         allocator: Bound<'_, PyAny>,
-        block_id: Option<i64>,
+        #[pyo3(from_py_with = args::block_id)] block_id: Option<i64>,
         _cow_target: Option<Py<PyAny>>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<Self> {
         let (prev, tokens, id, extra) = (prev_block, token_ids, block_id, extra_hash);
         Self::naive(Parts { prev, tokens, block_size, allocator, id, extra }, _cow_target)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
-    fn append_token_ids(slf: &Bound<'_, Self>, token_ids: Vec<i64>) -> PyResult<()> {
+    fn append_token_ids(
+        slf: &Bound<'_, Self>,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
+    ) -> PyResult<()> {
         append(slf, &token_ids)
     }
 
@@ -320,12 +324,12 @@ impl PyPrefixCachingBlock {
     #[pyo3(signature = (prev_block, token_ids, block_size, allocator, block_id=None, computed=false, extra_hash=None))]
     fn new(
         prev_block: Option<Bound<'_, PyAny>>,
-        token_ids: Vec<i64>,
-        block_size: usize,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
         allocator: Bound<'_, PyAny>,
-        block_id: Option<i64>,
+        #[pyo3(from_py_with = args::block_id)] block_id: Option<i64>,
         computed: bool,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let (prev, tokens, id, extra) = (prev_block, token_ids, block_id, extra_hash);
         Self::with(Parts { prev, tokens, block_size, allocator, id, extra }, computed)
@@ -338,8 +342,8 @@ impl PyPrefixCachingBlock {
         _cls: &Bound<'_, PyType>,
         is_first_block: bool,
         prev_block_hash: Option<IntKey>,
-        cur_block_token_ids: Vec<i64>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::cur_block_token_ids)] cur_block_token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<IntKey> {
         let parent = prev_block_hash.filter(|_| !is_first_block).map(|IntKey(key)| key);
         key::one(parent, &cur_block_token_ids, extra_hash).map(IntKey)
@@ -364,7 +368,7 @@ impl PyNullBlock {
     }
 
     #[expect(clippy::needless_pass_by_value, clippy::unused_self, reason = "V0's signature")]
-    fn append_token_ids(&self, token_ids: Vec<i64>) -> PyResult<()> {
+    fn append_token_ids(&self, #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>) -> PyResult<()> {
         let _ = token_ids;
         Err(refused())
     }

@@ -4,6 +4,7 @@ use super::allocator::of_kind;
 use super::block::{Block, PyNaiveBlock, PyNullBlock};
 use super::pool::PyPoolAllocator;
 use super::{freed, lock, require};
+use crate::args;
 use blockyard_core::Tier;
 use blockyard_locks::InnerLock;
 use pyo3::exceptions::PyKeyError;
@@ -123,9 +124,9 @@ impl PyCpuGpuBlockAllocator {
     fn create(
         py: Python<'_>,
         allocator_type: &str,
-        num_gpu_blocks: usize,
-        num_cpu_blocks: usize,
-        block_size: usize,
+        #[pyo3(from_py_with = args::num_gpu_blocks)] num_gpu_blocks: usize,
+        #[pyo3(from_py_with = args::num_cpu_blocks)] num_cpu_blocks: usize,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
     ) -> PyResult<Self> {
         let gpu = of_kind(py, allocator_type, block_size, 0, num_gpu_blocks, Tier::Device)?;
         let cpu = of_kind(py, allocator_type, block_size, num_gpu_blocks, num_cpu_blocks, Tier::Host)?;
@@ -148,7 +149,7 @@ impl PyCpuGpuBlockAllocator {
         py: Python<'py>,
         prev_block: Option<Bound<'py, PyAny>>,
         device: Device,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<Block<'py>> {
         PyPoolAllocator::allocate_mutable_block(&self.of(py, device), prev_block, extra_hash, None)
     }
@@ -158,9 +159,9 @@ impl PyCpuGpuBlockAllocator {
         &self,
         py: Python<'py>,
         prev_block: Option<Bound<'py, PyAny>>,
-        block_token_ids: Vec<Vec<i64>>,
+        #[pyo3(from_py_with = args::block_token_ids)] block_token_ids: Vec<Vec<i64>>,
         device: Device,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<Vec<Block<'py>>> {
         let pool = self.of(py, device);
         PyPoolAllocator::allocate_immutable_blocks(&pool, prev_block, block_token_ids, extra_hash, None)
@@ -171,9 +172,9 @@ impl PyCpuGpuBlockAllocator {
         &self,
         py: Python<'py>,
         prev_block: Option<Bound<'py, PyAny>>,
-        token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
         device: Device,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<Block<'py>> {
         PyPoolAllocator::allocate_immutable_block(&self.of(py, device), prev_block, token_ids, extra_hash, None)
     }
@@ -196,7 +197,7 @@ impl PyCpuGpuBlockAllocator {
     fn swap<'py>(
         &self,
         py: Python<'py>,
-        blocks: Vec<Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Vec<Bound<'py, PyAny>>,
         src_device: Device,
         dst_device: Device,
     ) -> PyResult<Bound<'py, PyDict>> {
@@ -251,13 +252,18 @@ impl PyCpuGpuBlockAllocator {
     fn get_num_full_blocks_touched(
         &self,
         py: Python<'_>,
-        blocks: Vec<Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Vec<Bound<'_, PyAny>>,
         device: Device,
     ) -> PyResult<usize> {
         self.of(py, device).get().touched(&live(&blocks)?, |block| self.complete(block))
     }
 
-    fn get_physical_block_id(&self, py: Python<'_>, device: Device, absolute_id: i64) -> PyResult<u32> {
+    fn get_physical_block_id(
+        &self,
+        py: Python<'_>,
+        device: Device,
+        #[pyo3(from_py_with = args::absolute_id)] absolute_id: i64,
+    ) -> PyResult<u32> {
         self.of(py, device).get().get_physical_block_id(absolute_id)
     }
 
@@ -272,7 +278,12 @@ impl PyCpuGpuBlockAllocator {
         self.gpu.get().clear_copy_on_writes()
     }
 
-    fn mark_blocks_as_accessed(&self, py: Python<'_>, block_ids: Vec<i64>, now: f64) -> PyResult<()> {
+    fn mark_blocks_as_accessed(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::now)] now: f64,
+    ) -> PyResult<()> {
         // The last one is no null block, so it says where the sequence is.
         let Some(&last) = block_ids.last() else { return Ok(()) };
         let owner = self.owner(py, Some(last))?;
@@ -280,11 +291,14 @@ impl PyCpuGpuBlockAllocator {
         owner.get().mark_blocks_as_accessed(own, now)
     }
 
-    fn mark_blocks_as_computed(&self, block_ids: Vec<i64>) -> PyResult<()> {
+    fn mark_blocks_as_computed(&self, #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>) -> PyResult<()> {
         self.gpu.get().mark_blocks_as_computed(block_ids)
     }
 
-    fn get_common_computed_block_ids(&self, computed_seq_block_ids: Vec<Vec<i64>>) -> Vec<i64> {
+    fn get_common_computed_block_ids(
+        &self,
+        #[pyo3(from_py_with = args::computed_seq_block_ids)] computed_seq_block_ids: Vec<Vec<i64>>,
+    ) -> Vec<i64> {
         self.gpu.get().get_common_computed_block_ids(computed_seq_block_ids)
     }
 
@@ -301,7 +315,7 @@ impl PyCpuGpuBlockAllocator {
     fn find_cached_blocks_prefix<'py>(
         &self,
         py: Python<'py>,
-        block_hashes: Vec<Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::block_hashes)] block_hashes: Vec<Bound<'py, PyAny>>,
         device: Option<Device>,
     ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         self.of(py, device.unwrap_or(Device::Gpu)).get().find_cached_blocks_prefix(block_hashes)

@@ -1,6 +1,7 @@
 //! Keys of full blocks as V0 has them: Python ints.
 
 use super::require;
+use crate::args;
 use crate::errors::{invalid, to_py};
 use blockyard_core::hash::Chain;
 use blockyard_core::{Extra, Key, KeySpec};
@@ -70,9 +71,9 @@ pub(super) fn one(parent: Option<Key>, tokens: &[i64], extra: Option<i64>) -> Py
 pub(crate) fn hash_blocks<'py>(
     py: Python<'py>,
     parent: Option<Bound<'py, PyAny>>,
-    token_ids: Vec<i64>,
-    block_size: usize,
-    extra_hash: Option<i64>,
+    #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
+    #[pyo3(from_py_with = args::block_size)] block_size: usize,
+    #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let parent = parent.map(|parent| parent.extract::<IntKey>()).transpose()?;
     let keys = chain(parent.map(|IntKey(key)| key), &token_ids, block_size, extra_hash)?;

@@ -15,6 +15,7 @@ use blockyard_locks::{Guard, InnerLock};
 use pyo3::exceptions::PyAssertionError;
 use pyo3::prelude::*;
 
+pub(crate) use block::PyNaiveBlock;
 pub(crate) use key::hash_blocks;
 
 mod classes {
@@ -48,7 +49,7 @@ fn lock<T: ?Sized>(value: &InnerLock<T>) -> Guard<'_, T> {
 /// Puts the classes into `_core`, under names that say whose they are; to Python users they are the integration's.
 pub(crate) fn export(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
-    module.add("V0NaiveBlock", py.get_type::<block::PyNaiveBlock>())?;
+    module.add("V0NaiveBlock", py.get_type::<PyNaiveBlock>())?;
     module.add("V0PrefixCachingBlock", py.get_type::<block::PyPrefixCachingBlock>())?;
     module.add("V0NullBlock", py.get_type::<block::PyNullBlock>())?;
     module.add("V0PoolAllocator", py.get_type::<pool::PyPoolAllocator>())?;

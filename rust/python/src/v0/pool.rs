@@ -3,6 +3,7 @@
 use super::block::{Block, Parts, PyNaiveBlock, PyPrefixCachingBlock, key_of};
 use super::key;
 use super::{freed, lock, require, to_v0};
+use crate::args::Argument;
 use crate::errors::to_py;
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
@@ -23,7 +24,7 @@ pub(super) enum Ids {
 impl Ids {
     pub(super) fn new(ids: Option<&Bound<'_, PyAny>>, blocks: usize) -> PyResult<Self> {
         let Some(ids) = ids else { return Ok(Self::From(0, blocks)) };
-        let mut ids = ids.try_iter()?.map(|id| id?.extract()).collect::<PyResult<Vec<i64>>>()?;
+        let mut ids = Vec::<i64>::read(ids, &"block_ids")?;
         ids.sort_unstable();
         ids.dedup();
         require(ids.len() == blocks, || format!("{} block ids, must be {blocks}", ids.len()))?;

@@ -4,6 +4,7 @@ use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::{lock, require};
+use crate::args;
 use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -128,10 +129,10 @@ impl PyBlockTable {
     #[pyo3(signature = (block_size, block_allocator, _blocks=None, max_block_sliding_window=None))]
     #[expect(clippy::used_underscore_binding, reason = "V0's signature")]
     fn new(
-        block_size: usize,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
         block_allocator: Bound<'_, PyCpuGpuBlockAllocator>,
-        _blocks: Option<Vec<Bound<'_, PyAny>>>,
-        max_block_sliding_window: Option<usize>,
+        #[pyo3(from_py_with = args::_blocks)] _blocks: Option<Vec<Bound<'_, PyAny>>>,
+        #[pyo3(from_py_with = args::max_block_sliding_window)] max_block_sliding_window: Option<usize>,
     ) -> PyResult<Self> {
         require(block_size > 0, || "block_size is 0, must be at least 1".to_owned())?;
         let (py, given) = (block_allocator.py(), _blocks.unwrap_or_default());
@@ -147,15 +148,19 @@ impl PyBlockTable {
     #[pyo3(signature = (token_ids, block_size, num_lookahead_slots=0))]
     fn get_num_required_blocks(
         token_ids: &Bound<'_, PyAny>,
-        block_size: usize,
-        num_lookahead_slots: usize,
+        #[pyo3(from_py_with = args::block_size)] block_size: usize,
+        #[pyo3(from_py_with = args::num_lookahead_slots)] num_lookahead_slots: usize,
     ) -> PyResult<usize> {
         Ok((token_ids.len()? + num_lookahead_slots).div_ceil(block_size.max(1)))
     }
 
     /// Takes over these blocks, or their new ids.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
-    fn update(&self, py: Python<'_>, blocks: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+    fn update(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         self.replace(py, &blocks)
     }
 
@@ -165,9 +170,9 @@ impl PyBlockTable {
     fn allocate(
         &self,
         py: Python<'_>,
-        token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
         device: Option<Device>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<()> {
         require(!token_ids.is_empty() && self.list(py).is_empty(), || {
             "an empty table is allocated once, for at least one token".to_owned()
@@ -188,10 +193,10 @@ impl PyBlockTable {
     fn append_token_ids(
         &self,
         py: Python<'_>,
-        token_ids: Vec<i64>,
-        num_lookahead_slots: usize,
-        num_computed_slots: Option<usize>,
-        extra_hash: Option<i64>,
+        #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>,
+        #[pyo3(from_py_with = args::num_lookahead_slots)] num_lookahead_slots: usize,
+        #[pyo3(from_py_with = args::num_computed_slots)] num_computed_slots: Option<usize>,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<()> {
         let (blocks, full) = (self.allocated(py)?, self.full_slots());
         let (first, slots) = (full / self.block_size, token_ids.len() + num_lookahead_slots);
@@ -217,7 +222,12 @@ impl PyBlockTable {
 
     /// Takes blocks until so many slots are empty, or none.
     #[pyo3(signature = (num_empty_slots, extra_hash=None))]
-    fn ensure_num_empty_slots(&self, py: Python<'_>, num_empty_slots: usize, extra_hash: Option<i64>) -> PyResult<()> {
+    fn ensure_num_empty_slots(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::num_empty_slots)] num_empty_slots: usize,
+        #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
+    ) -> PyResult<()> {
         let (blocks, ids, gpu) = (self.allocated(py)?, self.ids(py), self.gpu(py));
         let missing = num_empty_slots.saturating_sub(self.empty_slots(py)).div_ceil(self.block_size);
         gpu.get().require_free(missing)?;
@@ -274,7 +284,11 @@ impl PyBlockTable {
     }
 
     /// Lets the blocks be found by their keys whose tokens are among the first `num_tokens`.
-    fn mark_computed(&self, py: Python<'_>, num_tokens: usize) -> PyResult<()> {
+    fn mark_computed(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::num_tokens)] num_tokens: usize,
+    ) -> PyResult<()> {
         let (ids, full) = (self.ids(py), num_tokens.min(self.full_slots()) / self.block_size);
         let first = std::mem::replace(&mut lock(&self.state).computed, full).min(full);
         let (gpu, mut ids) = (self.gpu(py), ids.get_slice(first, full).extract::<Vec<i64>>()?);
@@ -286,7 +300,7 @@ impl PyBlockTable {
     fn get_num_blocks_touched_by_append_slots(
         &self,
         token_ids: &Bound<'_, PyAny>,
-        num_lookahead_slots: usize,
+        #[pyo3(from_py_with = args::num_lookahead_slots)] num_lookahead_slots: usize,
     ) -> PyResult<usize> {
         let used = self.full_slots() % self.block_size;
         Ok((used + token_ids.len()? + num_lookahead_slots).div_ceil(self.block_size))

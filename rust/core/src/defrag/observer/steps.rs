@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn blank_holes_are_moved_into_before_cached_ones_are_exchanged_and_hot_ids_come_last() -> Result<()> {
-        let mut observer = Observer::new(32, 32);
+        let mut observer = Observer::new(32, 32).unwrap();
         observer.use_ids(&[20, 21, 22, 23])?;
         observer.forget_ids(&[2, 3])?;
         let mut planner = Planner::new(&[Wanted::from(Goal::Dense(0))]);

@@ -1,0 +1,71 @@
+//! Memory in proportion to a number that a caller gave. It is asked for before it is taken, so that a size beyond memory
+//! is an error and not the end of the process.
+//!
+//! Only `vec!` gets zeroed memory that is not touched before it is used, and it aborts where there is none. So a call first
+//! asks for the sum of all that it is going to take, gives that back, and takes it part by part. What another thread takes
+//! in between is not there for this one.
+
+use crate::error::{Error, Result};
+use std::hint::black_box;
+
+/// Less is not asked for: a process that cannot have it is at its end anyway, and asking costs a system call.
+const SMALL: usize = 1 << 20;
+
+/// Fails unless the system has so many bytes to give.
+///
+/// # Errors
+/// It has not.
+pub fn require(bytes: usize) -> Result<()> {
+    if bytes < SMALL {
+        return Ok(());
+    }
+    let mut asked: Vec<u8> = Vec::new();
+    let answer = asked.try_reserve_exact(bytes);
+    // Without this the compiler may take memory that nobody uses for granted.
+    black_box(&mut asked);
+    answer.map_err(|_| Error::OutOfMemory { wanted: bytes as u64 })
+}
+
+/// As [`require`], for so many items.
+///
+/// # Errors
+/// As [`require`].
+pub fn require_items<T>(count: usize) -> Result<()> {
+    require(count.saturating_mul(size_of::<T>()))
+}
+
+/// A vector with room for so many items.
+///
+/// # Errors
+/// The system has no memory for them.
+pub fn with_room<T>(count: usize) -> Result<Vec<T>> {
+    let mut items = Vec::new();
+    make_room(&mut items, count)?;
+    Ok(items)
+}
+
+/// Makes room for so many more items.
+///
+/// # Errors
+/// The system has no memory for them.
+#[inline]
+pub fn make_room<T>(items: &mut Vec<T>, more: usize) -> Result<()> {
+    let wanted = items.len().saturating_add(more).saturating_mul(size_of::<T>()) as u64;
+    items.try_reserve(more).map_err(|_| Error::OutOfMemory { wanted })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_machine_has_is_an_error_with_the_bytes_wanted() {
+        // More than any address space, and more bytes than can be counted.
+        for bytes in [1 << 56, usize::MAX] {
+            assert_eq!(require(bytes), Err(Error::OutOfMemory { wanted: bytes as u64 }));
+        }
+        assert_eq!(with_room::<u64>(1 << 56), Err(Error::OutOfMemory { wanted: 1 << 59 }));
+        assert_eq!(require_items::<u64>(usize::MAX), Err(Error::OutOfMemory { wanted: u64::MAX }));
+        assert_eq!((require(0), require(SMALL)), (Ok(()), Ok(())));
+    }
+}

@@ -1,0 +1,185 @@
+//! Arguments that are numbers or sequences: what is out of range is refused with the argument's name, and no `__len__` is
+//! believed.
+//!
+//! `#[pyo3(from_py_with = args::num_tokens)] num_tokens: u32` reads a number so; [`named`] has a function a name.
+
+use crate::arrays::describe;
+use crate::decision::PyPairs;
+use crate::errors::{invalid, to_py};
+use crate::group::PyCacheGroup;
+use crate::v0::PyNaiveBlock;
+use blockyard_core::memory;
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
+use std::collections::BTreeMap;
+use std::fmt::Display;
+
+/// Most items of a sequence that is neither a list nor an array: such a one may have any length and no memory behind it.
+const MOST_ITEMS: usize = 1 << 24;
+
+/// What can be read from a Python object under the name of an argument.
+pub(crate) trait Argument<'py>: Sized {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self>;
+}
+
+/// Defines for each name a function that reads the argument of that name.
+macro_rules! named {
+    ($($name:ident)*) => {
+        $(pub(crate) fn $name<'py, T: Argument<'py>>(value: &Bound<'py, PyAny>) -> PyResult<T> {
+            T::read(value, &stringify!($name))
+        })*
+    };
+}
+
+named! {
+    _blocks a absolute absolute_id after b blocks block block_hashes block_bytes block_id block_ids block_size block_token_ids budget by
+    bytes_per_block cache_group chunk_tokens computed_seq_block_ids count cur_block_token_ids deadline depth depths device_blocks dst_blocks
+    dst_per_row encoder_tokens errors events extra_hash external_blocks extras first fixed goals group groups host_blocks hot ids keys last lease
+    limit live lookahead lora_id lost max_block_sliding_window max_blocks max_bytes max_moves max_pinned memory misses moves namespace
+    now num_blocks num_bytes num_computed_slots num_cpu_blocks num_empty_slots num_gpu_blocks
+    num_lookahead_slots num_slots num_threads num_tokens number page_blocks pending_bytes per_block pin plain
+    priority prompts read_blocks read_bytes refs row rows sequence sequences shared_tokens size slack sliding_window slot
+    src_blocks src_per_row threads ticket timeout token_ids transfers watermark window written_blocks written_bytes
+}
+
+/// The error for an argument that is not what it must be; other errors than of a wrong type or value are the caller's own.
+pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &dyn Display, must: &str) -> PyErr {
+    let (py, error) = (value.py(), error.into());
+    let about_value = error.is_instance_of::<PyTypeError>(py)
+        || error.is_instance_of::<PyOverflowError>(py)
+        || error.is_instance_of::<PyValueError>(py);
+    if about_value { invalid(format!("{name} is {}, must be {must}", shown(value))) } else { error }
+}
+
+/// A value as a message shows it: numbers and short strings in full.
+pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
+    const MOST: usize = 60;
+    if value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyString>() {
+        if let Some(repr) = value.repr().ok().map(|repr| repr.to_string()).filter(|repr| repr.len() <= MOST) {
+            return repr;
+        }
+    }
+    describe(value)
+}
+
+macro_rules! numbers {
+    ($($kind:ty, $must:literal;)*) => {
+        $(impl<'py> Argument<'py> for $kind {
+            #[inline]
+            fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+                value.extract().map_err(|error| refused(error, value, name, $must))
+            }
+        })*
+    };
+}
+
+numbers! {
+    u32, "an int, 0 to 4294967295";
+    u64, "an int, 0 to 18446744073709551615";
+    usize, "an int, 0 to 18446744073709551615";
+    i32, "an int, -2147483648 to 2147483647";
+    i64, "an int, -9223372036854775808 to 9223372036854775807";
+    f64, "a number";
+    String, "a string";
+    Bound<'py, PyBytes>, "bytes";
+    [u8; 32], "32 bytes";
+}
+
+impl<'py, T: Argument<'py>> Argument<'py> for Option<T> {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        if value.is_none() { Ok(None) } else { T::read(value, name).map(Some) }
+    }
+}
+
+impl<'py, T: Argument<'py>> Argument<'py> for Vec<T> {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        items(value, name, |item, at| T::read(item, &format_args!("{name}[{at}]")))
+    }
+}
+
+impl<'py> Argument<'py> for PyBackedBytes {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        value.extract().map_err(|error| refused(error, value, name, "bytes"))
+    }
+}
+
+impl<'py> Argument<'py> for BTreeMap<String, u64> {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        let dict = value.cast::<PyDict>().map_err(|error| refused(error, value, name, "a dict"))?;
+        let entry = |(key, value): (Bound<'py, PyAny>, Bound<'py, PyAny>)| {
+            Ok((String::read(&key, name)?, u64::read(&value, &format_args!("{name}[{}]", shown(&key)))?))
+        };
+        dict.iter().map(entry).collect()
+    }
+}
+
+macro_rules! tuples {
+    ($($len:literal: $($item:ident)*;)*) => {
+        $(impl<'py, $($item: Argument<'py>),*> Argument<'py> for ($($item,)*) {
+            fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+                let all = items(value, name, |item, _| Ok(item.clone()))?;
+                if all.len() != $len {
+                    return Err(invalid(format!("{name} has {} items, must have {}", all.len(), $len)));
+                }
+                let mut at = 0..;
+                let mut next = || at.next().unwrap_or_default();
+                Ok(($({
+                    let at: usize = next();
+                    $item::read(&all[at], &format_args!("{name}[{at}]"))?
+                },)*))
+            }
+        })*
+    };
+}
+
+tuples! {
+    2: A B;
+    4: A B C D;
+}
+
+/// The items of a sequence, read one by one with their indexes. A string is none.
+pub(crate) fn items<'py, T>(
+    value: &Bound<'py, PyAny>,
+    name: &dyn Display,
+    mut read: impl FnMut(&Bound<'py, PyAny>, usize) -> PyResult<T>,
+) -> PyResult<Vec<T>> {
+    let must = "a sequence";
+    if value.is_instance_of::<PyString>() {
+        return Err(invalid(format!("{name} is {}, must be {must}", shown(value))));
+    }
+    let too_many = |len: &dyn Display| {
+        invalid(format!("{name} has {len} items, must have at most {MOST_ITEMS} where it is no list or array"))
+    };
+    let is_stored = value.is_instance_of::<PyList>();
+    // A length saves the reading of what is too long; it may be a lie, or none.
+    match value.len() {
+        Ok(len) if len > MOST_ITEMS && !is_stored => return Err(too_many(&len)),
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => return Err(too_many(&"2^63 or more")),
+        _ => {}
+    }
+    let mut found = Vec::new();
+    let iter = value.try_iter().map_err(|error| refused(error, value, name, must))?;
+    for (at, item) in iter.enumerate() {
+        if at == MOST_ITEMS && !is_stored {
+            return Err(too_many(&format_args!("more than {MOST_ITEMS}")));
+        }
+        memory::make_room(&mut found, 1).map_err(to_py)?;
+        found.push(read(&item?, at)?);
+    }
+    Ok(found)
+}
+
+/// What `PyO3` reads, and refuses with a `TypeError`.
+macro_rules! objects {
+    ($($kind:ty)*) => {
+        $(impl<'py> Argument<'py> for $kind {
+            fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+                Ok(value.extract()?)
+            }
+        })*
+    };
+}
+
+objects! { Bound<'py, PyAny> Py<PyPairs> PyCacheGroup Bound<'py, PyNaiveBlock> }

@@ -1,0 +1,19 @@
+#!/bin/sh
+# The copies' and the binding's tests under AddressSanitizer: `make test-asan`.
+# The sanitizer's runtime is g++'s; Rust's own comes only with executables. Python's allocator is left out, because it
+# hands out pieces of larger memory, beyond which the sanitizer sees nothing. Inductor compiles for minutes and adds nothing.
+set -eu
+cd "$(dirname "$0")/.."
+host=$(rustc -vV | sed -n 's/^host: //p')
+export RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/asan
+
+RUSTFLAGS=-Zsanitizer=address PROPTEST_CASES=64 cargo test --locked --package blockyard-copy --lib --tests --target "$host"
+RUSTFLAGS=-Zsanitizer=address PYO3_BUILD_EXTENSION_MODULE=1 cargo build --locked --quiet --package blockyard-python \
+    --features pyo3/abi3-py310 --target "$host"
+
+site=$PWD/target/asan/site
+rm -rf "$site" && mkdir -p "$site" && cp -rs "$PWD/python/blockyard" "$site"
+ln -sf "$PWD/target/asan/$host/debug/lib_core.so" "$site/blockyard/_core.abi3.so"
+PYTHONPATH=$site LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 PYTHONMALLOC=malloc \
+    .venv/bin/python -m pytest -m "not slow" -k "not inductor" --ignore tests/test_demo.py --ignore tests/test_buildsystem.py \
+    -p no:cacheprovider "$@"

@@ -1,0 +1,562 @@
+"""Calls every public callable of the compiled module with hostile arguments, one after the other, in this process.
+
+`tests/test_hostile.py` runs it under a limit of memory and reads what it writes: a line for each call that went wrong.
+The last line of the progress file names the call that a process died in.
+
+Each callable is called with arguments that are valid but for one. `VALID` has a valid value for each name of a parameter,
+`WORLDS` an object for each class: a callable without them is an error, so that none is forgotten.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import blockyard
+from blockyard import _core
+from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError
+
+ROOM_BYTES = 1 << 30
+LONGEST_SECONDS = 5.0
+HANDLE = 1 << 32
+KEY = b"k" * 32
+
+
+class Liar(collections.abc.Sequence):
+    """Three items that claim to be a trillion."""
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, index: Any) -> Any:
+        if index > 2:
+            raise IndexError
+        return 1
+
+
+def long_view(dtype: type, *shape: int) -> np.ndarray:
+    """An array of one number that is longer than memory."""
+    return np.broadcast_to(np.zeros(1, dtype), shape)
+
+
+INTS = [-1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 10**12, 2**70, -(2**70), 10**5000]
+SEQUENCES: list[Any] = [
+    *(range(10**12), range(2**70), Liar(), [0] * 10**6, [2**70], [-1], [[2**70, 0]], [None], (), "text", b"bytes", {}),
+    *(long_view(dtype, 2**40) for dtype in (np.uint64, np.uint32, np.int64, np.int32)),
+    *(long_view(np.int64, 2**40, 2), long_view(np.int64, 2**33, 2), long_view(np.uint64, 2**40, 8)),
+]
+HOSTILE: list[Any] = [*INTS, float("nan"), float("inf"), -float("inf"), 1e300, None, *SEQUENCES]
+
+
+def manager() -> blockyard.BlockManager:
+    books = blockyard.BlockManager(
+        block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, prefix_caching=True, watermark=0.0
+    )
+    books.allocate_prompts([list(range(10))])
+    books.complete(books.take_decision().ticket)
+    books.mark_computed([HANDLE])
+    books.pin(HANDLE, 100)
+    return books
+
+
+def stepping() -> blockyard.BlockManager:
+    """A manager with a ticket under way."""
+    books = manager()
+    books.allocate([3])
+    books.swap_out([HANDLE])
+    books.take_decision()
+    return books
+
+
+def batch() -> blockyard.DecodeBatch:
+    made = blockyard.DecodeBatch(manager(), np.zeros((4, 8), np.int32), np.zeros(8, np.int64))
+    made.add([HANDLE])
+    return made
+
+
+def allocator(kind: type) -> Callable[[], Any]:
+    def make() -> Any:
+        made = kind(8)
+        made.allocate(2)
+        return made
+
+    return make
+
+
+def observer() -> blockyard.BlockObserver:
+    made = blockyard.BlockObserver(64)
+    made.use_ids([1, 2, 9])
+    return made
+
+
+def pair() -> blockyard.AllocatorPair:
+    made = blockyard.AllocatorPair(8, 8)
+    made.device.allocate(2)
+    return made
+
+
+def v0_pool() -> Any:
+    return _core.V0PrefixCachingBlockAllocator(8, 4)
+
+
+def v0_pair() -> Any:
+    return _core.V0CpuGpuBlockAllocator.create("prefix_caching", 8, 8, 4)
+
+
+def v0_table() -> Any:
+    made = _core.V0BlockTable(4, v0_pair())
+    made.allocate([1, 2, 3, 4, 5])
+    return made
+
+
+FOLDER = tempfile.mkdtemp()
+PAIR = np.array([[0, 1]])
+
+
+def decision() -> blockyard.StepDecision:
+    return blockyard.StepDecision(1, [("copy", blockyard.Pairs("device", "device", PAIR))])
+
+
+def route() -> Any:
+    return _core.CopyRoute(np.array([[0, 8, 0, 64, 8, 0, 8, 0]], np.uint64), src_blocks=4, dst_blocks=4)
+
+
+def store() -> Any:
+    return _core.SlabStore(FOLDER, bytes_per_block=512, num_slots=2, threads=1)
+
+
+# What a method is called on. Those that change with the call are made anew for each.
+WORLDS: dict[str, Callable[[], Any]] = {
+    "AllocatorPair": pair,
+    "BlockAllocator": allocator(blockyard.NaiveAllocator),
+    "BlockManager": manager,
+    "BlockObserver": observer,
+    "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
+    "CopyRoute": route,
+    "DecodeBatch": batch,
+    "FillMap": lambda: _core.FillMap(4, 4),
+    "ManagerStats": lambda: manager().stats(),
+    "NaiveAllocator": allocator(blockyard.NaiveAllocator),
+    "OnlineDefragmenter": lambda: blockyard.OnlineDefragmenter(),
+    "PrefixCachingAllocator": allocator(blockyard.PrefixCachingAllocator),
+    "SlabStore": store,
+    "StepDecision": decision,
+    "TierStats": _core.TierStats,
+    "V0BlockTable": v0_table,
+    "V0CpuGpuBlockAllocator": v0_pair,
+    "V0NaiveBlock": lambda: v0_pair().allocate_mutable_block(None, "gpu"),
+    "V0NaiveBlockAllocator": v0_pool,
+    "V0NullBlock": lambda: v0_pair().allocate_or_get_null_block(),
+    "V0PoolAllocator": v0_pool,
+    "V0PrefixCachingBlock": lambda: v0_pair().allocate_mutable_block(None, "gpu"),
+    "V0PrefixCachingBlockAllocator": v0_pool,
+}
+
+# A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
+# A function of no argument is called for each call, one of an argument gets the object whose method it is.
+VALID: dict[str, Any] = {
+    "_blocks": None,
+    "_cow_target": None,
+    "a": 1,
+    "absolute": 3,
+    "absolute_id": 3,
+    "after": [],
+    "allocator": v0_pool,
+    "allocator_type": "naive",
+    "arrays": lambda: [np.zeros((4, 8), np.uint8)],
+    "b": 2,
+    "block": 1,
+    "block_allocator": v0_pair,
+    "block_bytes": 8,
+    "block_hashes": [],
+    "block_id": 1,
+    "block_ids": [0],
+    "block_pool": None,
+    "block_size": 4,
+    "block_table_list": [[1, 2]],
+    "block_tables": lambda: np.zeros((4, 8), np.int32),
+    "block_token_ids": [[1, 2, 3, 4]],
+    "blocks": [0],
+    "budget": 4,
+    "by": 1,
+    "bytes_per_block": 512,
+    "cache_group": 0,
+    "cached": "move",
+    "chunk_tokens": 8,
+    "computed": False,
+    "computed_seq_block_ids": [[0]],
+    "count": 1,
+    "cpu_block_allocator": v0_pool,
+    "create_block": lambda: _core.V0NaiveBlock,
+    "cur_block_token_ids": [1, 2, 3, 4],
+    "data": lambda: decision().to_bytes(),
+    "deadline": 10,
+    "decision": decision,
+    "depth": 1,
+    "depths": [4],
+    "device": lambda: v0_device("GPU"),
+    "device_blocks": 16,
+    "direct": "off",
+    "directory": FOLDER,
+    "dst": lambda: [np.zeros((4, 8), np.uint8)],
+    "dst_blocks": 4,
+    "dst_device": lambda: v0_device("CPU"),
+    "dst_per_row": 1,
+    "enabled": True,
+    "encoder_tokens": 0,
+    "errors": 0,
+    "events": 0,
+    "eviction": "lru",
+    "eviction_policy": None,
+    "exchange": None,
+    "external_blocks": 4,
+    "extra": None,
+    "extra_hash": 7,
+    "extras": [(0, 0, 1, b"image")],
+    "finished_reqs": [],
+    "first": 0,
+    "fixed": [2],
+    "fresh": False,
+    "goal": "max_id",
+    "goals": [("max_id", 3)],
+    "gpu_block_allocator": v0_pool,
+    "graphed": False,
+    "group": 0,
+    "groups": lambda: [blockyard.CacheGroup.full_attention()],
+    "host_blocks": 4,
+    "host_prefix_cache": False,
+    "hot": [1],
+    "id": 1,
+    "ids": [1],
+    "in_place": False,
+    "is_first_block": True,
+    "keep_block_object": False,
+    "key": KEY,
+    "keys": [KEY],
+    "last": 2,
+    "last_block": lambda pool: pool.allocate_mutable_block(None, *on_device(pool)),
+    "last_error": "",
+    "lease": lambda books: books.lease([1]),
+    "limit": 3,
+    "live": [1, 5],
+    "lookahead": 1,
+    "lora_id": 1,
+    "lost": lambda: [],
+    "manager": manager,
+    "margin": 0,
+    "max_block_sliding_window": 4,
+    "max_blocks": 2,
+    "max_bytes": 64,
+    "max_moves": 4,
+    "max_pinned": 0.5,
+    "memory": 1 << 20,
+    "misses": {"timeout": 1},
+    "move": None,
+    "moves": 4,
+    "namespace": bytes(32),
+    "negative": "refuse",
+    "new_block": 2,
+    "new_blocks": {},
+    "now": 5,
+    "num_blocks": 16,
+    "num_bytes": 64,
+    "num_computed": None,
+    "num_computed_slots": 4,
+    "num_cpu_blocks": 4,
+    "num_empty_slots": 4,
+    "num_gpu_blocks": 4,
+    "num_lookahead_slots": 1,
+    "num_slots": 2,
+    "num_threads": 1,
+    "num_tokens": 1,
+    "number": 3,
+    "ok": lambda: np.zeros(1, bool),
+    "orig_block": 1,
+    "out": None,
+    "page_blocks": 4,
+    "pairs": PAIR,
+    "parent": None,
+    "parts": lambda: np.array([1]),
+    "pass_negative": False,
+    "pending_bytes": 0,
+    "per_block": 4,
+    "pin": 1,
+    "plain": 1,
+    "plan": lambda books: books.plan("max_id", 3),
+    "prefix_caching": False,
+    "prev_block": None,
+    "prev_block_hash": None,
+    "priority": 3,
+    "prompt": list(range(10)),
+    "prompts": [list(range(10))],
+    "proxy": lambda: v0_pool().allocate_mutable_block(None),
+    "read_blocks": 0,
+    "read_bytes": 0,
+    "reasons": ["timeout"],
+    "ref_count": 1,
+    "refs": 2,
+    "regions": lambda: np.array([[0, 8, 0, 64, 8, 0, 8, 0]], np.uint64),
+    "request": ("a", 0),
+    "request_id": "a",
+    "reuse": "lowest",
+    "reuse_order": "lowest",
+    "row": 0,
+    "rows": [[1, 2]],
+    "salt": b"salt",
+    "sequence": HANDLE,
+    "sequence_token_ids": [1, 2, 3, 4, 5, 6],
+    "sequences": [HANDLE],
+    "shared_tokens": 4,
+    "size": None,
+    "slack": 0,
+    "sliding_window": None,
+    "slot": 1,
+    "slots": lambda: np.zeros(8, np.int64),
+    "src": lambda: [np.zeros((4, 8), np.uint8)],
+    "src_blocks": 4,
+    "src_device": lambda: v0_device("GPU"),
+    "src_per_row": 1,
+    "threads": 1,
+    "threshold": 32,
+    "ticket": 2,
+    "tier": "device",
+    "timeout": 0.1,
+    "to": "device",
+    "token_ids": None,
+    "tokens": list(range(8)),
+    "transfers": [],
+    "value": 1,
+    "watermark": 0.0,
+    "window": 4,
+    "wrap": None,
+    "written_blocks": 0,
+    "written_bytes": 0,
+    "AllocatorPair.eviction": "released",
+    "BlockManager.append.block_tables": lambda: np.zeros((1, 8), np.int32),
+    "BlockManager.restore.data": lambda: quiet().snapshot(),
+    "BlockObserver.commit.plan": lambda books: books.plan("max_id", 3),
+    "BlockObserver.runs.sequences": [[1, 2]],
+    "BlockObserver.plan_all.sequences": [[1, 2]],
+    "BlockManager.defragment.sequences": None,
+    "BlockManager.defragment.number": 3,
+    "BlockManager.resize_device.blocks": 12,
+    "BlockManager.set_quota.blocks": 4,
+    "CopyRoute.compile.out": lambda: np.zeros((3, 4), np.uint64),
+    "Completion.rows": lambda: np.zeros((1, 8), np.uint8),
+    "FillMap.clear.blocks": lambda: np.array([1]),
+    "FillMap.count.blocks": lambda: np.array([1]),
+    "OnlineDefragmenter.fresh": None,
+    "OnlineDefragmenter.hot": [],
+    "OnlineDefragmenter.goals": None,
+    "OnlineDefragmenter.lease.blocks": [1],
+    "Pairs.dst": "device",
+    "Pairs.ids": PAIR,
+    "Pairs.src": "device",
+    "PrefixCachingAllocator.eviction": "released",
+    "SlabStore.submit_read.slots": lambda: np.array([1]),
+    "SlabStore.submit_write.rows": lambda: np.zeros((1, 512), np.uint8),
+    "SlabStore.submit_write.slots": lambda: np.array([1]),
+    "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
+    "expand_span.blocks": lambda: np.array([1]),
+    "expand_span.out": lambda: np.zeros(2, np.int64),
+    "expand_span.parts": 4,
+    "merge_runs.ids": PAIR,
+}
+V0 = {name for name in dir(_core) if name.startswith(("V0", "v0"))}
+V0_BLOCK = {"block", "blocks"}
+
+# What is not called, and why.
+LEFT_OUT = {
+    "OnlineDefragmenter.initialize": "it takes tensors, and torch is not imported here",
+}
+
+
+def quiet() -> blockyard.BlockManager:
+    return blockyard.BlockManager(block_size=4, device_blocks=16)
+
+
+def v0_device(name: str) -> Any:
+    from blockyard.integrations.vllm_v0.interfaces import Device
+
+    return Device[name]
+
+
+def on_device(pool: Any) -> list[Any]:
+    return [v0_device("GPU")] if isinstance(pool, _core.V0CpuGpuBlockAllocator) else []
+
+
+def public() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Each callable: the name of its class, if it has one, its own, and itself."""
+    names = {name for name in {*dir(_core), *blockyard.__all__} if not name.startswith("_")}
+    for name in sorted(names):
+        item = getattr(_core, name, None) or getattr(blockyard, name)
+        if inspect.isclass(item):
+            if issubclass(item, BaseException):
+                continue
+            if "__new__" in vars(item) or "__init__" in vars(item):
+                yield name, "", item
+            for method in sorted(method for method in dir(item) if not method.startswith("_")):
+                if callable(getattr(item, method)):
+                    yield name, method, getattr(item, method)
+        elif callable(item):
+            yield "", name, item
+
+
+def valid(owner: str, method: str, name: str, this: Any) -> Any:
+    keys = [".".join(part for part in parts if part) for parts in ((owner, method, name), (owner, name))]
+    if owner in V0 and name in V0_BLOCK:
+        if name == "block":
+            return this.allocate_mutable_block(None, *on_device(this))
+        return []
+    key = next(key for key in (*keys, name) if key in VALID)
+    value = VALID[key]
+    if not inspect.isfunction(value):
+        return value
+    return value(this) if inspect.signature(value).parameters else value()
+
+
+def state(this: Any) -> Any:
+    """What a call that fails leaves as it was."""
+    match this:
+        case blockyard.BlockManager():
+            return this.stats().as_dict(), this.num_free(), this.num_free("host"), this.num_blocks()
+        case blockyard.DecodeBatch():
+            return this.sequences.tolist(), this.block_tables.tolist()
+        case _core.BlockAllocator():
+            return this.num_free, [this.refs(block) for block in range(this.num_blocks)]
+        case blockyard.AllocatorPair():
+            return this.device.num_free, this.host.num_free
+        case blockyard.BlockObserver():
+            return this.used().tolist(), this.forward.tolist(), this.limit
+        case _:
+            return None
+
+
+class Attack:
+    """The calls of one callable, and what went wrong."""
+
+    def __init__(self, owner: str, method: str, call: Callable[..., Any]) -> None:
+        self.owner, self.method, self.call = owner, method, call
+        parameters = inspect.signature(call).parameters.values()
+        self.parameters = [p for p in parameters if p.name != "self" and p.kind is not p.VAR_POSITIONAL]
+        self.is_bound = bool(method and owner) and next(iter(inspect.signature(call).parameters), "") == "self"
+        self.name = ".".join(part for part in (owner, method) if part)
+
+    def world(self) -> Any:
+        if not self.is_bound:
+            return None
+        if self.name in ("BlockManager.complete", "BlockManager.fail", "BlockManager.submit"):
+            return stepping()
+        return WORLDS[self.owner]()
+
+    def run(self, changed: str = "", value: Any = None) -> tuple[BaseException | None, Any, Any, Any]:
+        """Calls it; with what it raised, the object, its state before, and the value that was valid."""
+        this = self.world()
+        given = {p.name: valid(self.owner, self.method, p.name, this) for p in self.parameters}
+        was = given.get(changed)
+        if changed:
+            given[changed] = value
+        plain = [given[p.name] for p in self.parameters if p.kind is not p.KEYWORD_ONLY]
+        named = {p.name: given[p.name] for p in self.parameters if p.kind is p.KEYWORD_ONLY}
+        before = state(this)
+        try:
+            self.call(*([this] if self.is_bound else []), *plain, **named)
+        except BaseException as error:
+            return error, this, before, was
+        return None, this, before, was
+
+    def wrongs(self, tell: Callable[[str], None]) -> Iterator[str]:
+        tell(self.name)
+        error, *_ = self.run()
+        # A world may have nothing for a valid call to do, but a wrong type is a wrong case here.
+        if error is not None and not isinstance(error, (BlockyardError, AssertionError)):
+            yield f"valid arguments: {error!r}"
+        for parameter in self.parameters:
+            for value in HOSTILE:
+                shown = f"{type(value).__name__} {str(value)[:40] if abs_fits(value) else ''}"
+                tell(f"{self.name}({parameter.name}={shown})")
+                began = time.monotonic()
+                error, this, before, was = self.run(parameter.name, value)
+                seconds = time.monotonic() - began
+                for wrong in judge(self.owner in V0 or self.name in V0, parameter.name, value, was, error):
+                    yield f"{parameter.name}={shown}: {wrong}"
+                if seconds > LONGEST_SECONDS:
+                    yield f"{parameter.name}={shown}: took {seconds:.1f} s"
+                if error is not None and state(this) != before:
+                    yield f"{parameter.name}={shown}: the state changed with {error!r}"
+                if hasattr(this, "check"):
+                    this.check()
+                if isinstance(this, _core.SlabStore):
+                    this.close()
+
+
+def abs_fits(value: Any) -> bool:
+    return isinstance(value, (float, str)) or (isinstance(value, int) and abs(value) < 2**80)
+
+
+def judge(is_v0: bool, name: str, value: Any, was: Any, error: BaseException | None) -> Iterator[str]:
+    """What is wrong with an error, if anything is."""
+    if error is None:
+        return
+    # V0's own exceptions are what its engine knows.
+    allowed: tuple[type[BaseException], ...] = (BlockyardError,)
+    if is_v0:
+        allowed += (AssertionError, AttributeError, KeyError, ValueError)
+    is_number = isinstance(was, (int, float)) and not isinstance(was, bool)
+    if not (is_number and isinstance(value, int)):
+        allowed += (TypeError,)
+    if not isinstance(error, allowed):
+        yield f"{type(error).__module__}.{type(error).__qualname__}: {str(error)[:200]}"
+    elif is_number and isinstance(value, int) and abs(value) == 2**70 and not isinstance(error, UnknownTicketError):
+        if not isinstance(error, InvalidArgumentError) or name not in str(error):
+            yield f"the name is not in {error!r}"
+
+
+def main(progress: Path) -> int:
+    import blockyard.integrations.vllm_v0  # noqa: F401 - what it needs has room
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, used + ROOM_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, 1 << 24))
+    with progress.open("w") as file:
+
+        def tell(what: str) -> None:
+            file.seek(0)
+            file.truncate()
+            file.write(what)
+            file.flush()
+
+        for owner, method, call in public():
+            attack = Attack(owner, method, call)
+            if attack.name in LEFT_OUT:
+                continue
+            if missing := sorted(uncovered(attack)):
+                print(f"{attack.name}: no case for {missing}")
+                continue
+            for wrong in attack.wrongs(tell):
+                print(f"{attack.name}: {wrong}", flush=True)
+        tell("the end")
+    print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB", file=sys.stderr)
+    return 0
+
+
+def uncovered(attack: Attack) -> Iterator[str]:
+    if attack.is_bound and attack.owner not in WORLDS:
+        yield attack.owner
+    for parameter in attack.parameters:
+        names = (f"{attack.name}.{parameter.name}", f"{attack.owner}.{parameter.name}", parameter.name)
+        if not any(name in VALID for name in names) and not (attack.owner in V0 and parameter.name in V0_BLOCK):
+            yield parameter.name
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
