@@ -10,6 +10,7 @@ mod classes {
     import_exception!(blockyard.errors, InvariantError);
     import_exception!(blockyard.errors, MappingError);
     import_exception!(blockyard.errors, OutOfBlocksError);
+    import_exception!(blockyard.errors, OutOfMemoryError);
     import_exception!(blockyard.errors, SequenceStateError);
     import_exception!(blockyard.errors, SnapshotError);
     import_exception!(blockyard.errors, UnknownSequenceError);
@@ -55,4 +56,9 @@ pub(crate) fn bad_mapping(message: String) -> PyErr {
 /// A ticket that was never handed out.
 pub(crate) fn unknown_ticket(message: String) -> PyErr {
     classes::UnknownTicketError::new_err(message)
+}
+
+/// Memory that the system does not have.
+pub(crate) fn out_of_memory(bytes: usize) -> PyErr {
+    classes::OutOfMemoryError::new_err((format!("asked for {bytes} bytes, the system has not so many"), bytes))
 }
