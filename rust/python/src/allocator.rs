@@ -3,9 +3,10 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{TokenIds, count};
+use crate::arrays::{self, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
+use crate::memory;
 use crate::pair::{Pair, PyAllocatorPair};
 use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core as core;
@@ -13,7 +14,7 @@ use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier};
 use blockyard_locks::{Guard, InnerLock};
-use numpy::{PyArray1, PyReadonlyArray1};
+use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::ops::{Deref, DerefMut};
@@ -30,11 +31,11 @@ impl<'py> FromPyObject<'_, 'py> for Blocks {
         if let Ok(block) = value.extract::<u32>() {
             return Ok(Self(vec![BlockId(block)]));
         }
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-            let id = |&id: &i32| {
+        if let Some(ids) = memory::listed::<i32>(&value)? {
+            let id = |id: i32| {
                 u32::try_from(id).map(BlockId).map_err(|_| invalid(format!("block is {id}, must be at least 0")))
             };
-            return array.as_array().iter().map(id).collect::<PyResult<_>>().map(Self);
+            return ids.into_iter().map(id).collect::<PyResult<_>>().map(Self);
         }
         let ids: Vec<u32> = value.extract().map_err(|_| {
             invalid("blocks must be ids from 0 on: an int32 array, a list of ints or one int".to_owned())
@@ -44,8 +45,8 @@ impl<'py> FromPyObject<'_, 'py> for Blocks {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Ids<'py> {
-    PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32))
+pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> PyResult<Ids<'py>> {
+    memory::array(py, blocks.iter().map(|block| block.0 as i32))
 }
 
 fn key(bytes: &[u8]) -> PyResult<Key> {
@@ -152,7 +153,7 @@ impl PyBlockAllocator {
     fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = count)] count: u32) -> PyResult<Ids<'py>> {
         let mut out = Vec::new();
         self.lock().allocate(count as usize, &mut out).map_err(to_py)?;
-        Ok(ids(py, &out))
+        ids(py, &out)
     }
 
     #[pyo3(signature = (keys, depths, *, plain = 0))]
@@ -171,7 +172,7 @@ impl PyBlockAllocator {
         let keys = keys.iter().zip(&depths).map(keyed).collect::<PyResult<Vec<_>>>()?;
         let mut out = Vec::with_capacity(keys.len() + 1);
         let hits = self.lock().allocate_keyed(&keys, plain as usize, &mut out).map_err(to_py)?;
-        Ok((ids(py, &out), hits))
+        Ok((ids(py, &out)?, hits))
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
@@ -193,7 +194,7 @@ impl PyBlockAllocator {
     fn make_writable<'py>(&self, py: Python<'py>, blocks: Blocks) -> PyResult<Ids<'py>> {
         let mut out = Vec::with_capacity(blocks.0.len());
         self.lock().make_writable(&blocks.0, &mut out).map_err(to_py)?;
-        Ok(ids(py, &out))
+        ids(py, &out)
     }
 
     #[pyo3(signature = (block, key, depth = 0))]
@@ -206,7 +207,7 @@ impl PyBlockAllocator {
     fn find<'py>(&self, py: Python<'py>, keys: Vec<Bound<'py, PyBytes>>) -> PyResult<Ids<'py>> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
         let found = self.lock().find(&keys);
-        Ok(ids(py, &found))
+        ids(py, &found)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
@@ -243,7 +244,7 @@ impl PyBlockAllocator {
     }
 
     #[pyo3(signature = (limit = None))]
-    fn upcoming<'py>(&self, py: Python<'py>, limit: Option<usize>) -> Ids<'py> {
+    fn upcoming<'py>(&self, py: Python<'py>, limit: Option<usize>) -> PyResult<Ids<'py>> {
         let blocks: Vec<BlockId> = self.lock().upcoming().take(limit.unwrap_or(usize::MAX)).collect();
         ids(py, &blocks)
     }
@@ -309,15 +310,17 @@ pub(crate) fn chain_keys<'py>(
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let tokens = TokenIds::new(tokens)?;
     let mut last = match parent {
         Some(bytes) => key(bytes)?,
         None => Chain::new(&KeySpec::default(), block_size, 0).key(),
     };
     let extra = extra.map(|bytes| Extra { kind: 0, bytes });
-    let next = |block| {
+    let next = |block: &[u32]| {
         last = last.child(block, extra.as_slice()).map_err(to_py)?;
-        Ok(PyBytes::new(py, &last.to_bytes()))
+        Ok(last.to_bytes())
     };
-    tokens.get()?.chunks_exact(block_size as usize).map(next).collect()
+    let keys = memory::lend(&[arrays::token_ids(tokens)?], |tokens| {
+        tokens[0].chunks_exact(block_size as usize).map(next).collect::<PyResult<Vec<_>>>()
+    })??;
+    Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
 }

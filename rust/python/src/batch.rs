@@ -2,22 +2,49 @@
 //!
 //! Lock order: the batch, then its manager; see `blockyard_locks`.
 
-use crate::arrays::{self, Handle, Sequences, Table, Tokens, count};
+use crate::arrays::{self, Handle, Tokens, count};
 use crate::errors::{invalid, to_py};
 use crate::manager::{PyBlockManager, handles};
-use blockyard_core::{Counts, DecodeBatch, TableRows};
+use crate::memory::{self, Area};
+use blockyard_core::{DecodeBatch, TableRows};
 use blockyard_locks::{Guard, OuterLock, with_both};
-use numpy::{BorrowError, PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::PyArray1;
 use pyo3::prelude::*;
+
+/// Address and shape of an array.
+type Place = (usize, Vec<usize>);
+
+fn place<T>(area: &Area<'_, T>) -> Place {
+    (area.items.as_ptr().addr(), area.shape.to_vec())
+}
+
+/// An array of the caller's, and where it was when the batch was made: what the batch has written is nowhere else.
+struct Kept {
+    array: Py<PyAny>,
+    name: &'static str,
+    place: Place,
+}
+
+impl Kept {
+    /// Fails unless the array is where it was.
+    fn same<T>(&self, area: &Area<'_, T>) -> PyResult<()> {
+        let (name, (address, shape)) = (self.name, &self.place);
+        if area.shape != shape {
+            return Err(invalid(format!("{name} has shape {:?}, must have {shape:?}, as it had at first", area.shape)));
+        }
+        if area.items.as_ptr().addr() != *address {
+            return Err(invalid(format!("{name} has other memory than it had at first")));
+        }
+        Ok(())
+    }
+}
 
 /// The running sequences, with the block table and slot mapping that attention kernels read.
 #[pyclass(frozen, name = "DecodeBatch", module = "blockyard._core")]
 pub(crate) struct PyDecodeBatch {
     manager: Py<PyBlockManager>,
-    #[pyo3(get)]
-    block_tables: Py<PyArray2<i32>>,
-    #[pyo3(get)]
-    slots: Py<PyArray1<i64>>,
+    block_tables: Kept,
+    slots: Kept,
     inner: OuterLock<DecodeBatch>,
 }
 
@@ -26,32 +53,43 @@ impl PyDecodeBatch {
         self.inner.lock()
     }
 
-    fn table<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        Table::new(self.block_tables.bind(py).as_any())
+    /// Lends the block table to `call`.
+    fn write<R>(&self, py: Python<'_>, call: impl FnOnce(TableRows<'_>) -> PyResult<R> + Send) -> PyResult<R> {
+        let table = self.block_tables.array.bind(py);
+        memory::write(arrays::table(table, "block_tables"), |table| {
+            self.block_tables.same(&table)?;
+            call(arrays::rows(table))
+        })?
     }
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "passed to `map_err` by name")]
-fn unwritable(error: BorrowError) -> PyErr {
-    invalid(format!("the slots cannot be written: {error}"))
 }
 
 #[pymethods]
 impl PyDecodeBatch {
     #[new]
     fn new(manager: Py<PyBlockManager>, block_tables: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let block_tables: Bound<'_, PyArray2<i32>> = arrays::output(block_tables, "int32 [sequences, blocks]")?;
-        let slots: Bound<'_, PyArray1<i64>> = arrays::output(slots, "int64 [tokens]")?;
-        let mut table = Table::new(block_tables.as_any())?;
-        drop(slots.try_readwrite().map_err(unwritable)?);
-        table.clear()?;
-        drop(table);
-        let (block_tables, slots) = (block_tables.unbind(), slots.unbind());
+        let names = ["block_tables", "slots"];
+        let (table, places) = (arrays::table(block_tables, names[0]), arrays::slots_target(slots, names[1]));
+        let [table, places] = memory::write_both(table, places, |table, slots| {
+            table.items.fill(0);
+            [place(&table), place(&slots)]
+        })?;
+        let kept = |array: &Bound<'_, PyAny>, name, place| Kept { array: array.clone().unbind(), name, place };
+        let (block_tables, slots) = (kept(block_tables, names[0], table), kept(slots, names[1], places));
         Ok(Self { manager, block_tables, slots, inner: OuterLock::new(DecodeBatch::new()) })
     }
 
     #[getter]
-    fn sequences<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
+    fn block_tables(&self, py: Python<'_>) -> Py<PyAny> {
+        self.block_tables.array.clone_ref(py)
+    }
+
+    #[getter]
+    fn slots(&self, py: Python<'_>) -> Py<PyAny> {
+        self.slots.array.clone_ref(py)
+    }
+
+    #[getter]
+    fn sequences<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let sequences = self.lock().sequences().to_vec();
         handles(py, &sequences)
     }
@@ -61,18 +99,14 @@ impl PyDecodeBatch {
     }
 
     fn add(&self, sequences: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let py = sequences.py();
-        let sequences = Sequences::new(sequences)?;
-        let (sequences, mut table) = (sequences.get()?, self.table(py)?);
-        let rows = table.rows()?;
-        with_both(&self.inner, self.manager.get().shared(), |batch, manager| batch.add(manager, sequences, rows))
-            .map_err(to_py)
+        let (py, sequences, manager) = (sequences.py(), arrays::sequences(sequences)?, self.manager.get().shared());
+        self.write(py, |rows| {
+            with_both(&self.inner, manager, |batch, manager| batch.add(manager, &sequences, rows)).map_err(to_py)
+        })
     }
 
     fn remove(&self, py: Python<'_>, #[pyo3(from_py_with = count)] row: u32) -> PyResult<Option<usize>> {
-        let mut table = self.table(py)?;
-        let rows = table.rows()?;
-        self.lock().remove(row as usize, rows).map_err(to_py)
+        self.write(py, |rows| self.lock().remove(row as usize, rows).map_err(to_py))
     }
 
     fn find(&self, sequence: Handle) -> PyResult<usize> {
@@ -86,27 +120,22 @@ impl PyDecodeBatch {
         num_tokens: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = count)] lookahead: u32,
     ) -> PyResult<usize> {
-        let tokens = num_tokens.map(Tokens::new).transpose()?;
-        let counts = tokens.as_ref().map_or(Ok(Counts::All(1)), Tokens::get)?;
-        let (tables, slots) = (self.block_tables.bind(py), self.slots.bind(py));
-        // Without the interpreter's lock another thread may write the same arrays through another batch: there the borrow
-        // flags of rust-numpy refuse it. With that lock they would cost as much as the call, and tell nothing.
-        #[cfg(Py_GIL_DISABLED)]
-        let _exclusive = (self.table(py)?, slots.try_readwrite().map_err(unwritable)?);
-        with_both(&self.inner, self.manager.get().shared(), |batch, manager| {
-            // SAFETY: the arrays do not overlap and can be written, as `new` has found; nobody else in Rust has a slice of
-            // them: this thread holds the interpreter's lock, or where there is none the borrow flags, and no Python code
-            // runs until the slices are gone.
-            let (rows, slots) = unsafe { (tables.as_slice_mut()?, slots.as_slice_mut()?) };
-            let rows = TableRows::new(rows, tables.shape()[1]);
-            batch.append(manager, counts, lookahead, rows, slots).map_err(to_py)
-        })
+        let (tokens, manager) = (Tokens::or_one(num_tokens)?, self.manager.get().shared());
+        let (table, slots) = (self.block_tables.array.bind(py), self.slots.array.bind(py));
+        let (table, slots) = (arrays::table(table, "block_tables"), arrays::slots_target(slots, "slots"));
+        memory::write_both(table, slots, |table, slots| {
+            self.block_tables.same(&table)?;
+            self.slots.same(&slots)?;
+            with_both(&self.inner, manager, |batch, manager| {
+                batch.append(manager, tokens.get(), lookahead, arrays::rows(table), slots.items).map_err(to_py)
+            })
+        })?
     }
 
     fn refresh(&self, py: Python<'_>) -> PyResult<()> {
-        let mut table = self.table(py)?;
-        let rows = table.rows()?;
-        with_both(&self.inner, self.manager.get().shared(), |batch, manager| batch.refresh(manager, rows))
-            .map_err(to_py)
+        let manager = self.manager.get().shared();
+        self.write(py, |rows| {
+            with_both(&self.inner, manager, |batch, manager| batch.refresh(manager, rows)).map_err(to_py)
+        })
     }
 }

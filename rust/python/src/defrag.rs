@@ -2,50 +2,37 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::arrays::{count, describe, output};
+use crate::arrays::{count, describe};
 use crate::errors::{invalid, to_py};
+use crate::memory::{self, Plain, Target};
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Places, Plan, Planner, Wanted};
 use blockyard_locks::{Guard, InnerLock};
-use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use numpy::ndarray::Dimension;
+use numpy::{IxDyn, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 type Table<'py> = Bound<'py, PyArray2<i64>>;
 
 /// Block ids: an int64 or int32 array `[n]` or a list of ints.
-pub(crate) enum Ids<'py> {
-    Wide(PyReadonlyArray1<'py, i64>),
-    List(Vec<u32>),
-}
+pub(crate) struct Ids(Vec<u32>);
 
-impl<'py> FromPyObject<'_, 'py> for Ids<'py> {
+impl FromPyObject<'_, '_> for Ids {
     type Error = PyErr;
 
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(array) = value.extract() {
-            return Ok(Self::Wide(array));
+    fn extract(value: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        if let Some(ids) = memory::listed::<i32>(&value)? {
+            return ids.into_iter().map(|id| block(id.into())).collect::<PyResult<_>>().map(Self);
         }
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-            return array.as_array().iter().map(|&id| block(id.into())).collect::<PyResult<_>>().map(Self::List);
-        }
-        let ids: Vec<i64> = value.extract().map_err(|_| {
-            let found = describe(&value);
-            invalid(format!("block ids are {found}, must be an int64 or int32 array [n] or a list of ints"))
-        })?;
-        ids.into_iter().map(block).collect::<PyResult<_>>().map(Self::List)
-    }
-}
-
-impl Ids<'_> {
-    fn take(self) -> PyResult<Vec<u32>> {
-        match self {
-            Self::List(ids) => Ok(ids),
-            Self::Wide(array) => match array.as_slice() {
-                Ok(ids) => ids.iter().map(|&id| block(id)).collect(),
-                Err(_) => array.as_array().iter().map(|&id| block(id)).collect(),
-            },
-        }
+        let ids: Vec<i64> = match memory::listed(&value)? {
+            Some(ids) => ids,
+            None => value.extract().map_err(|_| {
+                let found = describe(&value);
+                invalid(format!("block ids are {found}, must be an int64 or int32 array [n] or a list of ints"))
+            })?,
+        };
+        ids.into_iter().map(block).collect::<PyResult<_>>().map(Self)
     }
 }
 
@@ -69,8 +56,7 @@ pub(crate) struct PyMovePlan {
 }
 
 fn table<'py>(py: Python<'py>, pairs: &[[u32; 2]]) -> PyResult<Table<'py>> {
-    let ids: Vec<i64> = pairs.iter().flatten().map(|&block| i64::from(block)).collect();
-    PyArray1::from_vec(py, ids).reshape([pairs.len(), 2])
+    memory::filled(py, [pairs.len(), 2], pairs.as_flattened().iter().map(|&block| i64::from(block)))
 }
 
 #[pymethods]
@@ -133,8 +119,8 @@ impl FromPyObject<'_, '_> for Goals {
     }
 }
 
-fn taken(sequences: Vec<Ids<'_>>) -> PyResult<Vec<Vec<u32>>> {
-    sequences.into_iter().map(Ids::take).collect()
+fn taken(sequences: Vec<Ids>) -> Vec<Vec<u32>> {
+    sequences.into_iter().map(|Ids(ids)| ids).collect()
 }
 
 struct Books {
@@ -164,21 +150,18 @@ impl PyBlockObserver {
         self.inner.lock()
     }
 
-    /// Blocks of a table of ids of any shape.
+    /// Blocks of a table of ids of any shape and layout; none if it is of another type.
     fn resolved<'py, T>(
         &self,
-        ids: &Bound<'py, PyArrayDyn<T>>,
-        out: &Bound<'py, PyArrayDyn<T>>,
+        ids: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+        must: &'static str,
         pass: bool,
-    ) -> PyResult<()>
+    ) -> PyResult<Option<Bound<'py, PyAny>>>
     where
-        T: Element + Copy + Into<i64> + TryFrom<i64>,
+        T: Plain + Into<i64> + TryFrom<i64>,
     {
-        if ids.shape() != out.shape() {
-            return Err(invalid(format!("out has shape {:?}, must have {:?}", out.shape(), ids.shape())));
-        }
-        let copy = ids.try_readonly().map(|ids| ids.as_array().iter().copied().collect::<Vec<T>>());
-        let mut values = copy.map_err(|error| invalid(format!("ids cannot be read: {error}")))?;
+        let Some((mut values, shape)) = memory::copied::<T, IxDyn>(ids)? else { return Ok(None) };
         let books = self.lock();
         let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
         for value in &mut values {
@@ -191,9 +174,11 @@ impl PyBlockObserver {
             }
         }
         drop(books);
-        let mut out = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-        out.as_slice_mut()?.copy_from_slice(&values);
-        Ok(())
+        let Some(out) = out else {
+            return Ok(Some(memory::filled(ids.py(), shape, values.into_iter())?.into_any()));
+        };
+        memory::store(Target::<T, IxDyn>::new(out, "out", must), shape.slice(), &values)?;
+        Ok(Some(out.clone()))
     }
 }
 
@@ -228,25 +213,25 @@ impl PyBlockObserver {
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
-    fn use_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
-        let ids = ids.take()?;
+    fn use_ids(&self, ids: Ids, fresh: bool) -> PyResult<()> {
+        let Ids(ids) = ids;
         let observer = &mut self.lock().observer;
         if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
-    fn release_ids(&self, ids: Ids<'_>, fresh: bool) -> PyResult<()> {
-        let ids = ids.take()?;
+    fn release_ids(&self, ids: Ids, fresh: bool) -> PyResult<()> {
+        let Ids(ids) = ids;
         self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
     }
 
-    fn forget_ids(&self, ids: Ids<'_>) -> PyResult<()> {
-        let ids = ids.take()?;
+    fn forget_ids(&self, ids: Ids) -> PyResult<()> {
+        let Ids(ids) = ids;
         self.lock().observer.forget_ids(&ids).map_err(to_py)
     }
 
-    fn lease(&self, ids: Ids<'_>) -> PyResult<u64> {
-        let ids = ids.take()?;
+    fn lease(&self, ids: Ids) -> PyResult<u64> {
+        let Ids(ids) = ids;
         Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
     }
 
@@ -288,24 +273,11 @@ impl PyBlockObserver {
         out: Option<&Bound<'py, PyAny>>,
         pass_negative: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = ids.py();
-        if let Ok(ids) = ids.cast::<PyArrayDyn<i64>>() {
-            let out = match out {
-                Some(out) => output(out, "int64, as the ids")?,
-                None => PyArrayDyn::zeros(py, ids.shape(), false),
-            };
-            self.resolved(ids, &out, pass_negative)?;
-            return Ok(out.into_any());
+        if let Some(blocks) = self.resolved::<i64>(ids, out, "int64, as the ids", pass_negative)? {
+            return Ok(blocks);
         }
-        if let Ok(ids) = ids.cast::<PyArrayDyn<i32>>() {
-            let out = match out {
-                Some(out) => output(out, "int32, as the ids")?,
-                None => PyArrayDyn::zeros(py, ids.shape(), false),
-            };
-            self.resolved(ids, &out, pass_negative)?;
-            return Ok(out.into_any());
-        }
-        Err(invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
+        let blocks = self.resolved::<i32>(ids, out, "int32, as the ids", pass_negative)?;
+        blocks.ok_or_else(|| invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
     }
 
     /// As `resolve`, for rows of ints.
@@ -331,15 +303,15 @@ impl PyBlockObserver {
     }
 
     #[getter]
-    fn forward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+    fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let blocks: Vec<i64> = self.lock().observer.forward().iter().map(|&block| i64::from(block)).collect();
-        PyArray1::from_vec(py, blocks)
+        memory::array(py, blocks.into_iter())
     }
 
     #[getter]
-    fn backward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+    fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let ids: Vec<i64> = self.lock().observer.backward().map(i64::from).collect();
-        PyArray1::from_vec(py, ids)
+        memory::array(py, ids.into_iter())
     }
 
     /// Blocks with references and their counts, int64 `[n, 2]`, rising.
@@ -347,12 +319,12 @@ impl PyBlockObserver {
         let used: Vec<i64> =
             self.lock().observer.used().flat_map(|(block, refs)| [block.0, refs].map(i64::from)).collect();
         let rows = used.len() / 2;
-        PyArray1::from_vec(py, used).reshape([rows, 2])
+        memory::filled(py, [rows, 2], used.into_iter())
     }
 
-    fn holes<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+    fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let holes: Vec<i64> = self.lock().observer.places().holes().iter().map(|block| i64::from(block.0)).collect();
-        PyArray1::from_vec(py, holes)
+        memory::array(py, holes.into_iter())
     }
 
     #[getter]
@@ -372,8 +344,8 @@ impl PyBlockObserver {
     }
 
     /// Runs in which sequences lie, shared ones once, and those of the sequence with the most.
-    fn runs(&self, sequences: Vec<Ids<'_>>) -> PyResult<(usize, usize)> {
-        let sequences = taken(sequences)?;
+    fn runs(&self, sequences: Vec<Ids>) -> PyResult<(usize, usize)> {
+        let sequences = taken(sequences);
         self.lock().observer.runs(&sequences).map_err(to_py)
     }
 
@@ -394,8 +366,8 @@ impl PyBlockObserver {
     fn plan_all(
         &self,
         goals: Goals,
-        sequences: Option<Vec<Ids<'_>>>,
-        hot: Option<Ids<'_>>,
+        sequences: Option<Vec<Ids>>,
+        hot: Option<Ids>,
         moves: Option<usize>,
         num_bytes: Option<u64>,
         bytes_per_block: u64,
@@ -403,8 +375,8 @@ impl PyBlockObserver {
         if num_bytes.is_some() && bytes_per_block == 0 {
             return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
         }
-        let sequences = taken(sequences.unwrap_or_default())?;
-        let hot = hot.map_or_else(|| Ok(Vec::new()), Ids::take)?;
+        let sequences = taken(sequences.unwrap_or_default());
+        let hot = hot.map_or_else(Vec::new, |Ids(ids)| ids);
         let (moves, bytes) = (moves.unwrap_or(usize::MAX), num_bytes.unwrap_or(u64::MAX));
         let block_bytes = if num_bytes.is_some() { bytes_per_block } else { 0 };
         self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
@@ -426,14 +398,14 @@ pub(crate) fn plan_moves(
     goal: &str,
     #[pyo3(from_py_with = count)] number: u32,
     #[pyo3(from_py_with = count)] num_blocks: u32,
-    live: Ids<'_>,
-    fixed: Option<Ids<'_>>,
+    live: Ids,
+    fixed: Option<Ids>,
     moves: Option<usize>,
 ) -> PyResult<PyMovePlan> {
     let goal = Goal::from_name(goal, number).map_err(to_py)?;
-    let fixed = fixed.map_or_else(|| Ok(Vec::new()), Ids::take)?;
+    let fixed = fixed.map_or_else(Vec::new, |Ids(ids)| ids);
     let mut places = Places::new(num_blocks as usize);
-    for (blocks, place) in [(live.take()?, Place::Live), (fixed, Place::Fixed)] {
+    for (blocks, place) in [(live.0, Place::Live), (fixed, Place::Fixed)] {
         for block in blocks {
             if block >= num_blocks {
                 return Err(invalid(format!("block is {block}, must be below {num_blocks}")));

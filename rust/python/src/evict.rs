@@ -1,9 +1,10 @@
 //! Which block goes first, as `BlockManager` sees it: orders and policies by name, priorities, free blocks in their order.
 
-use crate::arrays::{Sequences, count};
+use crate::arrays::{self, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
+use crate::memory;
 use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core::{Eviction, MAX_PRIORITY, Policies, ReuseOrder};
 use numpy::PyArray1;
@@ -37,7 +38,7 @@ impl PyBlockManager {
         #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
         let ids: Vec<i32> = free.map(|block| block.0 as i32).collect();
         drop(manager);
-        Ok(PyArray1::from_vec(py, ids))
+        memory::array(py, ids.into_iter())
     }
 
     #[pyo3(signature = (tier = "device"))]
@@ -48,8 +49,7 @@ impl PyBlockManager {
     fn set_priority(&self, sequences: &Bound<'_, PyAny>, #[pyo3(from_py_with = count)] priority: u32) -> PyResult<()> {
         let priority = u8::try_from(priority)
             .map_err(|_| invalid(format!("priority is {priority}, must be 0 to {MAX_PRIORITY}")))?;
-        let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
-        self.lock().set_priority(sequences, priority).map_err(to_py)
+        let sequences = arrays::sequences(sequences)?;
+        self.lock().set_priority(&sequences, priority).map_err(to_py)
     }
 }

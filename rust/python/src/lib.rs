@@ -1,4 +1,5 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
+#![deny(unsafe_code)]
 
 mod allocator;
 mod arrays;

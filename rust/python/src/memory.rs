@@ -188,13 +188,20 @@ impl<'py, T: Plain> Numbers<'py, T> {
         }
     }
 
+    /// A copy of the numbers.
+    pub(crate) fn into_vec(self) -> PyResult<Vec<T>> {
+        match self {
+            Self::List(numbers) => Ok(numbers),
+            Self::Array(array) => listed(&array)?.ok_or_else(changed),
+        }
+    }
+
     /// The numbers as they are now.
     fn get(&self) -> PyResult<&[T]> {
         let array = match self {
             Self::List(numbers) => return Ok(numbers),
             Self::Array(array) => array.cast::<PyArray<T, Ix1>>().ok().filter(|array| is_slice(array)),
         };
-        let changed = || invalid("an array of token ids was changed while the call read its arguments".to_owned());
         let array = array.ok_or_else(changed)?;
         if array.is_empty() {
             return Ok(&[]);
@@ -205,6 +212,10 @@ impl<'py, T: Plain> Numbers<'py, T> {
     }
 }
 
+fn changed() -> PyErr {
+    invalid("an array of token ids was changed while the call read its arguments".to_owned())
+}
+
 /// Lends numbers of the caller's to `call`, which writes to no array.
 pub(crate) fn lend<T: Plain, R>(numbers: &[Numbers<'_, T>], call: impl FnOnce(&[&[T]]) -> R + Send) -> PyResult<R> {
     let mut slices = reserved(numbers.len())?;
@@ -212,6 +223,24 @@ pub(crate) fn lend<T: Plain, R>(numbers: &[Numbers<'_, T>], call: impl FnOnce(&[
         slices.push(numbers.get()?);
     }
     Ok(call(&slices))
+}
+
+/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none if
+/// `value` is no such array.
+pub(crate) fn lend_rows<R: Send>(
+    value: &Bound<'_, PyAny>,
+    shape: [usize; 2],
+    call: impl FnOnce(&[u8]) -> R + Send,
+) -> PyResult<Option<R>> {
+    let (py, array) = (value.py(), value.cast::<PyArray<u8, Ix2>>().ok());
+    let Some(array) = array.filter(|array| array.shape() == shape) else { return Ok(None) };
+    if !is_slice(array) {
+        return Ok(copied::<u8, Ix2>(value)?.map(|(bytes, _)| py.detach(|| call(&bytes))));
+    }
+    // SAFETY: the array has so many bytes in a row, and lives until this returns. Threads that write to them meanwhile are
+    // as above: `call` copies the bytes and looks at none.
+    let bytes = if array.is_empty() { &[] } else { unsafe { std::slice::from_raw_parts(array.data(), array.len()) } };
+    Ok(Some(py.detach(|| call(bytes))))
 }
 
 fn is_slice<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {

@@ -1,9 +1,10 @@
 //! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
 
-use crate::arrays::{Handle, Sequences, TokenIds, Tokens, count};
+use crate::arrays::{self, Handle, Tokens, count};
 use crate::errors::{invalid, to_py};
 use crate::group::optional_count;
 use crate::manager::{PyBlockManager, handles};
+use crate::memory;
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
 use numpy::PyArray1;
@@ -54,7 +55,7 @@ impl PyBlockManager {
         extras: Vec<PyExtra>,
         #[pyo3(from_py_with = optional_count)] chunk_tokens: Option<u32>,
     ) -> PyResult<Allocated<'py>> {
-        let tokens = prompts.iter().map(TokenIds::only_read).collect::<PyResult<Vec<_>>>()?;
+        let tokens = prompts.iter().map(arrays::token_ids).collect::<PyResult<Vec<_>>>()?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
         if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
             return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
@@ -65,33 +66,33 @@ impl PyBlockManager {
         } else {
             (0..tokens.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
         };
-        let mut prompts = Vec::with_capacity(tokens.len());
-        for (i, tokens) in tokens.iter().enumerate() {
-            let extras = extras.get(i).map_or(&[][..], Vec::as_slice);
-            prompts.push(Prompt { tokens: tokens.get()?, spec, extras });
-        }
-        let mut out = Vec::with_capacity(prompts.len());
-        let chunk = chunk_tokens.unwrap_or(u32::MAX);
-        self.lock().allocate_chunks(&prompts, chunk, &mut out).map_err(to_py)?;
-        let cached = PyArray1::from_iter(py, out.iter().map(|(_, cached)| *cached));
+        let (mut out, chunk) = (memory::reserved(tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
+        memory::lend(&tokens, |tokens| {
+            let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
+            let prompts = tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec, extras: extras(i) });
+            let prompts: Vec<_> = prompts.collect();
+            self.lock().allocate_chunks(&prompts, chunk, &mut out)
+        })?
+        .map_err(to_py)?;
+        let cached = memory::array(py, out.iter().map(|(_, cached)| *cached))?;
         let ids: Vec<_> = out.iter().map(|(sequence, _)| *sequence).collect();
-        Ok((handles(py, &ids), cached))
+        Ok((handles(py, &ids)?, cached))
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
     fn cached_tokens(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<u32> {
-        let tokens = TokenIds::only_read(prompt)?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
-        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
-        self.lock().cached_tokens(&prompt).map_err(to_py)
+        memory::lend(&[arrays::token_ids(prompt)?], |tokens| {
+            self.lock().cached_tokens(&Prompt { tokens: tokens[0], spec, extras: &[] }).map_err(to_py)
+        })?
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
     fn blocks_to_allocate(&self, prompt: &Bound<'_, PyAny>, salt: Option<&[u8]>, lora_id: u64) -> PyResult<usize> {
-        let tokens = TokenIds::only_read(prompt)?;
         let spec = KeySpec::new(salt.unwrap_or_default(), lora_id);
-        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
-        self.lock().blocks_to_allocate(&prompt).map_err(to_py)
+        memory::lend(&[arrays::token_ids(prompt)?], |tokens| {
+            self.lock().blocks_to_allocate(&Prompt { tokens: tokens[0], spec, extras: &[] }).map_err(to_py)
+        })?
     }
 
     fn next_chunk(&self, sequence: Handle, #[pyo3(from_py_with = count)] budget: u32) -> PyResult<u32> {
@@ -100,20 +101,18 @@ impl PyBlockManager {
 
     #[pyo3(signature = (sequences, num_computed = None))]
     fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let sequences = Sequences::only_read(sequences)?;
-        let computed = num_computed.map(|computed| Tokens::new(computed)?.to_vec()).transpose()?;
-        let sequences = sequences.get()?;
-        self.lock().mark_computed_to(sequences, computed.as_deref()).map_err(to_py)
+        let sequences = arrays::sequences(sequences)?;
+        let computed = num_computed.map(Tokens::new).transpose()?.map(Tokens::into_vec);
+        self.lock().mark_computed_to(&sequences, computed.as_deref()).map_err(to_py)
     }
 
     fn common_computed_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let py = sequences.py();
-        let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
-        let blocks = self.lock().common_computed_blocks(sequences).map_err(to_py)?;
+        let sequences = arrays::sequences(sequences)?;
+        let blocks = self.lock().common_computed_blocks(&sequences).map_err(to_py)?;
         #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
         let ids = blocks.iter().map(|block| block.0 as i32);
-        Ok(PyArray1::from_iter(py, ids))
+        memory::array(py, ids)
     }
 
     fn reset_prefix_cache(&self) -> bool {
@@ -148,12 +147,13 @@ pub(crate) fn export_keys<'py>(
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let tokens = TokenIds::new(tokens)?;
     let mut chain = Chain::new(&KeySpec::new(salt.unwrap_or_default(), lora_id), block_size, cache_group);
-    let blocks = tokens.get()?.chunks_exact(block_size as usize);
-    let export = |block| {
+    let export = |block: &[u32]| {
         chain.block(block, &[]).map_err(to_py)?;
-        Ok(PyBytes::new(py, &chain.export().0))
+        Ok(chain.export().0)
     };
-    blocks.map(export).collect()
+    let keys = memory::lend(&[arrays::token_ids(tokens)?], |tokens| {
+        tokens[0].chunks_exact(block_size as usize).map(export).collect::<PyResult<Vec<_>>>()
+    })??;
+    Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
 }
