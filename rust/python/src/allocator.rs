@@ -44,9 +44,10 @@ impl<'py> FromPyObject<'_, 'py> for Blocks {
     }
 }
 
+/// A new array of block ids.
 #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
 pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> PyResult<Ids<'py>> {
-    memory::array(py, blocks.iter().map(|block| block.0 as i32))
+    memory::array(py, blocks, |block| block.0 as i32)
 }
 
 fn key(bytes: &[u8]) -> PyResult<Key> {
@@ -315,12 +316,17 @@ pub(crate) fn chain_keys<'py>(
         None => Chain::new(&KeySpec::default(), block_size, 0).key(),
     };
     let extra = extra.map(|bytes| Extra { kind: 0, bytes });
-    let next = |block: &[u32]| {
+    let next = |block: &[u32]| -> PyResult<_> {
         last = last.child(block, extra.as_slice()).map_err(to_py)?;
         Ok(last.to_bytes())
     };
     let keys = memory::lend(&[arrays::token_ids(tokens)?], |tokens| {
-        tokens[0].chunks_exact(block_size as usize).map(next).collect::<PyResult<Vec<_>>>()
+        let blocks = tokens[0].chunks_exact(block_size as usize);
+        let mut keys = memory::reserved(blocks.len())?;
+        for key in blocks.map(next) {
+            keys.push(key?);
+        }
+        PyResult::Ok(keys)
     })??;
     Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
 }

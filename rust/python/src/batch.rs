@@ -3,48 +3,20 @@
 //! Lock order: the batch, then its manager; see `blockyard_locks`.
 
 use crate::arrays::{self, Handle, Tokens, count};
-use crate::errors::{invalid, to_py};
+use crate::errors::to_py;
 use crate::manager::{PyBlockManager, handles};
-use crate::memory::{self, Area};
+use crate::memory::{self, Kept};
 use blockyard_core::{DecodeBatch, TableRows};
 use blockyard_locks::{Guard, OuterLock, with_both};
-use numpy::PyArray1;
+use numpy::{Ix1, Ix2, PyArray1};
 use pyo3::prelude::*;
-
-/// Address and shape of an array.
-type Place = (usize, Vec<usize>);
-
-fn place<T>(area: &Area<'_, T>) -> Place {
-    (area.items.as_ptr().addr(), area.shape.to_vec())
-}
-
-/// An array of the caller's, and where it was when the batch was made: what the batch has written is nowhere else.
-struct Kept {
-    array: Py<PyAny>,
-    name: &'static str,
-    place: Place,
-}
-
-impl Kept {
-    /// Fails unless the array is where it was.
-    fn same<T>(&self, area: &Area<'_, T>) -> PyResult<()> {
-        let (name, (address, shape)) = (self.name, &self.place);
-        if area.shape != shape {
-            return Err(invalid(format!("{name} has shape {:?}, must have {shape:?}, as it had at first", area.shape)));
-        }
-        if area.items.as_ptr().addr() != *address {
-            return Err(invalid(format!("{name} has other memory than it had at first")));
-        }
-        Ok(())
-    }
-}
 
 /// The running sequences, with the block table and slot mapping that attention kernels read.
 #[pyclass(frozen, name = "DecodeBatch", module = "blockyard._core")]
 pub(crate) struct PyDecodeBatch {
     manager: Py<PyBlockManager>,
-    block_tables: Kept,
-    slots: Kept,
+    block_tables: Kept<i32, Ix2>,
+    slots: Kept<i64, Ix1>,
     inner: OuterLock<DecodeBatch>,
 }
 
@@ -55,11 +27,7 @@ impl PyDecodeBatch {
 
     /// Lends the block table to `call`.
     fn write<R>(&self, py: Python<'_>, call: impl FnOnce(TableRows<'_>) -> PyResult<R> + Send) -> PyResult<R> {
-        let table = self.block_tables.array.bind(py);
-        memory::write(arrays::table(table, "block_tables"), |table| {
-            self.block_tables.same(&table)?;
-            call(arrays::rows(table))
-        })?
+        memory::write(self.block_tables.target(py), |table| call(arrays::rows(table)))?
     }
 }
 
@@ -67,14 +35,9 @@ impl PyDecodeBatch {
 impl PyDecodeBatch {
     #[new]
     fn new(manager: Py<PyBlockManager>, block_tables: &Bound<'_, PyAny>, slots: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let names = ["block_tables", "slots"];
-        let (table, places) = (arrays::table(block_tables, names[0]), arrays::slots_target(slots, names[1]));
-        let [table, places] = memory::write_both(table, places, |table, slots| {
-            table.items.fill(0);
-            [place(&table), place(&slots)]
-        })?;
-        let kept = |array: &Bound<'_, PyAny>, name, place| Kept { array: array.clone().unbind(), name, place };
-        let (block_tables, slots) = (kept(block_tables, names[0], table), kept(slots, names[1], places));
+        let (table, slots) = (arrays::table(block_tables, "block_tables"), arrays::slots_target(slots, "slots"));
+        memory::write_both(table, slots, |table, _| table.items.fill(0))?;
+        let (block_tables, slots) = (table.keep()?, slots.keep()?);
         Ok(Self { manager, block_tables, slots, inner: OuterLock::new(DecodeBatch::new()) })
     }
 
@@ -121,11 +84,7 @@ impl PyDecodeBatch {
         #[pyo3(from_py_with = count)] lookahead: u32,
     ) -> PyResult<usize> {
         let (tokens, manager) = (Tokens::or_one(num_tokens)?, self.manager.get().shared());
-        let (table, slots) = (self.block_tables.array.bind(py), self.slots.array.bind(py));
-        let (table, slots) = (arrays::table(table, "block_tables"), arrays::slots_target(slots, "slots"));
-        memory::write_both(table, slots, |table, slots| {
-            self.block_tables.same(&table)?;
-            self.slots.same(&slots)?;
+        memory::write_both(self.block_tables.target(py), self.slots.target(py), |table, slots| {
             with_both(&self.inner, manager, |batch, manager| {
                 batch.append(manager, tokens.get(), lookahead, arrays::rows(table), slots.items).map_err(to_py)
             })

@@ -15,7 +15,7 @@ pub(crate) fn tier(name: &str) -> PyResult<Tier> {
 
 /// An int64 array `[n, 2]` of pairs.
 pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
-    memory::filled(py, [ids.len(), 2], ids.as_flattened().iter().map(|&id| i64::from(id)))
+    memory::filled(py, [ids.len(), 2], ids.as_flattened(), |&id| i64::from(id))
 }
 
 /// Pairs of block ids between two tiers, `(from, to)`.

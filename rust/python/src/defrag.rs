@@ -3,6 +3,7 @@
 //! The lock is held for one call and never while Python code runs.
 
 use crate::arrays::{count, describe};
+use crate::decision::array;
 use crate::errors::{invalid, to_py};
 use crate::memory::{self, Plain, Target};
 use blockyard_core::BlockId;
@@ -55,10 +56,6 @@ pub(crate) struct PyMovePlan {
     plan: Plan,
 }
 
-fn table<'py>(py: Python<'py>, pairs: &[[u32; 2]]) -> PyResult<Table<'py>> {
-    memory::filled(py, [pairs.len(), 2], pairs.as_flattened().iter().map(|&block| i64::from(block)))
-}
-
 #[pymethods]
 impl PyMovePlan {
     #[getter]
@@ -73,17 +70,17 @@ impl PyMovePlan {
 
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        table(py, &self.plan.pairs)
+        array(py, &self.plan.pairs)
     }
 
     #[getter]
     fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        table(py, self.plan.moves())
+        array(py, self.plan.moves())
     }
 
     #[getter]
     fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        table(py, self.plan.exchanges())
+        array(py, self.plan.exchanges())
     }
 
     fn __len__(&self) -> usize {
@@ -175,7 +172,7 @@ impl PyBlockObserver {
         }
         drop(books);
         let Some(out) = out else {
-            return Ok(Some(memory::filled(ids.py(), shape, values.into_iter())?.into_any()));
+            return Ok(Some(memory::filled(ids.py(), shape, &values, |&value| value)?.into_any()));
         };
         memory::store(Target::<T, IxDyn>::new(out, "out", must), shape.slice(), &values)?;
         Ok(Some(out.clone()))
@@ -304,27 +301,25 @@ impl PyBlockObserver {
 
     #[getter]
     fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let blocks: Vec<i64> = self.lock().observer.forward().iter().map(|&block| i64::from(block)).collect();
-        memory::array(py, blocks.into_iter())
+        let blocks = self.lock().observer.forward().to_vec();
+        memory::array(py, &blocks, |&block| i64::from(block))
     }
 
     #[getter]
     fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids: Vec<i64> = self.lock().observer.backward().map(i64::from).collect();
-        memory::array(py, ids.into_iter())
+        let ids: Vec<u32> = self.lock().observer.backward().collect();
+        memory::array(py, &ids, |&id| i64::from(id))
     }
 
     /// Blocks with references and their counts, int64 `[n, 2]`, rising.
     fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        let used: Vec<i64> =
-            self.lock().observer.used().flat_map(|(block, refs)| [block.0, refs].map(i64::from)).collect();
-        let rows = used.len() / 2;
-        memory::filled(py, [rows, 2], used.into_iter())
+        let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
+        array(py, &used)
     }
 
     fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let holes: Vec<i64> = self.lock().observer.places().holes().iter().map(|block| i64::from(block.0)).collect();
-        memory::array(py, holes.into_iter())
+        let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
+        memory::array(py, &holes, |hole| i64::from(hole.0))
     }
 
     #[getter]

@@ -72,12 +72,14 @@ impl PyEventBatch {
 }
 
 fn column<T: Zeroed>(py: Python<'_>, events: &[Event], of: impl Fn(&Event) -> T) -> PyResult<Py<PyArray1<T>>> {
-    memory::array(py, events.iter().map(of)).map(Bound::unbind)
+    memory::array(py, events, of).map(Bound::unbind)
 }
 
 fn keys(py: Python<'_>, events: &[Event], of: impl Fn(&Event) -> ExportedKey) -> PyResult<Py<PyArray2<u8>>> {
-    let bytes = events.iter().flat_map(|event| of(event).0);
-    memory::filled(py, [events.len(), 32], bytes).map(Bound::unbind)
+    let fill = |bytes: &mut [u8]| {
+        bytes.chunks_exact_mut(32).zip(events).for_each(|(key, event)| key.copy_from_slice(&of(event).0));
+    };
+    memory::made(py, [events.len(), 32], fill).map(|(keys, ())| keys.unbind())
 }
 
 #[pymethods]

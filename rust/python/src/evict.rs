@@ -1,12 +1,12 @@
 //! Which block goes first, as `BlockManager` sees it: orders and policies by name, priorities, free blocks in their order.
 
+use crate::allocator::ids;
 use crate::arrays::{self, count};
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
-use crate::memory;
 use crate::reuse::{PyFreeBlocks, Source};
-use blockyard_core::{Eviction, MAX_PRIORITY, Policies, ReuseOrder};
+use blockyard_core::{BlockId, Eviction, MAX_PRIORITY, Policies, ReuseOrder};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
@@ -35,10 +35,9 @@ impl PyBlockManager {
         let tier = self::tier(tier)?;
         let manager = self.lock();
         let free = manager.pool(tier).free_blocks().take(limit.unwrap_or(usize::MAX));
-        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-        let ids: Vec<i32> = free.map(|block| block.0 as i32).collect();
+        let free: Vec<BlockId> = free.collect();
         drop(manager);
-        memory::array(py, ids.into_iter())
+        ids(py, &free)
     }
 
     #[pyo3(signature = (tier = "device"))]

@@ -58,7 +58,7 @@ impl PyFillMap {
     fn count<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let (py, blocks) = (blocks.py(), ids(blocks)?);
         let counts = self.lock().count(&blocks).map_err(to_py)?;
-        memory::array(py, counts.into_iter())
+        memory::array(py, &counts, |&count| count)
     }
 
     fn __repr__(&self) -> String {

@@ -2,6 +2,7 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
+use crate::allocator::ids;
 use crate::arrays::{self, Handle, Ticket, Tokens, count};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
@@ -69,7 +70,7 @@ impl PyBlockManager {
 }
 
 pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> PyResult<Bound<'py, PyArray1<u64>>> {
-    memory::array(py, ids.iter().map(|id| id.0))
+    memory::array(py, ids, |id| id.0)
 }
 
 #[pymethods]
@@ -233,11 +234,11 @@ impl PyBlockManager {
         let groups = self.lock().growing_groups();
         let len = usize::try_from(total).ok().and_then(|total| total.checked_mul(groups));
         let len = len.ok_or_else(|| invalid(format!("{total} tokens are too many for one call")))?;
-        let ids = token_ids.map(arrays::token_ids).transpose()?.map(memory::Numbers::into_vec).transpose()?;
+        let token_ids = token_ids.map(arrays::token_ids).transpose()?.map(memory::Numbers::into_vec).transpose()?;
         let out = arrays::slots(py, len, out)?;
         let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>| {
             let (slots, mut manager) = (arrays::exactly(slots, len)?, self.lock());
-            match (&ids, tables) {
+            match (&token_ids, tables) {
                 (None, None) => manager.append(&sequences, counts, lookahead, slots),
                 (None, Some(tables)) => manager.append_with_tables(&sequences, counts, lookahead, tables, slots),
                 (Some(ids), tables) => manager.append_tokens(&sequences, counts, lookahead, ids, tables, slots),
@@ -276,9 +277,7 @@ impl PyBlockManager {
         let row = row_in(&manager, sequence.0, group)?;
         let table = manager.block_table(row).map(<[BlockId]>::to_vec).map_err(to_py)?;
         drop(manager);
-        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-        let ids = table.iter().map(|block| block.0 as i32);
-        memory::array(py, ids)
+        ids(py, &table)
     }
 
     #[pyo3(signature = (sequences, out = None, *, group = 0))]
@@ -300,11 +299,10 @@ impl PyBlockManager {
         let manager = self.lock();
         let rows = rows_in(&manager, &sequences, group)?;
         let width = manager.max_blocks(&rows).map_err(to_py)?;
-        let mut table = memory::reserved(rows.len().saturating_mul(width))?;
-        table.resize(rows.len() * width, 0);
-        manager.block_tables(&rows, width, &mut table).map_err(to_py)?;
-        drop(manager);
-        Ok(memory::filled(py, [rows.len(), width], table.into_iter())?.into_any())
+        let write = |table: &mut [i32]| manager.block_tables(&rows, width, table);
+        let (table, written) = memory::made(py, [rows.len(), width], write)?;
+        written.map_err(to_py)?;
+        Ok(table.into_any())
     }
 
     #[pyo3(signature = (sequence, first, last, out = None, *, group = 0))]

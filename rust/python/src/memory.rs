@@ -18,13 +18,16 @@ use crate::arrays::describe;
 use crate::errors::{invalid, out_of_memory};
 use blockyard_copy::Rows;
 use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};
-use numpy::npyffi::{NPY_ARRAY_WRITEABLE, PY_ARRAY_API, npy_intp};
-use numpy::{Element, PyArray, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
+use numpy::npyffi::{
+    _PyArray_GET_ITEM_DATA, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, PY_ARRAY_API, npy_intp,
+};
+use numpy::{Element, PyArray, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::PyList;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Types of which zeroed memory is a value.
@@ -62,12 +65,8 @@ pub(crate) fn reserved<T>(len: usize) -> PyResult<Vec<T>> {
     Ok(items)
 }
 
-/// A new array, zeroed.
-pub(crate) fn zeros<T: Zeroed, D: Dimension>(
-    py: Python<'_>,
-    shape: impl IntoDimension<Dim = D>,
-) -> PyResult<Bound<'_, PyArray<T, D>>> {
-    let shape = shape.into_dimension();
+/// A new array of numpy's, C-contiguous and aligned; without `zeroed` its items are still to be written.
+fn new<T: Zeroed, D: Dimension>(py: Python<'_>, shape: D, zeroed: bool) -> PyResult<Bound<'_, PyArray<T, D>>> {
     let bytes = shape.slice().iter().fold(size_of::<T>(), |bytes, &len| bytes.saturating_mul(len));
     // As many as an array of numpy's may have.
     let mut dims: [npy_intp; 64] = [0; 64];
@@ -77,19 +76,31 @@ pub(crate) fn zeros<T: Zeroed, D: Dimension>(
     for (to, &len) in dims.iter_mut().zip(shape.slice()) {
         *to = npy_intp::try_from(len).map_err(|_| out_of_memory(bytes))?;
     }
-    let kind = dtype::<T>(py).into_dtype_ptr();
+    let (dims, kind) = (dims.as_mut_ptr(), dtype::<T>(py).into_dtype_ptr());
     // SAFETY: attached; `dims` has `ndim` lengths; the call takes the reference to the dtype over. It returns an array of
     // its own, or null and an error.
     let array = unsafe {
-        let array = PY_ARRAY_API.PyArray_Zeros(py, ndim, dims.as_mut_ptr(), kind, 0);
+        let array = if zeroed {
+            PY_ARRAY_API.PyArray_Zeros(py, ndim, dims, kind, 0)
+        } else {
+            PY_ARRAY_API.PyArray_Empty(py, ndim, dims, kind, 0)
+        };
         Bound::from_owned_ptr_or_err(py, array)
     };
-    // What numpy has to say of such a size: no memory, or too many dimensions or bytes.
+    // What numpy has to say of such a size: no memory, or too many bytes.
     let array = array.map_err(|_| out_of_memory(bytes))?;
     Ok(array.cast_into::<PyArray<T, D>>()?)
 }
 
-/// A new array whose items, in C order, `fill` writes; and what that returns.
+/// A new array, zeroed.
+pub(crate) fn zeros<T: Zeroed, D: Dimension>(
+    py: Python<'_>,
+    shape: impl IntoDimension<Dim = D>,
+) -> PyResult<Bound<'_, PyArray<T, D>>> {
+    new(py, shape.into_dimension(), true)
+}
+
+/// A new array whose items, in C order and zero before, `fill` writes; and what that returns.
 pub(crate) fn made<T: Zeroed, D: Dimension, R>(
     py: Python<'_>,
     shape: impl IntoDimension<Dim = D>,
@@ -101,22 +112,31 @@ pub(crate) fn made<T: Zeroed, D: Dimension, R>(
     Ok((array, filled))
 }
 
-/// A new array of these items, in C order; of the wrong number of items the rest is zero or left out.
-pub(crate) fn filled<T: Zeroed, D: Dimension>(
-    py: Python<'_>,
+/// A new array of what `of` makes of each item, in C order; the rest is zero, if there are fewer.
+pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
+    py: Python<'py>,
     shape: impl IntoDimension<Dim = D>,
-    items: impl Iterator<Item = T>,
-) -> PyResult<Bound<'_, PyArray<T, D>>> {
-    let fill = |places: &mut [T]| places.iter_mut().zip(items).for_each(|(place, item)| *place = item);
-    made(py, shape, fill).map(|(array, ())| array)
+    items: &[S],
+    of: impl Fn(&S) -> T,
+) -> PyResult<Bound<'py, PyArray<T, D>>> {
+    let array = new::<T, D>(py, shape.into_dimension(), false)?;
+    let len = array.len().min(items.len());
+    // SAFETY: the array has so many places in a row, aligned, and nobody else has it.
+    let places = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<T>>(), array.len()) };
+    for (place, item) in places[..len].iter_mut().zip(&items[..len]) {
+        place.write(of(item));
+    }
+    places[len..].fill(MaybeUninit::zeroed());
+    Ok(array)
 }
 
-/// A new array of as many items as there are.
-pub(crate) fn array<T: Zeroed>(
-    py: Python<'_>,
-    items: impl ExactSizeIterator<Item = T>,
-) -> PyResult<Bound<'_, PyArray<T, Ix1>>> {
-    filled(py, items.len(), items)
+/// A new array of what `of` makes of each item.
+pub(crate) fn array<'py, S, T: Zeroed>(
+    py: Python<'py>,
+    items: &[S],
+    of: impl Fn(&S) -> T,
+) -> PyResult<Bound<'py, PyArray<T, Ix1>>> {
+    filled(py, items.len(), items, of)
 }
 
 // ---- arrays that are read ----
@@ -255,7 +275,52 @@ pub(crate) struct Target<'a, 'py, T, D> {
     array: &'a Bound<'py, PyAny>,
     name: &'static str,
     must: &'static str,
+    /// What the array is known to be.
+    form: Option<&'a Form>,
     kind: PhantomData<(T, D)>,
+}
+
+/// What an array was when it was checked.
+struct Form {
+    address: usize,
+    shape: Vec<usize>,
+    /// Kept, so that no other dtype gets its address.
+    dtype: Py<PyArrayDescr>,
+}
+
+/// An array of the caller's that many calls write to. It stays as it was when it was handed over, or the calls fail: what they
+/// have written is nowhere else.
+pub(crate) struct Kept<T, D> {
+    pub(crate) array: Py<PyAny>,
+    name: &'static str,
+    must: &'static str,
+    form: Form,
+    kind: PhantomData<fn() -> (T, D)>,
+}
+
+impl<T: Plain, D: Dimension> Kept<T, D> {
+    /// The array that each call writes to.
+    pub(crate) fn target<'a, 'py>(&'a self, py: Python<'py>) -> Target<'a, 'py, T, D> {
+        let Self { array, name, must, form, kind: _ } = self;
+        Target { form: Some(form), ..Target::new(array.bind(py), name, must) }
+    }
+}
+
+impl Form {
+    /// Whether an array can be written, has this form and is one slice.
+    fn is_of<T, D>(&self, array: &Bound<'_, PyArray<T, D>>) -> bool {
+        const FLAGS: i32 = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
+        // SAFETY: attached, and it is an array, which has as many lengths as dimensions.
+        let (fields, shape) = unsafe {
+            let fields = &*_PyArray_GET_ITEM_DATA(array.as_array_ptr());
+            let dims = if fields.nd == 0 { [].as_ptr() } else { fields.dimensions.cast::<usize>().cast_const() };
+            (fields, std::slice::from_raw_parts(dims, usize::try_from(fields.nd).unwrap_or_default()))
+        };
+        fields.data.addr() == self.address
+            && fields.descr.cast() == self.dtype.as_ptr()
+            && fields.flags & FLAGS == FLAGS
+            && shape == self.shape
+    }
 }
 
 /// The memory of a [`Target`].
@@ -267,18 +332,44 @@ pub(crate) struct Area<'a, T> {
 impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
     /// An argument by its name, and its dtype and shape in words.
     pub(crate) fn new(array: &'a Bound<'py, PyAny>, name: &'static str, must: &'static str) -> Self {
-        Self { array, name, must, kind: PhantomData }
+        Self { array, name, must, form: None, kind: PhantomData }
     }
 
-    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice.
+    /// The array, for many calls.
+    pub(crate) fn keep(&self) -> PyResult<Kept<T, D>> {
+        let Self { name, must, .. } = *self;
+        let array = self.checked(true)?;
+        let (address, shape) = (array.data().addr(), array.shape().to_vec());
+        let form = Form { address, shape, dtype: array.dtype().unbind() };
+        Ok(Kept { array: self.array.clone().unbind(), name, must, form, kind: PhantomData })
+    }
+
+    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice. An array of which a form is
+    /// known must have that still.
     fn checked(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
+        let Some(form) = self.form else { return self.checked_anew(whole) };
+        // SAFETY: the form is that of an array with this dtype and dimension, which no other object can become.
+        let array = unsafe { self.array.cast_unchecked::<PyArray<T, D>>() };
+        if form.is_of(array) {
+            return Ok(array);
+        }
+        let array = self.checked_anew(whole)?;
+        let (name, found, shape) = (self.name, array.shape(), &form.shape);
+        Err(invalid(if found == shape {
+            format!("{name} has other memory than at first")
+        } else {
+            format!("{name} has shape {found:?}, must have {shape:?}, as at first")
+        }))
+    }
+
+    fn checked_anew(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
         let Self { name, must, .. } = self;
         let found = self.array.cast::<PyArray<T, D>>().ok().filter(|array| !whole || is_slice(array));
         let form = if whole { "C-contiguous and aligned " } else { "" };
         let array =
             found.ok_or_else(|| invalid(format!("{name} is {}, must be {form}{must}", describe(self.array))))?;
         // SAFETY: attached, and it is an array.
-        let flags = unsafe { (*numpy::npyffi::_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
+        let flags = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
         if flags & NPY_ARRAY_WRITEABLE == 0 {
             return Err(invalid(format!("{name} cannot be written: it is read-only")));
         }

@@ -1,5 +1,6 @@
 //! Pins, and deadlines of tickets.
 
+use crate::allocator::ids;
 use crate::arrays::{self, Handle, Ticket};
 use crate::decision::tier;
 use crate::errors::to_py;
@@ -16,11 +17,6 @@ pub(crate) struct PyExpired {
     pins: Vec<u64>,
     overdue: Vec<u64>,
     sequences: Py<PyArray1<u64>>,
-}
-
-#[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    memory::array(py, blocks.iter().map(|block| block.0 as i32))
 }
 
 #[pymethods]

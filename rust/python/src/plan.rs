@@ -64,7 +64,7 @@ impl PyCopyRoute {
             let (dst, bytes) = rest.split_at_mut(pieces);
             self.0.compile(&pairs, &mut Pieces { src, dst, bytes }).map_err(to_py)
         })??;
-        memory::array(out.py(), starts.into_iter().map(number))
+        memory::array(out.py(), &starts, number)
     }
 
     fn __repr__(&self) -> String {
@@ -73,8 +73,8 @@ impl PyCopyRoute {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "counts entries of an array in memory")]
-fn number(count: usize) -> i64 {
-    count as i64
+fn number(count: &usize) -> i64 {
+    *count as i64
 }
 
 /// Merges pairs whose source and destination both continue the pair before; the order is kept.
@@ -82,8 +82,8 @@ fn number(count: usize) -> i64 {
 #[pyo3(name = "merge_runs")]
 pub(crate) fn py_merge_runs<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i64>>> {
     let runs = merge_runs(&arrays::pairs(ids)?);
-    let numbers = runs.iter().flat_map(|run| [run.src, run.dst, run.len].map(i64::from));
-    memory::filled(ids.py(), [runs.len(), 3], numbers)
+    let numbers: Vec<[u32; 3]> = runs.iter().map(|run| [run.src, run.dst, run.len]).collect();
+    memory::filled(ids.py(), [runs.len(), 3], numbers.as_flattened(), |&number| i64::from(number))
 }
 
 /// Pairs, and where waves of them begin.
@@ -95,7 +95,7 @@ type Waves<'py> = (Bound<'py, PyArray2<i64>>, Bound<'py, PyArray1<i64>>);
 pub(crate) fn py_order_moves<'py>(pairs: &Bound<'py, PyAny>, num_blocks: u32) -> PyResult<Waves<'py>> {
     let (ordered, starts) = order_moves(&arrays::pairs(pairs)?, num_blocks).map_err(to_py)?;
     let py = pairs.py();
-    Ok((array(py, &ordered)?, memory::array(py, starts.into_iter().map(number))?))
+    Ok((array(py, &ordered)?, memory::array(py, &starts, number)?))
 }
 
 /// For each transfer of a decision the earlier ones that must have finished before it begins.

@@ -1,9 +1,10 @@
 //! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
 
+use crate::allocator::ids;
 use crate::arrays::{self, Handle, Tokens, count};
 use crate::errors::{invalid, to_py};
 use crate::group::optional_count;
-use crate::manager::{PyBlockManager, handles};
+use crate::manager::PyBlockManager;
 use crate::memory;
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
@@ -74,9 +75,9 @@ impl PyBlockManager {
             self.lock().allocate_chunks(&prompts, chunk, &mut out)
         })?
         .map_err(to_py)?;
-        let cached = memory::array(py, out.iter().map(|(_, cached)| *cached))?;
-        let ids: Vec<_> = out.iter().map(|(sequence, _)| *sequence).collect();
-        Ok((handles(py, &ids)?, cached))
+        let cached = memory::array(py, &out, |(_, cached)| *cached)?;
+        let sequences = memory::array(py, &out, |(sequence, _)| sequence.0)?;
+        Ok((sequences, cached))
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
@@ -110,9 +111,7 @@ impl PyBlockManager {
         let py = sequences.py();
         let sequences = arrays::sequences(sequences)?;
         let blocks = self.lock().common_computed_blocks(&sequences).map_err(to_py)?;
-        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-        let ids = blocks.iter().map(|block| block.0 as i32);
-        memory::array(py, ids)
+        ids(py, &blocks)
     }
 
     fn reset_prefix_cache(&self) -> bool {
@@ -148,12 +147,17 @@ pub(crate) fn export_keys<'py>(
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
     let mut chain = Chain::new(&KeySpec::new(salt.unwrap_or_default(), lora_id), block_size, cache_group);
-    let export = |block: &[u32]| {
+    let export = |block: &[u32]| -> PyResult<_> {
         chain.block(block, &[]).map_err(to_py)?;
         Ok(chain.export().0)
     };
     let keys = memory::lend(&[arrays::token_ids(tokens)?], |tokens| {
-        tokens[0].chunks_exact(block_size as usize).map(export).collect::<PyResult<Vec<_>>>()
+        let blocks = tokens[0].chunks_exact(block_size as usize);
+        let mut keys = memory::reserved(blocks.len())?;
+        for key in blocks.map(export) {
+            keys.push(key?);
+        }
+        PyResult::Ok(keys)
     })??;
     Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
 }

@@ -46,7 +46,7 @@ impl PyBlockManager {
 
     fn device_uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let uses = self.lock().device_uses();
-        memory::array(py, uses.into_iter().map(|used| used as u8))
+        memory::array(py, &uses, |&used| used as u8)
     }
 
     fn resize_progress(&self) -> PyResizeProgress {
