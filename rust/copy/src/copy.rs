@@ -1,11 +1,13 @@
 //! Copies, exchanges and moves of rows, in all caches of a call.
 
+use crate::apart::{check_apart, check_exchange, check_in_place, check_lists, check_targets, reserved};
 use crate::lanes::{PIECE_BYTES, in_lanes};
 use crate::lines::{exchange_line, fence, stream_line};
 use crate::order::Order;
 use crate::pieces::Pieces;
 use crate::rows::Rows;
 use crate::share::share;
+use std::sync::{Mutex, PoisonError};
 
 /// From this many bytes on, what is written goes past the processor's caches: there it would push out what is in use.
 const STREAM_BYTES: usize = 2 << 20;
@@ -41,22 +43,54 @@ pub enum CopyError {
         /// Bytes of a row that is written.
         written: usize,
     },
+    /// A row is written, or exchanged, twice.
+    #[error("row {row} is written twice, by pairs {first} and {second}")]
+    Repeated {
+        /// The row.
+        row: u32,
+        /// The first pair that names it.
+        first: usize,
+        /// The second, which may be the same.
+        second: usize,
+    },
+    /// A row is read and written by a copy within caches.
+    #[error("pair {pair} reads row {row}, which is written too")]
+    ReadAndWritten {
+        /// Place of the pair that reads it.
+        pair: usize,
+        /// The row.
+        row: u32,
+    },
+    /// Two caches that are written share memory.
+    #[error("caches {one} and {other} share memory")]
+    Shared {
+        /// Place of the one in the list.
+        one: usize,
+        /// Place of the other.
+        other: usize,
+    },
+    /// A cache that is read and one that is written share memory.
+    #[error("cache {read} to read and cache {written} to write share memory")]
+    ReadAndWrittenCaches {
+        /// Place among the caches that are read.
+        read: usize,
+        /// Place among those that are written.
+        written: usize,
+    },
+    /// There is no memory for what has to be set aside.
+    #[error("asked for {bytes} bytes, the system has not so many")]
+    OutOfMemory {
+        /// Bytes that were asked for.
+        bytes: usize,
+    },
 }
 
 /// Copies row `from` of each source to row `to` of its target, for each pair `[from, to]`.
 ///
 /// # Errors
-/// The caches do not fit one another, or a row does not exist; nothing has been copied.
-///
-/// # Safety
-/// No row of a target is named twice, and none shares memory with a row that is read or with one of another target. Until the
-/// call returns nobody else writes rows that are read, or uses rows that are written.
-pub unsafe fn copy_rows(
-    sources: &[Rows],
-    targets: &[Rows],
-    pairs: &[[u32; 2]],
-    threads: usize,
-) -> Result<(), CopyError> {
+/// The caches do not fit one another, or a row does not exist, is written twice or shares memory with another that is
+/// written, or read; nothing has been copied. Sources may be the targets, if no row is both read and written.
+pub fn copy_rows(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
     if sources.len() != targets.len() {
         return Err(CopyError::Caches { read: sources.len(), written: targets.len() });
     }
@@ -65,9 +99,25 @@ pub unsafe fn copy_rows(
         return Err(CopyError::Widths { cache, read, written });
     }
     check_pairs(pairs, sources, targets)?;
-    let bytes = sources.iter().map(|rows| rows.width()).sum::<usize>().saturating_mul(pairs.len());
+    check_apart(targets)?;
+    let written = check_targets(pairs)?;
+    if check_lists(sources, targets)? {
+        check_in_place(pairs, &written)?;
+    }
+    // SAFETY: just checked.
+    unsafe { copy_apart(sources, targets, pairs, threads) };
+    Ok(())
+}
+
+/// Copies rows.
+///
+/// # Safety
+/// The caches have the rows that are named, of one width. No row of a target is named twice, and none shares memory with a
+/// row that is read or with one of another target.
+unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads: usize) {
+    let bytes = sources.iter().map(|rows| rows.width()).fold(0, usize::saturating_add).saturating_mul(pairs.len());
     share(sources.len(), pairs, widest(sources), threads, |cache, part| {
-        // SAFETY: the rows are there, and of one width; the caller says that they lie apart and are ours.
+        // SAFETY: the rows are there, of one width, and lie apart, as the caller says; who made them says that they are ours.
         unsafe {
             if bytes < STREAM_BYTES {
                 Pieces::new(sources[cache], targets[cache], part, usize::MAX).for_each(|piece| piece.copy());
@@ -78,21 +128,18 @@ pub unsafe fn copy_rows(
             }
         }
     });
-    Ok(())
 }
 
 /// Lets two rows of each pair change places, in each cache.
 ///
 /// # Errors
-/// A row does not exist; nothing has been exchanged.
-///
-/// # Safety
-/// No row is named twice, in either place, and no cache shares memory with another. Nobody else uses the rows until the call
-/// returns.
-pub unsafe fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
+/// A row does not exist or is named twice, or caches share memory; nothing has been exchanged.
+pub fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
     check_pairs(pairs, caches, caches)?;
+    check_apart(caches)?;
+    check_exchange(pairs)?;
     share(caches.len(), pairs, widest(caches), threads, |cache, part| {
-        // SAFETY: the rows are there; the caller says that they lie apart and are ours.
+        // SAFETY: the rows are there and lie apart, as just checked; who made them says that they are ours.
         unsafe {
             let pieces = Pieces::new(caches[cache], caches[cache], part, PIECE_BYTES);
             in_lanes(pieces, |odd| odd.exchange(), |from, to| exchange_line(from, to));
@@ -105,22 +152,27 @@ pub unsafe fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize)
 /// is written: chains (a->b, b->c) and rings (a->b, b->a) are legal.
 ///
 /// # Errors
-/// A row does not exist; nothing has been moved.
-///
-/// # Safety
-/// No row is named twice as `to`, and no cache shares memory with another. Nobody else uses the rows until the call returns.
-pub unsafe fn move_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
+/// A row does not exist or is written twice, or caches share memory; or there is none for the rows that close rings. Nothing
+/// has been moved.
+pub fn move_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
     check_pairs(pairs, caches, caches)?;
+    check_apart(caches)?;
+    check_targets(pairs)?;
     let Order { steps, closing, is_bound } = Order::new(pairs);
     if !is_bound {
-        // SAFETY: nothing is both read and written; the rest is as the caller says.
-        return unsafe { copy_rows(caches, caches, &steps, threads) };
+        // SAFETY: nothing is both read and written; the rest is just checked.
+        unsafe { copy_apart(caches, caches, &steps, threads) };
+        return Ok(());
+    }
+    let mut room = reserved(caches.len())?;
+    for rows in caches {
+        room.push(Mutex::new(reserved::<u8>(closing.len().saturating_mul(rows.width()))?));
     }
     // No step may overtake another, so a cache is not divided.
     share(caches.len(), &[()], widest(caches).saturating_mul(pairs.len()), threads, |cache, _| {
         let (rows, bytes) = (caches[cache], caches[cache].width());
-        let mut aside: Vec<u8> = Vec::with_capacity(closing.len() * bytes);
-        // SAFETY: the rows are there, and the caller says that they are ours; two rows are the same or lie apart, and no
+        let mut aside = std::mem::take(&mut *room[cache].lock().unwrap_or_else(PoisonError::into_inner));
+        // SAFETY: the rows are there, and who made them says that they are ours; two rows are the same or lie apart, and no
         // move has one row at both ends.
         unsafe {
             for &[from, _] in &closing {

@@ -2,7 +2,8 @@
 
 /// Rows of bytes in host memory: `count` of `width` bytes, the first at `base`, each `stride` bytes after the one before.
 ///
-/// It is an address like any pointer: it can be copied, and keeps nothing alive.
+/// It is an address like any pointer: it can be copied, and keeps nothing alive. Any number of rows may have one memory; who
+/// copies them checks that.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
     base: *mut u8,
@@ -20,8 +21,9 @@ impl Rows {
     /// Rows of some memory.
     ///
     /// # Safety
-    /// All `count` rows lie in one allocation, which can be read and written until the last use of what is returned and of
-    /// its copies, by any thread. No two rows share memory: `stride` is at least `width` where there are two or more.
+    /// All `count` rows lie in one allocation, which can be read, and written by calls that change these rows, by any thread
+    /// until the last use of what is returned and of its copies. No two rows share memory: `stride` is at least `width` where
+    /// there are two or more. Until a call returns nobody else writes rows that it reads, or uses rows that it writes.
     #[must_use]
     pub const unsafe fn new(base: *mut u8, count: usize, width: usize, stride: usize) -> Self {
         Self { base, count, width, stride }
@@ -37,6 +39,23 @@ impl Rows {
     #[must_use]
     pub const fn width(self) -> usize {
         self.width
+    }
+
+    /// Bytes from row to row.
+    pub(crate) const fn stride(self) -> usize {
+        self.stride
+    }
+
+    /// Whether these are the rows of `other`, as far as both have them.
+    pub(crate) fn are_those_of(self, other: Self) -> bool {
+        (self.base, self.width, self.stride) == (other.base, other.width, other.stride)
+    }
+
+    /// The first address and the first behind the last row; none without bytes.
+    pub(crate) fn extent(self) -> Option<[usize; 2]> {
+        let last = self.count.checked_sub(1).filter(|_| self.width > 0)?.saturating_mul(self.stride);
+        let start = self.base.addr();
+        Some([start, start.saturating_add(last).saturating_add(self.width)])
     }
 
     /// Whether each row begins where the one before ends.

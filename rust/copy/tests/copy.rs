@@ -92,8 +92,7 @@ proptest! {
             }
         }
         let read = source.memory.clone();
-        // SAFETY: no target is named twice, and the memory is ours.
-        unsafe { copy_rows(&source.rows(), &target.rows(), &pairs, threads) }.unwrap();
+        copy_rows(&source.rows(), &target.rows(), &pairs, threads).unwrap();
         same(&target.memory, &wanted)?;
         same(&source.memory, &read)?;
     }
@@ -115,8 +114,7 @@ proptest! {
                 memory[caches.row(cache, other as usize)].copy_from_slice(&caches.memory[cache][caches.row(cache, one as usize)]);
             }
         }
-        // SAFETY: no row is named twice, and the memory is ours.
-        unsafe { exchange_rows(&caches.rows(), &pairs, threads) }.unwrap();
+        exchange_rows(&caches.rows(), &pairs, threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 
@@ -138,8 +136,7 @@ proptest! {
                 memory[caches.row(cache, to as usize)].copy_from_slice(&caches.memory[cache][caches.row(cache, from as usize)]);
             }
         }
-        // SAFETY: no target is named twice, and the memory is ours.
-        unsafe { move_rows(&caches.rows(), &pairs, threads) }.unwrap();
+        move_rows(&caches.rows(), &pairs, threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 }
@@ -161,18 +158,15 @@ fn what_does_not_fit_is_refused_with_its_numbers_and_nothing_is_touched() {
     let before = [small.memory.clone(), large.memory.clone(), wide.memory.clone()];
     let (few, many, others) = (small.rows(), large.rows(), wide.rows());
     let out = |pair, row| Err(CopyError::OutOfRange { pair, row, rows: 4 });
-    // SAFETY: the memory is ours.
-    unsafe {
-        assert_eq!(copy_rows(&few, &many, &[[3, 8], [4, 0]], 1), out(1, 4));
-        assert_eq!(copy_rows(&many, &few, &[[8, 3], [0, u32::MAX]], 1), out(1, u32::MAX));
-        assert_eq!(exchange_rows(&few, &[[0, 1], [2, 4]], 1), out(1, 4));
-        assert_eq!(exchange_rows(&few, &[[0, 1], [4, 3]], 1), out(1, 4));
-        assert_eq!(move_rows(&few, &[[1, 3], [1, 7]], 1), out(1, 7));
-        assert_eq!(copy_rows(&few, &many[..1], &[[0, 0]], 1), Err(CopyError::Caches { read: 2, written: 1 }));
-        let widths = CopyError::Widths { cache: 0, read: 8, written: 10 };
-        assert_eq!(copy_rows(&few, &others, &[[0, 0]], 1), Err(widths));
-        assert_eq!(widths.to_string(), "rows of 8 bytes are to be copied to rows of 10, in cache 0");
-        assert_eq!(copy_rows(&[], &[], &[], 1), Ok(()));
-    }
+    assert_eq!(copy_rows(&few, &many, &[[3, 8], [4, 0]], 1), out(1, 4));
+    assert_eq!(copy_rows(&many, &few, &[[8, 3], [0, u32::MAX]], 1), out(1, u32::MAX));
+    assert_eq!(exchange_rows(&few, &[[0, 1], [2, 4]], 1), out(1, 4));
+    assert_eq!(exchange_rows(&few, &[[0, 1], [4, 3]], 1), out(1, 4));
+    assert_eq!(move_rows(&few, &[[1, 3], [1, 7]], 1), out(1, 7));
+    assert_eq!(copy_rows(&few, &many[..1], &[[0, 0]], 1), Err(CopyError::Caches { read: 2, written: 1 }));
+    let widths = CopyError::Widths { cache: 0, read: 8, written: 10 };
+    assert_eq!(copy_rows(&few, &others, &[[0, 0]], 1), Err(widths));
+    assert_eq!(widths.to_string(), "rows of 8 bytes are to be copied to rows of 10, in cache 0");
+    assert_eq!(copy_rows(&[], &[], &[], 1), Ok(()));
     assert_eq!([small.memory, large.memory, wide.memory], before);
 }

@@ -4,17 +4,18 @@
 //! The lock is held for one call and never while Python code runs.
 
 use crate::args::{self, Argument, items, refused, shown};
-use crate::arrays::TokenIds;
+use crate::arrays;
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
+use crate::memory;
 use crate::pair::{Pair, PyAllocatorPair};
 use crate::reuse::{PyFreeBlocks, Source};
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier, memory};
+use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier};
 use blockyard_locks::{Guard, InnerLock};
-use numpy::{PyArray1, PyReadonlyArray1};
+use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt};
 use std::fmt::Display;
@@ -30,9 +31,9 @@ impl<'py> Argument<'py> for Blocks {
         if let Ok(block) = value.extract::<u32>() {
             return Ok(Self(vec![BlockId(block)]));
         }
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-            let mut blocks = memory::with_room(array.as_array().len()).map_err(to_py)?;
-            for &id in array.as_array() {
+        if let Some(ids) = memory::listed::<i32>(value)? {
+            let mut blocks = memory::reserved(ids.len())?;
+            for id in ids {
                 let block = u32::try_from(id).map(BlockId);
                 blocks.push(block.map_err(|_| invalid(format!("block is {id}, must be at least 0")))?);
             }
@@ -48,9 +49,10 @@ impl<'py> Argument<'py> for Blocks {
     }
 }
 
+/// A new array of block ids.
 #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Ids<'py> {
-    PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32))
+pub(crate) fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> PyResult<Ids<'py>> {
+    memory::array(py, blocks, |block| block.0 as i32)
 }
 
 fn key(bytes: &[u8]) -> PyResult<Key> {
@@ -157,7 +159,7 @@ impl PyBlockAllocator {
     fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = args::count)] count: u32) -> PyResult<Ids<'py>> {
         let mut out = Vec::new();
         self.lock().allocate(count as usize, &mut out).map_err(to_py)?;
-        Ok(ids(py, &out))
+        ids(py, &out)
     }
 
     #[pyo3(signature = (keys, depths, *, plain = 0))]
@@ -176,7 +178,7 @@ impl PyBlockAllocator {
         let keys = keys.iter().zip(&depths).map(keyed).collect::<PyResult<Vec<_>>>()?;
         let mut out = Vec::with_capacity(keys.len() + 1);
         let hits = self.lock().allocate_keyed(&keys, plain as usize, &mut out).map_err(to_py)?;
-        Ok((ids(py, &out), hits))
+        Ok((ids(py, &out)?, hits))
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
@@ -202,7 +204,7 @@ impl PyBlockAllocator {
     ) -> PyResult<Ids<'py>> {
         let mut out = Vec::with_capacity(blocks.0.len());
         self.lock().make_writable(&blocks.0, &mut out).map_err(to_py)?;
-        Ok(ids(py, &out))
+        ids(py, &out)
     }
 
     #[pyo3(signature = (block, key, depth = 0))]
@@ -224,7 +226,7 @@ impl PyBlockAllocator {
     ) -> PyResult<Ids<'py>> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
         let found = self.lock().find(&keys);
-        Ok(ids(py, &found))
+        ids(py, &found)
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
@@ -265,7 +267,11 @@ impl PyBlockAllocator {
     }
 
     #[pyo3(signature = (limit = None))]
-    fn upcoming<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = args::limit)] limit: Option<usize>) -> Ids<'py> {
+    fn upcoming<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::limit)] limit: Option<usize>,
+    ) -> PyResult<Ids<'py>> {
         let blocks: Vec<BlockId> = self.lock().upcoming().take(limit.unwrap_or(usize::MAX)).collect();
         ids(py, &blocks)
     }
@@ -331,15 +337,22 @@ pub(crate) fn chain_keys<'py>(
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let tokens = TokenIds::new(tokens, "tokens")?;
     let mut last = match parent {
         Some(bytes) => key(bytes)?,
         None => Chain::new(&KeySpec::default(), block_size, 0).key(),
     };
     let extra = extra.map(|bytes| Extra { kind: 0, bytes });
-    let next = |block| {
+    let next = |block: &[u32]| -> PyResult<_> {
         last = last.child(block, extra.as_slice()).map_err(to_py)?;
-        Ok(PyBytes::new(py, &last.to_bytes()))
+        Ok(last.to_bytes())
     };
-    tokens.get()?.chunks_exact(block_size as usize).map(next).collect()
+    let keys = memory::lend(&[arrays::token_ids(tokens, "tokens")?], |tokens| {
+        let blocks = tokens[0].chunks_exact(block_size as usize);
+        let mut keys = memory::reserved(blocks.len())?;
+        for key in blocks.map(next) {
+            keys.push(key?);
+        }
+        PyResult::Ok(keys)
+    })??;
+    Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
 }

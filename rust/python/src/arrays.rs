@@ -1,20 +1,15 @@
-//! Arrays in: numpy where the caller has it, short Python sequences as they are.
+//! Arguments in: numpy arrays where the caller has them, short Python sequences as they are.
 
 use crate::args::{Argument, items, refused, shown};
 use crate::errors::{bad_mapping, invalid, to_py, unknown_ticket};
-use blockyard_core::{Counts, SequenceId, TableRows, TicketId, memory};
+use crate::memory::{self, Area, Numbers, Plain, Target};
+use blockyard_core::{Counts, SequenceId, TableRows, TicketId};
 use numpy::ndarray::Dimension;
-use numpy::{
-    Element, PyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,
-    PyReadwriteArray2, PyUntypedArray, PyUntypedArrayMethods,
-};
+use numpy::{Ix1, Ix2, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::conversion::FromPyObjectOwned;
-use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::{PyInt, PyList};
 use std::fmt::Display;
-use std::ops::Range;
 
 /// The handle of one sequence.
 #[derive(Clone, Copy)]
@@ -43,200 +38,98 @@ impl<'py> Argument<'py> for Ticket {
     }
 }
 
-/// Items of a list that are fetched before the first of them is read.
-const AHEAD: usize = 64;
-
-/// Numbers of a batch: the caller's array, or a copy of another array or of a list.
-pub(crate) enum Numbers<'py, T: Element> {
-    Array(PyReadonlyArray1<'py, T>),
-    /// A contiguous one that is not entered among those being read, which takes long where many are views of one.
-    Alone(Bound<'py, PyArray1<T>>),
-    List(Vec<T>),
-}
-
-impl<'py, T> Numbers<'py, T>
+/// Any sequence of numbers, copied: what is written to the caller's arrays later changes none of them. `what` and `must`
+/// are for the message.
+fn numbers<'py, T>(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Vec<T>>
 where
-    T: Element + Copy + TryFrom<isize> + FromPyObjectOwned<'py>,
+    T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,
 {
-    /// A list of ints or an array of the right type.
-    fn usual(value: &Bound<'py, PyAny>) -> Option<PyResult<Self>> {
-        if let Ok(list) = value.cast::<PyList>() {
-            return ints(list).map(|numbers| Ok(Self::List(numbers)));
-        }
-        let array = value.extract::<PyReadonlyArray1<'py, T>>().ok()?;
-        if array.is_c_contiguous() {
-            return Some(Ok(Self::Array(array)));
-        }
-        // An array that repeats few numbers may be longer than memory.
-        let copy = memory::with_room(array.len()).map_err(to_py);
-        Some(copy.map(|mut numbers| {
-            numbers.extend(array.as_array());
-            Self::List(numbers)
-        }))
+    if let Some(numbers) = usual(value)? {
+        return Ok(numbers);
     }
-
-    /// A contiguous array, for calls that write to none.
-    fn alone(value: &Bound<'py, PyAny>) -> Option<Self> {
-        let array = value.cast::<PyArray1<T>>().ok()?;
-        array.is_c_contiguous().then(|| Self::Alone(array.clone()))
-    }
-
-    /// Any sequence of numbers; `what` and `must` are for the message.
-    fn new(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Self> {
-        if let Some(numbers) = Self::usual(value) {
-            return numbers;
-        }
-        let number = |item: &Bound<'py, PyAny>, _| item.extract().map_err(|error| refused(error, value, &what, must));
-        items(value, &what, number).map(Self::List)
-    }
-
-    /// One number, or any sequence of them.
-    fn one_or_more(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Result<T, Self>> {
-        if !value.is_instance_of::<PyInt>() {
-            if let Some(numbers) = Self::usual(value) {
-                return numbers.map(Err);
-            }
-        }
-        match value.extract() {
-            Ok(number) => Ok(Ok(number)),
-            Err(_) => Self::new(value, what, must).map(Err),
-        }
-    }
-
-    pub(crate) fn get(&self) -> PyResult<&[T]> {
-        Ok(match self {
-            Self::Array(array) => array.as_slice()?,
-            // SAFETY: the calls that take such arrays write to none while they read. Threads that write to the caller's
-            // arrays at the same time are his to keep away, as they are from numpy.
-            Self::Alone(array) => unsafe { array.as_slice()? },
-            Self::List(list) => list,
-        })
-    }
+    let number = |item: &Bound<'py, PyAny>, _| item.extract().map_err(|error| refused(error, value, &what, must));
+    items(value, &what, number)
 }
 
-/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything else,
-/// or out of range: the slow way then finds what to do or to say.
-fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> Option<Vec<T>> {
-    with_critical_section(list, || {
-        let len = list.len();
-        let mut numbers = memory::with_room(len).ok()?;
-        let mut items = [[std::ptr::null_mut(); AHEAD]; 2];
-        fetch(list, 0..len.min(AHEAD), &mut items[0]);
-        while numbers.len() < len {
-            let (at, [now, next]) = (numbers.len(), &mut items);
-            let end = len.min(at + AHEAD);
-            fetch(list, end..len.min(end + AHEAD), next);
-            for &item in &now[..end - at] {
-                // SAFETY: the thread is attached. The list has held its items since they were read, as neither this call
-                // nor that of `fetch` runs Python code, and the critical section keeps others from changing it.
-                let number = unsafe { ffi::PyLong_AsSsize_t(item) };
-                let Ok(number) = T::try_from(number) else {
-                    PyErr::take(list.py());
-                    return None;
-                };
-                numbers.push(number);
-            }
-            items.swap(0, 1);
-        }
-        Some(numbers)
-    })
+/// The numbers of a list of ints or an array of the right type.
+fn usual<T: Plain + TryFrom<isize>>(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<T>>> {
+    value.cast::<PyList>().map_or_else(|_| memory::listed(value), memory::ints)
 }
 
-/// Items of a list, valid as long as that holds them; their memory is fetched while the caller goes on.
-#[inline]
-fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::PyObject; AHEAD]) {
-    for (at, item) in range.zip(items) {
-        // SAFETY: the thread is attached and the list alive; past its end there would be null.
-        *item = unsafe { ffi::PyList_GetItem(list.as_ptr(), at.try_into().unwrap_or(isize::MAX)) };
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: a hint, of any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(item.cast()) };
+/// One number, or any sequence of them.
+fn one_or_more<'py, T>(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Result<T, Vec<T>>>
+where
+    T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,
+{
+    if !value.is_instance_of::<PyInt>() {
+        if let Some(numbers) = usual(value)? {
+            return Ok(Err(numbers));
         }
     }
+    value.extract().map_or_else(|_| numbers(value, what, must).map(Err), |number| Ok(Ok(number)))
 }
 
-/// Handles of a batch of sequences.
-pub(crate) struct Sequences<'py>(Numbers<'py, u64>);
-
-impl<'py> Sequences<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let must = "uint64 handles: a numpy array or a list of ints";
-        let handles = Numbers::one_or_more(value, "sequences", must)?;
-        Ok(Self(handles.map_or_else(|handles| handles, |handle| Numbers::List(vec![handle]))))
-    }
-
-    /// For calls that write to no array.
-    pub(crate) fn only_read(value: &Bound<'py, PyAny>) -> PyResult<Self> {
-        Numbers::alone(value).map_or_else(|| Self::new(value), |numbers| Ok(Self(numbers)))
-    }
-
-    pub(crate) fn get(&self) -> PyResult<&[SequenceId]> {
-        let handles = self.0.get()?;
-        // SAFETY: `SequenceId` is a transparent wrapper of `u64`, so the two slices have one layout.
-        Ok(unsafe { std::slice::from_raw_parts(handles.as_ptr().cast::<SequenceId>(), handles.len()) })
-    }
+/// Handles of a batch of sequences: an array, any sequence of ints, or one.
+pub(crate) fn sequences(value: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
+    let must = "uint64 handles: a numpy array or a list of ints";
+    let handles = one_or_more(value, "sequences", must)?.map_or_else(|handles| handles, |handle: u64| vec![handle]);
+    Ok(handles.into_iter().map(SequenceId).collect())
 }
 
-/// Token ids of one prompt.
-pub(crate) struct TokenIds<'py>(Numbers<'py, u32>);
-
-impl<'py> TokenIds<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
-        Numbers::new(value, name, "uint32 token ids: a numpy array or a list of ints").map(Self)
-    }
-
-    /// For calls that write to no array.
-    pub(crate) fn only_read(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
-        Numbers::alone(value).map_or_else(|| Self::new(value, name), |numbers| Ok(Self(numbers)))
-    }
-
-    pub(crate) fn get(&self) -> PyResult<&[u32]> {
-        self.0.get()
+/// Token ids of one prompt, which stay in the caller's array where they can: lent by [`memory::lend`].
+pub(crate) fn token_ids<'py>(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Numbers<'py, u32>> {
+    match Numbers::of_array(value)? {
+        Some(ids) => Ok(ids),
+        None => numbers(value, name, "uint32 token ids: a numpy array or a list of ints").map(Numbers::List),
     }
 }
 
 /// Token counts: one for all, or one a sequence.
-pub(crate) enum Tokens<'py> {
+pub(crate) enum Tokens {
     All(u32),
-    Each(Numbers<'py, u32>),
+    Each(Vec<u32>),
 }
 
-impl<'py> Tokens<'py> {
-    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+impl Tokens {
+    pub(crate) fn new(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Self> {
         let must = "one int or one a sequence, 0 to 4294967295";
-        Ok(Numbers::one_or_more(value, name, must)?.map_or_else(Self::Each, Self::All))
+        Ok(one_or_more(value, name, must)?.map_or_else(Self::Each, Self::All))
     }
 
-    pub(crate) fn get(&self) -> PyResult<Counts<'_>> {
-        Ok(match self {
+    /// One token a sequence where nothing is said.
+    pub(crate) fn or_one(value: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        value.map_or(Ok(Self::All(1)), |value| Self::new(value, "num_tokens"))
+    }
+
+    pub(crate) fn get(&self) -> Counts<'_> {
+        match self {
             Self::All(count) => Counts::All(*count),
-            Self::Each(counts) => Counts::Each(counts.get()?),
-        })
+            Self::Each(counts) => Counts::Each(counts),
+        }
     }
 
     /// The counts as a list; one number stands for one sequence.
-    pub(crate) fn to_vec(&self) -> PyResult<Vec<u32>> {
-        Ok(match self {
-            Self::All(count) => vec![*count],
-            Self::Each(counts) => counts.get()?.to_vec(),
-        })
+    pub(crate) fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::All(count) => vec![count],
+            Self::Each(counts) => counts,
+        }
     }
 }
 
 /// Pairs of block ids from an int64 array `[n, 2]`.
 pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
-    let Ok(array) = value.extract::<PyReadonlyArray2<'_, i64>>() else { return other_pairs(value) };
-    if array.shape()[1] != 2 {
-        return Err(bad_mapping(format!("pairs have shape {:?}, must be [n, 2]", array.shape())));
+    let Some((ids, shape)) = memory::copied::<i64, Ix2>(value)? else { return other_pairs(value) };
+    if shape[1] != 2 {
+        return Err(bad_mapping(format!("pairs have shape {:?}, must be [n, 2]", shape.slice())));
     }
-    let id = |row: usize, id: i64| {
-        u32::try_from(id).map_err(|_| bad_mapping(format!("pair {row} names block {id}, must be 0 to {}", u32::MAX)))
-    };
-    let mut pairs = memory::with_room(array.shape()[0]).map_err(to_py)?;
-    for (i, row) in array.as_array().rows().into_iter().enumerate() {
-        pairs.push([id(i, row[0])?, id(i, row[1])?]);
+    let mut pairs = memory::reserved(shape[0])?;
+    for (row, ids) in ids.chunks_exact(2).enumerate() {
+        let id = |id: i64| {
+            let must = format_args!("must be 0 to {}", u32::MAX);
+            u32::try_from(id).map_err(|_| bad_mapping(format!("pair {row} names block {id}, {must}")))
+        };
+        pairs.push([id(ids[0])?, id(ids[1])?]);
     }
     Ok(pairs)
 }
@@ -251,7 +144,7 @@ fn other_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
         if !is_int || array.ndim() != 2 || array.shape()[1] != 2 {
             return Err(refused(value));
         }
-        memory::require_items::<[i64; 2]>(array.shape()[0]).map_err(to_py)?;
+        blockyard_core::memory::require_items::<[i64; 2]>(array.shape()[0]).map_err(to_py)?;
         return pairs(&value.call_method1("astype", ("int64",))?);
     }
     items(value, &"pairs", |pair, at| {
@@ -265,72 +158,42 @@ fn other_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
     })
 }
 
-/// Block ids, contiguous.
-pub(crate) type Ids<'py> = PyReadonlyArray1<'py, i64>;
-
 /// Block ids from an int64 array `[n]`.
-pub(crate) fn ids<'py>(value: &Bound<'py, PyAny>) -> PyResult<Ids<'py>> {
-    match value.extract::<Ids<'py>>() {
-        Ok(array) if array.is_c_contiguous() => Ok(array),
-        _ => Err(bad_mapping(format!("blocks are {}, must be a C-contiguous int64 array [n]", describe(value)))),
-    }
+pub(crate) fn ids(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    let must = || bad_mapping(format!("blocks are {}, must be an int64 array [n]", describe(value)));
+    memory::listed(value)?.ok_or_else(must)
 }
 
-/// An int64 array of `len`: the caller's, or a new one.
-pub(crate) fn slots<'py>(
-    py: Python<'py>,
-    len: usize,
-    out: Option<Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    let Some(out) = out else { return zeros(py, len) };
-    let out: Bound<'py, PyArray1<i64>> = output(&out, "int64 [tokens]")?;
-    if out.len() == len { Ok(out) } else { Err(invalid(format!("out has {} slots, must have {len}", out.len()))) }
+/// A slot mapping of the caller's.
+pub(crate) type Slots<'a, 'py> = Target<'a, 'py, i64, Ix1>;
+
+/// An int64 array of `len`: the caller's, or a new one. Whether the caller's can be written is seen when it is.
+pub(crate) fn slots<'py>(py: Python<'py>, len: usize, out: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+    out.map_or_else(|| memory::zeros::<i64, _>(py, len).map(Bound::into_any), Ok)
 }
 
-/// An array of zeros. One that may be larger than memory is made of a vector, for numpy's own would be a panic.
-pub(crate) fn zeros<T: Element + Clone + Default>(py: Python<'_>, len: usize) -> PyResult<Bound<'_, PyArray1<T>>> {
-    const SMALL: usize = 1 << 16;
-    if len <= SMALL {
-        return Ok(PyArray1::zeros(py, len, false));
-    }
-    let mut numbers = memory::with_room(len).map_err(to_py)?;
-    numbers.resize(len, T::default());
-    Ok(PyArray1::from_vec(py, numbers))
+/// Where slots are written.
+pub(crate) fn slots_target<'a, 'py>(out: &'a Bound<'py, PyAny>, name: &'static str) -> Slots<'a, 'py> {
+    Target::new(out, name, "int64 [tokens]")
 }
 
-/// A block table of the caller's, int32 `[sequences, blocks]`.
-pub(crate) struct Table<'py> {
-    array: PyReadwriteArray2<'py, i32>,
+/// The memory of a slot mapping, if it has so many slots.
+pub(crate) fn exactly(slots: Area<'_, i64>, len: usize) -> PyResult<&mut [i64]> {
+    let found = slots.items.len();
+    if found == len { Ok(slots.items) } else { Err(invalid(format!("out has {found} slots, must have {len}"))) }
 }
 
-impl<'py> Table<'py> {
-    pub(crate) fn new(table: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let array: Bound<'py, PyArray2<i32>> = output(table, "int32 [sequences, blocks]")?;
-        let array = array.try_readwrite();
-        Ok(Self { array: array.map_err(|error| invalid(format!("the block table cannot be written: {error}")))? })
-    }
+/// A block table of the caller's.
+pub(crate) type Table<'a, 'py> = Target<'a, 'py, i32, Ix2>;
 
-    /// Zeroes all rows.
-    pub(crate) fn clear(&mut self) -> PyResult<()> {
-        self.array.as_slice_mut()?.fill(0);
-        Ok(())
-    }
-
-    pub(crate) fn rows(&mut self) -> PyResult<TableRows<'_>> {
-        let width = self.array.shape()[1];
-        Ok(TableRows::new(self.array.as_slice_mut()?, width))
-    }
+/// Where a block table is written.
+pub(crate) fn table<'a, 'py>(table: &'a Bound<'py, PyAny>, name: &'static str) -> Table<'a, 'py> {
+    Target::new(table, name, "int32 [sequences, blocks]")
 }
 
-/// The caller's array, if it has the element type and dimensions wanted and can be written as one slice.
-pub(crate) fn output<'py, T: Element, D: Dimension>(
-    out: &Bound<'py, PyAny>,
-    must: &str,
-) -> PyResult<Bound<'py, PyArray<T, D>>> {
-    match out.cast::<PyArray<T, D>>() {
-        Ok(array) if array.is_c_contiguous() => Ok(array.clone()),
-        _ => Err(invalid(format!("out is {}, must be C-contiguous {must}", describe(out)))),
-    }
+/// The rows of a block table.
+pub(crate) fn rows(table: Area<'_, i32>) -> TableRows<'_> {
+    TableRows::new(table.items, table.shape[1])
 }
 
 /// Type of a value, and dtype and shape of an array, for messages.

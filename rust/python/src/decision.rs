@@ -3,8 +3,9 @@
 use crate::args;
 use crate::arrays;
 use crate::errors::{invalid, to_py};
+use crate::memory;
 use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
@@ -16,9 +17,7 @@ pub(crate) fn tier(name: &str) -> PyResult<Tier> {
 
 /// An int64 array `[n, 2]` of pairs.
 pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
-    // A vector of known length is written by whole registers, and the array takes it over.
-    let numbers: Vec<_> = ids.as_flattened().iter().map(|&id| i64::from(id)).collect();
-    PyArray1::from_vec(py, numbers).reshape([ids.len(), 2])
+    memory::filled(py, [ids.len(), 2], ids.as_flattened(), |&id| i64::from(id))
 }
 
 /// Pairs of block ids between two tiers, `(from, to)`.
@@ -68,7 +67,8 @@ impl PyPairs {
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {
-        self.ids.bind(py).shape()[0]
+        // Somebody may have given the array another shape.
+        self.ids.bind(py).shape().first().copied().unwrap_or_default()
     }
 
     fn __eq__(&self, other: &Bound<'_, Self>) -> PyResult<bool> {

@@ -3,12 +3,15 @@
 //! The lock is held for one call and never while Python code runs.
 
 use crate::args::{self, Argument, items, refused, shown};
-use crate::arrays::{describe, output, zeros};
+use crate::arrays::describe;
+use crate::decision::array;
 use crate::errors::{invalid, to_py};
+use crate::memory::{self, Plain, Target};
+use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Places, Plan, Planner, Wanted};
-use blockyard_core::{BlockId, memory};
 use blockyard_locks::{Guard, InnerLock};
-use numpy::{Element, PyArray1, PyArray2, PyArrayDyn, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use numpy::ndarray::Dimension;
+use numpy::{IxDyn, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use std::fmt::Display;
@@ -16,39 +19,24 @@ use std::fmt::Display;
 type Table<'py> = Bound<'py, PyArray2<i64>>;
 
 /// Block ids: an int64 or int32 array `[n]` or a list of ints.
-pub(crate) enum Ids<'py> {
-    Wide(PyReadonlyArray1<'py, i64>),
-    List(Vec<u32>),
-}
+pub(crate) struct Ids(Vec<u32>);
 
-impl<'py> Argument<'py> for Ids<'py> {
+impl<'py> Argument<'py> for Ids {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
-        if let Ok(array) = value.extract() {
-            return Ok(Self::Wide(array));
+        if let Some(ids) = memory::listed::<i64>(value)? {
+            return blocks(ids.into_iter()).map(Self);
         }
-        if let Ok(array) = value.extract::<PyReadonlyArray1<'_, i32>>() {
-            return blocks(array.as_array().iter().map(|&id| id.into())).map(Self::List);
+        if let Some(ids) = memory::listed::<i32>(value)? {
+            return blocks(ids.into_iter().map(i64::from)).map(Self);
         }
         let must = "an int64 or int32 array [n] or a list of ints";
         let id = |id: &Bound<'py, PyAny>, _| id.extract().map_err(|error| refused(error, value, name, must));
-        items(value, name, |item, at| block(id(item, at)?)).map(Self::List)
-    }
-}
-
-impl Ids<'_> {
-    fn take(self) -> PyResult<Vec<u32>> {
-        match self {
-            Self::List(ids) => Ok(ids),
-            Self::Wide(array) => match array.as_slice() {
-                Ok(ids) => blocks(ids.iter().copied()),
-                Err(_) => blocks(array.as_array().iter().copied()),
-            },
-        }
+        items(value, name, |item, at| block(id(item, at)?)).map(Self)
     }
 }
 
 fn blocks(ids: impl ExactSizeIterator<Item = i64>) -> PyResult<Vec<u32>> {
-    let mut blocks = memory::with_room(ids.len()).map_err(to_py)?;
+    let mut blocks = memory::reserved(ids.len())?;
     for id in ids {
         blocks.push(block(id)?);
     }
@@ -69,11 +57,6 @@ pub(crate) struct PyMovePlan {
     plan: Plan,
 }
 
-fn table<'py>(py: Python<'py>, pairs: &[[u32; 2]]) -> PyResult<Table<'py>> {
-    let ids: Vec<i64> = pairs.iter().flatten().map(|&block| i64::from(block)).collect();
-    PyArray1::from_vec(py, ids).reshape([pairs.len(), 2])
-}
-
 #[pymethods]
 impl PyMovePlan {
     #[getter]
@@ -88,17 +71,17 @@ impl PyMovePlan {
 
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        table(py, &self.plan.pairs)
+        array(py, &self.plan.pairs)
     }
 
     #[getter]
     fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        table(py, self.plan.moves())
+        array(py, self.plan.moves())
     }
 
     #[getter]
     fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        table(py, self.plan.exchanges())
+        array(py, self.plan.exchanges())
     }
 
     fn __len__(&self) -> usize {
@@ -131,8 +114,8 @@ impl<'py> Argument<'py> for Goals {
     }
 }
 
-fn taken(sequences: Vec<Ids<'_>>) -> PyResult<Vec<Vec<u32>>> {
-    sequences.into_iter().map(Ids::take).collect()
+fn taken(sequences: Vec<Ids>) -> Vec<Vec<u32>> {
+    sequences.into_iter().map(|Ids(ids)| ids).collect()
 }
 
 struct Books {
@@ -162,23 +145,18 @@ impl PyBlockObserver {
         self.inner.lock()
     }
 
-    /// Blocks of a table of ids of any shape.
+    /// Blocks of a table of ids of any shape and layout; none if it is of another type.
     fn resolved<'py, T>(
         &self,
-        ids: &Bound<'py, PyArrayDyn<T>>,
-        out: &Bound<'py, PyArrayDyn<T>>,
+        ids: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+        must: &'static str,
         pass: bool,
-    ) -> PyResult<()>
+    ) -> PyResult<Option<Bound<'py, PyAny>>>
     where
-        T: Element + Copy + Into<i64> + TryFrom<i64>,
+        T: Plain + Into<i64> + TryFrom<i64>,
     {
-        if ids.shape() != out.shape() {
-            return Err(invalid(format!("out has shape {:?}, must have {:?}", out.shape(), ids.shape())));
-        }
-        let ids = ids.try_readonly().map_err(|error| invalid(format!("ids cannot be read: {error}")))?;
-        let mut values: Vec<T> = memory::with_room(ids.len()).map_err(to_py)?;
-        values.extend(ids.as_array());
-        drop(ids);
+        let Some((mut values, shape)) = memory::copied::<T, IxDyn>(ids)? else { return Ok(None) };
         let books = self.lock();
         let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
         for value in &mut values {
@@ -191,9 +169,11 @@ impl PyBlockObserver {
             }
         }
         drop(books);
-        let mut out = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-        out.as_slice_mut()?.copy_from_slice(&values);
-        Ok(())
+        let Some(out) = out else {
+            return Ok(Some(memory::filled(ids.py(), shape, &values, |&value| value)?.into_any()));
+        };
+        memory::store(Target::<T, IxDyn>::new(out, "out", must), shape.slice(), &values)?;
+        Ok(Some(out.clone()))
     }
 }
 
@@ -228,25 +208,25 @@ impl PyBlockObserver {
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
-    fn use_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>, fresh: bool) -> PyResult<()> {
-        let ids = ids.take()?;
+    fn use_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
+        let Ids(ids) = ids;
         let observer = &mut self.lock().observer;
         if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
     #[pyo3(signature = (ids, *, fresh = false))]
-    fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>, fresh: bool) -> PyResult<()> {
-        let ids = ids.take()?;
+    fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
+        let Ids(ids) = ids;
         self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
     }
 
-    fn forget_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>) -> PyResult<()> {
-        let ids = ids.take()?;
+    fn forget_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<()> {
+        let Ids(ids) = ids;
         self.lock().observer.forget_ids(&ids).map_err(to_py)
     }
 
-    fn lease(&self, #[pyo3(from_py_with = args::ids)] ids: Ids<'_>) -> PyResult<u64> {
-        let ids = ids.take()?;
+    fn lease(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<u64> {
+        let Ids(ids) = ids;
         Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
     }
 
@@ -300,24 +280,11 @@ impl PyBlockObserver {
         out: Option<&Bound<'py, PyAny>>,
         pass_negative: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = ids.py();
-        if let Ok(ids) = ids.cast::<PyArrayDyn<i64>>() {
-            let out = match out {
-                Some(out) => output(out, "int64, as the ids")?,
-                None => zeros(py, ids.len())?.reshape(ids.shape())?,
-            };
-            self.resolved(ids, &out, pass_negative)?;
-            return Ok(out.into_any());
+        if let Some(blocks) = self.resolved::<i64>(ids, out, "int64, as the ids", pass_negative)? {
+            return Ok(blocks);
         }
-        if let Ok(ids) = ids.cast::<PyArrayDyn<i32>>() {
-            let out = match out {
-                Some(out) => output(out, "int32, as the ids")?,
-                None => zeros(py, ids.len())?.reshape(ids.shape())?,
-            };
-            self.resolved(ids, &out, pass_negative)?;
-            return Ok(out.into_any());
-        }
-        Err(invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
+        let blocks = self.resolved::<i32>(ids, out, "int32, as the ids", pass_negative)?;
+        blocks.ok_or_else(|| invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
     }
 
     /// As `resolve`, for rows of ints.
@@ -347,28 +314,26 @@ impl PyBlockObserver {
     }
 
     #[getter]
-    fn forward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        let blocks: Vec<i64> = self.lock().observer.forward().iter().map(|&block| i64::from(block)).collect();
-        PyArray1::from_vec(py, blocks)
+    fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let blocks = self.lock().observer.forward().to_vec();
+        memory::array(py, &blocks, |&block| i64::from(block))
     }
 
     #[getter]
-    fn backward<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        let ids: Vec<i64> = self.lock().observer.backward().map(i64::from).collect();
-        PyArray1::from_vec(py, ids)
+    fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let ids: Vec<u32> = self.lock().observer.backward().collect();
+        memory::array(py, &ids, |&id| i64::from(id))
     }
 
     /// Blocks with references and their counts, int64 `[n, 2]`, rising.
     fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        let used: Vec<i64> =
-            self.lock().observer.used().flat_map(|(block, refs)| [block.0, refs].map(i64::from)).collect();
-        let rows = used.len() / 2;
-        PyArray1::from_vec(py, used).reshape([rows, 2])
+        let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
+        array(py, &used)
     }
 
-    fn holes<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        let holes: Vec<i64> = self.lock().observer.places().holes().iter().map(|block| i64::from(block.0)).collect();
-        PyArray1::from_vec(py, holes)
+    fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
+        memory::array(py, &holes, |hole| i64::from(hole.0))
     }
 
     #[getter]
@@ -388,8 +353,8 @@ impl PyBlockObserver {
     }
 
     /// Runs in which sequences lie, shared ones once, and those of the sequence with the most.
-    fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids<'_>>) -> PyResult<(usize, usize)> {
-        let sequences = taken(sequences)?;
+    fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<(usize, usize)> {
+        let sequences = taken(sequences);
         self.lock().observer.runs(&sequences).map_err(to_py)
     }
 
@@ -410,8 +375,8 @@ impl PyBlockObserver {
     fn plan_all(
         &self,
         #[pyo3(from_py_with = args::goals)] goals: Goals,
-        #[pyo3(from_py_with = args::sequences)] sequences: Option<Vec<Ids<'_>>>,
-        #[pyo3(from_py_with = args::hot)] hot: Option<Ids<'_>>,
+        #[pyo3(from_py_with = args::sequences)] sequences: Option<Vec<Ids>>,
+        #[pyo3(from_py_with = args::hot)] hot: Option<Ids>,
         #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
         #[pyo3(from_py_with = args::num_bytes)] num_bytes: Option<u64>,
         #[pyo3(from_py_with = args::bytes_per_block)] bytes_per_block: u64,
@@ -419,8 +384,8 @@ impl PyBlockObserver {
         if num_bytes.is_some() && bytes_per_block == 0 {
             return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
         }
-        let sequences = taken(sequences.unwrap_or_default())?;
-        let hot = hot.map_or_else(|| Ok(Vec::new()), Ids::take)?;
+        let sequences = taken(sequences.unwrap_or_default());
+        let hot = hot.map_or_else(Vec::new, |Ids(ids)| ids);
         let (moves, bytes) = (moves.unwrap_or(usize::MAX), num_bytes.unwrap_or(u64::MAX));
         let block_bytes = if num_bytes.is_some() { bytes_per_block } else { 0 };
         self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
@@ -442,15 +407,15 @@ pub(crate) fn plan_moves(
     goal: &str,
     #[pyo3(from_py_with = args::number)] number: u32,
     #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
-    #[pyo3(from_py_with = args::live)] live: Ids<'_>,
-    #[pyo3(from_py_with = args::fixed)] fixed: Option<Ids<'_>>,
+    #[pyo3(from_py_with = args::live)] live: Ids,
+    #[pyo3(from_py_with = args::fixed)] fixed: Option<Ids>,
     #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
 ) -> PyResult<PyMovePlan> {
     let goal = Goal::from_name(goal, number).map_err(to_py)?;
-    let fixed = fixed.map_or_else(|| Ok(Vec::new()), Ids::take)?;
-    memory::require(Places::bytes(num_blocks as usize)).map_err(to_py)?;
+    let fixed = fixed.map_or_else(Vec::new, |Ids(ids)| ids);
+    blockyard_core::memory::require(Places::bytes(num_blocks as usize)).map_err(to_py)?;
     let mut places = Places::new(num_blocks as usize);
-    for (blocks, place) in [(live.take()?, Place::Live), (fixed, Place::Fixed)] {
+    for (blocks, place) in [(live.0, Place::Live), (fixed, Place::Fixed)] {
         for block in blocks {
             if block >= num_blocks {
                 return Err(invalid(format!("block is {block}, must be below {num_blocks}")));

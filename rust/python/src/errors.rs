@@ -58,3 +58,8 @@ pub(crate) fn bad_mapping(message: String) -> PyErr {
 pub(crate) fn unknown_ticket(message: String) -> PyErr {
     classes::UnknownTicketError::new_err(message)
 }
+
+/// Memory that the system does not have.
+pub(crate) fn out_of_memory(bytes: usize) -> PyErr {
+    classes::OutOfMemoryError::new_err((format!("asked for {bytes} bytes, the system has not so many"), bytes))
+}

@@ -1,9 +1,10 @@
 //! Events of the prefix cache as columns: one numpy array a field, no Python object an event.
 
 use crate::manager::PyBlockManager;
+use crate::memory::{self, Zeroed};
 use blockyard_core::event::{Event, EventBatch, Reason};
 use blockyard_core::{ExportedKey, Tier};
-use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
 const NO_KEY: ExportedKey = ExportedKey([0; 32]);
@@ -35,15 +36,15 @@ impl PyEventBatch {
                 Event::Stored { .. } => 0,
                 Event::Removed { .. } => 1,
                 Event::Cleared { .. } => 2,
-            }),
+            })?,
             tiers: column(py, events, |event| match event {
                 Event::Stored { tier, .. } | Event::Removed { tier, .. } | Event::Cleared { tier } => *tier as u8,
-            }),
+            })?,
             #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
             blocks: column(py, events, |event| match event {
                 Event::Stored { block, .. } | Event::Removed { block, .. } => block.0 as i32,
                 Event::Cleared { .. } => -1,
-            }),
+            })?,
             keys: keys(py, events, |event| match event {
                 Event::Stored { key, .. } | Event::Removed { key, .. } => *key,
                 Event::Cleared { .. } => NO_KEY,
@@ -52,34 +53,33 @@ impl PyEventBatch {
                 Event::Stored { parent, .. } => parent.unwrap_or(NO_KEY),
                 _ => NO_KEY,
             })?,
-            tokens: column(py, events, |event| if let Event::Stored { tokens, .. } = event { *tokens } else { 0 }),
-            lora_ids: column(py, events, |event| if let Event::Stored { lora_id, .. } = event { *lora_id } else { 0 }),
+            tokens: column(py, events, |event| if let Event::Stored { tokens, .. } = event { *tokens } else { 0 })?,
+            lora_ids: column(py, events, |event| if let Event::Stored { lora_id, .. } = event { *lora_id } else { 0 })?,
             reasons: column(py, events, |event| match event {
                 Event::Removed { reason, .. } => *reason as u8 + 1,
                 _ => 0,
-            }),
+            })?,
             remaining: column(py, events, |event| match event {
                 Event::Removed { remaining, .. } => *remaining,
                 _ => 0,
-            }),
+            })?,
             groups: column(py, events, |event| match event {
                 Event::Stored { group, .. } | Event::Removed { group, .. } => *group,
                 Event::Cleared { .. } => 0,
-            }),
+            })?,
         })
     }
 }
 
-fn column<T: numpy::Element>(py: Python<'_>, events: &[Event], of: impl Fn(&Event) -> T) -> Py<PyArray1<T>> {
-    PyArray1::from_iter(py, events.iter().map(of)).unbind()
+fn column<T: Zeroed>(py: Python<'_>, events: &[Event], of: impl Fn(&Event) -> T) -> PyResult<Py<PyArray1<T>>> {
+    memory::array(py, events, of).map(Bound::unbind)
 }
 
 fn keys(py: Python<'_>, events: &[Event], of: impl Fn(&Event) -> ExportedKey) -> PyResult<Py<PyArray2<u8>>> {
-    let mut bytes = Vec::with_capacity(events.len() * 32);
-    for event in events {
-        bytes.extend_from_slice(&of(event).0);
-    }
-    Ok(PyArray1::from_vec(py, bytes).reshape([events.len(), 32])?.unbind())
+    let fill = |bytes: &mut [u8]| {
+        bytes.chunks_exact_mut(32).zip(events).for_each(|(key, event)| key.copy_from_slice(&of(event).0));
+    };
+    memory::made(py, [events.len(), 32], fill).map(|(keys, ())| keys.unbind())
 }
 
 #[pymethods]

@@ -1,12 +1,13 @@
 //! Which block goes first, as `BlockManager` sees it: orders and policies by name, priorities, free blocks in their order.
 
+use crate::allocator::ids;
 use crate::args;
-use crate::arrays::Sequences;
+use crate::arrays;
 use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
 use crate::reuse::{PyFreeBlocks, Source};
-use blockyard_core::{Eviction, MAX_PRIORITY, Policies, ReuseOrder};
+use blockyard_core::{BlockId, Eviction, MAX_PRIORITY, Policies, ReuseOrder};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
@@ -35,10 +36,9 @@ impl PyBlockManager {
         let tier = self::tier(tier)?;
         let manager = self.lock();
         let free = manager.pool(tier).free_blocks().take(limit.unwrap_or(usize::MAX));
-        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-        let ids: Vec<i32> = free.map(|block| block.0 as i32).collect();
+        let free: Vec<BlockId> = free.collect();
         drop(manager);
-        Ok(PyArray1::from_vec(py, ids))
+        ids(py, &free)
     }
 
     #[pyo3(signature = (tier = "device"))]
@@ -53,8 +53,7 @@ impl PyBlockManager {
     ) -> PyResult<()> {
         let priority = u8::try_from(priority)
             .map_err(|_| invalid(format!("priority is {priority}, must be 0 to {MAX_PRIORITY}")))?;
-        let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
-        self.lock().set_priority(sequences, priority).map_err(to_py)
+        let sequences = arrays::sequences(sequences)?;
+        self.lock().set_priority(&sequences, priority).map_err(to_py)
     }
 }

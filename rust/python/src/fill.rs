@@ -3,6 +3,7 @@
 use crate::args;
 use crate::arrays::ids;
 use crate::errors::to_py;
+use crate::memory;
 use blockyard_core::FillMap;
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -39,24 +40,29 @@ impl PyFillMap {
     }
 
     fn mark(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.lock().mark(ids(parts)?.as_slice()?).map_err(to_py)
+        let parts = ids(parts)?;
+        self.lock().mark(&parts).map_err(to_py)
     }
 
     fn unmark(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.lock().unmark(ids(parts)?.as_slice()?).map_err(to_py)
+        let parts = ids(parts)?;
+        self.lock().unmark(&parts).map_err(to_py)
     }
 
     fn clear(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.lock().clear(ids(blocks)?.as_slice()?).map_err(to_py)
+        let blocks = ids(blocks)?;
+        self.lock().clear(&blocks).map_err(to_py)
     }
 
     fn require(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.lock().require(ids(parts)?.as_slice()?).map_err(to_py)
+        let parts = ids(parts)?;
+        self.lock().require(&parts).map_err(to_py)
     }
 
     fn count<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let counts = self.lock().count(ids(blocks)?.as_slice()?).map_err(to_py)?;
-        Ok(PyArray1::from_vec(blocks.py(), counts))
+        let (py, blocks) = (blocks.py(), ids(blocks)?);
+        let counts = self.lock().count(&blocks).map_err(to_py)?;
+        memory::array(py, &counts, |&count| count)
     }
 
     fn __repr__(&self) -> String {

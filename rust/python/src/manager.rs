@@ -2,15 +2,17 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
+use crate::allocator::ids;
 use crate::args;
-use crate::arrays::{self, Handle, Sequences, Table, Ticket, TokenIds, Tokens};
+use crate::arrays::{self, Handle, Ticket, Tokens};
 use crate::decision::{PyPairs, PyStepDecision, tier};
 use crate::errors::{invalid, to_py};
 use crate::group::{self, PyCacheGroup, row_in, rows_in};
+use crate::memory::{self, Area};
 use blockyard_core as core;
-use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, Tier, memory};
+use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, TableRows, Tier};
 use blockyard_locks::{Guard, InnerLock};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArrayMethods};
 use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
@@ -83,13 +85,13 @@ impl PyBlockManager {
         sequences: &Bound<'_, PyAny>,
         call: impl FnOnce(&mut Manager, &[SequenceId]) -> core::Result<T>,
     ) -> PyResult<T> {
-        let sequences = Sequences::only_read(sequences)?;
-        call(&mut self.lock(), sequences.get()?).map_err(to_py)
+        let sequences = arrays::sequences(sequences)?;
+        call(&mut self.lock(), &sequences).map_err(to_py)
     }
 }
 
-pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> Bound<'py, PyArray1<u64>> {
-    PyArray1::from_iter(py, ids.iter().map(|id| id.0))
+pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    memory::array(py, ids, |id| id.0)
 }
 
 #[pymethods]
@@ -175,16 +177,16 @@ impl PyBlockManager {
         num_tokens: &Bound<'py, PyAny>,
         encoder_tokens: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let tokens = Tokens::new(num_tokens, "num_tokens")?.to_vec()?;
-        let encoder_tokens =
-            encoder_tokens.map(|tokens| Tokens::new(tokens, "encoder_tokens")?.to_vec()).transpose()?;
+        let tokens = Tokens::new(num_tokens, "num_tokens")?.into_vec();
+        let encoder_tokens = encoder_tokens.map(|tokens| Tokens::new(tokens, "encoder_tokens")).transpose()?;
+        let encoder_tokens = encoder_tokens.map(Tokens::into_vec);
         let mut out = Vec::with_capacity(tokens.len());
         match encoder_tokens {
             None => self.lock().allocate(&tokens, &mut out),
             Some(encoder) => self.lock().allocate_encoded(&tokens, &encoder, &mut out),
         }
         .map_err(to_py)?;
-        Ok(handles(num_tokens.py(), &out))
+        handles(num_tokens.py(), &out)
     }
 
     #[pyo3(signature = (sequence, count = 1))]
@@ -196,7 +198,7 @@ impl PyBlockManager {
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let mut out = Vec::new();
         self.lock().fork(sequence.0, count, &mut out).map_err(to_py)?;
-        Ok(handles(py, &out))
+        handles(py, &out)
     }
 
     fn fork_prefix(
@@ -216,8 +218,8 @@ impl PyBlockManager {
         num_tokens: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<usize> {
-        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), |tokens| Tokens::new(tokens, "num_tokens"))?;
-        let counts = tokens.get()?;
+        let tokens = Tokens::or_one(num_tokens)?;
+        let counts = tokens.get();
         self.batch(sequences, |manager, sequences| manager.blocks_to_append(sequences, counts, lookahead))
     }
 
@@ -228,8 +230,8 @@ impl PyBlockManager {
         num_tokens: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<bool> {
-        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), |tokens| Tokens::new(tokens, "num_tokens"))?;
-        let counts = tokens.get()?;
+        let tokens = Tokens::or_one(num_tokens)?;
+        let counts = tokens.get();
         self.batch(sequences, |manager, sequences| {
             let wanted = manager.blocks_to_append(sequences, counts, lookahead)?;
             Ok(wanted <= manager.pool(Tier::Device).available())
@@ -248,34 +250,38 @@ impl PyBlockManager {
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = sequences.py();
-        let tokens = num_tokens.map_or(Ok(Tokens::All(1)), |tokens| Tokens::new(tokens, "num_tokens"))?;
-        let (sequences, counts) = (Sequences::new(sequences)?, tokens.get()?);
-        let sequences = sequences.get()?;
+        let (sequences, tokens) = (arrays::sequences(sequences)?, Tokens::or_one(num_tokens)?);
+        let counts = tokens.get();
         let total = counts.total(sequences.len()).map_err(to_py)?;
         let groups = self.lock().growing_groups();
         let len = usize::try_from(total).ok().and_then(|total| total.checked_mul(groups));
         let len = len.ok_or_else(|| invalid(format!("{total} tokens are too many for one call")))?;
         if len > MANY {
             // Whether there are blocks is asked before slots take memory, with numbers that may be anything.
-            self.lock().require_append(sequences, counts, lookahead).map_err(to_py)?;
+            self.lock().require_append(&sequences, counts, lookahead).map_err(to_py)?;
         }
+        let token_ids = token_ids.map(|ids| arrays::token_ids(ids, "token_ids")?.into_vec()).transpose()?;
         let out = arrays::slots(py, len, out)?;
-        let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-        let written = slots.as_slice_mut()?;
-        let ids = token_ids.map(|ids| TokenIds::new(ids, "token_ids")).transpose()?;
-        let mut tables = block_tables.map(Table::new).transpose()?;
-        let tables = tables.as_mut().map(Table::rows).transpose()?;
-        match (&ids, tables) {
-            (None, None) => self.lock().append(sequences, counts, lookahead, written),
-            (None, Some(tables)) => self.lock().append_with_tables(sequences, counts, lookahead, tables, written),
-            (Some(ids), tables) => {
-                let ids = ids.get()?;
-                self.lock().append_tokens(sequences, counts, lookahead, ids, tables, written)
+        let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>| {
+            let (slots, mut manager) = (arrays::exactly(slots, len)?, self.lock());
+            match (&token_ids, tables) {
+                (None, None) => manager.append(&sequences, counts, lookahead, slots),
+                (None, Some(tables)) => manager.append_with_tables(&sequences, counts, lookahead, tables, slots),
+                (Some(ids), tables) => manager.append_tokens(&sequences, counts, lookahead, ids, tables, slots),
             }
+            .map_err(to_py)
+        };
+        let slots = arrays::slots_target(&out, "out");
+        match block_tables {
+            None => memory::write(slots, |slots| append(None, slots))?,
+            Some(table) => memory::write_both(arrays::table(table, "block_tables"), slots, |table, slots| {
+                append(Some(arrays::rows(table)), slots)
+            })?,
+        }?;
+        if groups == 1 {
+            return Ok(out);
         }
-        .map_err(to_py)?;
-        drop(slots);
-        if groups == 1 { Ok(out.into_any()) } else { Ok(out.reshape([groups, len / groups])?.into_any()) }
+        Ok(out.cast::<PyArray1<i64>>()?.reshape([groups, len / groups])?.into_any())
     }
 
     fn truncate(
@@ -301,9 +307,7 @@ impl PyBlockManager {
         let row = row_in(&manager, sequence.0, group)?;
         let table = manager.block_table(row).map(<[BlockId]>::to_vec).map_err(to_py)?;
         drop(manager);
-        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-        let ids = table.iter().map(|block| block.0 as i32);
-        Ok(PyArray1::from_iter(py, ids))
+        ids(py, &table)
     }
 
     #[pyo3(signature = (sequences, out = None, *, group = 0))]
@@ -312,30 +316,23 @@ impl PyBlockManager {
         sequences: &Bound<'py, PyAny>,
         out: Option<Bound<'py, PyAny>>,
         #[pyo3(from_py_with = args::group)] group: u32,
-    ) -> PyResult<Bound<'py, PyArray2<i32>>> {
-        let py = sequences.py();
-        let sequences = Sequences::new(sequences)?;
-        let Some(out) = out else {
-            // Under one lock: another thread may append between two.
-            let manager = self.lock();
-            let rows = rows_in(&manager, sequences.get()?, group)?;
-            let width = manager.max_blocks(&rows).map_err(to_py)?;
-            let size = rows.len().saturating_mul(width);
-            let mut table = memory::with_room(size).map_err(to_py)?;
-            table.resize(size, 0);
-            manager.block_tables(&rows, width, &mut table).map_err(to_py)?;
-            drop(manager);
-            return PyArray1::from_vec(py, table).reshape([rows.len(), width]);
-        };
-        let rows = rows_in(&self.lock(), sequences.get()?, group)?;
-        let sequences = rows.as_slice();
-        let out: Bound<'py, PyArray2<i32>> = arrays::output(&out, "int32 [sequences, blocks]")?;
-        let width = out.shape()[1];
-        let mut tables = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-        let rows = tables.as_slice_mut()?;
-        self.lock().block_tables(sequences, width, rows).map_err(to_py)?;
-        drop(tables);
-        Ok(out)
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, sequences) = (sequences.py(), arrays::sequences(sequences)?);
+        if let Some(out) = out {
+            let rows = rows_in(&self.lock(), &sequences, group)?;
+            memory::write(arrays::table(&out, "out"), |table| {
+                self.lock().block_tables(&rows, table.shape[1], table.items).map_err(to_py)
+            })??;
+            return Ok(out);
+        }
+        // Under one lock: another thread may append between two.
+        let manager = self.lock();
+        let rows = rows_in(&manager, &sequences, group)?;
+        let width = manager.max_blocks(&rows).map_err(to_py)?;
+        let write = |table: &mut [i32]| manager.block_tables(&rows, width, table);
+        let (table, written) = memory::made(py, [rows.len(), width], write)?;
+        written.map_err(to_py)?;
+        Ok(table.into_any())
     }
 
     #[pyo3(signature = (sequence, first, last, out = None, *, group = 0))]
@@ -347,17 +344,17 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::last)] last: u32,
         out: Option<Bound<'py, PyAny>>,
         #[pyo3(from_py_with = args::group)] group: u32,
-    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let row = row_in(&self.lock(), sequence.0, group)?;
         let len = self.lock().num_tokens(row).map_err(to_py)?;
         if first > last || last > len {
             return Err(invalid(format!("tokens {first} to {last} of a sequence of {len}")));
         }
-        let out = arrays::slots(py, (last - first) as usize, out)?;
-        let mut slots = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-        let written = slots.as_slice_mut()?;
-        self.lock().slot_mapping(row, first, written).map_err(to_py)?;
-        drop(slots);
+        let tokens = (last - first) as usize;
+        let out = arrays::slots(py, tokens, out)?;
+        memory::write(arrays::slots_target(&out, "out"), |slots| {
+            self.lock().slot_mapping(row, first, arrays::exactly(slots, tokens)?).map_err(to_py)
+        })??;
         Ok(out)
     }
 
@@ -427,7 +424,7 @@ impl PyBlockManager {
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let lost = lost.iter().map(|pairs| pairs.get().to_core(py)).collect::<PyResult<Vec<_>>>()?;
         let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;
-        Ok(handles(py, &hit))
+        handles(py, &hit)
     }
 
     fn check(&self) -> PyResult<()> {

@@ -1,7 +1,7 @@
 //! Defragmentation of a manager's own blocks.
 
 use crate::args::{self, Argument};
-use crate::arrays::Sequences;
+use crate::arrays;
 use crate::defrag::Goals;
 use crate::errors::{invalid, to_py};
 use crate::manager::PyBlockManager;
@@ -82,10 +82,9 @@ impl PyBlockManager {
             (None, _) => 0,
         };
         let budget = Budget { moves: max_moves as usize, bytes: max_bytes.unwrap_or(u64::MAX), block_bytes };
-        let sequences = sequences.map(Sequences::only_read).transpose()?;
-        let sequences = sequences.as_ref().map(Sequences::get).transpose()?;
+        let sequences = sequences.map(arrays::sequences).transpose()?;
         let Moves { planned, left, stuck, held, dropped } =
-            self.lock().defragment(&goals, sequences, budget, what).map_err(to_py)?;
+            self.lock().defragment(&goals, sequences.as_deref(), budget, what).map_err(to_py)?;
         Ok(PyDefragReport { planned, left, stuck, held, dropped })
     }
 

@@ -99,7 +99,7 @@ impl PyAllocatorPair {
         let mut out = Vec::with_capacity(blocks.len());
         let copies = self.lock().swap(src, blocks, &mut out).map_err(to_py)?;
         let pairs = Pairs { src, dst, ids: copies.into_iter().map(|pair| pair.map(|block| block.0)).collect() };
-        Ok((ids(py, &out), PyPairs::from_core(py, &pairs)?))
+        Ok((ids(py, &out)?, PyPairs::from_core(py, &pairs)?))
     }
 }
 

@@ -1,10 +1,12 @@
 //! Pins, and deadlines of tickets.
 
+use crate::allocator::ids;
 use crate::args;
-use crate::arrays::{Handle, Ticket, TokenIds};
+use crate::arrays::{self, Handle, Ticket};
 use crate::decision::tier;
 use crate::errors::to_py;
 use crate::manager::{PyBlockManager, handles};
+use crate::memory;
 use blockyard_core::{BlockId, Expired, KeySpec, PinId, Prompt};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -16,11 +18,6 @@ pub(crate) struct PyExpired {
     pins: Vec<u64>,
     overdue: Vec<u64>,
     sequences: Py<PyArray1<u64>>,
-}
-
-#[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-fn ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> Bound<'py, PyArray1<i32>> {
-    PyArray1::from_iter(py, blocks.iter().map(|block| block.0 as i32))
 }
 
 #[pymethods]
@@ -41,10 +38,10 @@ impl PyBlockManager {
         salt: Option<&[u8]>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<(u64, u32)> {
-        let tokens = TokenIds::new(prompt, "prompt")?;
         let spec = KeySpec::new(salt, lora_id);
-        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
-        let pinned = self.lock().pin_prompt(&prompt, deadline);
+        let pinned = memory::lend(&[arrays::token_ids(prompt, "prompt")?], |tokens| {
+            self.lock().pin_prompt(&Prompt { tokens: tokens[0], spec, extras: &[] }, deadline)
+        })?;
         pinned.map(|(pin, cached)| (pin.0, cached)).map_err(to_py)
     }
 
@@ -54,7 +51,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::pin)] pin: u64,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = self.lock().pinned_blocks(PinId(pin)).map(<[BlockId]>::to_vec).map_err(to_py)?;
-        Ok(ids(py, &blocks))
+        ids(py, &blocks)
     }
 
     fn submit_pin(&self, #[pyo3(from_py_with = args::pin)] pin: u64) -> PyResult<()> {
@@ -83,12 +80,12 @@ impl PyBlockManager {
             tickets: tickets.iter().map(|ticket| ticket.0).collect(),
             pins: pins.iter().map(|pin| pin.0).collect(),
             overdue: overdue.iter().map(|ticket| ticket.0).collect(),
-            sequences: handles(py, &sequences).unbind(),
+            sequences: handles(py, &sequences)?.unbind(),
         })
     }
 
     fn quarantined_blocks<'py>(&self, py: Python<'py>, tier: &str) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = self.lock().quarantined(self::tier(tier)?);
-        Ok(ids(py, &blocks))
+        ids(py, &blocks)
     }
 }

@@ -1,11 +1,13 @@
 //! `CopyRoute` and the functions of plans: runs, orders, stretches of unequal blocks.
 
 use crate::args;
-use crate::arrays::{self, Ids, ids};
+use crate::arrays::{self, ids};
 use crate::decision::{PyStepDecision, array};
 use crate::errors::{invalid, to_py};
-use blockyard_core::{End, Pieces, Region, Route, Side, Span, memory, merge_runs, order_moves, orders};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
+use crate::memory::{self, Target};
+use blockyard_core::{End, Pieces, Region, Route, Side, Span, merge_runs, order_moves, orders};
+use numpy::ndarray::Dimension;
+use numpy::{Ix1, Ix2, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -27,19 +29,18 @@ impl PyCopyRoute {
         #[pyo3(from_py_with = args::dst_per_row)] dst_per_row: u32,
         in_place: bool,
     ) -> PyResult<Self> {
-        let array: PyReadonlyArray2<'_, u64> =
-            regions.extract().map_err(|_| invalid(format!("regions must be a {REGION}")))?;
-        if array.shape()[1] != 8 {
-            return Err(invalid(format!("regions have shape {:?}, must be {REGION}", array.shape())));
+        let found = memory::copied::<u64, Ix2>(regions)?;
+        let (numbers, shape) = found.ok_or_else(|| invalid(format!("regions must be a {REGION}")))?;
+        if shape[1] != 8 {
+            return Err(invalid(format!("regions have shape {:?}, must be {REGION}", shape.slice())));
         }
-        let view = array.as_array();
-        let region = |row: numpy::ndarray::ArrayView1<'_, u64>| -> PyResult<Region> {
+        let region = |row: &[u64]| -> PyResult<Region> {
             let side = |at: usize| Side { base: row[at], row: row[at + 1], sub: row[at + 2] };
             let part = u32::try_from(row[7]).map_err(|_| invalid(format!("part is {}, must be below 2^32", row[7])))?;
             Ok(Region { src: side(0), dst: side(3), bytes: row[6], part })
         };
-        let mut regions = memory::with_room(view.nrows()).map_err(to_py)?;
-        for row in view.rows() {
+        let mut regions = memory::reserved(numbers.len() / 8)?;
+        for row in numbers.chunks_exact(8) {
             regions.push(region(row)?);
         }
         let src = End { blocks: src_blocks, per_row: src_per_row };
@@ -59,16 +60,15 @@ impl PyCopyRoute {
 
     fn compile<'py>(&self, pairs: &Bound<'py, PyAny>, out: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let pairs = arrays::pairs(pairs)?;
-        let out: Bound<'py, PyArray2<u64>> = arrays::output(out, "uint64 [3, pieces]")?;
-        if out.shape()[0] != 3 {
-            return Err(invalid(format!("out has shape {:?}, must be [3, pieces]", out.shape())));
-        }
-        let pieces = out.shape()[1];
-        let mut writable = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-        let (src, rest) = writable.as_slice_mut()?.split_at_mut(pieces);
-        let (dst, bytes) = rest.split_at_mut(pieces);
-        let starts = self.0.compile(&pairs, &mut Pieces { src, dst, bytes }).map_err(to_py)?;
-        Ok(PyArray1::from_iter(out.py(), starts.into_iter().map(number)))
+        let starts = memory::write(Target::<u64, Ix2>::new(out, "out", "uint64 [3, pieces]"), |out| {
+            let &[3, pieces] = out.shape else {
+                return Err(invalid(format!("out has shape {:?}, must be [3, pieces]", out.shape)));
+            };
+            let (src, rest) = out.items.split_at_mut(pieces);
+            let (dst, bytes) = rest.split_at_mut(pieces);
+            self.0.compile(&pairs, &mut Pieces { src, dst, bytes }).map_err(to_py)
+        })??;
+        memory::array(out.py(), &starts, number)
     }
 
     fn __repr__(&self) -> String {
@@ -77,8 +77,8 @@ impl PyCopyRoute {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "counts entries of an array in memory")]
-fn number(count: usize) -> i64 {
-    count as i64
+fn number(count: &usize) -> i64 {
+    *count as i64
 }
 
 /// Merges pairs whose source and destination both continue the pair before; the order is kept.
@@ -86,8 +86,8 @@ fn number(count: usize) -> i64 {
 #[pyo3(name = "merge_runs")]
 pub(crate) fn py_merge_runs<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<i64>>> {
     let runs = merge_runs(&arrays::pairs(ids)?);
-    let numbers = runs.iter().flat_map(|run| [run.src, run.dst, run.len].map(i64::from));
-    PyArray1::from_iter(ids.py(), numbers).reshape([runs.len(), 3])
+    let numbers: Vec<[u32; 3]> = runs.iter().map(|run| [run.src, run.dst, run.len]).collect();
+    memory::filled(ids.py(), [runs.len(), 3], numbers.as_flattened(), |&number| i64::from(number))
 }
 
 /// Pairs, and where waves of them begin.
@@ -102,7 +102,7 @@ pub(crate) fn py_order_moves<'py>(
 ) -> PyResult<Waves<'py>> {
     let (ordered, starts) = order_moves(&arrays::pairs(pairs)?, num_blocks).map_err(to_py)?;
     let py = pairs.py();
-    Ok((array(py, &ordered)?, PyArray1::from_iter(py, starts.into_iter().map(number))))
+    Ok((array(py, &ordered)?, memory::array(py, &starts, number)?))
 }
 
 /// For each transfer of a decision the earlier ones that must have finished before it begins.
@@ -123,9 +123,10 @@ pub(crate) fn expand_span(
     #[pyo3(from_py_with = args::first)] first: u32,
     #[pyo3(from_py_with = args::last)] last: u32,
 ) -> PyResult<()> {
-    let blocks: Ids<'_> = ids(blocks)?;
-    let span = Span { blocks: blocks.as_slice()?, per_block, first, last };
-    let out = out.cast::<PyArray1<i64>>().map_err(|_| invalid("out must be an int64 array [n]".to_owned()))?;
-    let mut out = out.try_readwrite().map_err(|error| invalid(format!("out cannot be written: {error}")))?;
-    span.expand(out.as_array_mut().iter_mut()).map_err(to_py)
+    let blocks = ids(blocks)?;
+    let span = Span { blocks: &blocks, per_block, first, last };
+    let mut expanded = memory::reserved(out.len()?)?;
+    expanded.resize(out.len()?, 0);
+    span.expand(expanded.iter_mut()).map_err(to_py)?;
+    memory::store(Target::<i64, Ix1>::new(out, "out", "int64 [n]"), &[expanded.len()], &expanded)
 }

@@ -1,9 +1,11 @@
 //! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
 
+use crate::allocator::ids;
 use crate::args;
-use crate::arrays::{Handle, Sequences, TokenIds, Tokens};
+use crate::arrays::{self, Handle, Tokens};
 use crate::errors::{invalid, to_py};
-use crate::manager::{PyBlockManager, handles};
+use crate::manager::PyBlockManager;
+use crate::memory;
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
 use numpy::PyArray1;
@@ -55,8 +57,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
         #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
     ) -> PyResult<Allocated<'py>> {
-        let tokens =
-            prompts.iter().map(|prompt| TokenIds::only_read(prompt, "prompts")).collect::<PyResult<Vec<_>>>()?;
+        let tokens = prompts.iter().map(|prompt| arrays::token_ids(prompt, "prompts")).collect::<PyResult<Vec<_>>>()?;
         let spec = KeySpec::new(salt, lora_id);
         if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
             return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
@@ -67,17 +68,17 @@ impl PyBlockManager {
         } else {
             (0..tokens.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
         };
-        let mut prompts = Vec::with_capacity(tokens.len());
-        for (i, tokens) in tokens.iter().enumerate() {
-            let extras = extras.get(i).map_or(&[][..], Vec::as_slice);
-            prompts.push(Prompt { tokens: tokens.get()?, spec, extras });
-        }
-        let mut out = Vec::with_capacity(prompts.len());
-        let chunk = chunk_tokens.unwrap_or(u32::MAX);
-        self.lock().allocate_chunks(&prompts, chunk, &mut out).map_err(to_py)?;
-        let cached = PyArray1::from_iter(py, out.iter().map(|(_, cached)| *cached));
-        let ids: Vec<_> = out.iter().map(|(sequence, _)| *sequence).collect();
-        Ok((handles(py, &ids), cached))
+        let (mut out, chunk) = (memory::reserved(tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
+        memory::lend(&tokens, |tokens| {
+            let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
+            let prompts = tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec, extras: extras(i) });
+            let prompts: Vec<_> = prompts.collect();
+            self.lock().allocate_chunks(&prompts, chunk, &mut out)
+        })?
+        .map_err(to_py)?;
+        let cached = memory::array(py, &out, |(_, cached)| *cached)?;
+        let sequences = memory::array(py, &out, |(sequence, _)| sequence.0)?;
+        Ok((sequences, cached))
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
@@ -87,10 +88,10 @@ impl PyBlockManager {
         salt: Option<&[u8]>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<u32> {
-        let tokens = TokenIds::only_read(prompt, "prompt")?;
         let spec = KeySpec::new(salt, lora_id);
-        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
-        self.lock().cached_tokens(&prompt).map_err(to_py)
+        memory::lend(&[arrays::token_ids(prompt, "prompt")?], |tokens| {
+            self.lock().cached_tokens(&Prompt { tokens: tokens[0], spec, extras: &[] }).map_err(to_py)
+        })?
     }
 
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
@@ -100,10 +101,10 @@ impl PyBlockManager {
         salt: Option<&[u8]>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<usize> {
-        let tokens = TokenIds::only_read(prompt, "prompt")?;
         let spec = KeySpec::new(salt, lora_id);
-        let prompt = Prompt { tokens: tokens.get()?, spec, extras: &[] };
-        self.lock().blocks_to_allocate(&prompt).map_err(to_py)
+        memory::lend(&[arrays::token_ids(prompt, "prompt")?], |tokens| {
+            self.lock().blocks_to_allocate(&Prompt { tokens: tokens[0], spec, extras: &[] }).map_err(to_py)
+        })?
     }
 
     fn next_chunk(
@@ -116,20 +117,17 @@ impl PyBlockManager {
 
     #[pyo3(signature = (sequences, num_computed = None))]
     fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let sequences = Sequences::only_read(sequences)?;
-        let computed = num_computed.map(|computed| Tokens::new(computed, "num_computed")?.to_vec()).transpose()?;
-        let sequences = sequences.get()?;
-        self.lock().mark_computed_to(sequences, computed.as_deref()).map_err(to_py)
+        let sequences = arrays::sequences(sequences)?;
+        let computed = num_computed.map(|computed| Tokens::new(computed, "num_computed")).transpose()?;
+        let computed = computed.map(Tokens::into_vec);
+        self.lock().mark_computed_to(&sequences, computed.as_deref()).map_err(to_py)
     }
 
     fn common_computed_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let py = sequences.py();
-        let sequences = Sequences::new(sequences)?;
-        let sequences = sequences.get()?;
-        let blocks = self.lock().common_computed_blocks(sequences).map_err(to_py)?;
-        #[expect(clippy::cast_possible_wrap, reason = "block ids stay below 2^30")]
-        let ids = blocks.iter().map(|block| block.0 as i32);
-        Ok(PyArray1::from_iter(py, ids))
+        let sequences = arrays::sequences(sequences)?;
+        let blocks = self.lock().common_computed_blocks(&sequences).map_err(to_py)?;
+        ids(py, &blocks)
     }
 
     fn reset_prefix_cache(&self) -> bool {
@@ -164,12 +162,18 @@ pub(crate) fn export_keys<'py>(
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let tokens = TokenIds::new(tokens, "tokens")?;
     let mut chain = Chain::new(&KeySpec::new(salt, lora_id), block_size, cache_group);
-    let blocks = tokens.get()?.chunks_exact(block_size as usize);
-    let export = |block| {
+    let export = |block: &[u32]| -> PyResult<_> {
         chain.block(block, &[]).map_err(to_py)?;
-        Ok(PyBytes::new(py, &chain.export().0))
+        Ok(chain.export().0)
     };
-    blocks.map(export).collect()
+    let keys = memory::lend(&[arrays::token_ids(tokens, "tokens")?], |tokens| {
+        let blocks = tokens[0].chunks_exact(block_size as usize);
+        let mut keys = memory::reserved(blocks.len())?;
+        for key in blocks.map(export) {
+            keys.push(key?);
+        }
+        PyResult::Ok(keys)
+    })??;
+    Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
 }

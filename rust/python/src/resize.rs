@@ -3,6 +3,7 @@
 use crate::args;
 use crate::errors::to_py;
 use crate::manager::PyBlockManager;
+use crate::memory;
 use blockyard_core::Resize;
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -43,9 +44,9 @@ impl PyBlockManager {
         self.lock().resize_device(blocks as usize).map(Into::into).map_err(to_py)
     }
 
-    fn device_uses<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u8>> {
+    fn device_uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let uses = self.lock().device_uses();
-        PyArray1::from_iter(py, uses.into_iter().map(|used| used as u8))
+        memory::array(py, &uses, |&used| used as u8)
     }
 
     fn resize_progress(&self) -> PyResizeProgress {

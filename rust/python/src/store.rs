@@ -2,10 +2,12 @@
 
 use crate::args::{self, Argument};
 use crate::arrays::Ticket;
+use crate::memory;
 use blockyard_store::{
-    BlockDevice, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore, Stats, StoreOptions,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore, Stats,
+    StoreOptions,
 };
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArray2, get_array_module};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::collections::BTreeMap;
@@ -92,10 +94,10 @@ impl PyCompletion {
         (self.ticket, &self.ok, &self.rows, &self.reasons).into_pyobject(py)
     }
 
-    fn __repr__(&self, py: Python<'_>) -> String {
-        let flags = self.ok.bind(py).readonly();
-        let done = flags.as_array().iter().filter(|&&ok| ok).count();
-        format!("Completion(ticket={}, ok={done} of {})", self.ticket, flags.len())
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let ok = self.ok.bind(py).as_any();
+        let done = get_array_module(py)?.call_method1("count_nonzero", (ok,))?;
+        Ok(format!("Completion(ticket={}, ok={done} of {})", self.ticket, ok.len()?))
     }
 }
 
@@ -314,25 +316,20 @@ impl PySlabStore {
         found.map(|found| geometry.offset(found)).ok_or_else(missing)
     }
 
-    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`. The bytes are copied before this
+    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`, of any layout. The bytes are copied before this
     /// returns a ticket. See `ExternalStore.submit_write`.
-    fn submit_write(&self, py: Python<'_>, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn submit_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
-        let wanted = "a C-contiguous uint8 array [n, bytes_per_block]";
-        let array: PyReadonlyArray2<'_, u8> = rows.extract().map_err(|_| expected("rows", wanted, rows))?;
         let shape = [slots.len(), self.bytes_per_block()];
-        if array.shape() != shape {
-            return Err(invalid(format!("rows have shape {:?}, must be {shape:?}", array.shape())));
-        }
-        let (slots, rows) = (slots.as_slice()?, array.as_slice().map_err(|_| expected("rows", wanted, rows))?);
-        py.detach(|| self.store.submit_write(slots, rows)).map_err(|error| to_py(&error))
+        let submitted = memory::lend_rows(rows, shape, |bytes| self.store.submit_write(&slots, bytes))?;
+        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
+        submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
     }
 
     /// Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`.
     fn submit_read(&self, py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
-        let slots = slots.as_slice()?;
-        py.detach(|| self.store.submit_read(slots)).map_err(|error| to_py(&error))
+        py.detach(|| self.store.submit_read(&slots)).map_err(|error| to_py(&error))
     }
 
     /// Tickets that finished or expired since the last call, not collected yet. Never waits.
@@ -351,33 +348,19 @@ impl PySlabStore {
         let ticket = ticket.0.0;
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
         self.wait_until(py, ticket, timeout.and_then(|timeout| Instant::now().checked_add(timeout)))?;
-        let completion = self.store.take(ticket).map_err(|error| to_py(&error))?;
-        let len = completion.blocks().len();
+        let (is_read, len) = self.store.expects(ticket).map_err(|error| to_py(&error))?;
+        // Memory first: without it the ticket can still be collected.
+        let mut reasons = memory::reserved(len)?;
         let width = self.bytes_per_block();
-        let rows = PyArray2::<u8>::zeros(py, [if completion.is_read() { len } else { 0 }, width], false);
-        let reasons = {
-            let mut writable = rows.readwrite();
-            let out = writable.as_slice_mut()?;
-            py.detach(|| {
-                let mut out = out.chunks_exact_mut(width);
-                let copy = |block: Result<Option<&[u8]>, Miss>| {
-                    let row = out.next();
-                    match (block, row) {
-                        (Ok(Some(block)), Some(row)) => row.copy_from_slice(block),
-                        (Err(miss), _) => return miss.name(),
-                        _ => {}
-                    }
-                    ""
-                };
-                completion.blocks().map(copy).collect::<Vec<_>>()
-            })
-        };
-        Ok(PyCompletion {
-            ticket,
-            ok: PyArray1::from_iter(py, reasons.iter().map(|reason| reason.is_empty())).unbind(),
-            rows: rows.unbind(),
-            reasons: PyTuple::new(py, reasons)?.unbind(),
-        })
+        let (ok, rows) = memory::made(py, len, |ok: &mut [bool]| {
+            let (rows, taken) = memory::made(py, [if is_read { len } else { 0 }, width], |out: &mut [u8]| {
+                py.detach(|| self.store.take(ticket).map(|found| collect(&found, out, width, &mut reasons)))
+            })?;
+            taken.map_err(|error| to_py(&error))?;
+            ok.iter_mut().zip(&reasons).for_each(|(ok, reason)| *ok = reason.is_empty());
+            Ok::<_, PyErr>(rows.unbind())
+        })?;
+        Ok(PyCompletion { ticket, ok: ok.unbind(), rows: rows?, reasons: PyTuple::new(py, reasons)?.unbind() })
     }
 
     /// Counters since the store was opened.
@@ -428,10 +411,20 @@ impl PySlabStore {
     }
 }
 
-fn slot_array<'py>(value: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, i64>> {
-    let wanted = "a contiguous int64 array [n]";
-    let array: PyReadonlyArray1<'py, i64> = value.extract().map_err(|_| expected("slots", wanted, value))?;
-    if array.is_contiguous() { Ok(array) } else { Err(expected("slots", wanted, value)) }
+/// Copies what was read, and says why what was not is a miss.
+fn collect(found: &Completion, out: &mut [u8], width: usize, reasons: &mut Vec<&'static str>) {
+    let mut rows = out.chunks_exact_mut(width);
+    for block in found.blocks() {
+        let row = rows.next();
+        if let (Ok(Some(block)), Some(row)) = (block, row) {
+            row.copy_from_slice(block);
+        }
+        reasons.push(block.map_or_else(Miss::name, |_| ""));
+    }
+}
+
+fn slot_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    memory::listed(value)?.ok_or_else(|| expected("slots", "an int64 array [n]", value))
 }
 
 /// The error for an argument that is not the array it must be; says what it is.

@@ -260,6 +260,15 @@ impl SlabStore {
         })
     }
 
+    /// Whether a ticket reads, and how many blocks it has.
+    ///
+    /// # Errors
+    /// `UnknownTicket`, `Forked`.
+    pub fn expects(&self, ticket: u64) -> Result<(bool, usize)> {
+        self.check_process()?;
+        self.shared.lock().queue.tickets.expects(ticket)
+    }
+
     /// Counters since the store was opened.
     ///
     /// # Errors

@@ -102,6 +102,12 @@ impl Tickets {
         })
     }
 
+    /// Whether a ticket reads, and how many blocks it has.
+    pub(crate) fn expects(&self, ticket: u64) -> Result<(bool, usize)> {
+        let entry = self.entries.get(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        Ok((entry.reads, entry.blocks.len()))
+    }
+
     /// When a ticket's unfinished blocks become misses.
     pub(crate) fn deadline(&self, ticket: u64) -> Result<Instant> {
         self.entries.get(&ticket).map(|entry| entry.deadline).ok_or(Error::UnknownTicket { ticket })

@@ -4,6 +4,7 @@ use super::allocator::PyPrefixCachingBlockAllocator;
 use super::key::{self, IntKey};
 use super::{lock, require};
 use crate::args;
+use crate::memory;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
@@ -141,9 +142,7 @@ impl Drop for PyNaiveBlock {
         Python::try_attach(|py| {
             while let Some(block) = next.take() {
                 let block = block.into_bound(py);
-                // SAFETY: the interpreter is attached and `block` holds the object.
-                let owners = unsafe { pyo3::ffi::Py_REFCNT(block.as_ptr()) };
-                if let (1, Ok(last)) = (owners, block.cast::<Self>()) {
+                if let (1, Ok(last)) = (memory::owners(&block), block.cast::<Self>()) {
                     next = lock(&last.get().prev).take();
                 }
             }

@@ -1,0 +1,561 @@
+//! All of the binding's `unsafe`: the caller's arrays, new arrays, lists of ints, rows to copy.
+//!
+//! The proofs below rest on this:
+//! - *numpy's word.* An array has memory for its dtype, shape and strides at its data pointer, as long as the array lives.
+//!   An array that lies (from `as_strided`, `ctypes` or a raw address), or that another thread gives other memory by
+//!   `resize(refcheck=False)` or `data =` while a call without the interpreter's lock uses it, is as unsafe here as in numpy.
+//! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each function
+//!   reads them right before it touches the memory, and no Python code runs in between or until the last touch. Slices are
+//!   lent to closures that are `Send`, so that no Python object gets in.
+//! - *The interpreter's lock.* While a thread is attached no other runs Python code. Where there is no such lock the borrow
+//!   flags of rust-numpy keep two calls from writing one array.
+//! - *Any bytes will do.* [`Plain`] types have no invalid values, and nobody trusts what they read: threads that write to an
+//!   array that a call reads or writes without the lock, as they can during numpy's own copies, get mixed bytes.
+//! - *One writer.* Two slices that share a byte are both read only. Addresses decide, as two arrays can have one memory and
+//!   no common owner.
+
+use crate::arrays::describe;
+use crate::errors::{invalid, out_of_memory};
+use blockyard_copy::Rows;
+use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};
+use numpy::npyffi::{
+    _PyArray_GET_ITEM_DATA, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, PY_ARRAY_API, npy_intp,
+};
+use numpy::{Element, PyArray, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::sync::critical_section::with_critical_section;
+use pyo3::types::PyList;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+/// Types of which zeroed memory is a value.
+///
+/// # Safety
+/// It is.
+pub(crate) unsafe trait Zeroed: Element + Copy {}
+
+/// Types of which any bytes are a value.
+///
+/// # Safety
+/// They are, and there is no padding.
+pub(crate) unsafe trait Plain: Zeroed {}
+
+macro_rules! plain {
+    ($($number:ty),*) => {$(
+        // SAFETY: an integer.
+        unsafe impl Zeroed for $number {}
+        // SAFETY: as above.
+        unsafe impl Plain for $number {}
+    )*};
+}
+
+plain!(u8, i32, i64, u32, u64);
+
+// SAFETY: zero is false.
+unsafe impl Zeroed for bool {}
+
+// ---- new memory ----
+
+/// An empty vector with room for `len` items.
+pub(crate) fn reserved<T>(len: usize) -> PyResult<Vec<T>> {
+    let mut items = Vec::new();
+    items.try_reserve_exact(len).map_err(|_| out_of_memory(len.saturating_mul(size_of::<T>())))?;
+    Ok(items)
+}
+
+/// A new array of numpy's, C-contiguous and aligned; without `zeroed` its items are still to be written.
+fn new<T: Zeroed, D: Dimension>(py: Python<'_>, shape: D, zeroed: bool) -> PyResult<Bound<'_, PyArray<T, D>>> {
+    let bytes = shape.slice().iter().fold(size_of::<T>(), |bytes, &len| bytes.saturating_mul(len));
+    // As many as an array of numpy's may have.
+    let mut dims: [npy_intp; 64] = [0; 64];
+    let (Ok(ndim), true) = (i32::try_from(shape.ndim()), shape.ndim() <= dims.len()) else {
+        return Err(out_of_memory(bytes));
+    };
+    for (to, &len) in dims.iter_mut().zip(shape.slice()) {
+        *to = npy_intp::try_from(len).map_err(|_| out_of_memory(bytes))?;
+    }
+    let (dims, kind) = (dims.as_mut_ptr(), dtype::<T>(py).into_dtype_ptr());
+    // SAFETY: attached; `dims` has `ndim` lengths; the call takes the reference to the dtype over. It returns an array of
+    // its own, or null and an error.
+    let array = unsafe {
+        let array = if zeroed {
+            PY_ARRAY_API.PyArray_Zeros(py, ndim, dims, kind, 0)
+        } else {
+            PY_ARRAY_API.PyArray_Empty(py, ndim, dims, kind, 0)
+        };
+        Bound::from_owned_ptr_or_err(py, array)
+    };
+    // What numpy has to say of such a size: no memory, or too many bytes.
+    let array = array.map_err(|_| out_of_memory(bytes))?;
+    Ok(array.cast_into::<PyArray<T, D>>()?)
+}
+
+/// A new array, zeroed.
+pub(crate) fn zeros<T: Zeroed, D: Dimension>(
+    py: Python<'_>,
+    shape: impl IntoDimension<Dim = D>,
+) -> PyResult<Bound<'_, PyArray<T, D>>> {
+    new(py, shape.into_dimension(), true)
+}
+
+/// A new array whose items, in C order and zero before, `fill` writes; and what that returns.
+pub(crate) fn made<T: Zeroed, D: Dimension, R>(
+    py: Python<'_>,
+    shape: impl IntoDimension<Dim = D>,
+    fill: impl FnOnce(&mut [T]) -> R,
+) -> PyResult<(Bound<'_, PyArray<T, D>>, R)> {
+    let array = zeros(py, shape)?;
+    // SAFETY: C-contiguous, aligned and zeroed, and nobody else has it.
+    let filled = fill(unsafe { area(&array) }.items);
+    Ok((array, filled))
+}
+
+/// A new array of what `of` makes of each item, in C order; the rest is zero, if there are fewer.
+pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
+    py: Python<'py>,
+    shape: impl IntoDimension<Dim = D>,
+    items: &[S],
+    of: impl Fn(&S) -> T,
+) -> PyResult<Bound<'py, PyArray<T, D>>> {
+    let array = new::<T, D>(py, shape.into_dimension(), false)?;
+    let len = array.len().min(items.len());
+    // SAFETY: the array has so many places in a row, aligned, and nobody else has it.
+    let places = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<T>>(), array.len()) };
+    for (place, item) in places[..len].iter_mut().zip(&items[..len]) {
+        place.write(of(item));
+    }
+    places[len..].fill(MaybeUninit::zeroed());
+    Ok(array)
+}
+
+/// A new array of what `of` makes of each item.
+pub(crate) fn array<'py, S, T: Zeroed>(
+    py: Python<'py>,
+    items: &[S],
+    of: impl Fn(&S) -> T,
+) -> PyResult<Bound<'py, PyArray<T, Ix1>>> {
+    filled(py, items.len(), items, of)
+}
+
+// ---- arrays that are read ----
+
+/// The items of an array, in C order, and its shape; none if it is no array of that type and dimension. Any layout will do.
+pub(crate) fn copied<T: Plain, D: Dimension>(value: &Bound<'_, PyAny>) -> PyResult<Option<(Vec<T>, D)>> {
+    let Ok(array) = value.cast::<PyArray<T, D>>() else { return Ok(None) };
+    let (data, len) = (array.data(), array.len());
+    let mut items: Vec<T> = reserved(len)?;
+    if array.is_c_contiguous() {
+        // SAFETY: the array has `len` items in a row from `data` on, aligned or not, of which any bytes are a value; there
+        // is room for them.
+        unsafe {
+            items.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(data.cast(), len * size_of::<T>());
+            items.set_len(len);
+        }
+    } else {
+        each(array, |at| {
+            // SAFETY: an item of the array, aligned or not.
+            items.push(unsafe { at.read_unaligned() });
+        });
+    }
+    Ok(Some((items, array.dims())))
+}
+
+/// The items of an array of one dimension.
+pub(crate) fn listed<T: Plain>(value: &Bound<'_, PyAny>) -> PyResult<Option<Vec<T>>> {
+    Ok(copied::<T, Ix1>(value)?.map(|(items, _)| items))
+}
+
+/// Visits the address of each item, in C order.
+fn each<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>, mut visit: impl FnMut(*mut T)) {
+    let (shape, strides) = (array.shape(), array.strides());
+    if shape.contains(&0) {
+        return;
+    }
+    let mut index = vec![0_isize; shape.len()];
+    loop {
+        let offset = index.iter().zip(strides).map(|(&index, &stride)| index.wrapping_mul(stride));
+        visit(array.data().wrapping_byte_offset(offset.fold(0, isize::wrapping_add)));
+        let mut axis = shape.len();
+        loop {
+            let Some(before) = axis.checked_sub(1) else { return };
+            axis = before;
+            index[axis] += 1;
+            if index[axis].unsigned_abs() < shape[axis] {
+                break;
+            }
+            index[axis] = 0;
+        }
+    }
+}
+
+/// Numbers that may stay where the caller has them.
+pub(crate) enum Numbers<'py, T> {
+    /// An array that was C-contiguous and aligned when it was handed over.
+    Array(Bound<'py, PyAny>),
+    /// A copy.
+    List(Vec<T>),
+}
+
+impl<'py, T: Plain> Numbers<'py, T> {
+    /// An array of one dimension, copied unless it is one slice; none if `value` is no such array.
+    pub(crate) fn of_array(value: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        match value.cast::<PyArray<T, Ix1>>() {
+            Ok(array) if is_slice(array) => Ok(Some(Self::Array(value.clone()))),
+            Ok(_) => Ok(listed(value)?.map(Self::List)),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// A copy of the numbers.
+    pub(crate) fn into_vec(self) -> PyResult<Vec<T>> {
+        match self {
+            Self::List(numbers) => Ok(numbers),
+            Self::Array(array) => listed(&array)?.ok_or_else(changed),
+        }
+    }
+
+    /// The numbers as they are now.
+    fn get(&self) -> PyResult<&[T]> {
+        let array = match self {
+            Self::List(numbers) => return Ok(numbers),
+            Self::Array(array) => array.cast::<PyArray<T, Ix1>>().ok().filter(|array| is_slice(array)),
+        };
+        let array = array.ok_or_else(changed)?;
+        if array.is_empty() {
+            return Ok(&[]);
+        }
+        // SAFETY: the array has so many items in a row, aligned. `lend` ends the slice before Python code can run; until
+        // then nobody writes.
+        Ok(unsafe { std::slice::from_raw_parts(array.data(), array.len()) })
+    }
+}
+
+fn changed() -> PyErr {
+    invalid("an array of token ids was changed while the call read its arguments".to_owned())
+}
+
+/// Lends numbers of the caller's to `call`, which writes to no array.
+pub(crate) fn lend<T: Plain, R>(numbers: &[Numbers<'_, T>], call: impl FnOnce(&[&[T]]) -> R + Send) -> PyResult<R> {
+    let mut slices = reserved(numbers.len())?;
+    for numbers in numbers {
+        slices.push(numbers.get()?);
+    }
+    Ok(call(&slices))
+}
+
+/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none if
+/// `value` is no such array.
+pub(crate) fn lend_rows<R: Send>(
+    value: &Bound<'_, PyAny>,
+    shape: [usize; 2],
+    call: impl FnOnce(&[u8]) -> R + Send,
+) -> PyResult<Option<R>> {
+    let (py, array) = (value.py(), value.cast::<PyArray<u8, Ix2>>().ok());
+    let Some(array) = array.filter(|array| array.shape() == shape) else { return Ok(None) };
+    if !is_slice(array) {
+        return Ok(copied::<u8, Ix2>(value)?.map(|(bytes, _)| py.detach(|| call(&bytes))));
+    }
+    // SAFETY: the array has so many bytes in a row, and lives until this returns. Threads that write to them meanwhile are
+    // as above: `call` copies the bytes and looks at none.
+    let bytes = if array.is_empty() { &[] } else { unsafe { std::slice::from_raw_parts(array.data(), array.len()) } };
+    Ok(Some(py.detach(|| call(bytes))))
+}
+
+fn is_slice<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {
+    array.is_c_contiguous() && array.data().is_aligned()
+}
+
+// ---- arrays that are written ----
+
+/// An array that a call is to write to.
+#[derive(Clone, Copy)]
+pub(crate) struct Target<'a, 'py, T, D> {
+    array: &'a Bound<'py, PyAny>,
+    name: &'static str,
+    must: &'static str,
+    /// What the array is known to be.
+    form: Option<&'a Form>,
+    kind: PhantomData<(T, D)>,
+}
+
+/// What an array was when it was checked.
+struct Form {
+    address: usize,
+    shape: Vec<usize>,
+    /// Kept, so that no other dtype gets its address.
+    dtype: Py<PyArrayDescr>,
+}
+
+/// An array of the caller's that many calls write to. It stays as it was when it was handed over, or the calls fail: what they
+/// have written is nowhere else.
+pub(crate) struct Kept<T, D> {
+    pub(crate) array: Py<PyAny>,
+    name: &'static str,
+    must: &'static str,
+    form: Form,
+    kind: PhantomData<fn() -> (T, D)>,
+}
+
+impl<T: Plain, D: Dimension> Kept<T, D> {
+    /// The array that each call writes to.
+    pub(crate) fn target<'a, 'py>(&'a self, py: Python<'py>) -> Target<'a, 'py, T, D> {
+        let Self { array, name, must, form, kind: _ } = self;
+        Target { form: Some(form), ..Target::new(array.bind(py), name, must) }
+    }
+}
+
+impl Form {
+    /// Whether an array can be written, has this form and is one slice.
+    fn is_of<T, D>(&self, array: &Bound<'_, PyArray<T, D>>) -> bool {
+        const FLAGS: i32 = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
+        // SAFETY: attached, and it is an array, which has as many lengths as dimensions.
+        let (fields, shape) = unsafe {
+            let fields = &*_PyArray_GET_ITEM_DATA(array.as_array_ptr());
+            let dims = if fields.nd == 0 { [].as_ptr() } else { fields.dimensions.cast::<usize>().cast_const() };
+            (fields, std::slice::from_raw_parts(dims, usize::try_from(fields.nd).unwrap_or_default()))
+        };
+        fields.data.addr() == self.address
+            && fields.descr.cast() == self.dtype.as_ptr()
+            && fields.flags & FLAGS == FLAGS
+            && shape == self.shape
+    }
+}
+
+/// The memory of a [`Target`].
+pub(crate) struct Area<'a, T> {
+    pub(crate) items: &'a mut [T],
+    pub(crate) shape: &'a [usize],
+}
+
+impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
+    /// An argument by its name, and its dtype and shape in words.
+    pub(crate) fn new(array: &'a Bound<'py, PyAny>, name: &'static str, must: &'static str) -> Self {
+        Self { array, name, must, form: None, kind: PhantomData }
+    }
+
+    /// The array, for many calls.
+    pub(crate) fn keep(&self) -> PyResult<Kept<T, D>> {
+        let Self { name, must, .. } = *self;
+        let array = self.checked(true)?;
+        let (address, shape) = (array.data().addr(), array.shape().to_vec());
+        let form = Form { address, shape, dtype: array.dtype().unbind() };
+        Ok(Kept { array: self.array.clone().unbind(), name, must, form, kind: PhantomData })
+    }
+
+    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice. An array of which a form is
+    /// known must have that still.
+    fn checked(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
+        let Some(form) = self.form else { return self.checked_anew(whole) };
+        // SAFETY: the form is that of an array with this dtype and dimension, which no other object can become.
+        let array = unsafe { self.array.cast_unchecked::<PyArray<T, D>>() };
+        if form.is_of(array) {
+            return Ok(array);
+        }
+        let array = self.checked_anew(whole)?;
+        let (name, found, shape) = (self.name, array.shape(), &form.shape);
+        Err(invalid(if found == shape {
+            format!("{name} has other memory than at first")
+        } else {
+            format!("{name} has shape {found:?}, must have {shape:?}, as at first")
+        }))
+    }
+
+    fn checked_anew(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
+        let Self { name, must, .. } = self;
+        let found = self.array.cast::<PyArray<T, D>>().ok().filter(|array| !whole || is_slice(array));
+        let form = if whole { "C-contiguous and aligned " } else { "" };
+        let array =
+            found.ok_or_else(|| invalid(format!("{name} is {}, must be {form}{must}", describe(self.array))))?;
+        // SAFETY: attached, and it is an array.
+        let flags = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
+        if flags & NPY_ARRAY_WRITEABLE == 0 {
+            return Err(invalid(format!("{name} cannot be written: it is read-only")));
+        }
+        Ok(array)
+    }
+
+    /// Keeps other calls of this module from the array, where the interpreter's lock does not.
+    #[cfg(Py_GIL_DISABLED)]
+    fn borrow(&self, array: &Bound<'py, PyArray<T, D>>) -> PyResult<numpy::PyReadwriteArray<'py, T, D>> {
+        array.try_readwrite().map_err(|error| invalid(format!("{} cannot be written: {error}", self.name)))
+    }
+}
+
+/// The array as one slice.
+///
+/// # Safety
+/// It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses them and no
+/// Python code can reach the array.
+unsafe fn area<'a, T, D: Dimension>(array: &'a Bound<'_, PyArray<T, D>>) -> Area<'a, T> {
+    let (data, len) = (array.data(), array.len());
+    // SAFETY: as the caller says; of no items the address may be anything.
+    let items = if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(data, len) } };
+    Area { items, shape: array.shape() }
+}
+
+/// Lends an array to `call` to write to.
+pub(crate) fn write<T: Plain, D: Dimension, R>(
+    target: Target<'_, '_, T, D>,
+    call: impl FnOnce(Area<'_, T>) -> R + Send,
+) -> PyResult<R> {
+    let array = target.checked(true)?;
+    #[cfg(Py_GIL_DISABLED)]
+    let _borrowed = target.borrow(array)?;
+    // SAFETY: just checked, and any bytes are values. `call` holds no Python object, so what it reads are copies, and
+    // numbers lent by `lend`, which no call does inside.
+    Ok(call(unsafe { area(array) }))
+}
+
+/// Lends two arrays to `call` to write to.
+pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, R>(
+    one: Target<'_, '_, T, D>,
+    other: Target<'_, '_, U, E>,
+    call: impl FnOnce(Area<'_, T>, Area<'_, U>) -> R + Send,
+) -> PyResult<R> {
+    let (first, second) = (one.checked(true)?, other.checked(true)?);
+    let ([a, b], [c, d]) = (extent(first), extent(second));
+    if a < d && c < b {
+        return Err(invalid(format!("{} cannot be written: it shares memory with {}", one.name, other.name)));
+    }
+    #[cfg(Py_GIL_DISABLED)]
+    let _borrowed = (one.borrow(first)?, other.borrow(second)?);
+    // SAFETY: as in `write`, and the two lie apart.
+    Ok(call(unsafe { area(first) }, unsafe { area(second) }))
+}
+
+/// The first address of a C-contiguous array, and the first behind it.
+fn extent<T, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> [usize; 2] {
+    let start = array.data().addr();
+    [start, start + array.len() * size_of::<T>()]
+}
+
+/// Writes items, in C order, to an array of that shape and any layout.
+pub(crate) fn store<T: Plain, D: Dimension>(
+    target: Target<'_, '_, T, D>,
+    shape: &[usize],
+    items: &[T],
+) -> PyResult<()> {
+    let array = target.checked(false)?;
+    if array.shape() != shape {
+        return Err(invalid(format!("{} has shape {:?}, must have {shape:?}", target.name, array.shape())));
+    }
+    #[cfg(Py_GIL_DISABLED)]
+    let _borrowed = target.borrow(array)?;
+    let mut items = items.iter();
+    each(array, |at| {
+        if let Some(&item) = items.next() {
+            // SAFETY: an item of the array, aligned or not, which can be written; `items` are not in the array's memory, as
+            // nobody makes slices of that but in this module.
+            unsafe { at.write_unaligned(item) };
+        }
+    });
+    Ok(())
+}
+
+// ---- rows to copy ----
+
+/// Arrays of rows.
+pub(crate) struct Caches<'py> {
+    pub(crate) arrays: Vec<Bound<'py, PyAny>>,
+    pub(crate) name: &'static str,
+    pub(crate) written: bool,
+}
+
+impl Caches<'_> {
+    fn rows(&self) -> PyResult<Vec<Rows>> {
+        let mut found = reserved(self.arrays.len())?;
+        for (index, value) in self.arrays.iter().enumerate() {
+            let rows = rows(value).ok_or_else(|| {
+                let (name, kind) = (self.name, describe(value));
+                invalid(format!("{name}[{index}] is {kind}, must be uint8 [rows, bytes], rows contiguous and apart"))
+            });
+            found.push(rows?);
+            if self.written {
+                let must = "uint8 [rows, bytes]";
+                let checked = Target::<u8, Ix2>::new(value, self.name, must).checked(false);
+                checked.map_err(|_| invalid(format!("{}[{index}] cannot be written: it is read-only", self.name)))?;
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The rows of an array whose rows are contiguous and lie apart.
+fn rows(value: &Bound<'_, PyAny>) -> Option<Rows> {
+    let array = value.cast::<PyArray<u8, Ix2>>().ok()?;
+    let (&[count, width], &[stride, column]) = (array.shape(), array.strides()) else { return None };
+    // A stride along which there is but one item may be anything.
+    let stride = if count > 1 { usize::try_from(stride).ok()? } else { width };
+    // SAFETY: the array has these rows, which lie apart; `with_rows` keeps it until their last use.
+    (stride >= width && (count == 0 || width <= 1 || column == 1))
+        .then(|| unsafe { Rows::new(array.data(), count, width, stride) })
+}
+
+/// Lends the rows of all arrays to `call`, without the interpreter's lock.
+pub(crate) fn with_rows<R: Send, const N: usize>(
+    py: Python<'_>,
+    lists: [&Caches<'_>; N],
+    call: impl FnOnce([&[Rows]; N]) -> R + Send,
+) -> PyResult<R> {
+    let mut all = Vec::with_capacity(N);
+    for list in lists {
+        all.push(list.rows()?);
+    }
+    let rows = std::array::from_fn(|list| all[list].as_slice());
+    Ok(py.detach(|| call(rows)))
+}
+
+// ---- lists and objects ----
+
+/// Items of a list that are fetched before the first of them is read.
+const AHEAD: usize = 64;
+
+/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything else,
+/// or out of range: the slow way then finds what to do or to say.
+pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Option<Vec<T>>> {
+    with_critical_section(list, || {
+        let len = list.len();
+        let mut numbers = reserved(len)?;
+        let mut items = [[std::ptr::null_mut(); AHEAD]; 2];
+        fetch(list, 0..len.min(AHEAD), &mut items[0]);
+        while numbers.len() < len {
+            let (at, [now, next]) = (numbers.len(), &mut items);
+            let end = len.min(at + AHEAD);
+            fetch(list, end..len.min(end + AHEAD), next);
+            for &item in &now[..end - at] {
+                // SAFETY: the thread is attached. The list has held its items since `fetch` read them: neither that nor this
+                // call runs Python code (what is no int is an error, whatever its `__index__`), and the critical section
+                // keeps other threads from changing the list.
+                let number = unsafe { ffi::PyLong_AsSsize_t(item) };
+                let failed = number == -1 && PyErr::take(list.py()).is_some();
+                let Some(number) = T::try_from(number).ok().filter(|_| !failed) else { return Ok(None) };
+                numbers.push(number);
+            }
+            items.swap(0, 1);
+        }
+        Ok(Some(numbers))
+    })
+}
+
+/// Items of a list, valid as long as that holds them; their memory is fetched while the caller goes on.
+#[inline]
+fn fetch(list: &Bound<'_, PyList>, range: Range<usize>, items: &mut [*mut ffi::PyObject; AHEAD]) {
+    for (at, item) in range.zip(items) {
+        // SAFETY: the thread is attached and the list alive; `at` is below its length.
+        *item = unsafe { ffi::PyList_GetItem(list.as_ptr(), at.try_into().unwrap_or(isize::MAX)) };
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a hint, of any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(item.cast()) };
+        }
+    }
+}
+
+/// References to an object.
+pub(crate) fn owners(object: &Bound<'_, PyAny>) -> isize {
+    // SAFETY: attached, and the object is alive.
+    unsafe { ffi::Py_REFCNT(object.as_ptr()) }
+}

@@ -1,0 +1,632 @@
+"""The caller's arrays, `rust/python/src/memory.rs`: changed in place, of any layout, with one memory, between guard bytes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+from blockyard import BlockManager, DecodeBatch, InvalidArgumentError, NaiveAllocator, Pairs, export_keys
+from blockyard._core import (
+    BlockObserver,
+    Completion,
+    CopyRoute,
+    FillMap,
+    chain_keys,
+    copy_rows,
+    exchange_rows,
+    expand_span,
+    merge_runs,
+    move_rows,
+    order_moves,
+    plan_moves,
+)
+from blockyard.tiers import open_store
+
+Array = np.ndarray[Any, Any]
+GUARD = 64
+
+
+def forget(_value: object) -> None:
+    """Stand for a result that no test looks at."""
+
+
+class Guarded:
+    """Arrays that lie between bytes that nobody may change."""
+
+    def __init__(self) -> None:
+        self.memories: list[Array] = []
+
+    def __call__(self, shape: int | tuple[int, ...], dtype: Any, value: int = 0) -> Array:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = np.full(size + 2 * GUARD, 0xA5, np.uint8)
+        self.memories.append(memory)
+        array = memory[GUARD : GUARD + size].view(dtype).reshape(shape)
+        array[...] = value
+        return array
+
+    def check(self) -> None:
+        for memory in self.memories:
+            assert (memory[:GUARD] == 0xA5).all()
+            assert (memory[-GUARD:] == 0xA5).all()
+
+    def bytes(self) -> list[bytes]:
+        return [memory.tobytes() for memory in self.memories]
+
+
+@dataclass
+class Case:
+    """A call, the arrays that it writes and those that it reads."""
+
+    call: Callable[..., object]
+    written: dict[str, Array]
+    read: dict[str, Array] = field(default_factory=dict)
+
+    def run(self, **other: Array) -> object:
+        return self.call(**{**self.written, **self.read, **other})
+
+
+def books() -> tuple[BlockManager, Array]:
+    manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0)
+    handles = manager.allocate([3, 5, 6])
+    manager.complete(manager.take_decision().ticket)
+    return manager, handles
+
+
+def append(new: Guarded) -> Case:
+    manager, handles = books()
+
+    def call(handles: Array, counts: Array, out: Array) -> list[int]:
+        manager.append(handles, counts, out=out)
+        return [manager.num_tokens(int(handle)) for handle in given]
+
+    given = handles.copy()
+    return Case(call, {"out": new(6, np.int64)}, {"handles": handles, "counts": np.array([1, 2, 3], np.uint32)})
+
+
+def append_with_tables(new: Guarded) -> Case:
+    manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0, prefix_caching=True)
+    prompts = [np.arange(5, dtype=np.uint32), np.arange(7, 13, dtype=np.uint32)]
+    handles, _ = manager.allocate_prompts(prompts)
+    manager.complete(manager.take_decision().ticket)
+    given = handles.copy()
+
+    def call(handles: Array, counts: Array, token_ids: Array, table: Array, out: Array) -> list[int]:
+        manager.append(handles, counts, token_ids=token_ids, block_tables=table, out=out)
+        return [manager.num_tokens(int(handle)) for handle in given]
+
+    read = {"handles": handles, "counts": np.array([2, 4], np.uint32), "token_ids": np.arange(6, dtype=np.uint32)}
+    return Case(call, {"table": new((4, 8), np.int32), "out": new(6, np.int64)}, read)
+
+
+def block_tables(new: Guarded) -> Case:
+    manager, handles = books()
+    call = lambda handles, out: forget(manager.block_tables(handles, out))  # noqa: E731
+    return Case(call, {"out": new((3, 4), np.int32)}, {"handles": handles})
+
+
+def slot_mapping(new: Guarded) -> Case:
+    manager, handles = books()
+    return Case(lambda out: forget(manager.slot_mapping(int(handles[1]), 0, 5, out)), {"out": new(5, np.int64)})
+
+
+def route(new: Guarded) -> Case:
+    def call(regions: Array, pairs: Array, out: Array) -> list[int]:
+        return CopyRoute(regions, src_blocks=8, dst_blocks=8).compile(pairs, out).tolist()
+
+    regions = np.array([[1000, 16, 0, 5000, 16, 0, 16, 0]], np.uint64)
+    pairs = np.array([[1, 2], [2, 3], [5, 0]], np.int64)
+    return Case(call, {"out": new((3, 6), np.uint64)}, {"regions": regions, "pairs": pairs})
+
+
+def span(new: Guarded) -> Case:
+    call = lambda blocks, out: expand_span(blocks, out, per_block=4, first=1, last=3)  # noqa: E731
+    return Case(call, {"out": new(6, np.int64)}, {"blocks": np.array([7, 2], np.int64)})
+
+
+def resolve(new: Guarded) -> Case:
+    observer = BlockObserver(32)
+    observer.update_mapping(3, 9)
+    call = lambda ids, out: forget(observer.resolve(ids, out=out))  # noqa: E731
+    return Case(call, {"out": new((2, 3), np.int32)}, {"ids": np.array([[1, 3, 5], [9, 2, 4]], np.int32)})
+
+
+def copy(new: Guarded) -> Case:
+    call = lambda src, dst, pairs: copy_rows([src], [dst], pairs, num_threads=1)  # noqa: E731
+    src = np.arange(40, dtype=np.uint8).reshape(5, 8)
+    return Case(call, {"dst": new((5, 8), np.uint8)}, {"src": src, "pairs": np.array([[0, 4], [3, 1]], np.int64)})
+
+
+def exchange(new: Guarded) -> Case:
+    rows = new((5, 8), np.uint8)
+    rows[...] = np.arange(40).reshape(5, 8)
+    call = lambda rows, pairs: exchange_rows([rows], pairs, num_threads=1)  # noqa: E731
+    return Case(call, {"rows": rows}, {"pairs": np.array([[0, 4], [3, 1]], np.int64)})
+
+
+def move(new: Guarded) -> Case:
+    case = exchange(new)
+    case.call = lambda rows, pairs: move_rows([rows], pairs, num_threads=1)
+    case.read = {"pairs": np.array([[0, 1], [1, 2], [2, 0]], np.int64)}
+    return case
+
+
+WRITERS: dict[str, Callable[[Guarded], Case]] = {
+    case.__name__: case
+    for case in (append, append_with_tables, block_tables, slot_mapping, route, span, resolve, copy, exchange, move)
+}
+
+
+# ---- arrays that are changed in place ----
+
+
+def narrower(array: Array) -> None:
+    array.dtype = np.dtype(f"i{array.itemsize // 2 or 1}")
+
+
+def as_float(array: Array) -> None:
+    array.dtype = np.dtype({1: "b", 4: "f4", 8: "f8"}[array.itemsize])
+
+
+def swapped(array: Array) -> None:
+    array.dtype = array.dtype.newbyteorder()
+
+
+def flat(array: Array) -> None:
+    array.shape = (array.size,)
+
+
+def folded(array: Array) -> None:
+    array.shape = (1, *array.shape)
+
+
+def turned(array: Array) -> None:
+    array.shape = array.shape[::-1]
+
+
+def read_only(array: Array) -> None:
+    array.flags.writeable = False
+
+
+def of_one_item(array: Array) -> None:
+    array.strides = (0,) * array.ndim
+
+
+MUTATIONS = {
+    change.__name__: change
+    for change in (narrower, as_float, swapped, flat, folded, turned, read_only, of_one_item)
+}
+
+
+def is_idle(array: Array, mutation: str) -> bool:
+    """Tell whether a mutation leaves an array as it is."""
+    return (array.ndim == 1 and mutation in ("flat", "turned")) or (array.itemsize == 1 and mutation == "swapped")
+
+
+@contextmanager
+def changed(array: Array, mutation: str) -> Iterator[None]:
+    """Change an array in place for a while."""
+    dtype, shape, strides = array.dtype, array.shape, array.strides
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        MUTATIONS[mutation](array)
+        try:
+            yield
+        finally:
+            array.flags.writeable = True
+            if mutation == "of_one_item":
+                array.strides = strides
+            else:
+                array.dtype = dtype
+                array.shape = shape
+            assert (array.dtype, array.shape, array.strides) == (dtype, shape, strides)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_array_changed_in_place_is_refused_or_written_within_its_bytes(writer: str, mutation: str) -> None:
+    for name in WRITERS[writer](Guarded()).written:
+        new, plain = Guarded(), Guarded()
+        case, wanted = WRITERS[writer](new), WRITERS[writer](plain)
+        result, array = wanted.run(), case.written[name]
+        before, idle = new.bytes(), is_idle(array, mutation)
+        with changed(array, mutation):
+            try:
+                done = case.run()
+            except InvalidArgumentError:
+                assert not idle
+                assert new.bytes() == before
+                continue
+            assert mutation != "read_only"
+            new.check()
+            assert not idle or (done, new.bytes()) == (result, plain.bytes())
+
+
+class Kept:
+    """A decode batch over guarded arrays."""
+
+    def __init__(self) -> None:
+        self.manager, self.handles = books()
+        self.new = Guarded()
+        self.table, self.slots = self.new((4, 8), np.int32), self.new(16, np.int64)
+        self.batch = DecodeBatch(self.manager, self.table, self.slots)
+        self.batch.add(self.handles[:2])
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        spare = self.handles[2:]
+        return {
+            "append": self.batch.append,
+            "append counts": lambda: self.batch.append([1] * len(self.batch)),
+            "add": lambda: self.batch.add(spare),
+            "remove": lambda: self.batch.remove(len(self.batch) - 1),
+            "refresh": self.batch.refresh,
+        }
+
+    def state(self) -> object:
+        tokens = [self.manager.num_tokens(int(handle)) for handle in self.handles]
+        return self.new.bytes(), tokens, self.batch.sequences.tolist(), self.manager.num_free()
+
+    def assert_right(self) -> None:
+        wanted = np.zeros_like(self.table)
+        self.manager.block_tables(self.batch.sequences, wanted[: len(self.batch)])
+        np.testing.assert_array_equal(self.table, wanted)
+        self.new.check()
+        self.manager.check()
+
+
+STEPS = st.tuples(
+    st.sampled_from(["append", "append counts", "add", "remove", "refresh"]),
+    st.sampled_from(["table", "slots"]),
+    st.sampled_from([None, *MUTATIONS]),
+)
+
+
+@given(st.lists(STEPS, max_size=12))
+def test_a_batch_refuses_arrays_that_are_not_what_they_were(steps: list[tuple[str, str, str | None]]) -> None:
+    kept = Kept()
+    for call, name, mutation in steps:
+        array = getattr(kept, name)
+        if mutation is not None:
+            is_used = name == "table" or call.startswith("append")
+            is_refused = is_used and not is_idle(array, mutation)
+            with changed(array, mutation):
+                before = kept.state()
+                if is_refused:
+                    with pytest.raises(InvalidArgumentError):
+                        kept.calls()[call]()
+                    assert kept.state() == before
+            continue
+        with suppress(InvalidArgumentError):
+            kept.calls()[call]()
+        kept.assert_right()
+
+
+@pytest.mark.parametrize("name", ["block_tables", "slots"])
+def test_a_batch_refuses_an_array_that_got_other_memory(name: str) -> None:
+    manager, handles = books()
+    batch = DecodeBatch(manager, np.zeros((4, 8), np.int32), np.zeros(16, np.int64))
+    batch.add(handles)
+    array = getattr(batch, name)
+    shape = array.shape
+    array.resize((*shape[:-1], 1 << 16), refcheck=False)
+    with pytest.raises(InvalidArgumentError, match=rf"{name} has shape \[.*\], must have \[{shape[0]}"):
+        batch.append()
+    assert [manager.num_tokens(int(handle)) for handle in handles] == [3, 5, 6]
+
+
+# ---- arrays with one memory ----
+
+
+@pytest.mark.parametrize("writer", [name for name in WRITERS if name not in ("slot_mapping", "exchange", "move")])
+def test_what_is_read_may_lie_in_what_is_written(writer: str) -> None:
+    plain = Guarded()
+    wanted = WRITERS[writer](plain)
+    result = wanted.run()
+    for name in wanted.read:
+        for target in wanted.written:
+            new = Guarded()
+            case = WRITERS[writer](new)
+            values, memory = case.read[name], case.written[target].reshape(-1).view(np.uint8)
+            if values.nbytes > memory.nbytes or (writer, name) == ("copy", "src"):
+                continue
+            memory[: values.nbytes] = values.reshape(-1).view(np.uint8)
+            overlaid = memory[: values.nbytes].view(values.dtype).reshape(values.shape)
+            assert case.run(**{name: overlaid}) == result
+            new.check()
+            for key, array in case.written.items():
+                if writer != "append_with_tables" and key not in ("dst", "out"):
+                    np.testing.assert_array_equal(array, wanted.written[key])
+
+
+def test_counts_in_the_memory_of_a_batch_are_read_first() -> None:
+    for name in ("table", "slots"):
+        kept = Kept()
+        counts = getattr(kept, name).reshape(-1).view(np.uint32)
+        for first in range(4):
+            counts[first : first + 2] = [2, 2]
+            before = [kept.manager.num_tokens(int(handle)) for handle in kept.handles[:2]]
+            assert kept.batch.append(counts[first : first + 2]) == 4
+            after = [kept.manager.num_tokens(int(handle)) for handle in kept.handles[:2]]
+            assert after == [tokens + 2 for tokens in before]
+            kept.manager.check()
+            kept.new.check()
+
+
+@pytest.mark.parametrize("owners", ["one", "two"])
+def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
+    manager, handles = books()
+    memory = bytearray(256)
+    first = np.frombuffer(memory, np.int32)
+    other = first if owners == "one" else np.frombuffer(memory, np.int32)
+    table, slots = first[:32].reshape(4, 8), other[30:62].view(np.int64)
+    with pytest.raises(InvalidArgumentError, match="shares memory"):
+        DecodeBatch(manager, table, slots)
+    with pytest.raises(InvalidArgumentError, match="shares memory"):
+        manager.append(handles, 1, block_tables=table, out=slots[:3])
+    assert not any(memory)
+    assert manager.append(handles, 1, block_tables=table, out=other[32:38].view(np.int64)).tolist() == [3, 9, 18]
+
+
+# ---- arrays of any layout ----
+
+
+def strided(array: Array) -> Array:
+    return np.repeat(array, 2, axis=0)[::2]
+
+
+def backwards(array: Array) -> Array:
+    return np.ascontiguousarray(array[::-1])[::-1]
+
+
+def fortran(array: Array) -> Array:
+    return np.asfortranarray(array)
+
+
+def unaligned(array: Array) -> Array:
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    moved = memory[1:].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
+def wide(array: Array) -> Array:
+    return np.repeat(array, 3, axis=-1)[..., ::3]
+
+
+def locked(array: Array) -> Array:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def other_order(array: Array) -> Array:
+    return array.astype(array.dtype.newbyteorder())
+
+
+LAYOUTS = {form.__name__: form for form in (strided, backwards, fortran, unaligned, wide, locked, other_order)}
+
+
+def new_allocator() -> NaiveAllocator:
+    allocator = NaiveAllocator(16)
+    allocator.allocate(8)
+    return allocator
+
+
+def marked(parts: Array, call: Callable[[FillMap, Array], object]) -> list[int]:
+    fill = FillMap(4, 4)
+    fill.mark(np.arange(8))
+    call(fill, parts)
+    return fill.count(np.arange(4)).tolist()
+
+
+def observed(ids: Array, call: Callable[[BlockObserver, Array], object]) -> object:
+    observer = BlockObserver(16)
+    observer.use_ids([1, 2, 3, 5])
+    call(observer, ids)
+    return observer.used().tolist()
+
+
+def prompt(tokens: Array, call: Callable[[BlockManager, Array], Any]) -> object:
+    manager = BlockManager(block_size=2, device_blocks=16, watermark=0.0, prefix_caching=True)
+    known = manager.allocate_prompts([np.arange(5, dtype=np.uint32)])[0]
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed(known)
+    return np.asarray(call(manager, tokens)).tolist()
+
+
+def with_books(handles: Array, call: Callable[[BlockManager, Array], Any]) -> object:
+    manager, _ = books()
+    return np.asarray(call(manager, handles)).tolist()
+
+
+def stored(slots: Array, rows: Array, tmp_path: Any) -> object:
+    with open_store(f"file://{tmp_path}", bytes_per_block=4096, num_slots=4) as store:
+        assert store.wait(store.submit_write(slots, rows)).ok.all()
+        found = store.wait(store.submit_read(np.array([2, 0])))
+        return found.rows.tobytes(), store.wait(store.submit_read(slots)).rows.tobytes()
+
+
+HANDLES = books()[1]
+IDS = np.array([5, 2, 1, 3], np.int64)
+PAIRS = np.array([[4, 6], [5, 7], [0, 3]], np.int64)
+TOKENS = np.array([0, 1, 2, 3, 9, 8], np.uint32)
+ROWS = np.random.default_rng(0).integers(0, 256, (2, 4096), np.uint8)
+READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
+    "handles": (HANDLES, lambda a: with_books(a, lambda m, h: m.blocks_to_append(h, 2))),
+    "handles of a batch": (HANDLES, lambda a: with_books(a, lambda m, h: m.append(h, 2))),
+    "freed": (HANDLES, lambda a: with_books(a, lambda m, h: (m.free(h), m.num_free())[1])),
+    "tables": (HANDLES, lambda a: with_books(a, lambda m, h: m.block_tables(h))),
+    "counts": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.append(HANDLES, c))),
+    "lengths": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.allocate(c))),
+    "exported": (TOKENS, lambda a: export_keys(a, block_size=2)),
+    "chained": (TOKENS, lambda a: chain_keys(a, block_size=2)),
+    "prompts": (TOKENS, lambda a: prompt(a, lambda m, t: m.allocate_prompts([t])[1])),
+    "cached": (TOKENS, lambda a: prompt(a, lambda m, t: m.cached_tokens(t))),
+    "to allocate": (TOKENS, lambda a: prompt(a, lambda m, t: m.blocks_to_allocate(t))),
+    "pinned": (TOKENS, lambda a: prompt(a, lambda m, t: m.pin_prompt(t, 9))),
+    "pairs": (PAIRS, lambda a: Pairs("device", "host", a).ids.tolist()),
+    "runs": (PAIRS, lambda a: merge_runs(a).tolist()),
+    "waves": (PAIRS, lambda a: [part.tolist() for part in order_moves(a, 8)]),
+    "mark": (IDS, lambda a: marked(a, FillMap.mark)),
+    "unmark": (IDS, lambda a: marked(a, FillMap.unmark)),
+    "require": (IDS, lambda a: marked(a, FillMap.require)),
+    "clear": (np.array([1, 0]), lambda a: marked(a, FillMap.clear)),
+    "count": (np.array([1, 0]), lambda a: marked(a, lambda f, b: f.mark(f.count(b)))),
+    "used ids": (IDS, lambda a: observed(a, lambda o, i: o.use_ids(i))),
+    "used ids of 32 bits": (IDS.astype(np.int32), lambda a: observed(a, lambda o, i: o.use_ids(i))),
+    "released ids": (IDS, lambda a: observed(a, lambda o, i: o.release_ids(i))),
+    "leased ids": (IDS, lambda a: observed(a, lambda o, i: o.lease(i))),
+    "resolved": (PAIRS.reshape(3, 2, 1), lambda a: BlockObserver(16).resolve(a).tolist()),
+    "live": (IDS, lambda a: plan_moves("max_id", 2, num_blocks=8, live=a).pairs.tolist()),
+    "shared": (IDS.astype(np.int32), lambda a: (m := new_allocator(), m.share(a), [m.refs(i) for i in range(8)])[2]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_an_array_of_any_layout_is_read_as_the_plain_one(reader: str, layout: str) -> None:
+    array, read = READERS[reader]
+    wanted, other = read(array), LAYOUTS[layout](array)
+    np.testing.assert_array_equal(other, array)
+    try:
+        assert read(other) == wanted
+    except InvalidArgumentError:
+        assert layout == "other_order"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_any_layout_are_stored_as_the_plain_ones(layout: str, tmp_path: Any) -> None:
+    slots = np.array([2, 0])
+    wanted = stored(slots, ROWS, tmp_path)
+    assert wanted == (ROWS.tobytes(), ROWS.tobytes())
+    assert stored(slots, LAYOUTS[layout](ROWS), tmp_path) == wanted
+    if layout == "other_order":
+        with pytest.raises(InvalidArgumentError, match="slots must be an int64 array"):
+            stored(other_order(slots), ROWS, tmp_path)
+    else:
+        assert stored(LAYOUTS[layout](slots), ROWS, tmp_path) == wanted
+
+
+@pytest.mark.parametrize("rows", [ROWS.T.copy(), ROWS[0], ROWS.view(np.int8), ROWS[:1], ROWS[:, 1:]])
+def test_rows_of_another_shape_or_type_are_refused(rows: Array, tmp_path: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"rows must be a uint8 array of shape \[2, 4096\]"):
+        stored(np.array([2, 0]), rows, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_array_of_any_layout_is_written_right_or_refused(writer: str, layout: str) -> None:
+    names = list(WRITERS[writer](Guarded()).written)
+    for name in names:
+        case, wanted = WRITERS[writer](Guarded()), WRITERS[writer](Guarded())
+        array = LAYOUTS[layout](case.written[name])
+        before = array.tobytes()
+        try:
+            done = case.run(**{name: array})
+        except InvalidArgumentError:
+            assert layout in ("strided", "backwards", "fortran", "unaligned", "wide", "locked", "other_order")
+            assert array.tobytes() == before
+            continue
+        assert layout != "locked"
+        assert done == wanted.run()
+        np.testing.assert_array_equal(array, wanted.written[name])
+
+
+# ---- arguments that change while they are read ----
+
+
+class Meddler:
+    """An int whose conversion runs some Python code."""
+
+    def __init__(self, value: int, meddle: Callable[[], object]) -> None:
+        self.value, self.meddle = value, meddle
+
+    def __index__(self) -> int:
+        self.meddle()
+        return self.value
+
+
+@pytest.mark.parametrize("mutation", ["narrower", "as_float", "of_one_item"])
+def test_a_prompt_that_another_prompt_changes_is_refused_or_read_within_its_bytes(mutation: str) -> None:
+    manager = BlockManager(block_size=2, device_blocks=64, watermark=0.0, prefix_caching=True)
+    tokens = Guarded()(8, np.uint32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(InvalidArgumentError, match="was changed while"):
+            manager.allocate_prompts([tokens, [Meddler(1, lambda: MUTATIONS[mutation](tokens))]])
+    assert (manager.num_sequences, manager.num_free()) == (0, 64)
+
+
+def test_handles_that_the_counts_change_are_those_that_were_handed_over() -> None:
+    manager, handles = books()
+    mine = handles.copy()
+    counts = [Meddler(1, lambda: mine.fill(7)), 1, Meddler(1, lambda: mine.resize(0, refcheck=False))]
+    manager.append(mine, counts)
+    assert [manager.num_tokens(int(handle)) for handle in handles] == [4, 6, 7]
+
+
+def test_a_list_that_its_own_items_change_is_read_as_python_reads_it() -> None:
+    tokens: list[Any] = [1, 2]
+    tokens += [Meddler(3, tokens.clear), 4]
+    with suppress(InvalidArgumentError):
+        assert len(export_keys(tokens, block_size=1)) <= 4
+    tokens[:] = [Meddler(1, lambda: tokens.extend([5] * 100)), 2]
+    assert len(export_keys(tokens, block_size=1)) >= 2
+
+
+def test_an_out_that_the_counts_change_is_refused() -> None:
+    manager, handles = books()
+    new = Guarded()
+    out = new(3, np.int64)
+    before = new.bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(InvalidArgumentError, match="out is ndarray of int32"):
+            manager.append(handles, [1, Meddler(1, lambda: narrower(out)), 1], out=out)
+    assert new.bytes() == before
+    assert [manager.num_tokens(int(handle)) for handle in handles] == [3, 5, 6]
+
+
+# ---- results that hold arrays ----
+
+
+def test_a_completion_of_odd_flags_and_shapes_is_shown() -> None:
+    flags = np.array([0, 2, 255], np.uint8).view(np.bool_)
+    completion = Completion(1, flags, np.zeros((3, 4), np.uint8), ["", "", ""])
+    assert repr(completion) == "Completion(ticket=1, ok=2 of 3)"
+
+
+def test_pairs_whose_array_was_changed_are_counted_and_refused() -> None:
+    pairs = Pairs("device", "host", np.array([[1, 2]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pairs.ids.dtype = np.complex128
+        pairs.ids.shape = ()
+    assert len(pairs) == 0
+    manager, handles = books()
+    with pytest.raises(InvalidArgumentError, match="must be an int64 array"):
+        manager.fail(1, [pairs])
+    assert manager.num_tokens(int(handles[0])) == 3
+
+
+def test_an_array_of_more_dimensions_than_ndarray_knows_is_read() -> None:
+    ids = np.full((1,) * 40, 3)
+    assert BlockObserver(8).resolve(ids).shape == ids.shape
+
+
+def test_a_list_of_lies_about_its_memory_is_no_concern_of_ours() -> None:
+    """Rows of stride 0 are one row, so a broadcast array can be read and is never written."""
+    row = np.arange(8, dtype=np.uint8)
+    often = np.broadcast_to(row, (2, 8))
+    with pytest.raises(InvalidArgumentError, match="rows contiguous and apart"):
+        copy_rows([as_strided(row, (2, 8), (0, 1))], [np.zeros((2, 8), np.uint8)], np.array([[0, 1]]), num_threads=1)
+    with pytest.raises(InvalidArgumentError):
+        copy_rows([np.zeros((2, 8), np.uint8)], [often], np.array([[0, 1]]), num_threads=1)
