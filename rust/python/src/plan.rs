@@ -64,7 +64,7 @@ impl PyCopyRoute {
             let (dst, bytes) = rest.split_at_mut(pieces);
             self.0.compile(&pairs, &mut Pieces { src, dst, bytes }).map_err(to_py)
         })??;
-        memory::array(out.py(), &starts, number)
+        memory::array(out.py(), &starts, |&start| number(start))
     }
 
     fn __repr__(&self) -> String {
@@ -73,8 +73,8 @@ impl PyCopyRoute {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "counts entries of an array in memory")]
-fn number(count: &usize) -> i64 {
-    *count as i64
+fn number(count: usize) -> i64 {
+    count as i64
 }
 
 /// Merges pairs whose source and destination both continue the pair before; the order is kept.
@@ -95,7 +95,7 @@ type Waves<'py> = (Bound<'py, PyArray2<i64>>, Bound<'py, PyArray1<i64>>);
 pub(crate) fn py_order_moves<'py>(pairs: &Bound<'py, PyAny>, num_blocks: u32) -> PyResult<Waves<'py>> {
     let (ordered, starts) = order_moves(&arrays::pairs(pairs)?, num_blocks).map_err(to_py)?;
     let py = pairs.py();
-    Ok((array(py, &ordered)?, memory::array(py, &starts, number)?))
+    Ok((array(py, &ordered)?, memory::array(py, &starts, |&start| number(start))?))
 }
 
 /// For each transfer of a decision the earlier ones that must have finished before it begins.
