@@ -66,7 +66,7 @@ pub(crate) fn reserved<T>(len: usize) -> PyResult<Vec<T>> {
 }
 
 /// A new array of numpy's, C-contiguous and aligned; without `zeroed` its items are still to be written.
-fn new<T: Zeroed, D: Dimension>(py: Python<'_>, shape: &D, zeroed: bool) -> PyResult<Bound<'_, PyArray<T, D>>> {
+fn new<'py, T: Zeroed, D: Dimension>(py: Python<'py>, shape: &D, zeroed: bool) -> PyResult<Bound<'py, PyArray<T, D>>> {
     let bytes = shape.slice().iter().fold(size_of::<T>(), |bytes, &len| bytes.saturating_mul(len));
     // As many as an array of numpy's may have.
     let mut dims: [npy_intp; 64] = [0; 64];
