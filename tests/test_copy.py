@@ -78,3 +78,58 @@ def test_rows_apart_from_one_another_and_single_ones_are_taken_as_they_lie():
     copy_rows([memory[:, 2:10]], [as_strided(target, (1, 8), (-3, 1))], np.array([[4, 0]]), num_threads=2)
     np.testing.assert_array_equal(target[0], memory[4, 2:10])
     copy_rows([np.zeros((0, 8), np.uint8)], [target], np.zeros((0, 2), np.int64), num_threads=0)
+
+
+def refused(error: type[Exception], match: str, call: Callable[[], None], *arrays: np.ndarray) -> None:
+    before = [array.copy() for array in arrays]
+    with pytest.raises(error, match=match):
+        call()
+    for array, bytes_before in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, bytes_before)
+
+
+def test_a_row_that_is_written_twice_or_read_and_written_is_refused():
+    array, other = rows(), np.zeros((5, 8), np.uint8)
+    pairs = np.array([[0, 1], [2, 1]])
+    twice = "row 1 is written twice, by pairs 0 and 1"
+    refused(MappingError, twice, lambda: copy_rows([array], [other], pairs, num_threads=1), other)
+    refused(MappingError, twice, lambda: move_rows([array], pairs, num_threads=1), array)
+    refused(MappingError, twice, lambda: exchange_rows([array], pairs, num_threads=1), array)
+    chain = np.array([[0, 1], [1, 2]])
+    both = "pair 1 reads row 1, which is written too"
+    refused(MappingError, both, lambda: copy_rows([array], [array], chain, num_threads=1), array)
+
+
+@pytest.mark.parametrize("owner", ["one", "two"])
+def test_arrays_that_share_memory_are_refused(owner: str):
+    memory = bytearray(range(48))
+    views = [np.frombuffer(memory, np.uint8)] * 2
+    if owner == "two":
+        views[1] = np.frombuffer(memory, np.uint8)
+    low, high = views[0][:40].reshape(5, 8), views[1][4:44].reshape(5, 8)
+    pairs = np.array([[0, 1]])
+    shared = "caches 0 and 1 share memory"
+    others = [rows(), rows()]
+    refused(InvalidArgumentError, shared, lambda: copy_rows(others, [low, high], pairs, num_threads=1), low, high)
+    refused(InvalidArgumentError, shared, lambda: exchange_rows([low, high], pairs, num_threads=1), low, high)
+    refused(InvalidArgumentError, shared, lambda: move_rows([low, high], pairs, num_threads=1), low, high)
+    read = "cache 0 to read and cache 0 to write share memory"
+    refused(InvalidArgumentError, read, lambda: copy_rows([low], [high], pairs, num_threads=1), low, high)
+
+
+def test_arrays_that_cannot_be_written_are_read_alone():
+    array, other = rows(), np.zeros((5, 8), np.uint8)
+    array.flags.writeable = False
+    copy_rows([array], [other], np.array([[4, 0]]), num_threads=1)
+    np.testing.assert_array_equal(other[0], array[4])
+    for name, call in CALLS.items():
+        if name != "copy from":
+            refused(InvalidArgumentError, "read-only", lambda call=call: call([array], np.array([[0, 1]])), array)
+
+
+def test_halves_of_one_array_and_woven_rows_are_copied():
+    array = rows()
+    copy_rows([array[:2]], [array[2:]], np.array([[0, 2], [1, 0]]), num_threads=1)
+    np.testing.assert_array_equal(array[[4, 2]], rows()[[0, 1]])
+    exchange_rows([array[:, 4:], array[:, :4]], np.array([[3, 1]]), num_threads=1)
+    np.testing.assert_array_equal(array[[1, 3]], rows()[[3, 1]])

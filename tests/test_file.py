@@ -382,3 +382,35 @@ def test_counters_can_be_written_as_json(store: SlabStore):
     assert found["misses"] == {"empty": 1}
     assert (found["written_blocks"], found["read_blocks"]) == (1, 1)
     assert store.stats() == store.stats()
+
+
+SCARCE = """
+import resource, sys
+import numpy as np
+from blockyard.errors import OutOfMemoryError
+from blockyard.tiers import open_store
+
+store = open_store(sys.argv[1], bytes_per_block=1 << 20, num_slots=64)
+store.wait(store.submit_write(np.arange(64), np.full((64, 1 << 20), 7, np.uint8)))
+ticket = store.submit_read(np.arange(64))
+while ticket not in store.poll():
+    pass
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), limits[1]))
+for _ in range(2):
+    try:
+        store.wait(ticket)
+    except OutOfMemoryError as error:
+        print(error.wanted)
+resource.setrlimit(resource.RLIMIT_AS, limits)
+result = store.wait(ticket)
+print(result.ok.all(), (result.rows == 7).all(), store.stats().pending_bytes)
+"""
+
+
+def test_a_result_that_memory_has_no_room_for_can_be_collected_later(tmp_path: Path):
+    url = f"file://{tmp_path}/swap?memory=256MiB"
+    done = subprocess.run([sys.executable, "-c", SCARCE, url], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [str(64 << 20)] * 2 + ["True", "True", "0"]

@@ -1,4 +1,4 @@
-"""The caller's arrays, `rust/python/src/memory.rs`: changed in place, of any layout, with one memory, between guard bytes."""
+"""Arrays that calls write, `rust/python/src/memory.rs`: changed in place, of any layout, with one memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.lib.stride_tricks import as_strided
+from layouts import LAYOUTS
 
-from blockyard import BlockManager, DecodeBatch, InvalidArgumentError, NaiveAllocator, Pairs, export_keys
+from blockyard import BlockManager, DecodeBatch, InvalidArgumentError, export_keys
 from blockyard._core import (
     BlockObserver,
-    Completion,
     CopyRoute,
-    FillMap,
-    chain_keys,
     copy_rows,
     exchange_rows,
     expand_span,
-    merge_runs,
     move_rows,
-    order_moves,
-    plan_moves,
 )
-from blockyard.tiers import open_store
 
 Array = np.ndarray[Any, Any]
 GUARD = 64
@@ -201,8 +194,7 @@ def of_one_item(array: Array) -> None:
 
 
 MUTATIONS = {
-    change.__name__: change
-    for change in (narrower, as_float, swapped, flat, folded, turned, read_only, of_one_item)
+    change.__name__: change for change in (narrower, as_float, swapped, flat, folded, turned, read_only, of_one_item)
 }
 
 
@@ -378,149 +370,6 @@ def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
 # ---- arrays of any layout ----
 
 
-def strided(array: Array) -> Array:
-    return np.repeat(array, 2, axis=0)[::2]
-
-
-def backwards(array: Array) -> Array:
-    return np.ascontiguousarray(array[::-1])[::-1]
-
-
-def fortran(array: Array) -> Array:
-    return np.asfortranarray(array)
-
-
-def unaligned(array: Array) -> Array:
-    memory = np.zeros(array.nbytes + 1, np.uint8)
-    moved = memory[1:].view(array.dtype).reshape(array.shape)
-    moved[...] = array
-    return moved
-
-
-def wide(array: Array) -> Array:
-    return np.repeat(array, 3, axis=-1)[..., ::3]
-
-
-def locked(array: Array) -> Array:
-    array = array.copy()
-    array.flags.writeable = False
-    return array
-
-
-def other_order(array: Array) -> Array:
-    return array.astype(array.dtype.newbyteorder())
-
-
-LAYOUTS = {form.__name__: form for form in (strided, backwards, fortran, unaligned, wide, locked, other_order)}
-
-
-def new_allocator() -> NaiveAllocator:
-    allocator = NaiveAllocator(16)
-    allocator.allocate(8)
-    return allocator
-
-
-def marked(parts: Array, call: Callable[[FillMap, Array], object]) -> list[int]:
-    fill = FillMap(4, 4)
-    fill.mark(np.arange(8))
-    call(fill, parts)
-    return fill.count(np.arange(4)).tolist()
-
-
-def observed(ids: Array, call: Callable[[BlockObserver, Array], object]) -> object:
-    observer = BlockObserver(16)
-    observer.use_ids([1, 2, 3, 5])
-    call(observer, ids)
-    return observer.used().tolist()
-
-
-def prompt(tokens: Array, call: Callable[[BlockManager, Array], Any]) -> object:
-    manager = BlockManager(block_size=2, device_blocks=16, watermark=0.0, prefix_caching=True)
-    known = manager.allocate_prompts([np.arange(5, dtype=np.uint32)])[0]
-    manager.complete(manager.take_decision().ticket)
-    manager.mark_computed(known)
-    return np.asarray(call(manager, tokens)).tolist()
-
-
-def with_books(handles: Array, call: Callable[[BlockManager, Array], Any]) -> object:
-    manager, _ = books()
-    return np.asarray(call(manager, handles)).tolist()
-
-
-def stored(slots: Array, rows: Array, tmp_path: Any) -> object:
-    with open_store(f"file://{tmp_path}", bytes_per_block=4096, num_slots=4) as store:
-        assert store.wait(store.submit_write(slots, rows)).ok.all()
-        found = store.wait(store.submit_read(np.array([2, 0])))
-        return found.rows.tobytes(), store.wait(store.submit_read(slots)).rows.tobytes()
-
-
-HANDLES = books()[1]
-IDS = np.array([5, 2, 1, 3], np.int64)
-PAIRS = np.array([[4, 6], [5, 7], [0, 3]], np.int64)
-TOKENS = np.array([0, 1, 2, 3, 9, 8], np.uint32)
-ROWS = np.random.default_rng(0).integers(0, 256, (2, 4096), np.uint8)
-READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
-    "handles": (HANDLES, lambda a: with_books(a, lambda m, h: m.blocks_to_append(h, 2))),
-    "handles of a batch": (HANDLES, lambda a: with_books(a, lambda m, h: m.append(h, 2))),
-    "freed": (HANDLES, lambda a: with_books(a, lambda m, h: (m.free(h), m.num_free())[1])),
-    "tables": (HANDLES, lambda a: with_books(a, lambda m, h: m.block_tables(h))),
-    "counts": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.append(HANDLES, c))),
-    "lengths": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.allocate(c))),
-    "exported": (TOKENS, lambda a: export_keys(a, block_size=2)),
-    "chained": (TOKENS, lambda a: chain_keys(a, block_size=2)),
-    "prompts": (TOKENS, lambda a: prompt(a, lambda m, t: m.allocate_prompts([t])[1])),
-    "cached": (TOKENS, lambda a: prompt(a, lambda m, t: m.cached_tokens(t))),
-    "to allocate": (TOKENS, lambda a: prompt(a, lambda m, t: m.blocks_to_allocate(t))),
-    "pinned": (TOKENS, lambda a: prompt(a, lambda m, t: m.pin_prompt(t, 9))),
-    "pairs": (PAIRS, lambda a: Pairs("device", "host", a).ids.tolist()),
-    "runs": (PAIRS, lambda a: merge_runs(a).tolist()),
-    "waves": (PAIRS, lambda a: [part.tolist() for part in order_moves(a, 8)]),
-    "mark": (IDS, lambda a: marked(a, FillMap.mark)),
-    "unmark": (IDS, lambda a: marked(a, FillMap.unmark)),
-    "require": (IDS, lambda a: marked(a, FillMap.require)),
-    "clear": (np.array([1, 0]), lambda a: marked(a, FillMap.clear)),
-    "count": (np.array([1, 0]), lambda a: marked(a, lambda f, b: f.mark(f.count(b)))),
-    "used ids": (IDS, lambda a: observed(a, lambda o, i: o.use_ids(i))),
-    "used ids of 32 bits": (IDS.astype(np.int32), lambda a: observed(a, lambda o, i: o.use_ids(i))),
-    "released ids": (IDS, lambda a: observed(a, lambda o, i: o.release_ids(i))),
-    "leased ids": (IDS, lambda a: observed(a, lambda o, i: o.lease(i))),
-    "resolved": (PAIRS.reshape(3, 2, 1), lambda a: BlockObserver(16).resolve(a).tolist()),
-    "live": (IDS, lambda a: plan_moves("max_id", 2, num_blocks=8, live=a).pairs.tolist()),
-    "shared": (IDS.astype(np.int32), lambda a: (m := new_allocator(), m.share(a), [m.refs(i) for i in range(8)])[2]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reader", READERS)
-def test_an_array_of_any_layout_is_read_as_the_plain_one(reader: str, layout: str) -> None:
-    array, read = READERS[reader]
-    wanted, other = read(array), LAYOUTS[layout](array)
-    np.testing.assert_array_equal(other, array)
-    try:
-        assert read(other) == wanted
-    except InvalidArgumentError:
-        assert layout == "other_order"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_any_layout_are_stored_as_the_plain_ones(layout: str, tmp_path: Any) -> None:
-    slots = np.array([2, 0])
-    wanted = stored(slots, ROWS, tmp_path)
-    assert wanted == (ROWS.tobytes(), ROWS.tobytes())
-    assert stored(slots, LAYOUTS[layout](ROWS), tmp_path) == wanted
-    if layout == "other_order":
-        with pytest.raises(InvalidArgumentError, match="slots must be an int64 array"):
-            stored(other_order(slots), ROWS, tmp_path)
-    else:
-        assert stored(LAYOUTS[layout](slots), ROWS, tmp_path) == wanted
-
-
-@pytest.mark.parametrize("rows", [ROWS.T.copy(), ROWS[0], ROWS.view(np.int8), ROWS[:1], ROWS[:, 1:]])
-def test_rows_of_another_shape_or_type_are_refused(rows: Array, tmp_path: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"rows must be a uint8 array of shape \[2, 4096\]"):
-        stored(np.array([2, 0]), rows, tmp_path)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_an_array_of_any_layout_is_written_right_or_refused(writer: str, layout: str) -> None:
@@ -593,40 +442,3 @@ def test_an_out_that_the_counts_change_is_refused() -> None:
             manager.append(handles, [1, Meddler(1, lambda: narrower(out)), 1], out=out)
     assert new.bytes() == before
     assert [manager.num_tokens(int(handle)) for handle in handles] == [3, 5, 6]
-
-
-# ---- results that hold arrays ----
-
-
-def test_a_completion_of_odd_flags_and_shapes_is_shown() -> None:
-    flags = np.array([0, 2, 255], np.uint8).view(np.bool_)
-    completion = Completion(1, flags, np.zeros((3, 4), np.uint8), ["", "", ""])
-    assert repr(completion) == "Completion(ticket=1, ok=2 of 3)"
-
-
-def test_pairs_whose_array_was_changed_are_counted_and_refused() -> None:
-    pairs = Pairs("device", "host", np.array([[1, 2]]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pairs.ids.dtype = np.complex128
-        pairs.ids.shape = ()
-    assert len(pairs) == 0
-    manager, handles = books()
-    with pytest.raises(InvalidArgumentError, match="must be an int64 array"):
-        manager.fail(1, [pairs])
-    assert manager.num_tokens(int(handles[0])) == 3
-
-
-def test_an_array_of_more_dimensions_than_ndarray_knows_is_read() -> None:
-    ids = np.full((1,) * 40, 3)
-    assert BlockObserver(8).resolve(ids).shape == ids.shape
-
-
-def test_a_list_of_lies_about_its_memory_is_no_concern_of_ours() -> None:
-    """Rows of stride 0 are one row, so a broadcast array can be read and is never written."""
-    row = np.arange(8, dtype=np.uint8)
-    often = np.broadcast_to(row, (2, 8))
-    with pytest.raises(InvalidArgumentError, match="rows contiguous and apart"):
-        copy_rows([as_strided(row, (2, 8), (0, 1))], [np.zeros((2, 8), np.uint8)], np.array([[0, 1]]), num_threads=1)
-    with pytest.raises(InvalidArgumentError):
-        copy_rows([np.zeros((2, 8), np.uint8)], [often], np.array([[0, 1]]), num_threads=1)

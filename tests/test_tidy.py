@@ -140,8 +140,39 @@ def test_each_binding_file_has_a_partner_in_a_crate():
     concepts |= {path.name for path in (ROOT / "rust").glob("*/src/*") if path.is_dir()}
     concepts |= {path.name for path in (ROOT / "rust").iterdir()}
     bindings = {path.stem for path in (ROOT / "rust" / "python" / "src").glob("*.rs")}
-    # arrays.rs converts numpy arrays and holds no concept of its own.
-    assert not sorted(bindings - concepts - {"lib", "errors", "arrays"})
+    # arrays.rs and memory.rs convert numpy arrays and hold no concept of their own.
+    assert not sorted(bindings - concepts - {"lib", "errors", "arrays", "memory"})
+
+
+# What reads, writes or makes memory of numpy's. Much of it is safe to call and wrong: an array can have changed since
+# it was checked, `as_slice` takes Fortran order too, two arrays can have one memory, a new array panics without memory.
+OF_NUMPY = re.compile(
+    r"unsafe(?!_code)|\.as_slice(_mut)?\(\)\?|\.as_array(_mut)?\(|(read(only|write))\(|PyReadonlyArray|PyReadwriteArray"
+    r"|PyArray\w*(::<[^>]*>)?::(zeros|from_|arange|new)|into_pyarray|to_pyarray"
+)
+
+
+def test_one_module_of_the_binding_touches_memory_of_the_caller():
+    source = ROOT / "rust" / "python" / "src"
+    assert "#![deny(unsafe_code)]" in lines(source / "lib.rs")
+    others = [path for path in source.rglob("*.rs") if path.name != "memory.rs"]
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in others
+        for number, line in enumerate(lines(path), 1)
+        if OF_NUMPY.search(line)
+    ]
+    assert not found
+    excepted = [name(path) for path in others for line in lines(path) if "(unsafe_code" in line and "deny" not in line]
+    assert excepted == ["rust/python/src/lib.rs"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["let rows = array.as_slice()?;", "array.readonly()", "PyArray2::<u8>::zeros(py, n, false)", "unsafe { f() }"],
+)
+def test_memory_of_the_caller_is_recognised(line: str):
+    assert OF_NUMPY.search(line)
 
 
 def test_each_python_module_has_a_test_file():

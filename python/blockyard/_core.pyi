@@ -788,7 +788,8 @@ class BlockManager:
                 belongs to sequence i. What has changed since the sequence's last such call is written, at its first
                 one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
                 With several cache groups, the rows of one group come after those of another, `n` each.
-            out: int64 array for the slots, one for each token and group.
+            out: int64 array for the slots, one for each token and group, C-contiguous. What is read may lie in arrays
+                that are written; those two may not share memory.
         Returns:
             Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`; with several
             cache groups `[groups, tokens]`, an encoder's left out.
@@ -796,7 +797,7 @@ class BlockManager:
             OutOfBlocksError: the device has too few blocks for the whole batch.
             UnknownSequenceError: a handle is not in the books.
             SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: a sequence is named twice, or an array has the wrong length.
+            InvalidArgumentError: a sequence is named twice, or an array has the wrong length or cannot be written.
         """
     def truncate(self, sequence: int, num_tokens: int) -> None:
         """Cut a sequence to its first `num_tokens` tokens, after a speculative decoder's were rejected.
@@ -914,7 +915,8 @@ class DecodeBatch:
             groups, one equal part for each that grows: the first group's rows, then the second's.
         slots: int64 `[tokens]`, C-contiguous, written in place; in equal parts like the rows.
     Raises:
-        InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap.
+        InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap. Each call that
+            writes looks again, and refuses an array whose dtype, shape or memory has changed since.
 
     Example:
         >>> import numpy as np
@@ -1382,40 +1384,45 @@ def copy_rows(
     *,
     num_threads: int,
 ) -> None:
-    """Copy row `from` of each array to row `to` of its partner; `blockyard.transfer.ops` checks what this does not.
+    """Copy row `from` of each array to row `to` of its partner.
 
     Args:
         src: arrays to read, uint8 `[rows, bytes]`, rows contiguous and apart.
-        dst: as many to write, of the same widths; no row that is written may share memory with one that is read.
-        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` must have no repeats.
+        dst: as many to write, of the same widths, apart from one another: side by side, or with rows that alternate
+            within one stride. They may be the arrays that are read, in the same order, or share no memory with those.
+        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats, and within arrays shares no row with `from`.
         num_threads: at most so many share a large call.
     Raises:
-        InvalidArgumentError: an array is of another form, or the two lists do not fit one another.
-        MappingError: a row does not exist; nothing was copied.
+        InvalidArgumentError: an array is of another form, cannot be written or shares memory with another, or the two
+            lists do not fit one another; nothing was copied.
+        MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
     """
 
 def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, num_threads: int) -> None:
-    """Let two rows of each pair change places in each array; `blockyard.transfer.ops` checks what this does not.
+    """Let two rows of each pair change places in each array.
 
     Args:
-        arrays: uint8 `[rows, bytes]`, rows contiguous and apart; none may share memory with another.
-        pairs: rows, int64 `[n, 2]`; none may be named twice.
+        arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
+        pairs: rows, int64 `[n, 2]`, none twice.
         num_threads: at most so many share a large call.
     Raises:
-        InvalidArgumentError: an array is of another form.
-        MappingError: a row does not exist; nothing was exchanged.
+        InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
+            exchanged.
+        MappingError: a row does not exist or is named twice; nothing was exchanged.
     """
 
 def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, num_threads: int) -> None:
-    """Move rows within each array, as if all were read first; `blockyard.transfer.ops` checks what this does not.
+    """Move rows within each array, as if all were read first.
 
     Args:
-        arrays: uint8 `[rows, bytes]`, rows contiguous and apart; none may share memory with another.
-        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` must have no repeats.
+        arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
+        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats.
         num_threads: at most so many share a large call.
     Raises:
-        InvalidArgumentError: an array is of another form.
-        MappingError: a row does not exist; nothing was moved.
+        InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
+            moved.
+        MappingError: a row does not exist or is written twice; nothing was moved.
+        OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
     """
 
 def order_moves(pairs: NDArray[np.int64], num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -1923,7 +1930,7 @@ class BlockObserver:
 
         Args:
             ids: of any shape.
-            out: of the same shape and dtype, C-contiguous; may be `ids`.
+            out: of the same shape and dtype, any layout; may be `ids`.
             pass_negative: negative ids stay as they are.
 
         Returns:

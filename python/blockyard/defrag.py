@@ -307,7 +307,7 @@ class OnlineDefragmenter:
 
         Args:
             block_table_list: ids as rows of ints, or an int64 or int32 array of any shape.
-            out: for arrays: of the same shape and dtype, C-contiguous; may be the input itself.
+            out: for arrays: of the same shape and dtype; may be the input itself.
 
         Returns:
             The same of blocks.

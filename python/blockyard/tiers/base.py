@@ -112,6 +112,7 @@ class ExternalStore(ABC):
 
         Raises:
             UnknownTicketError: the ticket was never issued or has been collected.
+            OutOfMemoryError: there is no memory for the result; the ticket can still be collected.
         """
 
     @abstractmethod

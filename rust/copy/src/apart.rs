@@ -99,3 +99,95 @@ pub(crate) fn reserved<T>(len: usize) -> Result<Vec<T>, CopyError> {
     items.try_reserve_exact(len).map_err(|_| CopyError::OutOfMemory { bytes })?;
     Ok(items)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const BASE: usize = 1 << 20;
+
+    /// Rows at an address that nobody uses: `(start, count, width, gap)`.
+    fn rows((start, count, width, gap): (usize, usize, usize, usize)) -> Rows {
+        // SAFETY: nothing here touches their memory.
+        unsafe { Rows::new(std::ptr::without_provenance_mut(BASE + start), count, width, width + gap) }
+    }
+
+    fn bytes((start, count, width, gap): (usize, usize, usize, usize)) -> impl Iterator<Item = usize> {
+        (0..count).flat_map(move |row| (0..width).map(move |byte| start + row * (width + gap) + byte))
+    }
+
+    fn any_rows() -> impl Strategy<Value = (usize, usize, usize, usize)> {
+        (0..60_usize, 0..4_usize, 0..8_usize, prop_oneof![Just(0), 0..8_usize])
+    }
+
+    proptest! {
+        /// What is let through has no byte in common, whatever it is.
+        #[test]
+        fn caches_that_share_a_byte_are_refused(caches in prop::collection::vec(any_rows(), 0..5)) {
+            let mut all: Vec<_> = caches.iter().copied().flat_map(bytes).collect();
+            let total = all.len();
+            all.sort_unstable();
+            all.dedup();
+            let caches: Vec<_> = caches.into_iter().map(rows).collect();
+            prop_assert!(check_apart(&caches).is_err() || all.len() == total);
+        }
+
+        #[test]
+        fn lists_that_share_a_byte_are_refused_unless_they_are_one(
+            read in prop::collection::vec(any_rows(), 0..4),
+            written in prop::collection::vec(any_rows(), 0..4),
+        ) {
+            let used: Vec<_> = read.iter().copied().flat_map(bytes).collect();
+            let shared = written.iter().copied().flat_map(bytes).any(|byte| used.contains(&byte));
+            let [sources, targets] = [&read, &written].map(|list| list.iter().copied().map(rows).collect::<Vec<_>>());
+            match check_lists(&sources, &targets) {
+                Ok(false) => prop_assert!(!shared),
+                Ok(true) => prop_assert!(read.iter().zip(&written).all(|(a, b)| (a.0, a.2, a.3) == (b.0, b.2, b.3))),
+                Err(_) => {}
+            }
+            prop_assert!(check_lists(&sources, &sources).unwrap());
+        }
+
+        #[test]
+        fn a_row_that_is_named_twice_is_found(pairs in prop::collection::vec([0..12_u32, 0..12_u32], 0..8)) {
+            let targets = |row| pairs.iter().filter(|pair| pair[1] == row).count();
+            let named = |row| pairs.as_flattened().iter().filter(|&&named| named == row).count();
+            prop_assert_eq!(check_targets(&pairs).is_ok(), (0..12).all(|row| targets(row) < 2));
+            prop_assert_eq!(check_exchange(&pairs).is_ok(), (0..12).all(|row| named(row) < 2));
+            if let Ok(written) = check_targets(&pairs) {
+                let both = pairs.iter().any(|pair| targets(pair[0]) > 0);
+                prop_assert_eq!(check_in_place(&pairs, &written).is_err(), both);
+            }
+        }
+    }
+
+    #[test]
+    fn layers_of_one_tensor_and_of_tensors_side_by_side_are_apart() {
+        // [blocks, 2 layers, K and V]: a row of 4 bytes of each 16.
+        let woven: Vec<_> = [4, 12, 0, 8].map(|start| rows((start, 5, 4, 12))).into();
+        assert_eq!(check_apart(&woven), Ok(()));
+        let beside: Vec<_> = [40, 0, 80].map(|start| rows((start, 5, 8, 0))).into();
+        assert_eq!(check_apart(&beside), Ok(()));
+        assert_eq!(check_lists(&woven, &[rows((80, 5, 4, 12))]), Ok(false));
+        assert_eq!(
+            check_lists(&woven, &[rows((79, 5, 4, 12))]),
+            Err(CopyError::ReadAndWrittenCaches { read: 1, written: 0 })
+        );
+        let shared = Err(CopyError::Shared { one: 0, other: 1 });
+        assert_eq!(check_apart(&[rows((0, 5, 4, 12)), rows((3, 5, 4, 12))]), shared);
+        assert_eq!(check_apart(&[rows((0, 5, 4, 12)), rows((13, 5, 4, 12))]), shared);
+        assert_eq!(check_apart(&[rows((0, 5, 4, 12)), rows((4, 5, 4, 11))]), shared);
+    }
+
+    #[test]
+    fn the_pairs_that_name_a_row_twice_are_told() {
+        let repeated = |row, first, second| Err(CopyError::Repeated { row, first, second });
+        assert_eq!(check_targets(&[[0, 4], [1, 2], [4, 4]]).map(drop), repeated(4, 0, 2));
+        assert_eq!(check_exchange(&[[0, 1], [2, 3], [3, 5]]), repeated(3, 1, 2));
+        assert_eq!(check_exchange(&[[0, 1], [2, 2]]), repeated(2, 1, 1));
+        let both = CopyError::ReadAndWritten { pair: 1, row: 7 };
+        assert_eq!(check_in_place(&[[0, 7], [7, 1]], &[1, 7]), Err(both));
+        assert_eq!(both.to_string(), "pair 1 reads row 7, which is written too");
+    }
+}

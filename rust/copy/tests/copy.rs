@@ -170,3 +170,33 @@ fn what_does_not_fit_is_refused_with_its_numbers_and_nothing_is_touched() {
     assert_eq!(copy_rows(&[], &[], &[], 1), Ok(()));
     assert_eq!([small.memory, large.memory, wide.memory], before);
 }
+
+#[test]
+fn rows_and_caches_that_overlap_are_refused_and_nothing_is_touched() {
+    let shape = Shape { rows: 4, widths: vec![8, 8], gap: 0, shift: 0 };
+    let mut caches = Caches::new(shape, 1);
+    let before = caches.memory.clone();
+    let rows = caches.rows();
+    let twice = [rows[0], rows[0]];
+    let shared = Err(CopyError::Shared { one: 0, other: 1 });
+    assert_eq!(copy_rows(&rows, &twice, &[[0, 1]], 1), shared);
+    assert_eq!(exchange_rows(&twice, &[[0, 1]], 1), shared);
+    assert_eq!(move_rows(&twice, &[[0, 1]], 1), shared);
+    let crossed = [rows[1], rows[0]];
+    assert!(matches!(copy_rows(&rows, &crossed, &[[0, 1]], 1), Err(CopyError::ReadAndWrittenCaches { .. })));
+    let repeated = |first, second| Err(CopyError::Repeated { row: 1, first, second });
+    assert_eq!(copy_rows(&rows[..1], &rows[1..], &[[0, 1], [2, 3], [2, 1]], 1), repeated(0, 2));
+    assert_eq!(move_rows(&rows, &[[0, 1], [2, 1]], 1), repeated(0, 1));
+    assert_eq!(exchange_rows(&rows, &[[1, 1]], 1), repeated(0, 0));
+    let both = Err(CopyError::ReadAndWritten { pair: 1, row: 1 });
+    assert_eq!(copy_rows(&rows, &rows, &[[0, 1], [1, 2]], 1), both);
+    assert_eq!(caches.memory, before);
+}
+
+#[test]
+fn rings_that_no_memory_can_set_aside_are_refused() {
+    // SAFETY: the call fails before it touches the memory.
+    let rows = unsafe { Rows::new(std::ptr::without_provenance_mut(64), 2, 1 << 62, 1 << 62) };
+    let bytes = 1 << 62;
+    assert_eq!(move_rows(&[rows], &[[0, 1], [1, 0]], 1), Err(CopyError::OutOfMemory { bytes }));
+}

@@ -179,8 +179,8 @@ pub(crate) fn slots_target<'a, 'py>(out: &'a Bound<'py, PyAny>, name: &'static s
 
 /// The memory of a slot mapping, if it has so many slots.
 pub(crate) fn exactly(slots: Area<'_, i64>, len: usize) -> PyResult<&mut [i64]> {
-    let found = slots.items.len();
-    if found == len { Ok(slots.items) } else { Err(invalid(format!("out has {found} slots, must have {len}"))) }
+    let Area { items, .. } = slots;
+    if items.len() == len { Ok(items) } else { Err(invalid(format!("out has {} slots, must have {len}", items.len()))) }
 }
 
 /// A block table of the caller's.
@@ -193,7 +193,8 @@ pub(crate) fn table<'a, 'py>(table: &'a Bound<'py, PyAny>, name: &'static str) -
 
 /// The rows of a block table.
 pub(crate) fn rows(table: Area<'_, i32>) -> TableRows<'_> {
-    TableRows::new(table.items, table.shape[1])
+    let Area { items, shape } = table;
+    TableRows::new(items, shape[1])
 }
 
 /// Type of a value, and dtype and shape of an array, for messages.

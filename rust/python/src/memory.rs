@@ -66,7 +66,7 @@ pub(crate) fn reserved<T>(len: usize) -> PyResult<Vec<T>> {
 }
 
 /// A new array of numpy's, C-contiguous and aligned; without `zeroed` its items are still to be written.
-fn new<T: Zeroed, D: Dimension>(py: Python<'_>, shape: D, zeroed: bool) -> PyResult<Bound<'_, PyArray<T, D>>> {
+fn new<'py, T: Zeroed, D: Dimension>(py: Python<'py>, shape: &D, zeroed: bool) -> PyResult<Bound<'py, PyArray<T, D>>> {
     let bytes = shape.slice().iter().fold(size_of::<T>(), |bytes, &len| bytes.saturating_mul(len));
     // As many as an array of numpy's may have.
     let mut dims: [npy_intp; 64] = [0; 64];
@@ -97,7 +97,7 @@ pub(crate) fn zeros<T: Zeroed, D: Dimension>(
     py: Python<'_>,
     shape: impl IntoDimension<Dim = D>,
 ) -> PyResult<Bound<'_, PyArray<T, D>>> {
-    new(py, shape.into_dimension(), true)
+    new(py, &shape.into_dimension(), true)
 }
 
 /// A new array whose items, in C order and zero before, `fill` writes; and what that returns.
@@ -119,7 +119,7 @@ pub(crate) fn filled<'py, S, T: Zeroed, D: Dimension>(
     items: &[S],
     of: impl Fn(&S) -> T,
 ) -> PyResult<Bound<'py, PyArray<T, D>>> {
-    let array = new::<T, D>(py, shape.into_dimension(), false)?;
+    let array = new::<T, D>(py, &shape.into_dimension(), false)?;
     let len = array.len().min(items.len());
     // SAFETY: the array has so many places in a row, aligned, and nobody else has it.
     let places = unsafe { std::slice::from_raw_parts_mut(array.data().cast::<MaybeUninit<T>>(), array.len()) };
@@ -270,7 +270,6 @@ fn is_slice<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {
 // ---- arrays that are written ----
 
 /// An array that a call is to write to.
-#[derive(Clone, Copy)]
 pub(crate) struct Target<'a, 'py, T, D> {
     array: &'a Bound<'py, PyAny>,
     name: &'static str,
@@ -279,6 +278,14 @@ pub(crate) struct Target<'a, 'py, T, D> {
     form: Option<&'a Form>,
     kind: PhantomData<(T, D)>,
 }
+
+impl<T, D> Clone for Target<'_, '_, T, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T, D> Copy for Target<'_, '_, T, D> {}
 
 /// What an array was when it was checked.
 struct Form {

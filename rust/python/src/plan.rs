@@ -68,7 +68,7 @@ impl PyCopyRoute {
             let (dst, bytes) = rest.split_at_mut(pieces);
             self.0.compile(&pairs, &mut Pieces { src, dst, bytes }).map_err(to_py)
         })??;
-        memory::array(out.py(), &starts, number)
+        memory::array(out.py(), &starts, |&start| number(start))
     }
 
     fn __repr__(&self) -> String {
@@ -77,8 +77,8 @@ impl PyCopyRoute {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "counts entries of an array in memory")]
-fn number(count: &usize) -> i64 {
-    *count as i64
+fn number(count: usize) -> i64 {
+    count as i64
 }
 
 /// Merges pairs whose source and destination both continue the pair before; the order is kept.
@@ -102,7 +102,7 @@ pub(crate) fn py_order_moves<'py>(
 ) -> PyResult<Waves<'py>> {
     let (ordered, starts) = order_moves(&arrays::pairs(pairs)?, num_blocks).map_err(to_py)?;
     let py = pairs.py();
-    Ok((array(py, &ordered)?, memory::array(py, &starts, number)?))
+    Ok((array(py, &ordered)?, memory::array(py, &starts, |&start| number(start))?))
 }
 
 /// For each transfer of a decision the earlier ones that must have finished before it begins.
