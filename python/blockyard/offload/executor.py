@@ -326,8 +326,8 @@ class StepExecutor:
                     raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
                 if len(ids) and not 0 <= ids.min() <= ids.max() < self._side.num_slots:
                     raise MappingError(
-                        f"{len(pairs)} pairs of kind {kind!r} name slots from {ids.min()} to {ids.max()}, the store has "
-                        f"{self._side.num_slots}, so at most that may be the manager's external_blocks"
+                        f"{len(pairs)} pairs of kind {kind!r} name slots {ids.min()} to {ids.max()}, the store has "
+                        f"{self._side.num_slots}, and the manager's external_blocks may be no more"
                     )
 
     def _read_device(self, step: OpenStep, transfers: Sequence[tuple[str, Pairs]]) -> None:
@@ -489,12 +489,15 @@ class StepExecutor:
             return
         waiting, step.waiting = step.waiting, []
         for kind, pairs in waiting:
-            try:
-                self._launch_within(step, kind, pairs)
-            except BlockyardError as error:
-                self._lose(step, written(kind, pairs), error)
-            else:
-                step.parts -= 1  # it has a part of its own now
+            self._launch_waiting(step, kind, pairs)
+
+    def _launch_waiting(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
+        try:
+            self._launch_within(step, kind, pairs)
+        except BlockyardError as error:
+            self._lose(step, written(kind, pairs), error)
+        else:
+            step.parts -= 1  # it has a part of its own now
 
     # ---- ends ----
 
