@@ -169,19 +169,15 @@ class StoreSide:
         none = rows = np.zeros((0, self._bytes_per_block), dtype=np.uint8)
         error: object = answer
         if isinstance(answer, Completion):
-            found: dict[str, object] = {
-                "ticket": answer.ticket,
-                "ok": (answer.ok.shape, np.dtype(answer.ok.dtype)),
-                "reasons": len(answer.reasons),
-            }
-            wanted = {"ticket": ticket, "ok": ((batch.count,), np.dtype(np.bool_)), "reasons": batch.count}
+            found = [f"ticket {answer.ticket}", f"ok {_of(answer.ok)}", f"{len(answer.reasons)} reasons"]
+            wanted = [f"ticket {ticket}", f"ok bool [{batch.count}]", f"{batch.count} reasons"]
             if batch.what == "read":
                 rows = answer.rows
-                found["rows"] = rows.shape, np.dtype(rows.dtype)
-                wanted["rows"] = (batch.count, self._bytes_per_block), np.dtype(np.uint8)
+                found.append(f"rows {_of(rows)}")
+                wanted.append(f"rows uint8 [{batch.count}, {self._bytes_per_block}]")
             if found == wanted:
                 return Answer(answer.ok.copy(), np.require(rows, requirements=("C", "W")))
-            error = TierError(f"the answer has {_in_words(found)}, {_in_words(wanted)} is needed")
+            error = TierError(f"the answer has {', '.join(found)}; {', '.join(wanted)} is needed")
         if not isinstance(error, Exception):
             error = TierError(f"the answer is a {type(error).__name__}, a Completion is needed")
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
@@ -199,5 +195,5 @@ def _describe(error: Exception) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
-def _in_words(parts: dict[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in parts.items())
+def _of(array: NDArray[np.generic]) -> str:
+    return f"{array.dtype} {list(array.shape)}"

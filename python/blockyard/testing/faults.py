@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,15 +110,15 @@ class _NamelessError(Exception):
         raise ValueError("no text")
 
 
-_ERRORS: tuple[Callable[[], Exception], ...] = (
-    lambda: ConnectionResetError("the peer is gone"),
-    lambda: TierError("refused"),
-    lambda: UnknownTicketError("which ticket?"),
-    lambda: InvalidArgumentError("what array?"),
-    lambda: MemoryError(),
-    lambda: KeyError(3),
-    lambda: StopIteration(),
-    lambda: _NamelessError(),
+_ERRORS: tuple[Exception, ...] = (
+    ConnectionResetError("the peer is gone"),
+    TierError("refused"),
+    UnknownTicketError("which ticket?"),
+    InvalidArgumentError("what array?"),
+    MemoryError(),
+    KeyError(3),
+    StopIteration(),
+    _NamelessError(),
 )
 
 
@@ -164,11 +164,12 @@ class UnrulyStore(ExternalStore):
 
     def poll(self) -> list[int]:
         """Return tickets that finished, or anything."""
-        return self._break(self._inner.poll, lambda found: [None, [*found, *found, 1 << 70, -1], ["x"], found[1:], 7])
+        answer = self._break(self._inner.poll, lambda found: [None, [*found, *found, 1 << 70, -1], ["x"], found[1:], 7])
+        return cast("list[int]", answer)
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket, or not."""
-        return self._break(lambda: self._inner.wait(ticket, timeout), _misshapen)
+        return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
 
     def stats(self) -> TierStats:
         """Return the counters of the store below."""
@@ -179,19 +180,18 @@ class UnrulyStore(ExternalStore):
         return self._inner.close(timeout)
 
     def _ticket(self, call: Callable[[], int]) -> int:
-        ticket = self._break(call, lambda found: [None, str(found), 0.5, self._last, found + (1 << 40)])
-        self._last = ticket
-        return ticket
+        self._last = self._break(call, lambda found: [None, str(found), 0.5, self._last, found + (1 << 40)])
+        return cast("int", self._last)
 
-    def _break(self, call: Callable[[], Any], others: Callable[[Any], Sequence[Any]]) -> Any:  # noqa: ANN401 (anything)
+    def _break(self, call: Callable[[], Any], others: Callable[[Any], Sequence[Any]]) -> Any:
         """Make a call; or raise before it, or after it, or answer with something else."""
         how = self._random.choice(("before", "after", "other")) if self._random.random() < self._share else ""
         self.broken += bool(how)
         if how == "before":
-            raise self._random.choice(_ERRORS)()
+            raise self._random.choice(_ERRORS)
         found = call()
         if how == "after":
-            raise self._random.choice(_ERRORS)()
+            raise self._random.choice(_ERRORS)
         return self._random.choice(others(found)) if how else found
 
 
@@ -204,7 +204,7 @@ def _misshapen(answer: Completion) -> Sequence[object]:
         (ok, rows),
         Completion(ticket + 1, ok, rows, reasons),
         Completion(ticket, ok[1:], rows, reasons),
-        Completion(ticket, np.append(ok, True), rows, reasons),  # noqa: FBT003 (one more flag)
+        Completion(ticket, np.append(ok, True), rows, reasons),
         Completion(ticket, ok, rows[:, 1:], reasons),
         Completion(ticket, ok, rows[1:] if len(rows) else more, reasons),
         Completion(ticket, ok, more, reasons),
