@@ -1,6 +1,8 @@
 """Opening a tier by URL: what is understood, and how what is not is refused."""
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, TierError, TierURLError
 from blockyard.tiers import ExternalStore, base, open_store
-from blockyard.tiers.base import StoreURL, parse_size
+from blockyard.tiers.base import StoreURL, check_url, parse_size
 
 
 def test_the_url_chooses_the_store(tmp_path: Path):
@@ -43,7 +45,17 @@ def test_percent_signs_in_the_path_are_decoded(tmp_path: Path):
         ("file://dir?size=1GiB", "'dir' is a host"),
         ("file:dir?size=1GiB", "'dir' must be the absolute path"),
         ("file://?size=1GiB", "'' must be the absolute path"),
-        ("file:///a%00b?size=1GiB", "must be the absolute path"),
+        ("file:///a%00b?size=1GiB", r"'/a%00b' has the character '\x00'"),
+        ("file:///a\tb?size=1GiB", r"has the character '\t'"),
+        ("file:///dir?size=1GiB\n", r"has the character '\n'"),
+        ("\x1ffile:///dir?size=1GiB", r"has the character '\x1f'"),
+        ("file:///a%0Ab?size=1GiB", r"'/a%0Ab' has the character '\n'"),
+        ("file:///dir?size=1GiB%0d", r"'1GiB%0d' has the character '\r'"),
+        ("file:///a\x9bb?size=1GiB", r"has the character '\x9b'"),
+        ("file:///a%ff?size=1GiB", "'/a%ff' is not UTF-8"),
+        ("file:///dir?size=%e2%82", "'%e2%82' is not UTF-8"),
+        ("file:///a\udcff?size=1GiB", r"has the character '\udcff'"),
+        ("mine\t://dir", r"has the character '\t'"),
         ("file:///dir", "'/dir' needs ?size="),
         ("file:///dir?size", "'size' must be an option name=value"),
         ("file:///dir?size=", "'size=' must be an option name=value"),
@@ -123,10 +135,39 @@ def test_what_is_no_size_is_refused(text: str):
         parse_size(text)
 
 
+@pytest.mark.parametrize(
+    "text", [str(2**62 + 1), "4194304.1TiB", "9" * 400 + ".5GiB", "9" * 5000, "4611686018427387905B"]
+)
+def test_more_bytes_than_2_to_the_62_are_refused_in_few_words(text: str):
+    with pytest.raises(ValueError, match=r"is more than 2\*\*62 bytes") as caught:
+        parse_size(text)
+    assert len(str(caught.value)) < 100
+
+
 @given(st.integers(0, 2**62))
 def test_any_number_of_bytes_is_a_size(count: int):
     assert parse_size(str(count)) == count
-    assert parse_size(f"{count}KiB") == count * 1024
+    assert parse_size(f"00{count >> 10}KiB") == count >> 10 << 10
+
+
+@given(st.decimals(0, 2**22, places=9), st.sampled_from(["KiB", "MB", "GiB", "TiB"]))
+def test_fractions_are_exact_to_the_byte(number: Decimal, unit: str):
+    exact = Fraction(number) * parse_size(f"1{unit}")
+    if exact <= 2**62:
+        assert parse_size(f"{number:f}{unit}") == exact.__floor__()
+
+
+@given(st.text(), st.text())
+def test_a_url_is_refused_by_how_it_is_written_before_it_is_opened(path: str, query: str):
+    url = f"file:///nowhere/at/{path}?{query}"
+    try:
+        check_url(url)
+    except TierURLError:
+        with pytest.raises(TierURLError):
+            open_store(url, bytes_per_block=4096)
+    else:
+        with pytest.raises(TierError):
+            open_store(url, bytes_per_block=4096)
 
 
 def test_options_are_decoded_and_struck_off():

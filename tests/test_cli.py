@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from blockyard import __version__, cli
 from blockyard.errors import BlockyardError
 
 BIG_URL_SIZE = "900TiB"
+MODULE = [sys.executable, "-m", "blockyard"]
+DEMO = [*MODULE, "demo"]
 
 
 def run(*arguments: str) -> int:
@@ -133,19 +137,128 @@ def test_our_errors_end_in_one_line_and_exit_2(
     assert complaint(capsys, "demo") == "blockyard: asked for 9 blocks, 3 are free"
 
 
-def test_terminated_demo_leaves_no_folder_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "blockyard", "demo", "--device", "cpu"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_stopped_leaves_no_file_behind(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "swap").mkdir()
+    command = [*DEMO, "--device", "cpu", "--external-swapper", f"file://{tmp_path}/swap?size=64MiB"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    try:
+        while not list(tmp_path.glob("swap/*.slab")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
+        assert not list(tmp_path.glob("swap/*"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_demo_that_is_stopped_leaves_no_folder_behind(tmp_path: Path) -> None:
+    command = [*DEMO, "--device", "cpu"]
     process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
     try:
         while not list(tmp_path.glob("blockyard-demo-*/*.slab")):
             assert process.poll() is None
             time.sleep(0.05)
-        process.terminate()
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)  # as terminals and shutdowns do
+        assert process.wait(timeout=60) in {128 + signal.SIGHUP, 128 + signal.SIGTERM}
         assert not list(tmp_path.glob("blockyard-demo-*"))
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._orderly_end():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json", "."],
+        ["--json", "/absent/report.json"],
+        ["--external-swapper", "file:///tmp/a\tb?size=1GiB"],
+        ["--external-swapper", "file:///tmp?size=1GiB", "--external-swapper-space", "1GiB"],
+        ["--external-swapper", "nfs://server/dir"],
+        ["--external-swapper", "file:///tmp?sise=1GiB"],
+        ["--external-swapper-space", "9" * 400 + ".5GiB"],
+    ],
+)
+def test_bad_input_is_refused_before_torch_is_loaded(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with without("torch"):
+        assert complaint(capsys, "demo", *arguments).startswith("blockyard: ")
+
+
+@contextmanager
+def without(module: str) -> Iterator[None]:
+    """Let an import of a module fail."""
+    before = {name: found for name, found in sys.modules.items() if name.partition(".")[0] == module}
+    for name in before:
+        del sys.modules[name]
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+        sys.modules.update(before)
+
+
+def test_any_other_error_has_an_exit_code_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_options: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(cli, "_demo", fail)
+    assert run("demo") == 4
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+PRINTS = """
+import sys
+from blockyard import cli
+cli._doctor = lambda _options: print("all is well") or 0
+sys.exit(cli.main(["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_has_an_exit_code_of_its_own(unbuffered: str) -> None:
+    def prints(stdout: int) -> tuple[int, str]:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        command = [sys.executable, "-c", PRINTS]
+        process = subprocess.run(
+            command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        return process.returncode, process.stderr
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert prints(writer) == (3, "blockyard: cannot write standard output: Broken pipe\n")
+    assert prints(full) == (3, "blockyard: cannot write standard output: No space left on device\n")
+    os.close(writer)
+    os.close(full)
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, PRINTS]
+    assert subprocess.run(command, check=True, stderr=subprocess.PIPE).stderr == b""
+
+
+def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["demo", "--help"]):
+        assert run(*arguments) == 0
+        assert cli.EXIT_CODES in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,13 @@ def test_sabotage_of_what_never_happens_is_said_and_exits_2(capsys: pytest.Captu
     assert captured.err.startswith("blockyard: no fetch could be dropped")
 
 
+def test_a_report_that_cannot_be_written_exits_3_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(replace(SMALL, json=Path("/dev/full"))) == 3
+    captured = capsys.readouterr()
+    assert captured.err == "blockyard: cannot write /dev/full: No space left on device\n"
+    assert "12/12" in captured.out
+
+
 def test_damaged_blocks_are_all_detected_and_tokens_stay_identical() -> None:
     report = make_report(replace(SMALL, corrupt=20))
     assert report.identical

@@ -1,7 +1,8 @@
 """The executor over real threads and a file, and over stores that are slow, dead or full: every byte, every order."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from blockyard.testing.faults import corrupt_slots
 from blockyard.testing.scheduler_machine import draw_token, reference_tokens
 from blockyard.tiers import ExternalStore, open_store
 from blockyard.transfer.engine import CacheEngine
+from blockyard.transfer.streams import Event, StreamName
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
@@ -138,6 +140,37 @@ def test_a_damaged_block_is_reported_and_the_others_land(engine: CacheEngine, st
     expected = content(0)
     expected[5], expected[7] = expected[0], expected[2]
     assert np.array_equal(read(engine, "device"), expected)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_did_not_come_is_known_to_be_lost_when_compute_is_ordered(engine: CacheEngine, store: ExternalStore, tier):
+    executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
+    executor.execute(StepDecision(1, [("spill", pairs("device", "external", (0, 0), (1, 1), (2, 2)))]))
+    corrupt_slots(store, [1])
+    executor.submit(StepDecision(2, [("fetch", pairs("external", tier, (0, 5), (1, 6), (2, 7)))]))
+    while not executor.order_compute(2):
+        executor.poll()
+    assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
+    for _ in range(200):  # and it is until the end is reported
+        if executor.is_open(2):
+            executor.order_compute(2)
+        time.sleep(0.0002)
+        assert [lost.ids.tolist() for lost in executor.lost(2)] == [[[1, 6]]]
+    assert [lost.ids.tolist() for lost in executor.wait(2).lost] == [[[1, 6]]]
+
+
+def test_a_load_that_failed_is_known_to_be_lost_when_compute_is_ordered():
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine:
+        executor = StepExecutor(engine)
+        launch = engine._transfers.streams.launch
+
+        def fail(stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
+            return launch(stream, partial(int, "no number"), waits)
+
+        engine._transfers.streams.launch = fail  # type: ignore[method-assign]
+        executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 1)))]), prefetch=True)
+        assert executor.order_compute(1)
+        assert [lost.ids.tolist() for lost in executor.lost(1)] == [[[0, 1]]]
 
 
 def test_a_tier_that_refuses_has_lost_what_it_refused(engine: CacheEngine):

@@ -209,6 +209,41 @@ def test_a_file_under_the_next_name_is_stepped_over(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+WITHOUT_LOCKS = """
+import ctypes, errno, platform, struct, sys
+from blockyard.errors import TierError
+from blockyard.tiers import open_store
+flock = {"x86_64": 73, "aarch64": 32}[platform.machine()]
+filters = b"".join(
+    struct.pack("HBBI", *instruction)
+    for instruction in (
+        (0x20, 0, 0, 0),  # load the number of the system call
+        (0x15, 0, 1, flock),  # is it flock?
+        (0x06, 0, 0, 0x00050000 | errno.ENOSYS),  # then it fails
+        (0x06, 0, 0, 0x7FFF0000),  # others are allowed
+    )
+)
+program = ctypes.create_string_buffer(filters, len(filters))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0, "no_new_privs"
+length_and_address = struct.pack("HxxxxxxP", 4, ctypes.addressof(program))
+assert libc.prctl(22, 2, length_and_address) == 0, f"seccomp: {ctypes.get_errno()}"
+for _ in range(2):
+    try:
+        open_store(sys.argv[1], bytes_per_block=4096)
+    except TierError as error:
+        print(error)
+"""
+
+
+def test_a_file_system_without_locks_is_refused_and_nothing_is_left(tmp_path: Path):
+    (tmp_path / "blockyard-swap-1-0.slab").write_text("of somebody else, it may be")
+    command = [sys.executable, "-c", WITHOUT_LOCKS, f"file://{tmp_path}?size=1MiB"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.count(f"the file system of {tmp_path} has no locks") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["blockyard-swap-1-0.slab"]
+
+
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_a_symbolic_link_in_the_place_of_the_directory_is_refused(tmp_path: Path, slash: str):
     (tmp_path / "real").mkdir()

@@ -91,6 +91,55 @@ def test_what_work_raises_is_the_events_error_and_later_work_runs(streams: Worke
     assert good.error is None
 
 
+class Unfit:
+    """An event of another device that cannot be waited for."""
+
+    error = None
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise RuntimeError("no such device")
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_whatever_ends_work_ends_its_event_and_later_work_runs(streams: WorkerStreams, error: BaseException):
+    def fail() -> None:
+        raise error
+
+    first, second = streams.launch("in", fail), streams.launch("in", lambda: None)
+    for event in (first, second):
+        event.synchronize()
+    assert isinstance(first.error, Exception)
+    assert error in {first.error, first.error.__cause__}
+    assert second.error is None
+
+
+def test_an_event_that_cannot_be_waited_for_is_the_works_error(streams: WorkerStreams):
+    ran: list[int] = []
+    event = streams.launch("in", lambda: ran.append(1), [Unfit()])
+    event.synchronize()
+    assert "no such device" in str(event.error)
+    assert ran == []
+
+
+def test_a_worker_that_dies_between_two_pieces_of_work_ends_all_that_is_queued(
+    streams: WorkerStreams, monkeypatch: pytest.MonkeyPatch
+):
+    def die() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streams, "_next", die)
+        event = streams.launch("in", lambda: None)
+        event.synchronize()
+        assert isinstance(event.error, MemoryError)
+    again = streams.launch("in", lambda: None)
+    again.synchronize()
+    assert again.error is None
+
+
 def test_compute_is_the_calling_thread(streams: WorkerStreams):
     gate = Gate()
     event = streams.launch("in", gate)

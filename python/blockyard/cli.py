@@ -2,26 +2,44 @@
 
 `calibrate` measures how blocks go fastest from host to device and remembers it.
 
-Exit codes: 0 all well; 1 the demo's tokens are not those of the unpaged run (or doctor found a fault); 2 bad input,
-told in one line. Nothing heavy is imported before the arguments have been read.
+The exit codes are in `EXIT_CODES`, and in `blockyard --help`. Nothing heavy is imported before the arguments have been
+read.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 from blockyard import __version__
 from blockyard.errors import BlockyardError
 
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Why a stream cannot be written."""
+
 EXIT_OK = 0
 EXIT_NOT_IDENTICAL = 1
 EXIT_BAD_INPUT = 2
+EXIT_OUTPUT = 3
+EXIT_FAULT = 4
 EXIT_INTERRUPTED = 130
+EXIT_CODES = """\
+exit codes:
+  0      all well
+  1      tokens differ from those of the unpaged run
+  2      bad input, told in one line
+  3      the output cannot be written: a full disk, a closed pipe
+  4      any other error; a traceback says where
+  128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
+"""
 
 SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
@@ -40,6 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, for `--help`, `--version` (0) and an unusable command line (2).
     """
+    _replace_closed_streams()
+    try:
+        try:
+            code = _run(arguments)
+        finally:  # `--help` ends by an exception
+            sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"blockyard: cannot write standard output: {error.strerror or error}", file=sys.stderr)
+        code = EXIT_OUTPUT
+    if code == EXIT_OUTPUT:
+        _forget_output()
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -49,18 +83,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception as error:  # Python would exit with 1, which says that tokens differ
+        if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITABLE:
+            raise
+        traceback.print_exc()
+        return EXIT_FAULT
+
+
+def _replace_closed_streams() -> None:
+    """Write to nowhere what is to go to a stream that the caller has closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (until the end)
+
+
+def _forget_output() -> None:
+    """Drop what could not be written, or Python tries again at its end and changes the exit code."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class _DemoHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and leaves the table of exit codes as it is."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="blockyard", description="Keeps the books of a paged KV cache and moves its blocks."
+        prog="blockyard",
+        description="Keeps the books of a paged KV cache and moves its blocks.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"blockyard {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     demo = commands.add_parser(
         "demo",
         help="serve a workload that does not fit its KV cache and compare every token with an unpaged run",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=EXIT_CODES,
+        formatter_class=_DemoHelp,
     )
     _add_workload_options(demo)
     _add_pool_options(demo)
@@ -119,17 +181,29 @@ def _demo(options: argparse.Namespace) -> int:
     from blockyard.sim.demo import DemoOptions, run_demo  # noqa: PLC0415 - torch is not loaded for bad arguments
 
     fields = {name: value for name, value in vars(options).items() if name not in ("command", "quiet")}
-    # Asked to stop, it still removes the folder that it made.
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
+    with _orderly_end():
         return run_demo(DemoOptions(**fields), live=sys.stderr.isatty() and not options.quiet)
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Asked to stop, or left by its terminal, the program still removes the files that it made."""
+    # What is ignored stays so: `nohup` ignores SIGHUP.
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not end the cleaning up
+        raise SystemExit(128 + number)
+
+    for number in caught:
+        signal.signal(number, leave)
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """Turn a signal into an orderly exit with the code that shells give for it."""
-    raise SystemExit(128 + number)
+        for number, handler in caught.items():
+            signal.signal(number, handler)
 
 
 def _doctor(_options: argparse.Namespace) -> int:

@@ -11,10 +11,13 @@ from hypothesis import seed, settings
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.layout import KVLayout
+from blockyard.offload import store_side
 from blockyard.offload.executor import StepDone, StepExecutor
 from blockyard.offload.open_step import OpenStep
 from blockyard.plan import Ids
 from blockyard.testing import Config
+from blockyard.testing.device import SimulatedStore
+from blockyard.testing.faults import UnrulyStore
 from blockyard.testing.hazard_machine import HazardMachine, overlapping
 from blockyard.testing.machines import run_state_machine_as_test
 from blockyard.tiers import ExternalStore
@@ -39,6 +42,29 @@ def budget(steps: int) -> settings:
 
 def test_every_byte_is_that_of_the_plain_model(steps: int):
     run_state_machine_as_test(machine(), settings=budget(steps))
+
+
+class SecondsByCall:
+    """Time that passes by being asked for: a batch that the store forgets is overdue after some hundred polls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+def test_every_byte_is_that_of_the_plain_model_whatever_the_store_does(steps: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store_side, "time", SecondsByCall())
+    broken = []
+
+    def unruly(slots: int, size: int, *, seed: int, fail: float) -> ExternalStore:
+        broken.append(UnrulyStore(SimulatedStore(slots, size, seed=seed, fail=fail), seed=seed, share=0.3))
+        return broken[-1]
+
+    run_state_machine_as_test(machine(make_store=unruly), settings=budget(steps))
+    assert sum(store.broken for store in broken) > 0
 
 
 def assert_noticed(**members: object) -> None:

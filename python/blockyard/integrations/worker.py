@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers import Chunk, PagedModel
 from blockyard.layout import LayoutKind
-from blockyard.tiers.base import ExternalStore, open_store
+from blockyard.tiers.base import ExternalStore, open_store, sized_url
 from blockyard.transfer.elastic import ElasticCache
 from blockyard.transfer.engine import CacheEngine
 
@@ -61,7 +61,7 @@ class Worker:
         self.engine: CacheEngine | None = None
         self.store: ExternalStore | None = None
         self.elastic: ElasticCache | None = None
-        self._url = _with_size(external_swapper, external_swapper_space)
+        self._url = None if external_swapper is None else sized_url(external_swapper, external_swapper_space)
 
     def determine_num_available_blocks(
         self,
@@ -217,10 +217,3 @@ def available_memory() -> int:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         available = min(available, max(0, limit - used))
     return available
-
-
-def _with_size(url: str | None, space: int | str | None) -> str | None:
-    if url is None or space is None:
-        return url
-    # A URL that names a size too is refused by the tier: an option given twice.
-    return f"{url}{'&' if '?' in url else '?'}size={space}"

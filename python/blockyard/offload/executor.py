@@ -23,8 +23,9 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, Pairs, StepDecision
+from blockyard._core import Pairs, StepDecision
 from blockyard.errors import (
+    BlockyardError,
     InvalidArgumentError,
     InvariantError,
     MappingError,
@@ -32,7 +33,8 @@ from blockyard.errors import (
     TransferCancelledError,
     UnknownTicketError,
 )
-from blockyard.offload.open_step import Executor, OpenStep, StepDone, cached_tier, columns
+from blockyard.offload.open_step import Executor, OpenStep, StepDone, cached_tier, columns, written
+from blockyard.offload.store_side import Answer, StoreSide
 from blockyard.tiers.base import ExternalStore
 from blockyard.transfer.engine import CacheEngine
 from blockyard.transfer.tickets import Done
@@ -43,7 +45,6 @@ CHUNK_BYTES: Final = 64 << 20
 """Longer transfers with the external tier are cut into pieces of this size."""
 
 _Handler: TypeAlias = Callable[[Done], None]
-_Landed: TypeAlias = Callable[[Completion], None]
 
 
 class StepExecutor:
@@ -58,6 +59,11 @@ class StepExecutor:
 
     The executor polls engine and store; tickets that others have submitted there must be waited for.
 
+    Whatever the store does, a step ends: what the store does not do as `ExternalStore` says is a lost pair, with its
+    error in `StepDone.errors` and a line in the log `blockyard.offload`. An exception from outside, such as
+    `KeyboardInterrupt`, may end any call: while it waits, nothing is lost and it can be made again; between two waits,
+    the next call ends all steps under way as lost.
+
     Args:
         engine: owner of the device and host caches.
         store: the external tier, where there is one.
@@ -66,7 +72,8 @@ class StepExecutor:
         chunk_bytes: longer transfers with the external tier are cut into pieces of this size.
 
     Raises:
-        InvalidArgumentError: a number of bytes is not positive.
+        InvalidArgumentError: a number of bytes is not positive, or the store's blocks have another size than the
+            engine's.
     """
 
     def __init__(
@@ -83,14 +90,20 @@ class StepExecutor:
             )
         self.engine = engine
         self.store = store
+        self._side = None if store is None else StoreSide(store, engine.layout.bytes_per_block)
         self._max_staging = max_staging
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
         self._staged = 0
         self._steps: dict[int, OpenStep] = {}
         self._engine_parts: dict[int, tuple[OpenStep, _Handler]] = {}
-        self._store_parts: dict[int, tuple[OpenStep, _Landed]] = {}
+        self._ended: list[Done] = []  # of the engine, waited for
         self._fetches: deque[tuple[OpenStep, Pairs]] = deque()
-        self._done: list[StepDone] = []
+        self._done: dict[int, StepDone] = {}
+        self._executing: StepDecision | None = None
+        self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
+
+    def __repr__(self) -> str:
+        return f"StepExecutor(under way: decisions {sorted(self._steps)}, not reported: {sorted(self._done)})"
 
     @property
     def num_in_flight(self) -> int:
@@ -101,7 +114,8 @@ class StepExecutor:
         """Carry out a decision and wait until all its bytes have landed, or are known not to.
 
         Args:
-            decision: transfers, in the order in which they are safe to run.
+            decision: transfers, in the order in which they are safe to run. One that an interrupted call has begun is
+                waited for.
 
         Returns:
             The pairs that did not land: a slot that could not be written, or read back as it was written.
@@ -109,7 +123,11 @@ class StepExecutor:
         Raises:
             MappingError, UnknownTicketError: as for `submit`.
         """
-        self.submit(decision)
+        self._mend()
+        known = decision.ticket in self._steps or decision.ticket in self._done
+        if not (known and self._executing is decision):
+            self._executing = decision
+            self.submit(decision)
         return list(self.wait(decision.ticket).lost)
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False, prefetch: bool = False) -> None:
@@ -122,24 +140,31 @@ class StepExecutor:
                 load is under way, and compute does not wait for them.
 
         Raises:
-            MappingError: the decision names a transfer that this executor has no tier for, or blocks that there are
-                not. In the second case what was submitted before is under way, and all of it will be reported as lost.
+            MappingError: the decision names a transfer that this executor has no tier for, a slot that the store has
+                not, or blocks that there are not. In the last case what was submitted before is under way, and all of
+                it will be reported as lost.
             UnknownTicketError: its ticket is under way already.
         """
-        if decision.ticket in self._steps:
+        self._mend()
+        if decision.ticket in self._steps or decision.ticket in self._done:
             raise UnknownTicketError(f"decision {decision.ticket} is under way already")
         transfers = decision.transfers()
         self._refuse(transfers)
-        step = self._steps[decision.ticket] = OpenStep(decision.ticket, self.engine.fence())
+        step = OpenStep(decision.ticket, self.engine.fence(), transfers)
+        self._torn = True
+        self._steps[decision.ticket] = step
+        refused = None
         try:
             self._read_device(step, transfers)
             self._write_device(step, decision, transfers, by_layer=by_layer, prefetch=prefetch)
-        except BaseException:
-            step.lost += [pairs for _, pairs in transfers]
-            raise
-        finally:
-            step.parts -= 1
-            self._end_if_done(step)
+        except BlockyardError as error:
+            step.lost += step.lost_whole(error).lost
+            refused = error
+        step.parts -= 1
+        self._end_if_done(step)
+        self._torn = False
+        if refused is not None:
+            raise refused
 
     def cancel(self, ticket: int) -> bool:
         """Give up what has not begun of a decision: fetches that wait for room, and loads that nobody waits for yet.
@@ -153,7 +178,9 @@ class StepExecutor:
         Returns:
             Whether anything was given up.
         """
+        self._mend()
         step = self._steps.get(ticket)
+        self._torn = True
         queued = [entry for entry in self._fetches if entry[0] is step]
         for entry in queued:
             self._fetches.remove(entry)
@@ -161,7 +188,9 @@ class StepExecutor:
             self._lose(entry[0], pairs, TransferCancelledError(f"{len(pairs)} blocks were not fetched any more"))
             self._fetched(entry[0])
         loads = [load for load, (owner, _) in tuple(self._engine_parts.items()) if owner is step]
-        return sum(self.engine.cancel(load) for load in loads) + len(queued) > 0
+        given_up = sum(self.engine.cancel(load) for load in loads) + len(queued)
+        self._torn = False
+        return given_up > 0
 
     def order_compute(self, ticket: int) -> bool:
         """Let compute that is queued from now on wait for all that a step writes to the device.
@@ -170,13 +199,16 @@ class StepExecutor:
             ticket: of a decision that was submitted.
 
         Returns:
-            Whether all is ordered. False if blocks have not come from the external tier yet: call again after `poll`.
+            Whether all is ordered; then `lost` names all that did not come from the external tier. False if blocks have
+            not come yet: call again after `poll`.
         """
+        self._mend()
         step = self._steps.get(ticket)
         if step is None:
             return True
         for write in (*step.loads, *step.within):
             self.engine.order_compute(write)
+        self._collect()  # on a CPU these have ended, and what failed is known
         return not step.fetching and not step.waiting
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
@@ -195,14 +227,17 @@ class StepExecutor:
         return ticket in self._steps
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
-        """Give the pairs of a decision under way that are known not to land, so far."""
-        step = self._steps.get(ticket)
+        """Give the pairs of a decision that are known not to land, so far; until it is reported."""
+        self._mend()
+        step = self._steps.get(ticket) or self._done.get(ticket)
         return tuple(step.lost) if step else ()
 
     def poll(self) -> list[StepDone]:
         """Go on with what can go on, and give the decisions that ended since the last call; never waits."""
+        self._mend()
         self._go_on()
-        ended, self._done = self._done, []
+        ended = list(self._done.values())
+        self._done = {}
         return ended
 
     def wait(self, ticket: int) -> StepDone:
@@ -214,54 +249,86 @@ class StepExecutor:
         Raises:
             UnknownTicketError: no such decision is under way, or it has been reported.
         """
+        self._mend()
         while ticket in self._steps:
             self._go_on()
             if ticket in self._steps:
                 self._wait_for_part(self._steps[ticket])
-        for done in self._done:
-            if done.ticket == ticket:
-                self._done.remove(done)
-                return done
-        raise UnknownTicketError(f"decision {ticket} is not under way")
+        done = self._done.get(ticket)
+        if done is None:
+            raise UnknownTicketError(f"decision {ticket} is not under way")
+        # No call comes after this, and so no interrupt between here and the caller.
+        del self._done[ticket]
+        return done
 
     # ---- going on ----
 
     def _go_on(self) -> None:
-        for done in self.engine.poll():
-            self._engine_ended(done)
-        for ticket in self.store.poll() if self.store else ():
-            self._store_ended(ticket, 0.0)
+        self._collect()
+        self._torn = True
+        for batch, answer in self._side.poll() if self._side else ():
+            batch.ended(answer)
         self._start_fetches()
+        self._torn = False
+
+    def _collect(self) -> None:
+        """Take in what the engine has ended."""
+        self._torn = True
+        for done in (*self._ended, *self.engine.poll()):
+            part = self._engine_parts.pop(done.ticket, None)
+            if part:
+                part[1](done)
+        self._ended = []
+        self._torn = False
 
     def _wait_for_part(self, step: OpenStep) -> None:
-        """Wait for one thing that is under way, of this step if there is one."""
-        for owners in ((step,), tuple(self._steps.values())):
-            for ticket, (owner, _) in self._engine_parts.items():
-                if owner in owners:
-                    self._engine_ended(self.engine.wait(ticket))
+        """Wait for one thing that is under way, of this step if there is one; `_go_on` takes it in."""
+        for owner in (step, None):
+            for ticket, (other, _) in self._engine_parts.items():
+                if owner in {None, other}:
+                    try:
+                        # Run by C code as a whole, so no interrupt can come between the answer and the list.
+                        self._ended.extend(map(self.engine.wait, (ticket,)))
+                    except UnknownTicketError as error:  # somebody else has collected it
+                        self._ended.append(Done(ticket, error, None))
                     return
-            for ticket, (owner, _) in self._store_parts.items():
-                if owner in owners:
-                    self._store_ended(ticket, None)
-                    return
+            batch = self._side.ticket_of(owner) if self._side else None
+            if self._side and batch is not None:
+                self._side.wait(batch)
+                return
         raise InvariantError(f"decision {step.ticket} waits for {step.parts} parts, and nothing is under way")
 
-    def _engine_ended(self, done: Done) -> None:
-        part = self._engine_parts.pop(done.ticket, None)
-        if part:
-            part[1](done)
-
-    def _store_ended(self, ticket: int, timeout: float | None) -> None:
-        part = self._store_parts.pop(ticket, None)
-        if part:
-            part[1](self._tier().wait(ticket, timeout))
+    def _mend(self) -> None:
+        """End all steps as lost if the last call was interrupted: what it had begun is not known."""
+        if not self._torn:
+            return
+        # No copy may be under way when the leases end. The store orders what it does by slot.
+        self.engine.synchronize()
+        self.engine.poll()
+        if self._side:
+            self._side.give_up()
+        error = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
+        for ticket, step in self._steps.items():
+            self._done.setdefault(ticket, step.lost_whole(error))
+        self._steps, self._engine_parts, self._ended = {}, {}, []
+        self._fetches.clear()
+        self._staged = 0
+        self._torn = False
 
     # ---- parts of a step ----
 
     def _refuse(self, transfers: Sequence[tuple[str, Pairs]]) -> None:
         for kind, pairs in transfers:
-            if "external" in {pairs.src, pairs.dst} and self.store is None:
-                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
+            for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
+                if tier != "external":
+                    continue
+                if self._side is None:
+                    raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
+                if len(ids) and not 0 <= ids.min() <= ids.max() < self._side.num_slots:
+                    raise MappingError(
+                        f"{len(pairs)} pairs of kind {kind!r} name slots {ids.min()} to {ids.max()}, the store has "
+                        f"{self._side.num_slots}, and the manager's external_blocks may be no more"
+                    )
 
     def _read_device(self, step: OpenStep, transfers: Sequence[tuple[str, Pairs]]) -> None:
         for kind, pairs in transfers:
@@ -323,14 +390,12 @@ class StepExecutor:
             ticket = self.engine.submit_move(pairs.ids, tier=tier, after=after, behind=step.fence)
         else:
             ticket = self.engine.submit_exchange(pairs.ids, tier=tier, after=after, behind=step.fence)
-            # Both blocks of a pair are written.
-            pairs = Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
         if tier == "device":
             step.within.append(ticket)
             step.reads.append(ticket)
             if kind != "move":
                 self.engine.order_compute(ticket)
-        self._expect(step, ticket, pairs)
+        self._expect(step, ticket, written(kind, pairs))
 
     # ---- the external tier ----
 
@@ -356,14 +421,14 @@ class StepExecutor:
             return
         try:
             # The store copies the rows: staging is free again.
-            ticket = self._tier().submit_write(columns(pairs)[1], done.rows)
+            self._tier().write(step, columns(pairs)[1], done.rows, partial(self._stored, step, pairs))
         except TierError as error:
             self._lose(step, pairs, error)
-            return
-        self._store_parts[ticket] = step, partial(self._stored, step, pairs)
 
-    def _stored(self, step: OpenStep, pairs: Pairs, write: Completion) -> None:
-        self._part_done(step, pairs, write.ok)
+    def _stored(self, step: OpenStep, pairs: Pairs, answer: Answer) -> None:
+        if answer.error is not None:
+            step.errors.append(answer.error)
+        self._part_done(step, pairs, answer.ok)
 
     def _queue_fetch(self, step: OpenStep, pairs: Pairs) -> None:
         step.parts += 1
@@ -378,47 +443,61 @@ class StepExecutor:
                 return
             self._fetches.popleft()
             try:
-                ticket = self._tier().submit_read(columns(pairs)[0])
+                self._tier().read(step, columns(pairs)[0], partial(self._land, step, pairs))
             except TierError as error:
                 self._lose(step, pairs, error)
                 self._fetched(step)
                 continue
             self._staged += num_bytes
-            self._store_parts[ticket] = step, partial(self._land, step, pairs)
 
-    def _land(self, step: OpenStep, pairs: Pairs, read: Completion) -> None:
-        """Blocks have come from the external tier."""
-        blocks, rows = columns(pairs)[1], read.rows
-        if not read.ok.all():
-            blocks, rows = blocks[read.ok], rows[read.ok]
-        write = self.engine.submit_write(
-            cached_tier(pairs.dst),
-            blocks,
-            rows,
-            after=step.drains,
-            behind=step.fence,
-            prefetch=pairs.dst == "device",
-        )
-        if pairs.dst == "device":
-            step.loads.append(write)
-        self._engine_parts[write] = step, partial(self._landed, step, pairs, read.ok)
+    def _land(self, step: OpenStep, pairs: Pairs, answer: Answer) -> None:
+        """Blocks have come from the external tier, or not: which, is known from now on."""
+        num_bytes = len(pairs) * self.engine.layout.bytes_per_block
+        if answer.error is not None:
+            step.errors.append(answer.error)
+        rows = answer.rows
+        if not answer.ok.all():
+            step.lost.append(Pairs(pairs.src, pairs.dst, pairs.ids[~answer.ok]))
+            pairs = Pairs(pairs.src, pairs.dst, pairs.ids[answer.ok])
+            rows = rows[answer.ok] if len(pairs) else rows[:0]
+        try:
+            write = self.engine.submit_write(
+                cached_tier(pairs.dst),
+                columns(pairs)[1],
+                rows,
+                after=step.drains,
+                behind=step.fence,
+                prefetch=pairs.dst == "device",
+            )
+        except BlockyardError as error:
+            self._staged -= num_bytes
+            self._lose(step, pairs, error)
+        else:
+            if pairs.dst == "device":
+                step.loads.append(write)
+            self._engine_parts[write] = step, partial(self._landed, step, pairs, num_bytes)
         self._fetched(step)
 
-    def _landed(self, step: OpenStep, pairs: Pairs, ok: NDArray[np.bool_], done: Done) -> None:
-        self._staged -= len(pairs) * self.engine.layout.bytes_per_block
-        if done.error is None:
-            self._part_done(step, pairs, ok)
-        else:
-            self._lose(step, pairs, done.error)
+    def _landed(self, step: OpenStep, pairs: Pairs, num_bytes: int, done: Done) -> None:
+        self._staged -= num_bytes
+        self._moved(step, pairs, done)
 
     def _fetched(self, step: OpenStep) -> None:
         """A piece has been launched, or is lost; after the last one, what waits for such blocks can run."""
         step.fetching -= 1
-        if not step.fetching:
-            waiting, step.waiting = step.waiting, []
-            for kind, pairs in waiting:
-                step.parts -= 1
-                self._launch_within(step, kind, pairs)
+        if step.fetching:
+            return
+        waiting, step.waiting = step.waiting, []
+        for kind, pairs in waiting:
+            self._launch_waiting(step, kind, pairs)
+
+    def _launch_waiting(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
+        try:
+            self._launch_within(step, kind, pairs)
+        except BlockyardError as error:
+            self._lose(step, written(kind, pairs), error)
+        else:
+            step.parts -= 1  # it has a part of its own now
 
     # ---- ends ----
 
@@ -444,15 +523,15 @@ class StepExecutor:
 
     def _end_if_done(self, step: OpenStep) -> None:
         if not step.parts and self._steps.get(step.ticket) is step:
+            self._done[step.ticket] = StepDone(step.ticket, tuple(step.lost), tuple(step.errors))
             del self._steps[step.ticket]
-            self._done.append(StepDone(step.ticket, tuple(step.lost), tuple(step.errors)))
 
     def _each_chunk(self, step: OpenStep, pairs: Pairs, start: Callable[[OpenStep, Pairs], None]) -> None:
         size = self._chunk_blocks
         for first in range(0, len(pairs), size):
             start(step, Pairs(pairs.src, pairs.dst, pairs.ids[first : first + size]))
 
-    def _tier(self) -> ExternalStore:
-        if self.store is None:
+    def _tier(self) -> StoreSide:
+        if self._side is None:
             raise MappingError("a transfer names the external tier, and there is none")
-        return self.store
+        return self._side

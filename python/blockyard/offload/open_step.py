@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from blockyard._core import Pairs, StepDecision
 from blockyard.errors import MappingError
 from blockyard.transfer.streams import Event
 
-__all__ = ["Executor", "OpenStep", "StepDone", "cached_tier", "columns"]
+__all__ = ["Executor", "OpenStep", "StepDone", "cached_tier", "columns", "written"]
 
 
 class StepDone(NamedTuple):
@@ -54,6 +55,7 @@ class OpenStep:
 
     ticket: int
     fence: Event
+    transfers: Sequence[tuple[str, Pairs]] = ()
     reads: list[int] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     within: list[int] = field(default_factory=list)
@@ -64,6 +66,17 @@ class OpenStep:
     parts: int = 1  # the submission is one
     lost: list[Pairs] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
+
+    def lost_whole(self, error: Exception) -> StepDone:
+        """How it ends if nothing of it counts as landed."""
+        return StepDone(self.ticket, tuple(written(kind, pairs) for kind, pairs in self.transfers), (error,))
+
+
+def written(kind: str, pairs: Pairs) -> Pairs:
+    """The pairs with every block that a transfer writes as a destination: of an exchange, both blocks of a pair."""
+    if kind != "exchange":
+        return pairs
+    return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
 
 
 def columns(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

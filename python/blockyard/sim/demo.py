@@ -6,17 +6,19 @@ about the options is found before torch is loaded, as far as that can be.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard import __version__
-from blockyard.errors import InvalidArgumentError, TierURLError
+from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import PreemptionMode
 from blockyard.sim.pool import PoolReport
 from blockyard.sim.report import (
@@ -33,7 +35,7 @@ from blockyard.sim.report import (
 )
 from blockyard.sim.trace import read_trace, scale_lengths
 from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
-from blockyard.tiers.base import TierStats, parse_size
+from blockyard.tiers.base import TierStats, check_url, parse_size, sized_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 SPACE_OF_OWN_MODEL = "64MiB"
 SPACE_OF_OTHER_MODELS = "1GiB"
+EXIT_OUTPUT = 3
 
 
 @dataclass(frozen=True)
@@ -104,19 +107,30 @@ def run_demo(options: DemoOptions, *, live: bool = False) -> int:
         live: show progress on standard error.
 
     Returns:
-        The exit code: 0, or 1 if tokens differ, or 2 if a fault that was asked for could not happen.
+        The exit code: 0, or 1 if tokens differ, 2 if a fault that was asked for could not happen, 3 if the report could
+        not be written, all of it.
 
     Raises:
         BlockyardError: the options cannot be met; the message says which and why.
     """
     report = make_report(options, live=live)
-    print_report(report)
-    if options.json is not None:
-        write_json(report, options.json)
+    written = options.json is None or _output(partial(write_json, report, options.json), str(options.json))
+    if not _output(partial(print_report, report), "standard output") or not written:
+        return EXIT_OUTPUT
     if report.exit_code == 2:
         kind = "damaged block was read" if report.damage else f"{options.sabotage} could be dropped"
         print(f"blockyard: no {kind} in this run; give it smaller pools or more requests", file=sys.stderr)
     return report.exit_code
+
+
+def _output(write: Callable[[], None], name: str) -> bool:
+    """Write a part of the output; whether that succeeded, else standard error says why not."""
+    try:
+        write()
+    except OSError as error:
+        print(f"blockyard: cannot write {name}: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
 
 
 def make_report(options: DemoOptions, *, live: bool = False) -> Report:
@@ -211,17 +225,28 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
 
 def _check(options: DemoOptions) -> None:
     """Refuse what can be seen to fail without loading a model."""
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"cannot write {options.json}: {options.json.absolute().parent} is not a folder")
+    if options.json is not None:
+        _check_file(options.json)
     if options.model is not None and not (options.model / "config.json").is_file():
         raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")
-    if options.external_swapper is not None and ":" not in options.external_swapper:
-        raise TierURLError(f"{options.external_swapper!r} has no scheme; write for example file:///dir?size=2GiB")
     if options.external_swapper_space is not None:
         try:
             parse_size(options.external_swapper_space)
         except ValueError as error:
             raise InvalidArgumentError(f"external_swapper_space: {error}") from None
+    if options.external_swapper is not None:
+        check_url(sized_url(options.external_swapper, options.external_swapper_space))
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InvalidArgumentError(f"cannot write {path}: {folder} is not a folder")
+    if path.is_dir():
+        raise InvalidArgumentError(f"cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidArgumentError(f"cannot write {path}: permission denied")
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from blockyard.errors import InvalidArgumentError
 from blockyard.sim.pool import LEGEND, PoolReport, draw_pool, pool_rows
 
 TIERS = ("device", "host", "external")
@@ -229,12 +228,9 @@ def write_json(report: Report, path: Path) -> None:
         path: file to write; an older one is replaced.
 
     Raises:
-        InvalidArgumentError: the file cannot be written.
+        OSError: the file cannot be written.
     """
-    try:
-        path.write_text(report.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from error
+    path.write_text(report.to_json(), encoding="utf-8")
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
@@ -279,6 +275,9 @@ def print_report(report: Report, stream: TextIO | None = None) -> None:
     Args:
         report: the run.
         stream: where to; standard output if None.
+
+    Raises:
+        OSError: the stream cannot be written.
     """
     stream = stream or sys.stdout
     table = rows(report)
@@ -296,7 +295,7 @@ def print_report(report: Report, stream: TextIO | None = None) -> None:
     if len(report.differences) > 5:
         print(f"and {len(report.differences) - 5} more sequences differ", file=stream)
     name, figure = table[-1]
-    print(f"{name}: {figure}", file=stream)
+    print(f"{name}: {figure}", file=stream, flush=True)
 
 
 class Progress(Protocol):

@@ -1,19 +1,23 @@
 """Damage to stored blocks, on purpose: what a bad disk does, for tests and for `blockyard demo --corrupt`.
 
-The file of a live store is changed behind its back. Whatever is changed, the store must report a miss.
+The file of a live store is changed behind its back. Whatever is changed, the store must report a miss. `UnrulyStore` is
+a store that breaks the rules of `ExternalStore` itself, for tests of what uses one.
 """
 
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import SlabStore
-from blockyard.errors import InvalidArgumentError
+from blockyard._core import Completion, SlabStore, TierStats
+from blockyard.errors import InvalidArgumentError, TierError, UnknownTicketError
+from blockyard.tiers.base import ExternalStore
 
-__all__ = ["PARTS", "corrupt_slots", "flip_bytes"]
+__all__ = ["PARTS", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 
 HEADER_BYTES = 4096
 PARTS: dict[str, tuple[int, int]] = {
@@ -97,3 +101,112 @@ def flip_bytes(path: Path, offsets: Sequence[int], *, masks: Sequence[int]) -> N
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class _NamelessError(Exception):
+    """Cannot be turned into text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+_ERRORS: tuple[Exception, ...] = (
+    ConnectionResetError("the peer is gone"),
+    TierError("refused"),
+    UnknownTicketError("which ticket?"),
+    InvalidArgumentError("what array?"),
+    MemoryError(),
+    KeyError(3),
+    StopIteration(),
+    _NamelessError(),
+)
+
+
+class UnrulyStore(ExternalStore):
+    """Breaks the rules of `ExternalStore` now and then, at any call; what it does not break, it passes on.
+
+    It raises exceptions of all kinds, before or after the call has had its effect, answers with other types and shapes,
+    and repeats, invents and forgets tickets. A block that it says came back has the right bytes.
+
+    Args:
+        inner: a store that keeps the rules.
+        seed: decides when it breaks which.
+        share: of the calls that it breaks.
+
+    Attributes:
+        broken: calls that it has broken.
+    """
+
+    def __init__(self, inner: ExternalStore, *, seed: int, share: float = 0.2) -> None:
+        self._inner = inner
+        self._random = random.Random(seed)
+        self._share = share
+        self._last: Any = 1
+        self.broken = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots, numbered from 0."""
+        return self._inner.num_slots
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one slot holds."""
+        return self._inner.bytes_per_block
+
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to write blocks, or not."""
+        return self._ticket(lambda: self._inner.submit_write(slots, rows))
+
+    def submit_read(self, slots: NDArray[np.int64]) -> int:
+        """Start to read blocks, or not."""
+        return self._ticket(lambda: self._inner.submit_read(slots))
+
+    def poll(self) -> list[int]:
+        """Return tickets that finished, or anything."""
+        answer = self._break(self._inner.poll, lambda found: [None, [*found, *found, 1 << 70, -1], ["x"], found[1:], 7])
+        return cast("list[int]", answer)
+
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket, or not."""
+        return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
+
+    def stats(self) -> TierStats:
+        """Return the counters of the store below."""
+        return self._inner.stats()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Close the store below."""
+        return self._inner.close(timeout)
+
+    def _ticket(self, call: Callable[[], int]) -> int:
+        self._last = self._break(call, lambda found: [None, str(found), 0.5, self._last, found + (1 << 40)])
+        return cast("int", self._last)
+
+    def _break(self, call: Callable[[], Any], others: Callable[[Any], Sequence[Any]]) -> Any:
+        """Make a call; or raise before it, or after it, or answer with something else."""
+        how = self._random.choice(("before", "after", "other")) if self._random.random() < self._share else ""
+        self.broken += bool(how)
+        if how == "before":
+            raise self._random.choice(_ERRORS)
+        found = call()
+        if how == "after":
+            raise self._random.choice(_ERRORS)
+        return self._random.choice(others(found)) if how else found
+
+
+def _misshapen(answer: Completion) -> Sequence[object]:
+    """Answers like this one, each with something wrong."""
+    ticket, ok, rows, reasons = answer.ticket, answer.ok, answer.rows, answer.reasons
+    more = np.concatenate((rows, np.zeros((1, rows.shape[1]), dtype=np.uint8)))
+    return (
+        None,
+        (ok, rows),
+        Completion(ticket + 1, ok, rows, reasons),
+        Completion(ticket, ok[1:], rows, reasons),
+        Completion(ticket, np.append(ok, True), rows, reasons),
+        Completion(ticket, ok, rows[:, 1:], reasons),
+        Completion(ticket, ok, rows[1:] if len(rows) else more, reasons),
+        Completion(ticket, ok, more, reasons),
+        Completion(ticket, ok, rows, (*reasons, "")),
+    )

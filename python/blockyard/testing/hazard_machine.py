@@ -22,6 +22,7 @@ from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.interfaces import Config
 from blockyard.testing.scheduler_machine import TIERS, SchedulerMachine, draw_token
 from blockyard.testing.strategies import VOCABULARY, configs, requests
+from blockyard.tiers.base import ExternalStore
 from blockyard.transfer.engine import CacheEngine
 
 __all__ = ["HazardMachine", "RotatingScheduler", "overlapping"]
@@ -44,12 +45,14 @@ class HazardMachine(SchedulerMachine):
     Attributes:
         make_streams: makes the simulated device from a seed and the share of transfers that fail.
         make_engine: makes the copy engine over it; override these to plant a fault.
+        make_store: makes the external tier from its slots, bytes per block, a seed and the share of blocks it loses.
         make_executor: makes the executor.
     """
 
     make_scheduler: ClassVar[Callable[[BlockManager, Config], Scheduler]]
     make_streams: ClassVar[Callable[..., SimulatedStreams]] = SimulatedStreams
     make_engine: ClassVar[Callable[..., CacheEngine]] = CacheEngine
+    make_store: ClassVar[Callable[..., ExternalStore]] = SimulatedStore
     make_executor: ClassVar[Callable[..., StepExecutor]] = StepExecutor
 
     def __init__(self) -> None:
@@ -80,7 +83,7 @@ class HazardMachine(SchedulerMachine):
             streams=self.streams,
         )
         size = self.engine.layout.bytes_per_block
-        store = SimulatedStore(max(1, config.external_blocks), size, seed=seed, fail=fail)
+        store = type(self).make_store(max(1, config.external_blocks), size, seed=seed, fail=fail)
         self.executor: StepExecutor = type(self).make_executor(self.engine, store, chunk_bytes=2 * size)
         for request in crowd(config, count, seed):
             self.add(request)
@@ -140,8 +143,8 @@ class HazardMachine(SchedulerMachine):
         self.end_tickets()
         free = {tier: self.manager.num_free(tier) for tier in TIERS}
         blocks = {tier: self.manager.num_blocks(tier) for tier in TIERS}
-        if self.live or free != blocks or self.manager.num_sequences:
-            raise AssertionError(f"{len(self.live)} requests are left, free blocks {free} of {blocks}")
+        if self.live or free != blocks or self.manager.num_sequences or self.executor.num_in_flight:
+            raise AssertionError(f"{len(self.live)} requests are left, free blocks {free} of {blocks}, {self.executor}")
 
     # ---- helpers ----
 

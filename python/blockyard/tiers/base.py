@@ -8,6 +8,7 @@ A plug-in subclasses `ExternalStore`, passes `blockyard.testing.tier_suite.TierS
 """
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "ExternalStore", "StoreURL", "TierStats", "open_store", "parse_size"]
 
 ENTRY_POINTS = "blockyard.tiers"
-_BUILT_IN = {"file": ("blockyard.tiers.file", "open_file")}
+MOST_BYTES = 1 << 62
+_BUILT_IN = {"file": "blockyard.tiers.file"}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
@@ -179,21 +181,46 @@ def open_store(
             raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
     if len(namespace) != 32:
         raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
+    scheme = _scheme(url)
+    if scheme in _BUILT_IN:
+        opener = cast("Opener", import_module(_BUILT_IN[scheme]).open_file)
+    else:
+        opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
+    return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace)
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL that `open_store` would refuse for how it is written, as far as that shows without a plug-in's code.
+
+    Raises:
+        TierURLError: the URL is malformed; the message shows the part that is wrong.
+    """
+    scheme = _scheme(url)
+    if scheme in _BUILT_IN:
+        import_module(_BUILT_IN[scheme]).read_url(url)
+
+
+def sized_url(url: str, space: int | str | None) -> str:
+    """Add a size to a URL. One that names a size too is refused by the tier: an option given twice."""
+    return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
+
+
+def _scheme(url: str) -> str:
+    _require_text(url, url, "it")
     scheme, colon, _ = url.partition(":")
     if not colon:
         raise TierURLError(f"{url!r} has no scheme; write for example file:///dir?size=2GiB")
-    return _opener(url, scheme)(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace)
+    known = {*_BUILT_IN, *entry_points(group=ENTRY_POINTS).names} if scheme not in _BUILT_IN else {scheme}
+    if scheme not in known:
+        raise TierURLError(f"{url!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
+    return scheme
 
 
-def _opener(url: str, scheme: str) -> Opener:
-    if scheme in _BUILT_IN:
-        module, function = _BUILT_IN[scheme]
-        return cast("Opener", getattr(import_module(module), function))
-    plug_ins = entry_points(group=ENTRY_POINTS)
-    if scheme in plug_ins.names:
-        return cast("Opener", plug_ins[scheme].load())
-    known = ", ".join(sorted({*_BUILT_IN, *plug_ins.names}))
-    raise TierURLError(f"{url!r}: no tier has the scheme {scheme!r}; there are {known}")
+def _require_text(url: str, part: str, name: str) -> None:
+    """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
+    for character in part:
+        if unicodedata.category(character) in {"Cc", "Cs"}:
+            raise TierURLError(f"{url!r}: {name} has the character {character!r}, only printed ones are allowed")
 
 
 @dataclass
@@ -212,11 +239,12 @@ class StoreURL:
         Raises:
             TierURLError: an option is malformed or repeated, or there is a fragment.
         """
+        _require_text(url, url, "it")
         try:
             parts = urlsplit(url)
         except ValueError as error:
             raise TierURLError(f"{url!r}: {error}") from None
-        found = cls(url, parts.netloc, unquote(parts.path), {})
+        found = cls(url, parts.netloc, _decoded(url, parts.path), {})
         if parts.fragment:
             found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
         for option in filter(None, parts.query.split("&")):
@@ -225,7 +253,7 @@ class StoreURL:
                 found.reject(option, "must be an option name=value")
             if name in found.options:
                 found.reject(option, "is given twice")
-            found.options[name] = unquote(value)
+            found.options[name] = _decoded(url, value)
         return found
 
     def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:
@@ -262,13 +290,28 @@ class StoreURL:
         raise TierURLError(f"{self.url!r}: {part!r} {why}")
 
 
+def _decoded(url: str, part: str) -> str:
+    """Decode percent signs; what comes out must be text, too."""
+    try:
+        text = unquote(part, errors="strict")
+    except UnicodeDecodeError:
+        raise TierURLError(f"{url!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
+    _require_text(url, text, repr(part))
+    return text
+
+
 def parse_size(text: str) -> int:
-    """Read a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes.
+    """Read a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes; a fraction of a byte is cut off.
 
     Raises:
-        ValueError: the text is no size, or its unit is ambiguous (`2G`).
+        ValueError: the text is no size, its unit is ambiguous (`2G`), or it is more than 2**62 bytes.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
-    if not match or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is no size; write for example 2GiB, 500MB or plain bytes")
-    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    match = re.fullmatch(r"0*([0-9]+)(?:\.([0-9]+))? ?([A-Za-z]*)", text, flags=re.ASCII)
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    if not match or match[3] not in _UNITS:
+        raise ValueError(f"{shown} is no size; write for example 2GiB, 500MB or plain bytes")
+    whole, fraction, unit = match[1], (match[2] or "")[:40], _UNITS[match[3]]
+    size = MOST_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
+    if size > MOST_BYTES:
+        raise ValueError(f"{shown} is more than 2**62 bytes")
+    return size

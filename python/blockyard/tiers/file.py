@@ -16,7 +16,7 @@ directory.
 Its format is `docs/decisions/0002-slab-header.md`.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError
@@ -27,6 +27,40 @@ __all__ = ["SlabStore", "open_file"]
 _SIZE = "a size, for example 2GiB, 500MB or plain bytes"
 
 ExternalStore.register(SlabStore)
+
+
+class FileURL(NamedTuple):
+    """What a URL of the file tier says."""
+
+    parts: StoreURL
+    size: int | None
+    threads: int
+    direct: str
+    memory: int
+    deadline: float
+
+
+def read_url(url: str) -> FileURL:
+    """Read a URL with the scheme `file`; nothing is opened.
+
+    Raises:
+        TierURLError: the URL is malformed; the message shows the part that is wrong.
+    """
+    parts = StoreURL.parse(url)
+    if parts.host not in {"", "localhost"}:
+        parts.reject(parts.host, "is a host; a file's URL has none: file:///dir")
+    if not parts.path.startswith("/"):
+        parts.reject(parts.path, "must be the absolute path of a directory")
+    found = FileURL(
+        parts,
+        size=parts.take("size", _positive, 0, _SIZE) or None,
+        threads=parts.take("threads", _thread_count, 4, "2 to 16"),
+        direct=parts.take("direct", _direct, "auto", "auto, on or off"),
+        memory=parts.take("memory", _positive, 1 << 30, _SIZE),
+        deadline=parts.take("deadline", _deadline, 10.0, "1 to 86400 seconds"),
+    )
+    parts.finish("size, threads, direct, memory, deadline")
+    return found
 
 
 def open_file(
@@ -45,29 +79,20 @@ def open_file(
         TierFullError: `size` holds too few slots, or the disk has less room than `size`.
         TierError: the directory or the file cannot be opened, or `direct=on` is refused.
     """
-    parts = StoreURL.parse(url)
-    if parts.host not in {"", "localhost"}:
-        parts.reject(parts.host, "is a host; a file's URL has none: file:///dir")
-    if not parts.path.startswith("/") or "\0" in parts.path:
-        parts.reject(parts.path, "must be the absolute path of a directory")
-    size = parts.take("size", _positive, 0, _SIZE) or None
-    threads = parts.take("threads", _thread_count, 4, "2 to 16")
-    direct = parts.take("direct", _direct, "auto", "auto, on or off")
-    memory = parts.take("memory", _positive, 1 << 30, _SIZE)
-    deadline = parts.take("deadline", _deadline, 10.0, "1 to 86400 seconds")
-    parts.finish("size, threads, direct, memory, deadline")
-    if size is None and num_slots is None:
+    found = read_url(url)
+    parts = found.parts
+    if found.size is None and num_slots is None:
         parts.reject(parts.path, "needs ?size=, for example ?size=2GiB")
     try:
         store = SlabStore(
             parts.path,
             bytes_per_block=bytes_per_block,
-            size=size,
+            size=found.size,
             num_slots=num_slots,
-            threads=threads,
-            direct=direct,
-            memory=memory,
-            deadline=deadline,
+            threads=found.threads,
+            direct=found.direct,
+            memory=found.memory,
+            deadline=found.deadline,
             namespace=namespace,
         )
     except InvalidArgumentError as error:
@@ -77,7 +102,7 @@ def open_file(
 
 def _positive(text: str) -> int:
     size = parse_size(text)
-    if not 0 < size < 1 << 62:
+    if not size:
         raise ValueError(text)
     return size
 

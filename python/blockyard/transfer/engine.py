@@ -369,6 +369,10 @@ class CacheEngine(AtOnce):
         """
         return self._transfers.wait(ticket)
 
+    def synchronize(self) -> None:
+        """Wait until no ticket is under way; `poll` and `wait` report them."""
+        self._transfers.synchronize()
+
     def on_done(self, ticket: int, callback: Callback) -> None:
         """Have a function called with the ticket's `Done`, by the call that first sees that it has ended.
 

@@ -158,16 +158,29 @@ class WorkerStreams:
             self._changed.wait_for(lambda: self._thread is None)
 
     def _serve(self) -> None:
-        while (item := self._next()) is not None:
-            for event in item.foreign:
-                event.synchronize()
-            try:
-                item.work()
-            except Exception as error:  # noqa: BLE001 (whatever it is, the ticket reports it)
-                item.event.error = error
-            with self._changed:
-                item.event.fired = True
-                self._changed.notify_all()
+        try:
+            while (item := self._next()) is not None:
+                try:
+                    for event in item.foreign:
+                        event.synchronize()
+                    item.work()
+                except BaseException as error:  # noqa: BLE001 (whatever it is, the ticket reports it)
+                    item.event.error = _reported(error)
+                with self._changed:
+                    item.event.fired = True
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 (nobody is to wait for a thread that has ended)
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all that is queued with an error: the thread ends, and work in order behind it cannot run."""
+        with self._changed:
+            for queue in self._queues.values():
+                for item in queue:
+                    item.event.error, item.event.fired = _reported(error), True
+                queue.clear()
+            self._thread = None
+            self._changed.notify_all()
 
     def _next(self) -> _Item | None:
         """Take the next work that may run; None ends the thread."""
@@ -180,3 +193,12 @@ class WorkerStreams:
             self._thread = None
             self._changed.notify_all()
             return None
+
+
+def _reported(error: BaseException) -> Exception:
+    """What a ticket says of an error; one that would end a program is wrapped, for it is not the caller's."""
+    if isinstance(error, Exception):
+        return error
+    wrapped = BlockyardError(f"the work was ended by {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -7,6 +7,7 @@ waits for is overtaken by none of them, and one that has not started can be give
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard.errors import (
+    BlockyardError,
     InvalidArgumentError,
     TransferCancelledError,
     TransferQueueFullError,
     UnknownTicketError,
 )
 from blockyard.plan import Ids
-from blockyard.transfer.streams import CHUNK_BYTES, Event, StreamName, Streams
+from blockyard.transfer.streams import CHUNK_BYTES, STREAMS, Event, StreamName, Streams
 
 __all__ = ["Callback", "Done", "Mapping", "MappingBuffers", "OnFull", "Transfers"]
 
@@ -154,9 +156,11 @@ class Transfers:
         self._jobs: dict[int, _Job] = {}
         self._queue: deque[_Job] = deque()  # loads with pieces that no stream has, the oldest first
         self._ahead: deque[tuple[Event, int]] = deque()  # their pieces that a stream has, with their bytes
-        self._done: deque[Done] = deque()
+        self._done: dict[int, Done] = {}
+        self._callbacks: deque[tuple[Callback, Done]] = deque()  # to be called
         self._outstanding: dict[StreamName, int] = {}
         self._next_ticket = 1
+        self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
 
     def outstanding(self, stream: StreamName) -> int:
         """Bytes of tickets of a stream that have not been seen to end."""
@@ -171,6 +175,7 @@ class Transfers:
         """
         if on_full not in {"wait", "refuse"}:
             raise InvalidArgumentError(f"on_full is {on_full!r}, must be 'wait' or 'refuse'")
+        self._mend()
         self._go_on()
         while self.outstanding(stream) and self.outstanding(stream) + num_bytes > self._max_outstanding:
             if on_full == "refuse":
@@ -217,9 +222,11 @@ class Transfers:
         Returns:
             A ticket.
         """
+        self._mend()
         earlier = tuple(job for ticket in after if (job := self._job(ticket)))
         mapping = self._mappings.take(pairs)
         pieces = deque(cut(mapping.pairs))
+        self._torn = True
         ticket = self._next_ticket
         self._next_ticket += 1
         job = _Job(ticket, stream, num_bytes, pieces, earlier, behind, prefetch, layers, mapping, kept, rows, on_landed)
@@ -231,6 +238,7 @@ class Transfers:
             self._prefetch()
         else:
             self._start(job)
+        self._torn = False
         return ticket
 
     def cancel(self, ticket: int) -> bool:
@@ -242,9 +250,11 @@ class Transfers:
         Raises:
             UnknownTicketError: it was never issued.
         """
+        self._mend()
         job = self._job(ticket)
         if job is None or job.events:
             return False
+        self._torn = True
         job.cancelled = True
         job.pieces.clear()
         self._queue.remove(job)
@@ -253,9 +263,10 @@ class Transfers:
 
     def poll(self) -> list[Done]:
         """Give the tickets that ended since the last call, and were not waited for; never waits."""
+        self._mend()
         self._go_on()
-        done = list(self._done)
-        self._done.clear()
+        done = list(self._done.values())
+        self._done = {}
         return done
 
     def wait(self, ticket: int) -> Done:
@@ -264,31 +275,29 @@ class Transfers:
         Raises:
             UnknownTicketError: it was never issued, or has been reported.
         """
+        self._mend()
         job = self._job(ticket)
         if job is not None:
             self._start(job)
             job.end.synchronize()
             self._go_on()
-        for done in self._done:
-            if done.ticket == ticket:
-                self._done.remove(done)
-                return done
-        raise UnknownTicketError(f"ticket {ticket} has been reported")
+        done = self._reported(ticket)
+        # No call comes after this, and so no interrupt between here and the caller.
+        del self._done[ticket]
+        return done
 
     def on_done(self, ticket: int, callback: Callback) -> None:
         """Let a function be called when a call to this object sees that the ticket has ended; at once if one has."""
+        self._mend()
         job = self._job(ticket)
         if job is not None:
             job.callbacks.append(callback)
-            return
-        for done in self._done:
-            if done.ticket == ticket:
-                callback(done)
-                return
-        raise UnknownTicketError(f"ticket {ticket} has been reported")
+        else:
+            callback(self._reported(ticket))
 
     def order_compute(self, ticket: int) -> None:
         """Let the compute stream wait for a ticket."""
+        self._mend()
         job = self._job(ticket)
         if job is not None:
             self._start(job)
@@ -296,6 +305,7 @@ class Transfers:
 
     def order_compute_layer(self, ticket: int, layer: int) -> None:
         """Let the compute stream wait for the first layers of a ticket, up to and with this one."""
+        self._mend()
         job = self._job(ticket)
         if job is None:
             return
@@ -306,12 +316,14 @@ class Transfers:
 
     def order_compute_all(self) -> None:
         """Let the compute stream wait for all that is under way."""
+        self._mend()
         for job in tuple(self._jobs.values()):
             self._start(job)
             self.streams.order_compute(job.end)
 
     def synchronize(self) -> None:
         """Wait for all that is under way."""
+        self._mend()
         for job in tuple(self._jobs.values()):
             self._start(job)
             job.end.synchronize()
@@ -322,12 +334,36 @@ class Transfers:
             raise UnknownTicketError(f"ticket {ticket} was never issued, the last is {self._next_ticket - 1}")
         return self._jobs.get(ticket)
 
+    def _reported(self, ticket: int) -> Done:
+        done = self._done.get(ticket)
+        if done is None:
+            raise UnknownTicketError(f"ticket {ticket} has been reported")
+        return done
+
+    def _mend(self) -> None:
+        """Fail all that is under way if the last call was interrupted: what it had begun is not known."""
+        if not self._torn:
+            return
+        for stream in STREAMS:
+            with contextlib.suppress(BlockyardError):  # closed, so that nothing is under way
+                self.streams.launch(stream, _nothing).synchronize()
+        for job in self._jobs.values():
+            error = BlockyardError(f"ticket {job.ticket} was under way when a call of the engine was interrupted")
+            done = self._done[job.ticket] = Done(job.ticket, error, None)
+            self._callbacks.extend((callback, done) for callback in job.callbacks)
+        self._jobs, self._outstanding = {}, {}
+        self._queue.clear()
+        self._ahead.clear()
+        self._torn = False
+        self._call_back()
+
     # ---- starting ----
 
     def _start(self, job: _Job) -> None:
         """Hand all that is left of a transfer to its stream, after what it must not overtake."""
         if not job.pieces:
             return
+        before, self._torn = self._torn, True
         for other in job.after:
             self._start(other)
         if job.stream == "in":
@@ -339,6 +375,7 @@ class Transfers:
         if job.prefetch:
             self._queue.remove(job)
             job.prefetch = False
+        self._torn = before
 
     def _launch_piece(self, job: _Job) -> None:
         event = self.streams.launch(job.stream, job.pieces[0], tuple(job.waits()))
@@ -370,10 +407,16 @@ class Transfers:
 
     def _go_on(self) -> None:
         """End the tickets whose events have fired, and start what may start then."""
-        for job in [job for job in self._jobs.values() if job.ended]:
-            if self._jobs.pop(job.ticket, None):  # else a callback has got here
-                self._end(job)
+        ended = [job for job in self._jobs.values() if job.ended]
+        self._torn = True
+        for job in ended:
+            del self._jobs[job.ticket]
+            self._end(job)
+        self._torn = False
+        self._call_back()
+        self._torn = True
         self._prefetch()
+        self._torn = False
 
     def _end(self, job: _Job) -> None:
         self._outstanding[job.stream] -= job.num_bytes
@@ -384,6 +427,15 @@ class Transfers:
         elif error is None and job.on_landed is not None:
             job.on_landed()
         done = Done(job.ticket, error, None if job.rows is None or job.cancelled else job.rows.numpy())
-        self._done.append(done)
-        for callback in job.callbacks:
+        self._done[job.ticket] = done
+        self._callbacks.extend((callback, done) for callback in job.callbacks)
+
+    def _call_back(self) -> None:
+        """Make the calls that are due; they may call this object."""
+        while self._callbacks:
+            callback, done = self._callbacks.popleft()
             callback(done)
+
+
+def _nothing() -> None:
+    return

@@ -32,6 +32,14 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
+    /// The file system cannot lock files, so that a slab in use could not be told from one left behind.
+    #[error("the file system of {} has no locks ({source}); mount it with them, or name another directory", path.display())]
+    NoLocks {
+        /// Directory of the slab.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
     /// The file system has less room than the slab needs.
     #[error("asked for {asked} bytes in {}, {available} are available", path.display())]
     NoSpace {

@@ -98,9 +98,16 @@ impl SlabFile {
                 Err(Errno::EXIST) => continue,
                 other => File::from(other.map_err(failed("create a slab in", path))?),
             };
-            // Another opener may hold the lock for a moment, in the belief that the file's owner is dead.
-            let locked = fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
-            if locked && fs::fstat(&file).is_ok_and(|stat| stat.st_nlink == 1) {
+            // Another opener may hold the lock for a moment, in the belief that the file's owner is dead; it removes it.
+            match rustix::io::retry_on_intr(|| fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => continue,
+                Err(errno) => {
+                    let _ = fs::unlinkat(&directory, &name, AtFlags::empty());
+                    return Err(Error::NoLocks { path: path.to_owned(), source: errno.into() });
+                }
+            }
+            if fs::fstat(&file).is_ok_and(|stat| stat.st_nlink == 1) {
                 let (path, notes, unlinked) = (path.join(&name), Vec::new(), AtomicBool::new(false));
                 return Ok(Self { file, directory, name, path, owner, direct: false, notes, unlinked });
             }

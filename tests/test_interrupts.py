@@ -1,0 +1,196 @@
+"""An interrupt at any place of any call strands no step, leaks no staging, and lets no wrong byte through."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from interrupts import Interrupt
+
+from blockyard import BlockManager, Pairs, StepDecision
+from blockyard.layout import KVLayout
+from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard.testing.device import SimulatedStore
+from blockyard.tiers import Completion, ExternalStore, open_store
+from blockyard.transfer.engine import CacheEngine
+
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
+BLOCKS = 8
+FILES = ("offload/executor.py", "offload/store_side.py", "transfer/tickets.py")
+TIERS = ("device", "host", "external")
+
+
+class Rig:
+    """Two sequences with known bytes, and each way of going through the tiers and back."""
+
+    def __init__(self, engine: CacheEngine, store: ExternalStore, *, polls: bool) -> None:
+        self.engine = engine
+        self.polls = polls
+        self.executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
+        self.books = BlockManager(
+            block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0
+        )
+        self.live = [int(handle) for handle in self.books.allocate([12, 8])]
+        self.books.complete(self.books.take_decision().ticket)
+        self.rows = {}
+        for seed, handle in enumerate(self.live):
+            blocks = self.blocks(handle)
+            random = np.random.default_rng(seed)
+            self.rows[handle] = random.integers(0, 256, (len(blocks), LAYOUT.bytes_per_block), dtype=np.uint8)
+            engine.write_blocks("device", blocks, self.rows[handle])
+
+    def blocks(self, handle: int) -> np.ndarray:
+        return self.books.block_table(handle).astype(np.int64)
+
+    def run(self, interrupt: Interrupt) -> None:
+        """Move both to every tier and back, with one interrupt; what is interrupted is called again."""
+        first, second = self.live
+        for moves in (
+            ((self.books.spill, first), (self.books.swap_out, second)),
+            ((self.books.fetch, first), (self.books.swap_in, second)),
+            ((self.books.swap_out, first), (self.books.spill, second)),
+            ((self.books.swap_in, first), (self.books.fetch, second)),
+        ):
+            for move, handle in moves:
+                if handle in self.live:
+                    move([handle])
+            self.carry_out(self.books.take_decision(), interrupt)
+            self.books.check()
+
+    def carry_out(self, decision: StepDecision, interrupt: Interrupt) -> None:
+        lost = self.polled(decision, interrupt) if self.polls else self.executed(decision, interrupt)
+        assert not self.executor.is_open(decision.ticket)
+        if not lost:
+            self.books.complete(decision.ticket)
+            return
+        for handle in self.books.fail(decision.ticket, lost).tolist():
+            self.live.remove(handle)
+            self.books.free([handle])
+
+    def executed(self, decision: StepDecision, interrupt: Interrupt) -> list[Pairs]:
+        try:
+            with interrupt.armed():
+                return self.executor.execute(decision)
+        except KeyboardInterrupt:
+            return self.executor.execute(decision)
+
+    def polled(self, decision: StepDecision, interrupt: Interrupt) -> list[Pairs]:
+        ended: list[StepDone] = []
+        while not ended:
+            with suppress(KeyboardInterrupt), interrupt.armed():
+                if not self.executor.num_in_flight:
+                    self.executor.submit(decision)
+                self.executor.cancel(decision.ticket + 1)
+                self.executor.order_compute(decision.ticket)
+                ended = self.executor.poll()
+        ((ticket, lost, _),) = ended
+        assert ticket == decision.ticket
+        return list(lost)
+
+    def check(self) -> None:
+        assert (self.executor.num_in_flight, self.executor._staged) == (0, 0)
+        assert self.executor.poll() == []
+        for handle in self.live:
+            assert self.books.tier(handle) == "device"
+            assert np.array_equal(self.engine.read_blocks("device", self.blocks(handle)), self.rows[handle])
+        self.books.free(self.live)
+        self.books.check()
+        assert all(self.books.num_free(tier) == self.books.num_blocks(tier) for tier in TIERS)
+
+
+@contextmanager
+def rig(folder: Path, *, polls: bool) -> Iterator[Rig]:
+    with (
+        open_store(f"file://{folder}", bytes_per_block=LAYOUT.bytes_per_block, num_slots=BLOCKS) as store,
+        CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine,
+    ):
+        yield Rig(engine, store, polls=polls)
+
+
+@pytest.mark.parametrize("polls", [False, True])
+def test_an_interrupt_at_any_place_ends_every_step_once(tmp_path: Path, polls: bool):
+    every = 1 if settings().max_examples >= 1000 else 29
+    place = 0
+    while True:
+        interrupt = Interrupt(place, FILES)
+        with rig(tmp_path, polls=polls) as made:
+            made.run(interrupt)
+            made.check()
+        if not interrupt.where:
+            break
+        place += every
+    assert place > 500
+
+
+class SlowStore(SimulatedStore):
+    """Storage that takes half a second for what is waited for."""
+
+    def poll(self) -> list[int]:
+        return []
+
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        if timeout:
+            time.sleep(0.5)
+        return super().wait(ticket, timeout)
+
+
+def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, SlowStore(BLOCKS, LAYOUT.bytes_per_block, seed=0))
+        decision = StepDecision(1, [("spill", Pairs("device", "external", np.array([[0, 0], [1, 1]])))])
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                executor.execute(decision)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert executor.num_in_flight == 1
+        assert executor.execute(decision) == []
+        assert (executor.num_in_flight, executor._staged) == (0, 0)
+
+
+class InterruptedStore(SimulatedStore):
+    """A plug-in that is interrupted inside each of its calls, before or after it has had its effect."""
+
+    def __init__(self, call: str, *, after: bool) -> None:
+        super().__init__(BLOCKS, LAYOUT.bytes_per_block, seed=0)
+        self._eagerness = 1.0
+        self.call, self.after = call, after
+
+    def interrupt(self, call: str, *, after: bool) -> None:
+        if (self.call, self.after) == (call, after):
+            self.call = ""
+            raise KeyboardInterrupt
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name not in {"submit_write", "submit_read", "poll", "wait"}:
+            return found
+
+        def interrupted(*arguments: object) -> object:
+            self.interrupt(name, after=False)
+            answer = found(*arguments)  # type: ignore[operator]
+            self.interrupt(name, after=True)
+            return answer
+
+        return interrupted
+
+
+@pytest.mark.parametrize("call", ["submit_write", "submit_read", "poll", "wait"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("polls", [False, True])
+def test_an_interrupt_inside_the_store_ends_every_step_once(call: str, after: bool, polls: bool):
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine:
+        store = InterruptedStore(call, after=after)
+        made = Rig(engine, store, polls=polls)
+        made.run(Interrupt(1 << 40, ()))
+        made.check()
+        assert store.call == ""

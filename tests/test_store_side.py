@@ -1,0 +1,216 @@
+"""Stores that raise anything, answer anything and lose tickets: every step ends, and what came back is right."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, TierError
+from blockyard.layout import KVLayout
+from blockyard.offload import store_side
+from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard.testing.device import SimulatedStore
+from blockyard.testing.faults import UnrulyStore
+from blockyard.tiers import Completion
+from blockyard.transfer.engine import CacheEngine
+
+LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
+SIZE = LAYOUT.bytes_per_block
+BLOCKS = 8
+TIERS = ("device", "host", "external")
+
+
+class SecondsByCall:
+    """Time that passes by being asked for, so that a batch that the store forgets is soon overdue."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        self.seconds += 20.0
+        return self.seconds
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_side, "time", SecondsByCall())
+
+
+class Odd(SimulatedStore):
+    """Does one thing in a way of its own."""
+
+    def __init__(self, **calls: Callable[..., Any]) -> None:
+        super().__init__(BLOCKS, SIZE, seed=0)
+        self._eagerness = 1.0
+        for name, call in calls.items():
+            setattr(self, name, call)
+
+
+def spill(ticket: int = 1) -> StepDecision:
+    return StepDecision(ticket, [("spill", Pairs("device", "external", np.array([[0, 1], [1, 0]])))])
+
+
+def fetch(ticket: int = 2) -> StepDecision:
+    return StepDecision(ticket, [("fetch", Pairs("external", "device", np.array([[1, 4], [0, 5]])))])
+
+
+def finish(executor: StepExecutor, ticket: int, *, polls: bool) -> StepDone:
+    if not polls:
+        return executor.wait(ticket)
+    for _ in range(1000):
+        for done in executor.poll():
+            assert done.ticket == ticket
+            return done
+        time.sleep(0.0002)
+    raise AssertionError(f"{executor} has not ended decision {ticket}")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed: int):
+    random = np.random.default_rng(seed)
+    store = UnrulyStore(SimulatedStore(BLOCKS, SIZE, seed=seed), seed=seed, share=0.3)
+    books = BlockManager(block_size=4, device_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0)
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, store, chunk_bytes=2 * SIZE)
+        rows: dict[int, NDArray[np.uint8]] = {}
+        for _ in range(40):
+            for handle in tuple(rows):
+                if books.tier(handle) == "device":
+                    table = books.block_table(handle).astype(np.int64)
+                    assert np.array_equal(engine.read_blocks("device", table), rows[handle])
+            while len(rows) < 2:
+                (handle,) = books.allocate([4 * int(random.integers(1, 4))]).tolist()
+                books.complete(books.take_decision().ticket)
+                table = books.block_table(handle).astype(np.int64)
+                rows[handle] = random.integers(0, 256, (len(table), SIZE), dtype=np.uint8)
+                engine.write_blocks("device", table, rows[handle])
+            handle = list(rows)[random.integers(2)]
+            (books.spill if books.tier(handle) == "device" else books.fetch)([handle])
+            decision = books.take_decision()
+            executor.submit(decision)
+            done = finish(executor, decision.ticket, polls=bool(random.integers(2)))
+            if done.lost:
+                for gone in books.fail(done.ticket, done.lost).tolist():
+                    del rows[gone]
+                    books.free([gone])
+            else:
+                books.complete(done.ticket)
+            books.check()
+            assert (executor.num_in_flight, executor._staged, executor.poll()) == (0, 0, [])
+        books.free(list(rows))
+    assert all(books.num_free(tier) == books.num_blocks(tier) for tier in TIERS)
+    assert store.broken > 5
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*_arguments: object) -> object:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize(
+    ("call", "broken", "why"),
+    [
+        ("submit_write", raising(ConnectionResetError("gone")), "ConnectionResetError: gone"),
+        ("submit_write", lambda *_: "7", "'str' object cannot be interpreted as an integer"),
+        ("wait", raising(OSError("cut")), "OSError: cut"),
+        ("wait", lambda *_: None, "the answer is a NoneType, a Completion is needed"),
+        (
+            "wait",
+            lambda ticket, _: Completion(ticket, np.ones(1, bool), np.zeros((0, SIZE), np.uint8), []),
+            "0 reasons",
+        ),
+    ],
+)
+def test_a_spill_that_the_store_breaks_is_lost_with_one_line_in_the_log(
+    call: str, broken: Callable[..., Any], why: str, polls: bool, caplog: pytest.LogCaptureFixture
+):
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, Odd(**{call: broken}))
+        executor.submit(spill())
+        done = finish(executor, 1, polls=polls)
+        assert [pairs.ids.tolist() for pairs in done.lost] == [[[0, 1], [1, 0]]]
+        (error,) = done.errors
+        assert isinstance(error, TierError)
+        assert why in str(error)
+        assert [(record.name, record.levelno) for record in caplog.records] == [("blockyard.offload", logging.WARNING)]
+        assert why in caplog.text
+        assert (executor.num_in_flight, executor._staged) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ok", "shape", "found"),
+    [
+        ([True], (2, SIZE), "ok bool [1]"),
+        ([True, True, True], (2, SIZE), "ok bool [3]"),
+        ([True, True], (1, SIZE), f"rows uint8 [1, {SIZE}]"),
+        ([True, True], (0, SIZE), f"rows uint8 [0, {SIZE}]"),
+        ([True, True], (2, SIZE - 1), f"rows uint8 [2, {SIZE - 1}]"),
+    ],
+)
+def test_arrays_of_another_shape_are_misses_and_write_nothing(ok: list[bool], shape: tuple[int, int], found: str):
+    def answer(ticket: int, _timeout: float) -> Completion:
+        return Completion(ticket, np.array(ok), np.full(shape, 255, np.uint8), [""] * 2)
+
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, Odd(wait=answer))
+        executor.submit(fetch())
+        done = executor.wait(2)
+        assert [pairs.ids.tolist() for pairs in done.lost] == [[[1, 4], [0, 5]]]
+        assert found in str(done.errors[0])
+        assert not engine.read_blocks("device", np.arange(BLOCKS)).any()
+
+
+def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
+    rows = np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE)
+    rows.flags.writeable = False
+    for given in (rows, rows[::-1]):
+        store = Odd(wait=lambda ticket, _, given=given: Completion(ticket, np.ones(2, bool), given, ["", ""]))
+        with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+            assert StepExecutor(engine, store).execute(fetch()) == []
+            assert np.array_equal(engine.read_blocks("device", np.array([4, 5])), given)
+
+
+@pytest.mark.parametrize("found", [None, 3, ["x"], [None]])
+def test_a_poll_that_answers_nonsense_gives_up_what_is_under_way(found: object):
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, Odd(poll=lambda: found, wait=raising(KeyError(1))))
+        executor.submit(spill())
+        assert len(finish(executor, 1, polls=True).lost) == 1
+
+
+def test_a_ticket_that_the_store_forgets_is_given_up_in_time():
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, Odd(poll=list, wait=raising(KeyError(1))))
+        executor.submit(spill())
+        assert len(finish(executor, 1, polls=True).lost) == 1
+
+
+def test_of_two_batches_with_one_ticket_neither_is_believed():
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        store = Odd(submit_read=lambda _slots: 9, poll=list)
+        executor = StepExecutor(engine, store, chunk_bytes=SIZE)
+        executor.submit(fetch())
+        done = executor.wait(2)
+        assert sorted(pair for pairs in done.lost for pair in pairs.ids.tolist()) == [[0, 5], [1, 4]]
+        assert all("ticket 9 twice" in str(error) for error in done.errors)
+
+
+def test_sizes_are_compared_when_engine_and_store_meet():
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        with pytest.raises(InvalidArgumentError, match=f"blocks have {2 * SIZE} bytes, those of the .* layout {SIZE}"):
+            StepExecutor(engine, SimulatedStore(BLOCKS, 2 * SIZE, seed=0))
+        executor = StepExecutor(engine, SimulatedStore(1, SIZE, seed=0))
+        swap = ("swap_out", Pairs("device", "host", np.zeros((0, 2), np.int64)))
+        for decision in (spill(), fetch(), StepDecision(3, [swap, *spill().transfers()])):
+            with pytest.raises(MappingError, match="name slots 0 to 1, the store has 1"):
+                executor.submit(decision)
+            assert executor.num_in_flight == 0
