@@ -46,6 +46,9 @@ class CacheEngine(AtOnce):
     those that are a `prefetch`, among which the first submitted is first; loads of one block keep their order. Until
     it has started, a prefetch can be given up by `cancel`. All these calls belong to one thread.
 
+    An engine belongs to the process that made it: in a forked child every call but `close` raises `ForkedError`, and
+    `close` lets go of the child's view of the memory alone. When the interpreter ends, work that has not begun is given up.
+
     The caches start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 
     Args:
@@ -316,6 +319,7 @@ class CacheEngine(AtOnce):
 
     def fence(self) -> Event:
         """Mark the present end of compute, for `behind`."""
+        self._transfers.process.check()
         return self._transfers.streams.fence()
 
     def order_compute(self, ticket: int) -> None:
@@ -381,9 +385,10 @@ class CacheEngine(AtOnce):
         """Wait for queued work and let go of all memory; twice does nothing."""
         if self._closed:
             return
-        self._transfers.synchronize()
-        self._transfers.streams.close()
-        self._drain()
+        if self._transfers.process.is_current:
+            self._transfers.synchronize()
+            self._transfers.streams.close()
+            self._drain()
         self._release()
 
     def __enter__(self) -> Self:

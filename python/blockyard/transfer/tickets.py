@@ -25,6 +25,7 @@ from blockyard.errors import (
 )
 from blockyard.plan import Ids
 from blockyard.transfer.streams import CHUNK_BYTES, Event, StreamName, Streams
+from blockyard.transfer.workers import Process
 
 __all__ = ["Callback", "Done", "Mapping", "MappingBuffers", "OnFull", "Transfers"]
 
@@ -131,7 +132,7 @@ class _Job:
 
 
 class Transfers:
-    """Submits transfers, and ends them when their events have fired. For one calling thread.
+    """Submits transfers, and ends them when their events have fired. For one calling thread of one process.
 
     Args:
         streams: of the device.
@@ -147,6 +148,7 @@ class Transfers:
             raise InvalidArgumentError(
                 f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"
             )
+        self.process = Process("a copy engine")
         self.streams = streams
         self._max_outstanding = max_outstanding
         self._max_ahead = max_ahead
@@ -253,6 +255,7 @@ class Transfers:
 
     def poll(self) -> list[Done]:
         """Give the tickets that ended since the last call, and were not waited for; never waits."""
+        self.process.check()
         self._go_on()
         done = list(self._done)
         self._done.clear()
@@ -318,6 +321,7 @@ class Transfers:
         self._go_on()
 
     def _job(self, ticket: int) -> _Job | None:
+        self.process.check()
         if not 0 < ticket < self._next_ticket:
             raise UnknownTicketError(f"ticket {ticket} was never issued, the last is {self._next_ticket - 1}")
         return self._jobs.get(ticket)
