@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 
 from blockyard.errors import LayoutError
+from blockyard.extents import check_apart, extent_of
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -238,8 +239,12 @@ class KVLayout:
             tensors: all of the group.
 
         Raises:
-            LayoutError: number, shape, dtype, device or strides do not fit; the message has the numbers.
+            LayoutError: number, shape, dtype, device or strides do not fit, one requires grad, or two share memory; the
+                message has the numbers.
         """
+        self.views(tensors)
+
+    def _check_each(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.num_tensors:
             raise LayoutError(
                 f"{len(tensors)} tensors were given, the layout has {self.num_layers} layers in {self.num_tensors}"
@@ -255,6 +260,8 @@ class KVLayout:
         name = str(tensor.dtype).removeprefix("torch.")
         if name != self.dtype or tensor.element_size() != self.itemsize:
             raise LayoutError(f"tensor {index} is {name}, the layout says {self.dtype}")
+        if tensor.requires_grad:
+            raise LayoutError(f"tensor {index} requires grad, and its blocks change behind autograd: give its detach()")
         if tensor.device != first.device:
             raise LayoutError(f"tensor {index} is on {tensor.device}, tensor 0 on {first.device}")
         if self._padded(tensor) > self.split:
@@ -311,9 +318,9 @@ class KVLayout:
             `piece_sizes` and add up to `bytes_per_block`.
 
         Raises:
-            LayoutError: the tensors do not have this layout.
+            LayoutError: the tensors do not have this layout, or two of them share memory.
         """
-        self.check(tensors)
+        self._check_each(tensors)
         width = self.piece_sizes[0]
         views: list[Tensor] = []
         for tensor in tensors:
@@ -323,6 +330,7 @@ class KVLayout:
                 flat.as_strided(shape, (row, 1), flat.storage_offset() + start * self.itemsize)
                 for start in self._starts(tensor)
             )
+        check_views(views)
         return views
 
     def _starts(self, tensor: Tensor) -> Iterator[int]:
@@ -440,6 +448,12 @@ def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
                 return False
             reach += stride * (size - 1)
     return True
+
+
+def check_views(views: Sequence[Tensor]) -> None:
+    """Refuse views of cache tensors that share memory. Raises LayoutError."""
+    if views[0].device.type != "meta":
+        check_apart("views of the cache tensors", [extent_of(view) for view in views])
 
 
 def cut_rows(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
