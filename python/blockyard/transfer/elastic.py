@@ -21,6 +21,7 @@ from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.grouped import GroupedLayout
 from blockyard.layout import KVLayout
 from blockyard.transfer.caches import torch_dtype
+from blockyard.transfer.engine import wait_for_engines
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -139,7 +140,8 @@ class ElasticCache:
     def resize(self, num_blocks: int) -> Resized:
         """Have so many blocks from now on; those that stay keep their bytes, those that come are zeros.
 
-        On a GPU it waits for the device.
+        It waits for tickets of copy engines that touch blocks which go, and on a GPU for the device. Like an engine's
+        calls it belongs to the engine's thread.
 
         Args:
             num_blocks: from 1 to `max_blocks`.
@@ -156,6 +158,8 @@ class ElasticCache:
             raise BlockyardError("the elastic cache is closed")
         if not 1 <= num_blocks <= self.max_blocks:
             raise InvalidArgumentError(f"{num_blocks} blocks are wanted, there may be 1 to {self.max_blocks}")
+        if num_blocks < self._num_blocks:
+            wait_for_engines(self._memory.tensor, num_blocks)
         before, after = self._chunks(self._num_blocks), self._chunks(num_blocks)
         come, gone = list(_without(after, before)), list(_without(before, after))
         if come or gone:
@@ -171,12 +175,15 @@ class ElasticCache:
         return Resized(num_blocks, _length(come) * chunk, _length(gone) * chunk, kept)
 
     def close(self) -> None:
-        """Give all memory back; twice does nothing. The tensors must not be touched any more.
+        """Give all memory back, once tickets of copy engines over it have ended; twice does nothing.
+
+        The tensors must not be touched any more.
 
         The addresses are free again once the last tensor over them is gone.
         """
         if not self._closed:
             self._closed = True
+            wait_for_engines(self._memory.tensor, 0)
             self._memory.synchronize()
             for first, last in self._chunks(self._num_blocks):
                 self._memory.release(first, last)
@@ -215,13 +222,14 @@ class ElasticCache:
 
     def _clear(self, first: int, last: int, committed: Sequence[Span]) -> None:
         """Zero what blocks `first` to `last` have of chunks that were there before them."""
-        chunk, flat, found = self._memory.chunk, self._memory.tensor, False
-        for start, width in self._planes:
-            new = (start + first * width, start + last * width)
-            for begin, end in _common([new], [(a * chunk, b * chunk) for a, b in committed]):
-                flat[begin:end].zero_()
-                found = True
-        if found:
+        there = [(a * self._memory.chunk, b * self._memory.chunk) for a, b in committed]
+        new = ((start + first * width, start + last * width) for start, width in self._planes)
+        spans = [span for plane in new for span in _common([plane], there)]
+        if spans:
+            # What was queued before the blocks went may still touch them, on any stream.
+            self._memory.synchronize()
+            for begin, end in spans:
+                self._memory.tensor[begin:end].zero_()
             self._memory.synchronize()
 
 

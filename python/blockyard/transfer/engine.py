@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,9 +27,10 @@ from blockyard.transfer.tickets import Callback, Done, MappingBuffers, OnFull, T
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheEngine", "EngineTier", "Rows", "Traffic"]
+__all__ = ["CacheEngine", "EngineTier", "Rows", "Traffic", "wait_for_engines"]
 
 _Cut = Callable[[Tensor], Sequence[Callable[[], None]]]
+_alive: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
 
 
 class CacheEngine(AtOnce):
@@ -91,6 +93,9 @@ class CacheEngine(AtOnce):
             check_device(torch.device(device), op_library())
         if streams is None:
             streams = CudaStreams(torch.device(device)) if on_cuda else WorkerStreams()
+            if on_cuda:
+                # Memory of an engine that is forgotten is given out again while copies on these streams still use it.
+                weakref.finalize(self, streams.close).atexit = False
         mappings = MappingBuffers(pinned=on_cuda)
         self._queued = deque()
         self._transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead)
@@ -103,6 +108,7 @@ class CacheEngine(AtOnce):
             blocks_per_host_block=blocks_per_host_block,
             on_host_failure=on_host_failure,
         )
+        _alive.add(self)
 
     # ---- by ticket ----
 
@@ -484,3 +490,17 @@ class CacheEngine(AtOnce):
 def _swap_views(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> None:
     if src:
         ops.swap_blocks(src, dst, pairs)
+
+
+def wait_for_engines(memory: Tensor, first: int) -> None:
+    """Wait for the tickets of all engines that touch blocks of a device cache; a fork has none under way.
+
+    Args:
+        memory: that the cache's tensors lie in, uint8 `[bytes]`.
+        first: the lowest of the blocks.
+    """
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    for engine in tuple(_alive):
+        over = any(start <= cache.data_ptr() < end for cache in engine.device_caches)
+        if over and engine._transfers.process.is_current:  # noqa: SLF001 (its own module)
+            engine._transfers.synchronize(first)  # noqa: SLF001

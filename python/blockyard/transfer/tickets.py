@@ -126,6 +126,11 @@ class _Job:
         if self.behind is not None:
             yield self.behind
 
+    def touches_device(self, first: int) -> bool:
+        """Whether it reads or writes a block of the device from this one on."""
+        columns = {"out": [0], "in": [1], "copy": [0, 1], "host": []}[self.stream]
+        return bool((self.mapping.pairs.numpy()[:, columns] >= first).any())
+
     def writes_what(self, other: _Job) -> bool:
         """Whether both write a block; for two loads, which read nothing that a load writes."""
         return bool(np.isin(self.mapping.pairs.numpy()[:, 1], other.mapping.pairs.numpy()[:, 1]).any())
@@ -313,11 +318,12 @@ class Transfers:
             self._start(job)
             self.streams.order_compute(job.end)
 
-    def synchronize(self) -> None:
-        """Wait for all that is under way."""
+    def synchronize(self, first_device_block: int | None = None) -> None:
+        """Wait for all that is under way, or for what touches blocks of the device from one on."""
         for job in tuple(self._jobs.values()):
-            self._start(job)
-            job.end.synchronize()
+            if first_device_block is None or job.touches_device(first_device_block):
+                self._start(job)
+                job.end.synchronize()
         self._go_on()
 
     def _job(self, ticket: int) -> _Job | None:
