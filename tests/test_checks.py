@@ -144,61 +144,49 @@ def model(name: str, read: list[np.ndarray], written: list[np.ndarray], pairs: l
                 target[a] = source[b]
 
 
+def arranged(
+    name: str, caches: list[torch.Tensor], more: list[torch.Tensor], pairs: list[tuple[int, int]]
+) -> tuple[list[object], list[torch.Tensor], list[torch.Tensor], list[tuple[int, int]]]:
+    """Arguments of an op, the views that it reads and writes, and its pairs; `more` is the other side, or the rows."""
+    mapping = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    if name == "swap":
+        return [caches, more, mapping], caches, more, pairs
+    if name in {"copy", "move", "exchange"}:
+        return [caches, mapping], caches, caches, pairs
+    pieces = list(more[0].split([cache.shape[1] for cache in caches], dim=1))
+    if name == "gather":
+        chosen = [(a, row) for row, (a, _) in enumerate(pairs)]
+        return [caches, more[0], mapping[:, 0].contiguous()], caches, pieces, chosen
+    return [more[0], caches, mapping[:, 1].contiguous()], pieces, caches, [(row, b) for row, (_, b) in enumerate(pairs)]
+
+
 @pytest.mark.parametrize("through", ["op", "torch calls"])
 @pytest.mark.parametrize("name", ["swap", "copy", "move", "exchange", "gather", "scatter"])
 @given(st.data())
 def test_storages_over_one_buffer_are_refused_or_every_byte_is_right(name: str, through: str, data: st.DataObject):
     widths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     blocks, size = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([240, 2000]))
-    buffer, other = (np.random.default_rng(size).integers(0, 256, size, np.uint8) for _ in range(2))
+    buffer = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     at = data.draw(st.permutations(range(blocks)))
-    pairs = list(zip(range(blocks), at, strict=True))
-    if name in {"copy", "exchange"}:
-        pairs = [(a, b) for a, b in zip(at[::2], at[1::2], strict=False)]
-    mapping = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    whole = list(zip(range(blocks), at, strict=True))
+    apart = list(zip(at[::2], at[1::2], strict=False))
+    caches = data.draw(windows(buffer, widths, blocks))
+    more = data.draw(windows(buffer, widths if name == "swap" else [sum(widths)], blocks))
+    arguments, read, written, pairs = arranged(name, caches, more, apart if name in {"copy", "exchange"} else whole)
+    before, wanted = buffer.copy(), buffer.copy()
 
-    def arrange(memory: np.ndarray) -> tuple[list[object], list[torch.Tensor], list[torch.Tensor]]:
-        caches = draw(memory, widths)
-        if name in {"copy", "move", "exchange"}:
-            return [caches, mapping], caches, caches
-        if name == "swap":
-            targets = draw(memory, widths)
-            return [caches, targets, mapping], caches, targets
-        (rows,) = draw(memory, [sum(widths)])
-        pieces = list(rows.split(widths, dim=1))
-        if name == "gather":
-            return [caches, rows, mapping[:, 0].contiguous()], caches, pieces
-        return [rows, caches, mapping[:, 1].contiguous()], pieces, caches
+    def mirrored(view: torch.Tensor) -> np.ndarray:
+        start = view.data_ptr() - buffer.ctypes.data
+        return np.lib.stride_tricks.as_strided(wanted[start:], tuple(view.shape), tuple(view.stride()))
 
-    places: list[tuple[int, tuple[int, ...]]] = []
-
-    def draw(memory: np.ndarray, sizes: list[int]) -> list[torch.Tensor]:
-        views = data.draw(windows(memory, sizes, blocks))
-        places.extend((view.data_ptr() - memory.ctypes.data, tuple(view.stride())) for view in views)
-        return views
-
-    arguments, read, written = arrange(buffer)
-    if name == "gather":
-        pairs = [(a, row) for row, (a, _) in enumerate(pairs)]
-    elif name == "scatter":
-        pairs = [(row, b) for row, (_, b) in enumerate(pairs)]
-    other[:] = buffer
-    mirror = [other.ctypes.data - buffer.ctypes.data] * len(read)
-    copies = {
-        id(view): np.lib.stride_tricks.as_strided(
-            other[view.data_ptr() + shift - other.ctypes.data :], tuple(view.shape), tuple(view.stride())
-        )
-        for view, shift in zip([*read, *written], mirror * 2, strict=True)
-    }
-    model(name, [copies[id(view)] for view in read], [copies[id(view)] for view in written], pairs)
-    before = buffer.copy()
+    model(name, [mirrored(view) for view in read], [mirrored(view) for view in written], pairs)
     call = getattr(ops, f"{name}_blocks") if through == "op" else getattr(fallback.BY_TORCH, name)
     try:
         call(*arguments)
     except LayoutError:
         np.testing.assert_array_equal(buffer, before)
     else:
-        np.testing.assert_array_equal(buffer, other)
+        np.testing.assert_array_equal(buffer, wanted)
 
 
 def test_the_compiled_library_sees_two_storages_over_one_buffer():

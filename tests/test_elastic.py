@@ -22,6 +22,7 @@ from blockyard.transfer.engine import CacheEngine
 
 PAGE = mmap.PAGESIZE
 KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]
+KINDS += ["flat", "rocm", "blocks*tokens heads*dim", "heads*blocks tokens dim | tokens blocks heads dim"]
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
 
 
@@ -56,8 +57,8 @@ def groups_of(layout: KVLayout | GroupedLayout) -> list[KVLayout]:
 
 
 def fake(layout: KVLayout | GroupedLayout, blocks: int, chunk: int, limit: int | None = None) -> FakeMemory:
-    each = [group for group in groups_of(layout) for _ in range(group.num_tensors)]
-    return FakeMemory([math.prod(one.tensor_shape(blocks)) * one.itemsize for one in each], chunk, limit)
+    shapes = [(shape, group) for group in groups_of(layout) for shape, _ in group.tensor_shapes(blocks)]
+    return FakeMemory([math.prod(shape) * group.itemsize for shape, group in shapes], chunk, limit)
 
 
 @st.composite
@@ -67,7 +68,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         num_layers=draw(st.integers(1, 3)),
         block_size=draw(st.sampled_from([1, 3, 4])),
         num_kv_heads=draw(st.integers(1, 3)),
-        head_size=draw(st.integers(1, 9)),
+        head_size=draw(st.integers(1, 9)) * 16,
         dtype=draw(st.sampled_from(["float32", "float16", "int8"])),
     )
     return replace(layout, tensors_per_layer=2) if draw(st.booleans()) and "kv" not in layout.names else layout
@@ -102,7 +103,7 @@ def test_blocks_keep_their_bytes_and_new_ones_are_zeros_whatever_the_sizes(layou
         assert (len(memory.committed) - committed) * chunk == result.committed - result.returned
         assert result.kept == len(memory.committed) * chunk - size * layout.bytes_per_block
         assert cache.committed_bytes == len(memory.committed) * chunk
-        planes = sum(group.num_tensors * len(list(plane_spans(group, most))) for group in groups_of(layout))
+        planes = sum(group.planes(index) for group in groups_of(layout) for index in range(group.num_tensors))
         assert 0 <= result.kept < 2 * planes * chunk, "at most a chunk at either end of each plane"
     assert [tensor.data_ptr() for tensor in cache.tensors] == addresses
     cache.close()
@@ -166,7 +167,7 @@ def test_an_engine_takes_the_tensors_of_groups_and_moves_their_blocks():
 
 
 class Moved:
-    """Tickets and resizes over caches whose memory is garbage once it has gone, beside two arrays that need no order."""
+    """Tickets and resizes over caches whose memory is garbage once it has gone, beside two plain arrays."""
 
     SIZE, KINDS = 8, ("swap_out", "swap_in", "prefetch", "copy", "move", "exchange", "read", "write")
 

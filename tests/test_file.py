@@ -350,10 +350,9 @@ def _use_in_child(store: SlabStore, sender: object) -> None:
         store.stats,
     ]
     for call in calls:
-        try:
+        with pytest.raises(TierError) as raised:
             call()
-        except TierError as error:
-            sender.send(str(error))  # type: ignore[attr-defined]
+        sender.send(str(raised.value))  # type: ignore[attr-defined]
     store.close()
     sender.send("closed")  # type: ignore[attr-defined]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typing_extensions import Self
 
 from blockyard import Pairs, StepDecision
 from blockyard.errors import BlockyardError, ForkedError
@@ -148,7 +149,7 @@ def in_child(check: Callable[[], None]) -> None:
         try:
             check()
             code = 0
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (the parent is told)
             said = f"{type(error).__name__}: {error}"
         finally:
             os.write(write, said.encode()[:4000])
@@ -204,7 +205,7 @@ class Held:
         assert begun.wait(PATIENCE)
         self.ticket = self.engine.submit_swap_out(IDS)
 
-    def __enter__(self) -> "Held":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:

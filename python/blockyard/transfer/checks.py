@@ -132,9 +132,7 @@ def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, s
     read, written = check_list(names[0], src), check_list(names[1], dst)
     for index, (source, target) in enumerate(zip(read, written, strict=True)):
         if source[2] != target[2]:
-            raise LayoutError(
-                f"{names[0]}[{index}] has rows of {source[2]} bytes, {names[1]}[{index}] of {target[2]}"
-            )
+            raise LayoutError(f"{names[0]}[{index}] has rows of {source[2]} bytes, {names[1]}[{index}] of {target[2]}")
     check_apart(names[1], written)
     # Addresses of one device say nothing of another's.
     if src[0].device == dst[0].device and overlap(read, written):

@@ -110,8 +110,10 @@ class ElasticCache:
         if not 1 <= num_blocks <= max_blocks:
             raise InvalidArgumentError(f"{num_blocks} blocks of at most {max_blocks}: wanted 1 to {max_blocks}")
         groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
-        parts = [(group, torch_dtype(group.dtype)) for group in groups for _ in range(group.num_tensors)]
-        sizes = [prod(group.tensor_shape(max_blocks)) * group.itemsize for group, _ in parts]
+        shapes = [(shape, group) for group in groups for shape, _ in group.tensor_shapes(max_blocks)]
+        places = [(group, index) for group in groups for index in range(group.num_tensors)]
+        dtypes = [torch_dtype(group.dtype) for group, _ in places]
+        sizes = [prod(shape) * group.itemsize for shape, group in shapes]
         self.layout, self.max_blocks = layout, max_blocks
         if memory is None:
             memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes)
@@ -119,10 +121,10 @@ class ElasticCache:
         self.tensors: list[Tensor] = []
         self._planes: list[tuple[int, int]] = []
         starts = accumulate((-(-size // memory.chunk) * memory.chunk for size in sizes), initial=0)
-        for (group, dtype), size, start in zip(parts, sizes, starts, strict=False):
+        for (shape, group), (_, index), dtype, size, start in zip(shapes, places, dtypes, sizes, starts, strict=False):
             part = memory.tensor[start : start + size]
-            self.tensors.append(part.view(dtype).view(group.tensor_shape(max_blocks)))
-            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks)]
+            self.tensors.append(part.view(dtype).view(shape))
+            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks, index)]
         self._num_blocks = 0
         self._closed = False
         self.resize(num_blocks)
@@ -233,7 +235,7 @@ class ElasticCache:
             self._memory.synchronize()
 
 
-def plane_spans(layout: KVLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
+def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[tuple[int, int]]:
     """Say where the planes of one tensor begin, and how many bytes a block has in each.
 
     A plane is what one place of the dimensions before that of the blocks has: in `[2, blocks, ...]` K is one, V
@@ -242,14 +244,15 @@ def plane_spans(layout: KVLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
     Args:
         layout: of the tensors, which have no padding.
         num_blocks: blocks of a tensor.
+        index: the tensor's place among those of the layout.
 
     Yields:
         First byte of a plane within its tensor, and bytes of one block.
     """
-    names, shape = layout.names, layout.tensor_shape(num_blocks)
-    place = names.index("blocks" if "blocks" in names else "slots")
-    width = prod(shape[place:]) // num_blocks * layout.itemsize
-    for plane in range(prod(shape[:place])):
+    shape, _ = layout.tensor_shapes(num_blocks)[index]
+    planes = layout.planes(index)
+    width = prod(shape) * layout.itemsize // (num_blocks * planes)
+    for plane in range(planes):
         yield plane * num_blocks * width, width
 
 

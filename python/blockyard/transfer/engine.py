@@ -49,7 +49,8 @@ class CacheEngine(AtOnce):
     it has started, a prefetch can be given up by `cancel`. All these calls belong to one thread.
 
     An engine belongs to the process that made it: in a forked child every call but `close` raises `ForkedError`, and
-    `close` lets go of the child's view of the memory alone. When the interpreter ends, work that has not begun is given up.
+    `close` lets go of the child's view of the memory alone. When the interpreter ends, work that has not begun is given
+    up.
 
     The caches start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 

@@ -188,8 +188,8 @@ class HostPool:
     def close(self) -> None:
         """Unlock the memory and let go of it; twice does nothing. The system has it back with the last tensor over it.
 
-        No copy from or to it may be under way. A fork lets go of its view alone: the memory stays locked for the process
-        that made the pool.
+        No copy from or to it may be under way. A fork lets go of its view alone: the memory stays locked for the
+        process that made the pool.
 
         Raises:
             PageLockError: the device does not let go of a chunk.

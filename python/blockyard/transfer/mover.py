@@ -34,7 +34,8 @@ class BlockMover:
         wrap: turns `exchange` into what is called, once: `torch.compile`, or the capture of a graph.
 
     Raises:
-        LayoutError: a tensor cannot be seen as `[blocks, bytes]`, two share memory, or they have unequal numbers of blocks.
+        LayoutError: a tensor cannot be seen as `[blocks, bytes]`, two share memory, or they have unequal numbers of
+            blocks.
     """
 
     def __init__(
