@@ -1,6 +1,7 @@
 #include "check.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 namespace blockyard {
@@ -15,9 +16,28 @@ int32_t device_of(const char* name, size_t index, const Tensor& tensor) {
     return tensor.get_device_index();
 }
 
-bool overlap(const View& one, const View& other) {
-    if (one.storage != other.storage) return false;
-    return reinterpret_cast<uintptr_t>(one.data) < other.end && reinterpret_cast<uintptr_t>(other.data) < one.end;
+uintptr_t start_of(const View& view) { return reinterpret_cast<uintptr_t>(view.data); }
+
+// Whether any view of one side begins before one of the other ends, and the other way round. Addresses decide, not
+// storages: two storages may lie over one buffer. The addresses of host and devices are distinct.
+bool overlap(const Side& one, const Side& other) {
+    struct Reach {
+        uintptr_t start, end;
+        size_t side;
+    };
+    std::vector<Reach> order;
+    order.reserve(one.views.size() + other.views.size());
+    for (size_t side = 0; side < 2; ++side) {
+        for (const View& view : (side == 0 ? one : other).views) order.push_back({start_of(view), view.end, side});
+    }
+    std::sort(order.begin(), order.end(), [](const Reach& a, const Reach& b) { return a.start < b.start; });
+    std::array<uintptr_t, 2> reach{};
+    for (const Reach& next : order) {
+        if (next.start == next.end) continue;
+        if (next.start < reach[1 - next.side]) return true;
+        reach[next.side] = std::max(reach[next.side], next.end);
+    }
+    return false;
 }
 
 }  // namespace
@@ -107,12 +127,8 @@ void check_swap(const Side& src, const Side& dst) {
         }
     }
     dst.check_apart();
-    for (const View& from : src.views) {
-        for (const View& to : dst.views) {
-            if (overlap(from, to)) {
-                fail("layout", src.name, " and ", dst.name, " share memory: use copy_blocks within one cache");
-            }
-        }
+    if (overlap(src, dst)) {
+        fail("layout", src.name, " and ", dst.name, " share memory: use copy_blocks within one cache");
     }
 }
 

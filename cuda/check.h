@@ -25,7 +25,7 @@ struct View {
     unsigned char* data;
     int64_t stride;
     int64_t width;
-    // Where its storage starts: views of one storage may share memory, others do not.
+    // Where its storage starts: page-locked memory is asked for once in each.
     uintptr_t storage;
     // The first address that it cannot reach.
     uintptr_t end;

@@ -1,14 +1,22 @@
 """What the ops refuse, with numbers, and that nothing has changed then: in Python and in the compiled library."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from blockyard.errors import LayoutError, MappingError
+from blockyard.grouped import GroupedLayout
+from blockyard.integrations.gaudi import CacheSwapUtils
+from blockyard.layout import KVLayout
 from blockyard.transfer import fallback, ops
 from blockyard.transfer.cuda import op_library
+from blockyard.transfer.engine import CacheEngine
+from blockyard.transfer.mover import BlockMover
 
 Op = Callable[..., None]
 
@@ -108,3 +116,202 @@ def test_wrong_widths_are_refused_without_bytes():
         torch.ops.blockyard.gather_blocks(
             [torch.empty((4, 9), dtype=torch.uint8)], torch.empty((2, 7), dtype=torch.uint8), torch.empty(2)
         )
+
+
+# ---- memory that is shared behind torch's back ----
+
+
+@st.composite
+def windows(draw: st.DrawFn, buffer: np.ndarray, widths: list[int], blocks: int) -> list[torch.Tensor]:
+    """Views anywhere in one buffer, each a storage of its own."""
+    views = []
+    for width in widths:
+        stride = width + draw(st.sampled_from([0, 0, 3, sum(widths)]))
+        reach = (blocks - 1) * stride + width
+        start = draw(st.integers(0, len(buffer) - reach))
+        part = np.lib.stride_tricks.as_strided(buffer[start:], (blocks, width), (stride, 1))
+        views.append(torch.from_numpy(part))
+    return views
+
+
+def model(name: str, read: list[np.ndarray], written: list[np.ndarray], pairs: list[tuple[int, int]]) -> None:
+    """What an op does if all is read before the first byte is written."""
+    before = [array.copy() for array in read]
+    for source, target in zip(before, written, strict=True):
+        for a, b in pairs:
+            target[b] = source[a]
+            if name == "exchange":
+                target[a] = source[b]
+
+
+def arranged(
+    name: str, caches: list[torch.Tensor], more: list[torch.Tensor], pairs: list[tuple[int, int]]
+) -> tuple[list[object], list[torch.Tensor], list[torch.Tensor], list[tuple[int, int]]]:
+    """Arguments of an op, the views that it reads and writes, and its pairs; `more` is the other side, or the rows."""
+    mapping = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    if name == "swap":
+        return [caches, more, mapping], caches, more, pairs
+    if name in {"copy", "move", "exchange"}:
+        return [caches, mapping], caches, caches, pairs
+    pieces = list(more[0].split([cache.shape[1] for cache in caches], dim=1))
+    if name == "gather":
+        chosen = [(a, row) for row, (a, _) in enumerate(pairs)]
+        return [caches, more[0], mapping[:, 0].contiguous()], caches, pieces, chosen
+    return [more[0], caches, mapping[:, 1].contiguous()], pieces, caches, [(row, b) for row, (_, b) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("through", ["op", "torch calls"])
+@pytest.mark.parametrize("name", ["swap", "copy", "move", "exchange", "gather", "scatter"])
+@given(st.data())
+def test_storages_over_one_buffer_are_refused_or_every_byte_is_right(name: str, through: str, data: st.DataObject):
+    widths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    blocks, size = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([240, 2000]))
+    buffer = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    at = data.draw(st.permutations(range(blocks)))
+    whole = list(zip(range(blocks), at, strict=True))
+    apart = list(zip(at[::2], at[1::2], strict=False))
+    caches = data.draw(windows(buffer, widths, blocks))
+    more = data.draw(windows(buffer, widths if name == "swap" else [sum(widths)], blocks))
+    arguments, read, written, pairs = arranged(name, caches, more, apart if name in {"copy", "exchange"} else whole)
+    before, wanted = buffer.copy(), buffer.copy()
+
+    def mirrored(view: torch.Tensor) -> np.ndarray:
+        start = view.data_ptr() - buffer.ctypes.data
+        return np.lib.stride_tricks.as_strided(wanted[start:], tuple(view.shape), tuple(view.stride()))
+
+    model(name, [mirrored(view) for view in read], [mirrored(view) for view in written], pairs)
+    call = getattr(ops, f"{name}_blocks") if through == "op" else getattr(fallback.BY_TORCH, name)
+    try:
+        call(*arguments)
+    except LayoutError:
+        np.testing.assert_array_equal(buffer, before)
+    else:
+        np.testing.assert_array_equal(buffer, wanted)
+
+
+def test_the_compiled_library_sees_two_storages_over_one_buffer():
+    memory = np.zeros(4096, dtype=np.uint8)
+    one, other = (torch.from_numpy(memory[start : start + 2048].reshape(8, 256)) for start in (0, 1024))
+    with pytest.raises(LayoutError, match="src and dst share memory"):
+        compiled("swap")([one], [other], ids([4, 1]))
+    with pytest.raises(LayoutError, match="share memory"):
+        compiled("copy")([one, other], ids([4, 1]))
+    with pytest.raises(LayoutError, match="share memory"):
+        compiled("gather")([one], other, torch.arange(8))
+
+
+# ---- tensors without bytes ----
+
+LISTS = {"swap": 2, "copy": 1, "move": 1, "exchange": 1, "gather": 2, "scatter": 2}
+
+
+def good(name: str) -> list[object]:
+    """Arguments that an op takes."""
+    return {
+        "swap": [caches_of(), caches_of(blocks=4), ids([5, 0], [1, 3])],
+        "gather": [caches_of(), ROWS.clone(), TWO],
+        "scatter": [ROWS.clone(), caches_of(), TWO],
+    }.get(name, [caches_of(), ids([5, 0], [1, 3])])
+
+
+@pytest.mark.parametrize(("name", "place"), [(name, place) for name in LISTS for place in range(LISTS[name] + 1)])
+@pytest.mark.parametrize("all_but", [False, True], ids=["alone", "all others"])
+def test_a_call_with_some_tensors_on_the_meta_device_is_refused(name: str, place: int, all_but: bool):
+    arguments = good(name)
+    for at, entry in enumerate(arguments):
+        if (at == place) != all_but:
+            arguments[at] = [view.to("meta") for view in entry] if isinstance(entry, list) else entry.to("meta")
+    kept = [tensor.clone() for tensor in tensors_of(arguments)]
+    for op in (getattr(ops, f"{name}_blocks"), getattr(torch.ops.blockyard, f"{name}_blocks")):
+        with pytest.raises((LayoutError, MappingError), match="meta"):
+            op(*arguments)
+    real = [(now, before) for now, before in zip(tensors_of(arguments), kept, strict=True) if not now.is_meta]
+    assert all(torch.equal(now, before) for now, before in real)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_call_on_the_meta_device_alone_passes(name: str):
+    arguments = good(name)
+    for at, entry in enumerate(arguments):
+        arguments[at] = [view.to("meta") for view in entry] if isinstance(entry, list) else entry.to("meta")
+    getattr(ops, f"{name}_blocks")(*arguments)
+
+
+# ---- autograd ----
+
+
+@pytest.mark.parametrize("through", ["op", "torch.ops", "torch calls"])
+@pytest.mark.parametrize("name", LISTS)
+def test_a_backward_pass_that_saved_what_an_op_changed_fails(name: str, through: str):
+    layout = KVLayout("kv_first", num_layers=2, block_size=1, num_kv_heads=1, head_size=2, dtype="float32")
+    cache = [torch.rand(layout.tensor_shape(6)) for _ in range(2)]
+    views, size = layout.views(cache), layout.bytes_per_block
+    rows = torch.zeros((2, size), dtype=torch.uint8)
+    arguments = {
+        "swap": [layout.row_views(rows), views, ids([0, 3])],
+        "gather": [views, rows, ids(2, 3)],
+        "scatter": [rows, views, ids(2, 3)],
+    }.get(name, [views, ids([0, 3])])
+    saved = [rows.view(torch.float32)] if name == "gather" else cache
+    weights = [torch.ones_like(tensor, requires_grad=True) for tensor in saved]
+    results = [(weight * tensor).sum() for weight, tensor in zip(weights, saved, strict=True)]
+    {
+        "op": getattr(ops, f"{name}_blocks"),
+        "torch.ops": getattr(torch.ops.blockyard, f"{name}_blocks"),
+        "torch calls": getattr(fallback.BY_TORCH, name),
+    }[through](*arguments)
+    for result in results:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+
+
+def test_what_an_op_only_reads_can_be_used_by_a_backward_pass():
+    source, target = torch.rand(4, 8), torch.rand(4, 8)
+    weight = torch.ones_like(source, requires_grad=True)
+    result = (weight * source).sum()
+    ops.swap_blocks([source.view(torch.uint8)], [target.view(torch.uint8)], ids([0, 1]))
+    result.backward()
+    assert torch.equal(weight.grad, source)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_inference_tensors_have_no_version_and_are_changed(name: str):
+    with torch.inference_mode():
+        getattr(ops, f"{name}_blocks")(*good(name))
+
+
+def test_tensors_that_require_grad_are_refused_as_caches():
+    layout = KVLayout("kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=2, dtype="float32")
+    cache = torch.rand(layout.tensor_shape(6), requires_grad=True)
+    with pytest.raises(LayoutError, match=r"tensor 0 requires grad.*detach"):
+        CacheEngine(layout, num_device_blocks=6, num_host_blocks=1, device_caches=[cache])
+    with pytest.raises(LayoutError, match="requires grad"):
+        BlockMover([cache[0]], 1)
+    layout.views([cache.detach()])
+
+
+# ---- one tensor for two layers ----
+
+TWICE = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["the same", "overlapping"])
+def test_one_tensor_for_two_layers_is_refused_when_it_is_given(shift: int):
+    elements = int(np.prod(TWICE.tensor_shape(6)))
+    memory = np.zeros(elements + 1, dtype=np.float32)
+    # Not one storage: torch alone could not tell.
+    layers = [torch.from_numpy(memory[at : at + elements]).view(TWICE.tensor_shape(6)) for at in (0, shift)]
+    keys = [layer[0].flatten(0, 1) for layer in layers]
+    groups = GroupedLayout((("a", replace(TWICE, num_layers=1)), ("b", replace(TWICE, num_layers=1))))
+    for refused in (
+        lambda: TWICE.views(layers),
+        lambda: TWICE.check(layers),
+        lambda: KVLayout.from_tensors(layers),
+        lambda: groups.views(layers),
+        lambda: CacheEngine(TWICE, num_device_blocks=6, num_host_blocks=1, device_caches=layers),
+        lambda: CacheEngine(groups, num_device_blocks=6, num_host_blocks=1, device_caches=layers),
+        lambda: BlockMover([(key, None) for key in keys], 4),
+        lambda: CacheSwapUtils([(keys[0], None), (keys[1], None)], 4),
+    ):
+        with pytest.raises(LayoutError, match="share memory"):
+            refused()

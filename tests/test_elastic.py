@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,12 +15,14 @@ from hypothesis import given, settings
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.grouped import GroupedLayout
 from blockyard.layout import KVLayout
+from blockyard.testing.device import SimulatedStreams
 from blockyard.transfer.elastic import ElasticCache, plane_spans, reserve
 from blockyard.transfer.elastic_host import resident_bytes
 from blockyard.transfer.engine import CacheEngine
 
 PAGE = mmap.PAGESIZE
 KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]
+KINDS += ["flat", "rocm", "blocks*tokens heads*dim", "heads*blocks tokens dim | tokens blocks heads dim"]
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
 
 
@@ -54,8 +57,8 @@ def groups_of(layout: KVLayout | GroupedLayout) -> list[KVLayout]:
 
 
 def fake(layout: KVLayout | GroupedLayout, blocks: int, chunk: int, limit: int | None = None) -> FakeMemory:
-    each = [group for group in groups_of(layout) for _ in range(group.num_tensors)]
-    return FakeMemory([math.prod(one.tensor_shape(blocks)) * one.itemsize for one in each], chunk, limit)
+    shapes = [(shape, group) for group in groups_of(layout) for shape, _ in group.tensor_shapes(blocks)]
+    return FakeMemory([math.prod(shape) * group.itemsize for shape, group in shapes], chunk, limit)
 
 
 @st.composite
@@ -65,7 +68,7 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         num_layers=draw(st.integers(1, 3)),
         block_size=draw(st.sampled_from([1, 3, 4])),
         num_kv_heads=draw(st.integers(1, 3)),
-        head_size=draw(st.integers(1, 9)),
+        head_size=draw(st.integers(1, 9)) * 16,
         dtype=draw(st.sampled_from(["float32", "float16", "int8"])),
     )
     return replace(layout, tensors_per_layer=2) if draw(st.booleans()) and "kv" not in layout.names else layout
@@ -100,7 +103,7 @@ def test_blocks_keep_their_bytes_and_new_ones_are_zeros_whatever_the_sizes(layou
         assert (len(memory.committed) - committed) * chunk == result.committed - result.returned
         assert result.kept == len(memory.committed) * chunk - size * layout.bytes_per_block
         assert cache.committed_bytes == len(memory.committed) * chunk
-        planes = sum(group.num_tensors * len(list(plane_spans(group, most))) for group in groups_of(layout))
+        planes = sum(group.planes(index) for group in groups_of(layout) for index in range(group.num_tensors))
         assert 0 <= result.kept < 2 * planes * chunk, "at most a chunk at either end of each plane"
     assert [tensor.data_ptr() for tensor in cache.tensors] == addresses
     cache.close()
@@ -160,6 +163,119 @@ def test_an_engine_takes_the_tensors_of_groups_and_moves_their_blocks():
         cache.resize(3)
         engine.swap_in(np.array([[0, 2], [1, 0]]))
         assert np.array_equal(engine.read_blocks("device", np.array([2, 0])), rows)
+        engine.close()
+
+
+class Moved:
+    """Tickets and resizes over caches whose memory is garbage once it has gone, beside two plain arrays."""
+
+    SIZE, KINDS = 8, ("swap_out", "swap_in", "prefetch", "copy", "move", "exchange", "read", "write")
+
+    def __init__(self, layout: KVLayout, chunk: int, seed: int) -> None:
+        self.layout, memory = layout, fake(layout, self.SIZE, chunk)
+        self.cache = ElasticCache(layout, num_blocks=self.SIZE, max_blocks=self.SIZE, memory=memory)
+        self.engine = CacheEngine(
+            layout,
+            num_device_blocks=self.SIZE,
+            num_host_blocks=self.SIZE,
+            device_caches=self.cache.tensors,
+            streams=SimulatedStreams(seed),
+        )
+        self.device, self.host = np.random.default_rng(seed).integers(
+            0, 256, (2, self.SIZE, layout.bytes_per_block), np.uint8
+        )
+        every = np.arange(self.SIZE)
+        self.engine.write_blocks("device", every, self.device)
+        self.engine.write_blocks("host", every, self.host)
+        self.last: tuple[int, ...] = ()
+        self.reads: list[tuple[int, np.ndarray]] = []
+
+    def resize(self, blocks: int) -> None:
+        before = self.cache.num_blocks
+        self.cache.resize(blocks)
+        self.device[before:blocks] = 0
+
+    def transfer(self, kind: str, pairs: np.ndarray) -> None:
+        """Launch a transfer behind the one before, of pairs (device, other) whose ids are all distinct."""
+        one, other = pairs.T
+        inside = bool((pairs < self.cache.num_blocks).all())
+        if not (one < self.cache.num_blocks).all() or (kind in {"copy", "move", "exchange"} and not inside):
+            return
+        engine, after = self.engine, self.last
+        rows = np.full((len(pairs), self.layout.bytes_per_block), len(self.reads) + 1, dtype=np.uint8)
+        if kind == "swap_out":
+            ticket = engine.submit_swap_out(pairs, after=after)
+            self.host[other] = self.device[one]
+        elif kind in {"swap_in", "prefetch"}:
+            ticket = engine.submit_swap_in(pairs[:, ::-1], after=after, prefetch=kind == "prefetch")
+            self.device[one] = self.host[other]
+        elif kind == "read":
+            ticket = engine.submit_read("device", one, after=after)
+            self.reads.append((ticket, self.device[one].copy()))
+        elif kind == "write":
+            ticket = engine.submit_write("device", one, rows, after=after)
+            self.device[one] = rows
+        else:
+            ticket = getattr(engine, f"submit_{kind}")(pairs, after=after)
+            values = self.device[one].copy()
+            if kind == "exchange":
+                self.device[one] = self.device[other]
+            self.device[other] = values
+        self.last = (ticket,)
+
+    def check(self) -> None:
+        for ticket, wanted in self.reads:
+            np.testing.assert_array_equal(self.engine.wait(ticket).rows, wanted)
+        blocks = np.arange(self.cache.num_blocks)
+        np.testing.assert_array_equal(self.engine.read_blocks("device", blocks), self.device[blocks])
+        np.testing.assert_array_equal(self.engine.read_blocks("host", np.arange(self.SIZE)), self.host)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_tickets_under_way_keep_their_bytes_whatever_the_sizes(data: st.DataObject):
+    kind = data.draw(st.sampled_from(["kv_first", "blocks_first"]))
+    layout = KVLayout(kind, num_layers=1, block_size=1, num_kv_heads=1, head_size=2, dtype="int32")
+    moved = Moved(layout, data.draw(st.sampled_from([8, 16, 64])), data.draw(st.integers(0, 1 << 20)))
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.integers(0, 2)) == 0:
+            moved.resize(data.draw(st.integers(1, moved.SIZE)))
+            continue
+        ids = data.draw(st.permutations(range(moved.SIZE)))
+        pairs = np.array(ids, np.int64).reshape(-1, 2)[: data.draw(st.integers(1, 3))]
+        moved.transfer(data.draw(st.sampled_from(moved.KINDS)), pairs)
+    moved.check()
+    if data.draw(st.booleans()):
+        moved.transfer("swap_out", np.array([[0, 1]]))
+        moved.cache.close()
+        assert moved.engine.wait(moved.last[0]).error is None
+        np.testing.assert_array_equal(moved.engine.read_blocks("host", np.arange(moved.SIZE)), moved.host)
+    moved.engine.close()
+
+
+def test_a_workers_tickets_end_before_their_blocks_go():
+    layout = replace(LAYOUT, num_layers=4, num_kv_heads=8)
+    with ElasticCache(layout, num_blocks=128, max_blocks=128) as cache:
+        engine = CacheEngine(layout, num_device_blocks=128, num_host_blocks=128, device_caches=cache.tensors)
+        for tensor in cache.tensors:
+            tensor.fill_(7)
+        ticket = engine.submit_swap_out(np.column_stack((np.arange(128), np.arange(128))))
+        cache.resize(1)
+        assert engine.wait(ticket).error is None
+        assert engine.host_cache.view(torch.float32).eq(7).all()
+        engine.close()
+
+
+def test_a_resize_waits_for_no_ticket_that_touches_blocks_which_stay():
+    gate = threading.Event()
+    with ElasticCache(LAYOUT, num_blocks=64, max_blocks=64) as cache:
+        engine = CacheEngine(LAYOUT, num_device_blocks=64, num_host_blocks=64, device_caches=cache.tensors)
+        engine._transfers.streams.launch("out", gate.wait)
+        ticket = engine.submit_swap_out(np.array([[3, 0]]))
+        assert cache.resize(4).blocks == 4
+        assert engine.poll() == []
+        gate.set()
+        assert engine.wait(ticket).error is None
         engine.close()
 
 

@@ -279,6 +279,13 @@ def test_the_device_has_done_its_work_before_memory_goes():
     blocks.resize(10)
     driver.busy = True
     blocks.close()
+    # A cache that is forgotten gives its memory back as well.
+    driver = FakeDriver()
+    blocks = cache(driver, 100, 100)
+    driver.busy = True
+    del blocks
+    gc.collect()
+    assert not driver.mapped
 
 
 def test_the_bindings_have_every_call_and_constant_that_is_used():

@@ -1,5 +1,6 @@
 """The cache engine by ticket: on a worker thread and on a simulated device, against plain numpy rows."""
 
+import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -18,7 +19,9 @@ from blockyard.errors import (
     TransferQueueFullError,
     UnknownTicketError,
 )
+from blockyard.grouped import GroupedLayout
 from blockyard.layout import KINDS, KVLayout
+from blockyard.plan import compile_pairs, route
 from blockyard.testing.device import SimulatedStreams
 from blockyard.transfer import engine as engine_module
 from blockyard.transfer.engine import CacheEngine
@@ -63,7 +66,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
         yield made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "rocm", "flat"])
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_every_kind_of_ticket_moves_its_bytes_and_no_others(kind: str, by_layer: bool):
     with make(kind=kind) as engine:
@@ -447,3 +450,59 @@ def test_parts_that_a_store_did_not_reach_are_refused_with_their_numbers():
         move = engine.submit_move(pairs((1, 5)), tier="host")
         engine.wait(engine.submit_swap_in(pairs((5, 7)), after=[move]))
         assert engine.fill.count(np.array([0, 1])).tolist() == [1, 1]
+
+
+# Keys and values as vLLM's ROCm kernels have them, and the flat tensor that they are cut from.
+ENGINE_LAYOUTS = {
+    "rocm": KVLayout("rocm", num_layers=2, block_size=4, num_kv_heads=3, head_size=16, dtype="float16"),
+    "flat": KVLayout("flat", num_layers=2, block_size=4, num_kv_heads=3, head_size=16, dtype="float16"),
+}
+ENGINE_LAYOUTS["both"] = GroupedLayout((("a", ENGINE_LAYOUTS["rocm"]), ("b", ENGINE_LAYOUTS["flat"])))
+
+
+def rows_of_tensors(name: str, tensors: list[torch.Tensor]) -> np.ndarray:
+    """The plain model of the layouts above: all bytes of each block, tensor after tensor."""
+    flat = [] if name == "rocm" else [half.reshape(BLOCKS, -1) for layer in tensors[-2:] for half in layer]
+    parted = [] if name == "flat" else [tensor.reshape(BLOCKS, -1) for tensor in tensors[:4]]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in (*parted, *flat)], dim=1).numpy()
+
+
+@pytest.mark.parametrize("parts", [None, 3], ids=["whole blocks", "parts of larger host blocks"])
+@pytest.mark.parametrize("name", ENGINE_LAYOUTS)
+def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, parts: int | None):
+    chosen = ENGINE_LAYOUTS[name]
+    tensors = [torch.rand(shape).half() for shape, _ in chosen.tensor_shapes(BLOCKS)]
+    device, host = rows_of_tensors(name, tensors), np.zeros((6, chosen.bytes_per_block), np.uint8)
+    engine = CacheEngine(
+        chosen,
+        num_device_blocks=BLOCKS,
+        num_host_blocks=6 // (parts or 1),
+        device_caches=tensors,
+        blocks_per_host_block=parts,
+    )
+    with engine:
+        out = engine.submit_swap_out(pairs((0, 4), (5, 1), (2, 2)))
+        host[[4, 1, 2]] = device[[0, 5, 2]]
+        last = engine.submit_swap_in(pairs((4, 7), (1, 6)), after=[out], by_layer=name != "flat")
+        device[[7, 6]] = host[[4, 1]]
+        for call, ids in (
+            (engine.submit_copy, [(7, 0), (3, 1)]),
+            (engine.submit_move, [(0, 1), (1, 2), (2, 0)]),
+            (engine.submit_exchange, [(4, 5)]),
+        ):
+            last = call(pairs(*ids), after=[last])
+            before = device.copy()
+            for source, target in ids:
+                device[target] = before[source]
+                if call == engine.submit_exchange:
+                    device[source] = before[target]
+        assert engine.wait(last).error is None
+        np.testing.assert_array_equal(rows_of_tensors(name, tensors), device)
+        np.testing.assert_array_equal(engine.read_blocks("host", np.array([4, 1, 2])), host[[4, 1, 2]])
+        views, rows = chosen.views(tensors), torch.zeros(host.shape, dtype=torch.uint8)
+        plan = compile_pairs(
+            route(views, chosen.row_views(rows), parts=chosen.view_layers), pairs((6, 0), (7, 1), (3, 5))
+        )
+        for source, target, size in zip(*(column.tolist() for column in plan[:3]), strict=True):
+            ctypes.memmove(target, source, size)
+        np.testing.assert_array_equal(rows.numpy()[[0, 1, 5]], device[[6, 7, 3]])

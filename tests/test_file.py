@@ -376,12 +376,20 @@ def test_many_threads_may_use_one_store(tmp_path: Path):
 
 
 def _use_in_child(store: SlabStore, sender: object) -> None:
-    try:
-        store.submit_read(np.array([0]))
-    except TierError as error:
-        sender.send(str(error))  # type: ignore[attr-defined]
+    rows = np.zeros((1, WIDTH), dtype=np.uint8)
+    calls = [
+        lambda: store.submit_read(np.array([0])),
+        lambda: store.submit_write(np.array([1]), rows),
+        lambda: store.wait(1),
+        store.poll,
+        store.stats,
+    ]
+    for call in calls:
+        with pytest.raises(TierError) as raised:
+            call()
+        sender.send(str(raised.value))  # type: ignore[attr-defined]
     store.close()
-    os._exit(0)
+    sender.send("closed")  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -392,7 +400,12 @@ def test_a_fork_is_told_to_open_its_own_and_harms_nothing(store: SlabStore):
     child = context.Process(target=_use_in_child, args=(store, sender))
     child.start()
     child.join(30)
-    assert f"opened by process {os.getpid()}, process {child.pid} must open its own" in receiver.recv()
+    assert child.exitcode == 0
+    for _ in range(5):
+        assert f"opened by process {os.getpid()}, process {child.pid} must open its own" in receiver.recv()
+    assert receiver.recv() == "closed"
+    # The child's end has not unlocked the file either: whoever opens the directory next leaves it alone.
+    SlabStore(store.path.parent, bytes_per_block=WIDTH, num_slots=1).close()
     assert store.path.exists()
     assert np.array_equal(store.wait(store.submit_read(np.array([0]))).rows, rows)
 

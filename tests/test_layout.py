@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,27 +113,50 @@ ANY_KINDS = [
     ("blocks layers kv tokens heads dim", 1),
     ("kv layers slots heads dim", 1),
     ("layers blocks tokens dim", 2),
+    ("rocm", 2),
+    ("flat", 1),
+    ("blocks heads dim/x tokens x", 2),
+    ("blocks tokens heads*dim", 2),
+    ("blocks tokens heads*kv dim", 1),
+    ("blocks kv*tokens*heads*dim", 1),
+    ("layers kv blocks*tokens heads*dim", 1),
+    ("heads*blocks tokens dim | tokens blocks heads dim", 2),
 ]
+WORDS = {
+    "kv_first": "kv blocks tokens heads dim",
+    "blocks_first": "blocks kv tokens heads dim",
+    "rocm": "blocks heads dim/x tokens x | blocks heads dim tokens",
+    "flat": "kv blocks tokens*heads*dim",
+}
+
+
+def words_of(kind: str) -> list[list[str]]:
+    """The dimensions of keys and of values, or of all tensors."""
+    spelled = WORDS.get(kind, kind).replace("slots", "blocks*tokens")
+    return [part.split() for part in spelled.split("|")]
 
 
 @st.composite
 def any_layouts(draw):
     """A layout of any kind with tensors of random bytes, perhaps padded, and how many blocks they hold."""
     kind, tensors_per_layer = draw(st.sampled_from(ANY_KINDS))
+    x = draw(st.integers(1, 4)) if "x" in words_of(kind)[0] else 0
     layout = KVLayout(
         kind,
         num_layers=draw(st.integers(1, 3)),
         block_size=draw(st.integers(1, 4)),
-        num_kv_heads=draw(st.integers(1, 3)) if "heads" in kind else 1,
-        head_size=draw(st.integers(1, 5)),
+        num_kv_heads=draw(st.integers(1, 3)) if "heads" in WORDS.get(kind, kind) else 1,
+        head_size=draw(st.integers(1, 5)) * max(x, 1),
         dtype=draw(st.sampled_from(DTYPES)),
         tensors_per_layer=tensors_per_layer,
+        x=x,
     )
     num_blocks = draw(st.integers(1, 5))
-    shape = layout.tensor_shape(num_blocks)
-    padded = [size + draw(st.sampled_from([0, 0, 0, 1, 2])) for size in shape]
+    shapes = [shape for shape, _ in layout.tensor_shapes(num_blocks)]
+    pads = [[draw(st.sampled_from([0, 0, 0, 1, 2])) for _ in shape] for shape in shapes[:2]]
     tensors = []
-    for _ in range(layout.num_tensors):
+    for index, shape in enumerate(shapes):
+        padded = [size + pad for size, pad in zip(shape, pads[index % len(words_of(kind))], strict=True)]
         memory = torch.randint(0, 256, (int(np.prod(padded)) * layout.itemsize,), dtype=torch.uint8)
         whole = memory.view(getattr(torch, layout.dtype)).view(padded)
         tensors.append(whole[tuple(slice(size) for size in shape)])
@@ -141,24 +165,42 @@ def any_layouts(draw):
 
 def model_rows(layout: KVLayout, tensors: list[torch.Tensor], num_blocks: int) -> np.ndarray:
     """The plain model: the dimension of the blocks in front, all others as they are, tensor after tensor."""
-    parts = []
-    for tensor in tensors:
-        as_bytes = tensor.contiguous().view(torch.uint8).numpy()
-        if "slots" in layout.names:
-            at = layout.names.index("slots")
-            as_bytes = as_bytes.reshape(*tensor.shape[:at], num_blocks, layout.block_size, *as_bytes.shape[at + 1 :])
-        else:
-            at = layout.names.index("blocks")
-        parts.append(np.moveaxis(as_bytes, at, 0).reshape(num_blocks, -1))
+    sizes = {
+        "blocks": num_blocks,
+        "tokens": layout.block_size,
+        "heads": layout.num_kv_heads,
+        "dim": layout.head_size,
+        "layers": layout.num_layers,
+        "kv": 2,
+        "x": layout.x,
+        "dim/x": layout.head_size // max(layout.x, 1),
+    }
+    parts, orders = [], words_of(layout.kind)
+    for index, tensor in enumerate(tensors):
+        names = [name for word in orders[index % len(orders)] for name in word.split("*")]
+        as_bytes = tensor.contiguous().view(torch.uint8).numpy().reshape(*(sizes[name] for name in names), -1)
+        parts.append(np.moveaxis(as_bytes, names.index("blocks"), 0).reshape(num_blocks, -1))
     return np.concatenate(parts, axis=1)
+
+
+def read_back(layout: KVLayout, tensors: list[torch.Tensor]) -> KVLayout:
+    """What is read off the tensors."""
+    heads = (
+        layout.num_kv_heads if any("*heads" in word or "heads*" in word for word in words_of(layout.kind)[0]) else None
+    )
+    return KVLayout.from_tensors(
+        tensors,
+        kind=layout.kind,
+        block_size=layout.block_size,
+        num_kv_heads=heads,
+        tensors_per_layer=layout.tensors_per_layer,
+    )
 
 
 @given(any_layouts())
 def test_views_of_any_layout_show_the_bytes_of_a_row_in_order(drawn):
     layout, tensors, num_blocks = drawn
-    read = KVLayout.from_tensors(
-        tensors, kind=layout.kind, block_size=layout.block_size, tensors_per_layer=layout.tensors_per_layer
-    )
+    read = read_back(layout, tensors)
     assert read.fingerprint() == layout.fingerprint()
     views = read.views(tensors)
     assert [view.shape[1] for view in views] == read.piece_sizes
@@ -177,9 +219,7 @@ def test_views_of_any_layout_show_the_bytes_of_a_row_in_order(drawn):
 @given(any_layouts(), st.data())
 def test_blocks_go_to_rows_and_into_tensors_of_any_layout_and_nothing_else_changes(drawn, data):
     layout, tensors, num_blocks = drawn
-    layout = KVLayout.from_tensors(
-        tensors, kind=layout.kind, block_size=layout.block_size, tensors_per_layer=layout.tensors_per_layer
-    )
+    layout = read_back(layout, tensors)
     order = data.draw(st.permutations(range(num_blocks)))[: data.draw(st.integers(0, num_blocks))]
     rows = torch.randint(0, 256, (num_blocks, layout.bytes_per_block), dtype=torch.uint8)
     wanted = model_rows(layout, tensors, num_blocks)
@@ -209,8 +249,9 @@ def shapes(words: str):
 
     def shape_of(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         sizes = {"blocks": num_blocks, "tokens": block_size, "heads": num_kv_heads, "dim": head_size, "kv": 2}
-        sizes |= {"slots": num_blocks * block_size, "heads*dim": num_kv_heads * head_size}
-        return tuple(sizes.get(word) or int(word) for word in words.split())
+        sizes |= {"slots": num_blocks * block_size, "dim/2": head_size // 2, "dim+1": head_size + 1}
+        factors = [[sizes.get(name) or int(name) for name in word.split("*")] for word in words.split()]
+        return tuple(int(np.prod(sizes)) for sizes in factors)
 
     return shape_of
 
@@ -227,10 +268,18 @@ PROBE = {"block_size": 2, "num_kv_heads": 2, "head_size": 2}
         ("blocks kv heads tokens dim", "blocks kv heads tokens dim"),
         ("blocks tokens dim", "blocks tokens dim"),
         ("kv slots heads dim", "kv slots heads dim"),
+        ("kv blocks tokens heads*dim", "kv blocks tokens heads*dim"),
+        ("kv blocks tokens*heads*dim", "flat"),
+        ("blocks heads dim tokens", "blocks heads dim tokens"),
     ],
 )
 def test_a_backend_is_asked_for_its_layout(words: str, kind: str):
     assert probe_kind(shapes(words), **PROBE) == kind
+
+
+def test_a_backend_that_parts_the_elements_of_a_head_is_understood():
+    asked = probe_kind(shapes("blocks heads dim/2 tokens 2"), block_size=16, num_kv_heads=4, head_size=64)
+    assert asked == "blocks heads dim/x tokens x"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +287,7 @@ def test_a_backend_is_asked_for_its_layout(words: str, kind: str):
     [
         ("2 blocks kv tokens heads dim", r"dimensions \[0, 2\] .* wanted one of size 2"),
         ("3 blocks tokens heads dim", r"dimensions \[0\] .* wanted one of size 2"),
-        ("kv blocks tokens heads*dim", "dimension 3 .* follows dim and more"),
+        ("kv blocks tokens heads dim+1", "dimension 4 .* follows dim and more"),
         ("kv blocks heads dim", "must name dim, and blocks and tokens or slots"),
         ("blocks blocks tokens dim", "and nothing twice"),
     ],
@@ -256,6 +305,12 @@ def test_a_backend_whose_shapes_are_ambiguous_is_refused(words: str, message: st
         ({"kind": "blocks blocks tokens dim"}, "nothing twice"),
         ({"kind": "blocks tokens dim"}, "num_kv_heads is 3, 'blocks tokens dim' has no heads"),
         ({"tensors_per_layer": 2}, "'kv_first' allows 1"),
+        ({"kind": "blocks heads dim/x tokens"}, "must name dim"),
+        ({"kind": "blocks heads dim/x dim tokens x"}, "must name dim"),
+        ({"kind": "kv blocks tokens dim | kv blocks tokens dim"}, "parts the keys of a layer from its values"),
+        ({"kind": "rocm", "head_size": 12}, "x is 8, must divide head_size, which is 12"),
+        ({"kind": "rocm", "x": 3}, "x is 3, must divide head_size, which is 8"),
+        ({"kind": "planes"}, "not one of kv_first, blocks_first, rocm, flat, nor names of layers"),
         ({"split": 3}, "split is 3, must be 0 to 2"),
     ],
 )
@@ -272,6 +327,38 @@ def test_slots_need_their_block_size():
         KVLayout.from_tensors(tensors, kind="slots heads dim", block_size=5)
     with pytest.raises(LayoutError, match="block_size is 5, tensor 0 has 4 tokens"):
         KVLayout.from_tensors([torch.zeros(2, 3, 4, 3, 8)], block_size=5)
+
+
+def test_flat_blocks_need_their_block_size_and_have_one_head_unless_told():
+    tensors = [torch.zeros(2, 5, 4 * 3 * 8)]
+    with pytest.raises(LayoutError, match="give the block size"):
+        KVLayout.from_tensors(tensors, kind="flat")
+    assert KVLayout.from_tensors(tensors, kind="flat", block_size=4) == make(
+        kind="flat", num_layers=1, num_kv_heads=1, head_size=24, dtype="float32"
+    )
+    told = KVLayout.from_tensors(tensors, kind="flat", block_size=4, num_kv_heads=3)
+    assert told == make(kind="flat", num_layers=1, dtype="float32")
+    with pytest.raises(LayoutError, match=r"shape \[2, 5, 96\], flat wants \[2, 5, 95\]"):
+        KVLayout.from_tensors(tensors, kind="flat", block_size=5)
+
+
+def test_keys_and_values_of_rocm_are_read_off_their_tensors():
+    # As vLLM's PagedAttention.split_kv_cache cuts `[2, blocks, tokens * heads * dim]`.
+    flat = [torch.rand(2, 6, 16 * 2 * 32).half() for _ in range(3)]
+    keys = [layer[0].view(6, 2, 32 // 8, -1, 8) for layer in flat]
+    values = [layer[1].view(6, 2, 32, -1) for layer in flat]
+    layout = KVLayout.from_tensors(interleave(keys, values), kind="rocm")
+    assert layout == KVLayout("rocm", 3, 16, 2, 32, "float16")
+    assert (layout.x, layout.tensors_per_layer, layout.view_layers) == (8, 2, [0, 0, 1, 1, 2, 2])
+    whole = KVLayout.from_tensors(flat, kind="flat", block_size=16, num_kv_heads=2)
+    # One memory, seen in two ways: the same bytes of a block, in the same order, under other fingerprints.
+    ours, theirs = (
+        torch.cat(one.views(many), dim=1) for one, many in ((layout, interleave(keys, values)), (whole, flat))
+    )
+    assert torch.equal(ours, theirs)
+    assert layout.fingerprint() != whole.fingerprint() != replace(layout, x=4).fingerprint()
+    with pytest.raises(LayoutError, match=r"tensor 1 has shape \[6, 2, 4, 16, 8\], rocm wants \[6, 2, 32, 16\]"):
+        KVLayout.from_tensors([keys[0], keys[1]], kind="rocm")
 
 
 def test_separate_keys_and_values_are_interleaved():

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.layout import KVLayout
 from blockyard.transfer.ways import ALLOWED, WAYS
 from blockyard_build.toolchain import MissingError, find_toolchain
 
@@ -96,6 +97,19 @@ def test_copies_go_the_way_of_the_table(fake: ctypes.CDLL, direction: str, way: 
 @pytest.mark.parametrize(("way", "calls"), [("kernel", "K"), ("bulk", "U")])
 def test_copies_within_the_device_go_the_way_of_the_table(fake: ctypes.CDLL, way: str, calls: str):
     assert Case(fake).go("d2d", way, scattered()) == calls
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
+@pytest.mark.parametrize("kind", ["rocm", "flat"])
+def test_blocks_of_engines_layouts_are_copied_whole(fake: ctypes.CDLL, direction: str, kind: str):
+    layout = KVLayout(kind, num_layers=2, block_size=4, num_kv_heads=2, head_size=16, dtype="float16")
+
+    def cut(rows: torch.Tensor) -> list[torch.Tensor]:
+        parts = rows.flatten().view(torch.float16).chunk(layout.num_tensors)
+        shapes = [shape for shape, _ in layout.tensor_shapes(BLOCKS)]
+        return layout.views([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+
+    Case(fake, width=layout.bytes_per_block).go(direction, "kernel", scattered(), cut)
 
 
 def test_without_a_bulk_engine_it_is_the_kernel(fake: ctypes.CDLL):

@@ -37,6 +37,7 @@ from blockyard._core import (
 from blockyard.errors import (
     BlockyardError,
     CaptureError,
+    ForkedError,
     InvalidArgumentError,
     InvariantError,
     LayoutError,
@@ -73,6 +74,7 @@ __all__ = [
     "DefragReport",
     "EventBatch",
     "Expired",
+    "ForkedError",
     "Fragmentation",
     "InvalidArgumentError",
     "InvariantError",

@@ -69,6 +69,10 @@ class TransferCancelledError(BlockyardError):
     """A transfer was given up before it started; no byte of it was moved."""
 
 
+class ForkedError(BlockyardError):
+    """A copy engine or host pool was made before a fork and is used in the child, which has none of its threads."""
+
+
 class CaptureError(BlockyardError):
     """A copy cannot go into a CUDA graph that is being captured; nothing was copied or captured."""
 

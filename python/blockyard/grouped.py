@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from blockyard.errors import LayoutError
-from blockyard.layout import KVLayout, cut_rows
+from blockyard.layout import KVLayout, check_views, cut_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,8 @@ class GroupedLayout:
             uint8 views `[blocks, bytes]`, as those of `KVLayout.views`, group after group.
 
         Raises:
-            LayoutError: a group is missing or unknown, tensors do not have its layout, or the numbers of blocks differ.
+            LayoutError: a group is missing or unknown, tensors do not have its layout, two of them share memory, or the
+                numbers of blocks differ.
         """
         names = [name for name, _ in self.groups]
         if not isinstance(tensors, Mapping):
@@ -93,6 +94,7 @@ class GroupedLayout:
         if len({view.shape[0] for view in views}) > 1:
             blocks = {name: layout.num_blocks(tensors[name][0]) for name, layout in self.groups}
             raise LayoutError(f"the groups' tensors hold different numbers of blocks: {blocks}")
+        check_views(views)
         return views
 
     def row_views(self, rows: Tensor) -> list[Tensor]:

@@ -209,3 +209,13 @@ def test_ops_pass_opcheck_on_the_device():
     pairs = torch.tensor([[0, 1], [3, 2]])
     torch.library.opcheck(torch.ops.blockyard.swap_blocks.default, (src, dst, pairs))
     torch.library.opcheck(torch.ops.blockyard.copy_blocks.default, (src, pairs))
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_backward_pass_that_saved_what_an_op_changed_fails(to_host: bool):
+    on_device, on_host = torch.rand(4, 8, device="cuda"), torch.rand(4, 8).pin_memory()
+    source, target = (on_device, on_host) if to_host else (on_host, on_device)
+    result = (torch.ones_like(target, requires_grad=True) * target).sum()
+    ops.swap_blocks([source.view(torch.uint8)], [target.view(torch.uint8)], torch.tensor([[0, 1]]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()

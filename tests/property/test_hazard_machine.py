@@ -18,7 +18,7 @@ from blockyard.plan import Ids
 from blockyard.testing import Config
 from blockyard.testing.device import SimulatedStore
 from blockyard.testing.faults import UnrulyStore
-from blockyard.testing.hazard_machine import HazardMachine, overlapping
+from blockyard.testing.hazard_machine import HazardMachine, ResizingHazardMachine, overlapping
 from blockyard.testing.machines import run_state_machine_as_test
 from blockyard.tiers import ExternalStore
 from blockyard.transfer.engine import CacheEngine
@@ -27,13 +27,13 @@ from blockyard.transfer.tickets import Mapping, MappingBuffers
 STEP_COUNT = 30
 
 
-def machine(**members: object) -> type[HazardMachine]:
+def machine(base: type[HazardMachine] = HazardMachine, **members: object) -> type[HazardMachine]:
     made = {
         "make_scheduler": staticmethod(overlapping),
         "make_manager": staticmethod(lambda config: BlockManager(**config.arguments())),
     }
     made |= {name: staticmethod(value) for name, value in members.items()}
-    return type("Machine", (HazardMachine,), made)
+    return type("Machine", (base,), made)
 
 
 def budget(steps: int) -> settings:
@@ -67,9 +67,13 @@ def test_every_byte_is_that_of_the_plain_model_whatever_the_store_does(steps: in
     assert sum(store.broken for store in broken) > 0
 
 
-def assert_noticed(**members: object) -> None:
+def test_every_byte_is_that_of_the_plain_model_while_the_device_changes_its_size(steps: int):
+    run_state_machine_as_test(machine(ResizingHazardMachine), settings=budget(steps))
+
+
+def assert_noticed(base: type[HazardMachine] = HazardMachine, **members: object) -> None:
     """The machine must read wrong bytes."""
-    seeded = seed(1)(machine(**members))
+    seeded = seed(1)(machine(base, **members))
     noticing.assert_noticed(seeded, step_count=STEP_COUNT, max_examples=500, match="reads wrong keys or values")
 
 
@@ -164,6 +168,10 @@ class LoadsDoNotWait(CacheEngine):
 
 def test_a_load_that_races_a_store_is_noticed():
     assert_noticed(make_engine=LoadsDoNotWait)
+
+
+def test_memory_that_goes_with_the_size_and_not_with_the_last_block_in_use_is_noticed():
+    assert_noticed(ResizingHazardMachine, needed=lambda manager: manager.num_blocks("device"))
 
 
 # ---- other ways to be wrong ----

@@ -250,7 +250,7 @@ VALID: dict[str, Any] = {
     "live": [1, 5],
     "lookahead": 1,
     "lora_id": 1,
-    "lost": lambda: [],
+    "lost": list,
     "manager": manager,
     "margin": 0,
     "max_block_sliding_window": 4,

@@ -20,12 +20,13 @@ from blockyard.request import Request
 from blockyard.scheduler import ScheduledSequence, Scheduler, Step
 from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.interfaces import Config
-from blockyard.testing.scheduler_machine import TIERS, SchedulerMachine, draw_token
+from blockyard.testing.scheduler_machine import TIERS, ResizingSchedulerMachine, SchedulerMachine, draw_token
 from blockyard.testing.strategies import VOCABULARY, configs, requests
 from blockyard.tiers.base import ExternalStore
+from blockyard.transfer.elastic import ElasticCache
 from blockyard.transfer.engine import CacheEngine
 
-__all__ = ["HazardMachine", "RotatingScheduler", "overlapping"]
+__all__ = ["GarbageMemory", "HazardMachine", "ResizingHazardMachine", "RotatingScheduler", "overlapping"]
 
 LAYERS = 2
 PATIENCE = 2_000
@@ -76,11 +77,13 @@ class HazardMachine(SchedulerMachine):
         self.manager = type(self).make_manager(config)
         self.scheduler: Scheduler = type(self).make_scheduler(self.manager, config)
         self.streams = type(self).make_streams(seed, fail=fail)
+        layout = KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64")
         self.engine = type(self).make_engine(
-            KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64"),
+            layout,
             num_device_blocks=config.device_blocks,
             num_host_blocks=config.host_blocks,
             streams=self.streams,
+            device_caches=self.make_caches(layout, config),
         )
         size = self.engine.layout.bytes_per_block
         store = type(self).make_store(max(1, config.external_blocks), size, seed=seed, fail=fail)
@@ -148,6 +151,10 @@ class HazardMachine(SchedulerMachine):
 
     # ---- helpers ----
 
+    def make_caches(self, layout: KVLayout, config: Config) -> Sequence[torch.Tensor] | None:  # noqa: ARG002
+        """Make the device's tensors; None leaves that to the engine."""
+        return None
+
     def end_tickets(self) -> bool:
         """Tell the scheduler which tickets have ended."""
         ended = self.executor.poll()
@@ -205,6 +212,62 @@ class HazardMachine(SchedulerMachine):
                 wrong = np.flatnonzero((cells != wanted).any(axis=0)).tolist()
                 raise AssertionError(f"{item}: layer {layer} reads wrong keys or values at positions {wrong}")
         return [draw_token(tokens, index) for index in item.sample_indices]
+
+
+class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
+    """The same while the device shrinks and grows between steps, with memory that is garbage as soon as it has gone.
+
+    Attributes:
+        needed: says up to which block the manager needs memory; override it to plant a fault.
+    """
+
+    needed: ClassVar[Callable[[BlockManager], int]] = lambda manager: manager.resize_progress().extent
+
+    def make_caches(self, layout: KVLayout, config: Config) -> Sequence[torch.Tensor] | None:
+        """Lay the device's tensors over chunks of one token's keys or values."""
+        self.most = config.device_blocks
+        chunk = layout.itemsize
+        size = layout.bytes_per_block // LAYERS * self.most
+        memory = GarbageMemory(LAYERS * size, chunk)
+        self.cache = ElasticCache(layout, num_blocks=self.most, max_blocks=self.most, memory=memory)
+        return self.cache.tensors
+
+    @rule(blocks=st.integers(1, 20))
+    def resize(self, blocks: int) -> None:
+        """Give the device another size; memory that blocks in use lie in goes when they are free."""
+        self.manager.resize_device(min(blocks, self.most))
+        self.manager.check()
+        self.cache.resize(type(self).needed(self.manager))
+
+    def end_tickets(self) -> bool:
+        """Tell the scheduler which tickets have ended, and give back what that has freed."""
+        progress = super().end_tickets()
+        self.cache.resize(type(self).needed(self.manager))
+        return progress
+
+
+class GarbageMemory:
+    """Memory of an elastic cache that holds garbage where none is committed; see `Memory` in `transfer.elastic`.
+
+    Args:
+        num_bytes: of all tensors.
+        chunk: bytes that come and go together.
+    """
+
+    def __init__(self, num_bytes: int, chunk: int) -> None:
+        self.chunk = chunk
+        self.tensor = torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
+
+    def commit(self, first: int, last: int) -> None:
+        """Bring zeros."""
+        self.tensor[first * self.chunk : last * self.chunk] = 0
+
+    def release(self, first: int, last: int) -> None:
+        """Leave garbage."""
+        self.tensor[first * self.chunk : last * self.chunk] = 0xA5
+
+    def synchronize(self) -> None:
+        """Do nothing: engines' tickets have been waited for, and compute ends with its step."""
 
 
 def model_cells(tokens: Sequence[int], positions: Sequence[int], layer: int) -> Cells:

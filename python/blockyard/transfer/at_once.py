@@ -142,6 +142,10 @@ class AtOnce(Caches):
         if tier == "host" and self._fill:
             self._fill.mark(checked)
 
+    def _check_tier(self, tier: EngineTier) -> None:
+        self._transfers.process.check()
+        super()._check_tier(tier)
+
     def _swap(self, src: EngineTier, dst: EngineTier, ids: Ids) -> None:
         plan = self._join(src, dst, ids)
         if not len(plan):

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from blockyard.errors import LayoutError, MappingError
+from blockyard.extents import Extent, check_apart, overlap
 from blockyard.plan import Ids, check_blocks, check_pairs
 
 # A pair of these is padding: graphs want mappings of a fixed length.
@@ -18,7 +20,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class CopyOps:
-    """The copy ops over some way of moving rows: they check, and hand on what is right.
+    """The copy ops over some way of moving rows: they check, hand on what is right, and tell autograd what has changed.
 
     Attributes:
         copy_rows: takes views to read, views to write and pairs (from, to); no row is both read and written.
@@ -34,23 +36,27 @@ class CopyOps:
         """Implement `swap_blocks`."""
         check_swap(src, dst)
         self.copy_rows(src, dst, check_ids(pairs, src[0].shape[0], dst[0].shape[0], in_place=False))
+        increment_version(dst)
 
     def copy(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `copy_blocks`."""
         check_caches(caches)
         blocks = caches[0].shape[0]
         self.copy_rows(caches, caches, check_ids(pairs, blocks, blocks, in_place=True))
+        increment_version(caches)
 
     def move(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `move_blocks`."""
         check_caches(caches)
         blocks = caches[0].shape[0]
         self.move_rows(caches, check_ids(pairs, blocks, blocks, in_place=False))
+        increment_version(caches)
 
     def exchange(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `exchange_blocks`."""
         check_caches(caches)
         self.exchange_rows(caches, check_exchange(pairs, caches[0].shape[0]))
+        increment_version(caches)
 
     def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
         """Implement `gather_blocks`."""
@@ -58,6 +64,7 @@ class CopyOps:
         check_swap(caches, pieces, ("caches", "rows"))
         ids = check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=False)
         self.copy_rows(caches, pieces, np.column_stack((ids, np.arange(len(ids)))))
+        increment_version(rows)
 
     def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
         """Implement `scatter_blocks`."""
@@ -65,21 +72,25 @@ class CopyOps:
         check_swap(pieces, caches, ("rows", "caches"))
         ids = check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=True)
         self.copy_rows(pieces, caches, np.column_stack((np.arange(len(ids)), ids)))
+        increment_version(caches)
 
 
-def check_list(name: str, views: Sequence[Tensor]) -> None:
+def check_list(name: str, views: Sequence[Tensor]) -> list[Extent]:
     """Check that tensors are canonical views of one number of blocks on one device.
 
     Args:
         name: the argument's, for the message.
         views: uint8 `[blocks, bytes]`, rows contiguous.
 
+    Returns:
+        Where they lie.
+
     Raises:
         LayoutError: one is not.
     """
     if not views:
         raise LayoutError(f"{name} holds no tensors")
-    first = views[0]
+    extents = []
     for index, view in enumerate(views):
         if view.dtype != torch.uint8 or view.dim() != 2:
             raise LayoutError(f"{name}[{index}] is {view.dtype} {list(view.shape)}, wanted torch.uint8 [blocks, bytes]")
@@ -87,26 +98,13 @@ def check_list(name: str, views: Sequence[Tensor]) -> None:
         row, column = view.stride()
         if (blocks and width > 1 and column != 1) or (blocks > 1 and row < width):
             raise LayoutError(f"{name}[{index}] has strides {[row, column]}, wanted contiguous rows of {width} bytes")
-        if blocks != first.shape[0] or view.device != first.device:
-            raise LayoutError(
-                f"{name}[{index}] has {blocks} blocks on {view.device}, {name}[0] {first.shape[0]} on {first.device}"
-            )
-
-
-def check_apart(name: str, views: Sequence[Tensor]) -> None:
-    """Refuse views that share memory: they follow one another, or alternate within one distance of rows.
-
-    Raises:
-        LayoutError: two share memory.
-    """
-    base = period = row_end = reach = last = 0
-    for start, end, index in sorted((*_extent(view), index) for index, view in enumerate(views)):
-        width, stride = views[index].shape[1], views[index].stride(0)
-        if start >= reach:
-            base, period, reach = start, stride, end
-        elif stride != period or start < row_end or start + width > base + period:
-            raise LayoutError(f"{name}[{last}] and {name}[{index}] share memory")
-        row_end, reach, last = start + width, max(reach, end), index
+        if not index:
+            count, device = blocks, view.device
+        elif blocks != count or view.device != device:
+            raise LayoutError(f"{name}[{index}] has {blocks} blocks on {view.device}, {name}[0] {count} on {device}")
+        start = view.data_ptr()
+        extents.append((start, start + (blocks - 1) * row + width if blocks and width else start, width, row))
+    return extents
 
 
 def check_caches(caches: Sequence[Tensor]) -> None:
@@ -115,8 +113,7 @@ def check_caches(caches: Sequence[Tensor]) -> None:
     Raises:
         LayoutError: they are no canonical views, or share memory.
     """
-    check_list("caches", caches)
-    check_apart("caches", caches)
+    check_apart("caches", check_list("caches", caches))
 
 
 def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, str] = ("src", "dst")) -> None:
@@ -132,20 +129,14 @@ def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, s
     """
     if len(src) != len(dst):
         raise LayoutError(f"{names[0]} holds {len(src)} tensors, {names[1]} {len(dst)}")
-    check_list(names[0], src)
-    check_list(names[1], dst)
-    for index, (source, target) in enumerate(zip(src, dst, strict=True)):
-        if source.shape[1] != target.shape[1]:
-            raise LayoutError(
-                f"{names[0]}[{index}] has rows of {source.shape[1]} bytes, {names[1]}[{index}] of {target.shape[1]}"
-            )
-    check_apart(names[1], dst)
-    shared = {view.untyped_storage().data_ptr() for view in src} & {view.untyped_storage().data_ptr() for view in dst}
-    if shared:
-        read = [_extent(view) for view in src]
-        written = [_extent(view) for view in dst]
-        if any(a < d and c < b for a, b in read for c, d in written):
-            raise LayoutError(f"{names[0]} and {names[1]} share memory: use copy_blocks within one cache")
+    read, written = check_list(names[0], src), check_list(names[1], dst)
+    for index, (source, target) in enumerate(zip(read, written, strict=True)):
+        if source[2] != target[2]:
+            raise LayoutError(f"{names[0]}[{index}] has rows of {source[2]} bytes, {names[1]}[{index}] of {target[2]}")
+    check_apart(names[1], written)
+    # Addresses of one device say nothing of another's.
+    if src[0].device == dst[0].device and overlap(read, written):
+        raise LayoutError(f"{names[0]} and {names[1]} share memory: use copy_blocks within one cache")
 
 
 def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
@@ -162,8 +153,7 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
         LayoutError: the rows are no canonical view, or of another width.
     """
     check_list("rows", [rows])
-    check_list("caches", caches)
-    widths = [int(view.shape[1]) for view in caches]
+    widths = [width for _, _, width, _ in check_list("caches", caches)]
     if rows.shape[1] != sum(widths):
         raise LayoutError(f"rows have {rows.shape[1]} bytes, a block of all caches has {sum(widths)}")
     return list(rows.split(widths, dim=1))
@@ -240,9 +230,3 @@ def _on_cpu(name: str, ids: Tensor) -> Ids:
         raise MappingError(f"{name} are on {ids.device}, wanted the CPU")
     array: Ids = ids.numpy()
     return array
-
-
-def _extent(view: Tensor) -> tuple[int, int]:
-    """Give the first address of a view and the first that it does not reach."""
-    start = view.data_ptr()
-    return start, start + (view.shape[0] - 1) * view.stride(0) + view.shape[1] if view.numel() else start

@@ -21,6 +21,7 @@ from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.grouped import GroupedLayout
 from blockyard.layout import KVLayout
 from blockyard.transfer.caches import torch_dtype
+from blockyard.transfer.engine import wait_for_engines
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,8 +110,10 @@ class ElasticCache:
         if not 1 <= num_blocks <= max_blocks:
             raise InvalidArgumentError(f"{num_blocks} blocks of at most {max_blocks}: wanted 1 to {max_blocks}")
         groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
-        parts = [(group, torch_dtype(group.dtype)) for group in groups for _ in range(group.num_tensors)]
-        sizes = [prod(group.tensor_shape(max_blocks)) * group.itemsize for group, _ in parts]
+        shapes = [(shape, group) for group in groups for shape, _ in group.tensor_shapes(max_blocks)]
+        places = [(group, index) for group in groups for index in range(group.num_tensors)]
+        dtypes = [torch_dtype(group.dtype) for group, _ in places]
+        sizes = [prod(shape) * group.itemsize for shape, group in shapes]
         self.layout, self.max_blocks = layout, max_blocks
         if memory is None:
             memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes)
@@ -118,10 +121,10 @@ class ElasticCache:
         self.tensors: list[Tensor] = []
         self._planes: list[tuple[int, int]] = []
         starts = accumulate((-(-size // memory.chunk) * memory.chunk for size in sizes), initial=0)
-        for (group, dtype), size, start in zip(parts, sizes, starts, strict=False):
+        for (shape, group), (_, index), dtype, size, start in zip(shapes, places, dtypes, sizes, starts, strict=False):
             part = memory.tensor[start : start + size]
-            self.tensors.append(part.view(dtype).view(group.tensor_shape(max_blocks)))
-            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks)]
+            self.tensors.append(part.view(dtype).view(shape))
+            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks, index)]
         self._num_blocks = 0
         self._closed = False
         self.resize(num_blocks)
@@ -139,7 +142,8 @@ class ElasticCache:
     def resize(self, num_blocks: int) -> Resized:
         """Have so many blocks from now on; those that stay keep their bytes, those that come are zeros.
 
-        On a GPU it waits for the device.
+        It waits for tickets of copy engines that touch blocks which go, and on a GPU for the device. Like an engine's
+        calls it belongs to the engine's thread.
 
         Args:
             num_blocks: from 1 to `max_blocks`.
@@ -156,6 +160,8 @@ class ElasticCache:
             raise BlockyardError("the elastic cache is closed")
         if not 1 <= num_blocks <= self.max_blocks:
             raise InvalidArgumentError(f"{num_blocks} blocks are wanted, there may be 1 to {self.max_blocks}")
+        if num_blocks < self._num_blocks:
+            wait_for_engines(self._memory.tensor, num_blocks)
         before, after = self._chunks(self._num_blocks), self._chunks(num_blocks)
         come, gone = list(_without(after, before)), list(_without(before, after))
         if come or gone:
@@ -171,12 +177,15 @@ class ElasticCache:
         return Resized(num_blocks, _length(come) * chunk, _length(gone) * chunk, kept)
 
     def close(self) -> None:
-        """Give all memory back; twice does nothing. The tensors must not be touched any more.
+        """Give all memory back, once tickets of copy engines over it have ended; twice does nothing.
+
+        The tensors must not be touched any more.
 
         The addresses are free again once the last tensor over them is gone.
         """
         if not self._closed:
             self._closed = True
+            wait_for_engines(self._memory.tensor, 0)
             self._memory.synchronize()
             for first, last in self._chunks(self._num_blocks):
                 self._memory.release(first, last)
@@ -215,17 +224,18 @@ class ElasticCache:
 
     def _clear(self, first: int, last: int, committed: Sequence[Span]) -> None:
         """Zero what blocks `first` to `last` have of chunks that were there before them."""
-        chunk, flat, found = self._memory.chunk, self._memory.tensor, False
-        for start, width in self._planes:
-            new = (start + first * width, start + last * width)
-            for begin, end in _common([new], [(a * chunk, b * chunk) for a, b in committed]):
-                flat[begin:end].zero_()
-                found = True
-        if found:
+        there = [(a * self._memory.chunk, b * self._memory.chunk) for a, b in committed]
+        new = ((start + first * width, start + last * width) for start, width in self._planes)
+        spans = [span for plane in new for span in _common([plane], there)]
+        if spans:
+            # What was queued before the blocks went may still touch them, on any stream.
+            self._memory.synchronize()
+            for begin, end in spans:
+                self._memory.tensor[begin:end].zero_()
             self._memory.synchronize()
 
 
-def plane_spans(layout: KVLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
+def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[tuple[int, int]]:
     """Say where the planes of one tensor begin, and how many bytes a block has in each.
 
     A plane is what one place of the dimensions before that of the blocks has: in `[2, blocks, ...]` K is one, V
@@ -234,14 +244,15 @@ def plane_spans(layout: KVLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
     Args:
         layout: of the tensors, which have no padding.
         num_blocks: blocks of a tensor.
+        index: the tensor's place among those of the layout.
 
     Yields:
         First byte of a plane within its tensor, and bytes of one block.
     """
-    names, shape = layout.names, layout.tensor_shape(num_blocks)
-    place = names.index("blocks" if "blocks" in names else "slots")
-    width = prod(shape[place:]) // num_blocks * layout.itemsize
-    for plane in range(prod(shape[:place])):
+    shape, _ = layout.tensor_shapes(num_blocks)[index]
+    planes = layout.planes(index)
+    width = prod(shape) * layout.itemsize // (num_blocks * planes)
+    for plane in range(planes):
         yield plane * num_blocks * width, width
 
 

@@ -119,6 +119,7 @@ class _Range:
 def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None:
     # At the end of the process the driver may be gone before us, and has then taken everything back.
     with contextlib.suppress(BlockyardError), calls.context():
+        calls.synchronize()
         for start, length in mapped.items():
             calls.call("cuMemUnmap", start, length)
         calls.call("cuMemAddressFree", address, size)

@@ -60,7 +60,7 @@ class HostMemory:
         self._map.madvise(mmap.MADV_DONTNEED, first * self.chunk, (last - first) * self.chunk)
 
     def synchronize(self) -> None:
-        """Do nothing: torch works on a CPU before it returns."""
+        """Do nothing: torch works on a CPU before it returns, and engines' tickets have been waited for."""
 
 
 def resident_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,9 +27,10 @@ from blockyard.transfer.tickets import Callback, Done, MappingBuffers, OnFull, T
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheEngine", "EngineTier", "Rows", "Traffic"]
+__all__ = ["CacheEngine", "EngineTier", "Rows", "Traffic", "wait_for_engines"]
 
 _Cut = Callable[[Tensor], Sequence[Callable[[], None]]]
+_alive: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
 
 
 class CacheEngine(AtOnce):
@@ -45,6 +47,10 @@ class CacheEngine(AtOnce):
     ticket is reported once. Loads go before stores where they share a worker, and loads that somebody waits for before
     those that are a `prefetch`, among which the first submitted is first; loads of one block keep their order. Until
     it has started, a prefetch can be given up by `cancel`. All these calls belong to one thread.
+
+    An engine belongs to the process that made it: in a forked child every call but `close` raises `ForkedError`, and
+    `close` lets go of the child's view of the memory alone. When the interpreter ends, work that has not begun is given
+    up.
 
     The caches start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 
@@ -88,6 +94,9 @@ class CacheEngine(AtOnce):
             check_device(torch.device(device), op_library())
         if streams is None:
             streams = CudaStreams(torch.device(device)) if on_cuda else WorkerStreams()
+            if on_cuda:
+                # Memory of an engine that is forgotten is given out again while copies on these streams still use it.
+                weakref.finalize(self, streams.close).atexit = False
         mappings = MappingBuffers(pinned=on_cuda)
         self._queued = deque()
         self._transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead)
@@ -100,6 +109,7 @@ class CacheEngine(AtOnce):
             blocks_per_host_block=blocks_per_host_block,
             on_host_failure=on_host_failure,
         )
+        _alive.add(self)
 
     # ---- by ticket ----
 
@@ -316,6 +326,7 @@ class CacheEngine(AtOnce):
 
     def fence(self) -> Event:
         """Mark the present end of compute, for `behind`."""
+        self._transfers.process.check()
         return self._transfers.streams.fence()
 
     def order_compute(self, ticket: int) -> None:
@@ -385,9 +396,10 @@ class CacheEngine(AtOnce):
         """Wait for queued work and let go of all memory; twice does nothing."""
         if self._closed:
             return
-        self._transfers.synchronize()
-        self._transfers.streams.close()
-        self._drain()
+        if self._transfers.process.is_current:
+            self._transfers.synchronize()
+            self._transfers.streams.close()
+            self._drain()
         self._release()
 
     def __enter__(self) -> Self:
@@ -483,3 +495,17 @@ class CacheEngine(AtOnce):
 def _swap_views(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> None:
     if src:
         ops.swap_blocks(src, dst, pairs)
+
+
+def wait_for_engines(memory: Tensor, first: int) -> None:
+    """Wait for the tickets of all engines that touch blocks of a device cache; a fork has none under way.
+
+    Args:
+        memory: that the cache's tensors lie in, uint8 `[bytes]`.
+        first: the lowest of the blocks.
+    """
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    for engine in tuple(_alive):
+        over = any(start <= cache.data_ptr() < end for cache in engine.device_caches)
+        if over and engine._transfers.process.is_current:  # noqa: SLF001 (its own module)
+            engine._transfers.synchronize(first)  # noqa: SLF001

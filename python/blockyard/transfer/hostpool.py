@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.transfer.hostmemory import HostMapping, node_of_device
+from blockyard.transfer.workers import Process, start_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -176,6 +177,7 @@ class HostPool:
         Raises:
             OutOfMemoryError, PageLockError: they will never be.
             InvalidArgumentError: there are not so many.
+            ForkedError: they are not ready, and this is a fork of the process that makes them so.
             BlockyardError: the pool is closed.
         """
         if num_blocks > self.num_blocks:
@@ -186,7 +188,8 @@ class HostPool:
     def close(self) -> None:
         """Unlock the memory and let go of it; twice does nothing. The system has it back with the last tensor over it.
 
-        No copy from or to it may be under way.
+        No copy from or to it may be under way. A fork lets go of its view alone: the memory stays locked for the
+        process that made the pool.
 
         Raises:
             PageLockError: the device does not let go of a chunk.
@@ -223,6 +226,7 @@ class _Work:
         on_failure: OnFailure,
         problem: str,
     ) -> None:
+        self.process = Process("a host pool")
         self.mapping, self.touch = mapping, touch
         self.bytes_per_block = bytes_per_block
         self.firsts = range(0, num_blocks, chunk_blocks)
@@ -236,8 +240,7 @@ class _Work:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.thread = threading.Thread(target=self.run, name="blockyard-host-pool", daemon=True)
-        self.thread.start()
+        self.thread = start_worker("blockyard-host-pool", self.run, self.stop)
 
     def run(self) -> None:
         for chunk, first in enumerate(self.firsts):
@@ -257,6 +260,7 @@ class _Work:
                 self.changed.notify_all()
 
     def wait(self, num_blocks: int) -> None:
+        self.process.check()
         with self.changed:
             self.changed.wait_for(lambda: self.ready_blocks >= num_blocks or self.failure or self.ended)
             if self.ready_blocks >= num_blocks:
@@ -266,11 +270,16 @@ class _Work:
             # A fresh one each time: a traceback grows with every raise.
             raise type(self.failure)(*self.failure.args)
 
-    def end(self) -> str:
-        """Stop and unlock everything; gives the reasons why something could not be."""
+    def stop(self) -> None:
         with self.changed:
             self.ended = True
             self.changed.notify_all()
+
+    def end(self) -> str:
+        """Stop and unlock everything; gives the reasons why something could not be."""
+        if not self.process.is_current:
+            return ""
+        self.stop()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
         if not self.locked:

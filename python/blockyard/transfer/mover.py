@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.layout import check_views
 from blockyard.plan import Ids
 from blockyard.transfer import ops
 from blockyard.transfer.checks import PADDING
@@ -33,7 +34,8 @@ class BlockMover:
         wrap: turns `exchange` into what is called, once: `torch.compile`, or the capture of a graph.
 
     Raises:
-        LayoutError: a tensor cannot be seen as `[blocks, bytes]`, or they have unequal numbers of blocks.
+        LayoutError: a tensor cannot be seen as `[blocks, bytes]`, two share memory, or they have unequal numbers of
+            blocks.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class BlockMover:
         sizes = {view.shape[0] for view in self.views}
         if len(sizes) > 1:
             raise LayoutError(f"the cache tensors have unequal numbers of blocks: {sorted(sizes)}")
+        check_views(self.views)
         self.num_blocks = sizes.pop()
         self.bytes_per_block = sum(view.shape[1] for view in self.views)
         self.graphed = graphed
@@ -132,6 +135,8 @@ def block_view(tensor: Tensor, block_size: int) -> Tensor:
     """
     if tensor.dim() < 2 or tensor.shape[0] % block_size:
         raise LayoutError(f"a cache tensor has shape {list(tensor.shape)}, wanted [n * {block_size}, ...]")
+    if tensor.requires_grad:
+        raise LayoutError("a cache tensor requires grad, and its blocks change behind autograd: give its detach()")
     try:
         return tensor.view(torch.uint8).view(tensor.shape[0] // block_size, -1)
     except RuntimeError as error:

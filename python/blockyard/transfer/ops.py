@@ -8,7 +8,9 @@
     blockyard::scatter_blocks(Tensor rows, Tensor(a!)[] caches, Tensor blocks) -> ()
 
 A list holds canonical views, as `KVLayout.views` cuts them: uint8 `[blocks, bytes]`, rows contiguous. Tensor i of one
-list goes with tensor i of the other. All are checked before the first byte moves. CPU tensors go through
+list goes with tensor i of the other. All are checked before the first byte moves. The functions here raise the version
+of what they write, so that a backward pass which saved it fails; a call of `torch.ops.blockyard` on CUDA tensors does
+not. CPU tensors go through
 `blockyard.transfer.host`, CUDA tensors through `cuda/`, or where that library cannot be loaded through
 `blockyard.transfer.fallback` (`blockyard.transfer.cuda` says why).
 """
@@ -20,6 +22,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
 from blockyard.transfer import fallback, host
@@ -49,6 +52,7 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> 
     """
     _use_cached(dst)
     _call(torch.ops.blockyard.swap_blocks, list(src), list(dst), pairs)
+    _note_written(dst, src)
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
@@ -67,6 +71,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     """
     _use_cached(caches)
     _call(torch.ops.blockyard.copy_blocks, list(caches), pairs)
+    _note_written(caches)
 
 
 def move_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
@@ -85,6 +90,7 @@ def move_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     """
     _use_cached(caches)
     _call(torch.ops.blockyard.move_blocks, list(caches), pairs)
+    _note_written(caches)
 
 
 def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
@@ -102,6 +108,7 @@ def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     """
     _use_cached(caches)
     _call(torch.ops.blockyard.exchange_blocks, list(caches), pairs)
+    _note_written(caches)
 
 
 def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> None:
@@ -119,6 +126,7 @@ def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> Non
     """
     _use_cached(caches)
     _call(torch.ops.blockyard.gather_blocks, list(caches), rows, blocks)
+    _note_written([rows], caches)
 
 
 def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> None:
@@ -136,6 +144,7 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
     """
     _use_cached(caches)
     _call(torch.ops.blockyard.scatter_blocks, rows, list(caches), blocks)
+    _note_written(caches, [rows])
 
 
 def _use_cached(views: Sequence[Tensor]) -> None:
@@ -151,6 +160,12 @@ def _call(op: Callable[..., object], *arguments: object) -> None:
         raise _named(error) from error
 
 
+def _note_written(written: Sequence[Tensor], read: Sequence[Tensor] = ()) -> None:
+    """Raise the versions that autograd compares; the CPU's implementations do so themselves, compiled graphs too."""
+    if any(views and views[0].is_cuda for views in (written, read)) and not torch.compiler.is_compiling():
+        increment_version(written)
+
+
 def _named(error: RuntimeError) -> Exception:
     """Turn an error of the compiled library into the class that its message names."""
     kind, _, message = str(error).partition("blockyard ")[2].partition(": ")
@@ -160,21 +175,36 @@ def _named(error: RuntimeError) -> Exception:
 # ---- what torch.compile sees ----
 
 
-def _swap_fake(src: list[Tensor], dst: list[Tensor], _pairs: Tensor) -> None:
+def _swap_fake(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
+    _refuse_mixed("pairs", pairs, src=src, dst=dst)
     if len(src) != len(dst):
         raise LayoutError(f"src holds {len(src)} tensors, dst {len(dst)}")
 
 
-def _in_place_fake(_caches: list[Tensor], _pairs: Tensor) -> None:
+def _in_place_fake(caches: list[Tensor], pairs: Tensor) -> None:
     """Nothing comes out: the caches are changed in place."""
+    _refuse_mixed("pairs", pairs, caches=caches)
 
 
-def _gather_fake(caches: list[Tensor], rows: Tensor, _blocks: Tensor) -> None:
+def _gather_fake(caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
+    _refuse_mixed("blocks", blocks, caches=caches, rows=[rows])
     _check_width(rows, caches)
 
 
-def _scatter_fake(rows: Tensor, caches: list[Tensor], _blocks: Tensor) -> None:
+def _scatter_fake(rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
+    _refuse_mixed("blocks", blocks, caches=caches, rows=[rows])
     _check_width(rows, caches)
+
+
+def _refuse_mixed(name: str, ids: Tensor, **lists: list[Tensor]) -> None:
+    """Refuse a call with some tensors on the meta device: one alone brings the call here, where nothing is copied."""
+    views = {f"{kind}[{index}]": view for kind, tensors in lists.items() for index, view in enumerate(tensors)}
+    on_meta = [kind for kind, view in views.items() if view.device.type == "meta"]
+    if on_meta and len(on_meta) < len(views):
+        other = next(kind for kind in views if kind not in on_meta)
+        raise LayoutError(f"{on_meta[0]} is on the meta device, {other} on {views[other].device}")
+    if bool(on_meta) != (ids.device.type == "meta") and views:
+        raise MappingError(f"{name} are on {ids.device}, {next(iter(views))} on {next(iter(views.values())).device}")
 
 
 def _check_width(rows: Tensor, caches: list[Tensor]) -> None:

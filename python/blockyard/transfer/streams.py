@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
 from blockyard.errors import BlockyardError
+from blockyard.transfer.workers import Process, start_worker
 
 __all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams"]
 
@@ -88,17 +89,17 @@ class _Fired:
 
 
 class _WorkerEvent:
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, streams: WorkerStreams) -> None:
         self.error: Exception | None = None
         self.fired = False
-        self.changed = changed
+        self.streams = streams
 
     def query(self) -> bool:
         return self.fired
 
     def synchronize(self) -> None:
-        with self.changed:
-            self.changed.wait_for(self.query)
+        if not self.fired:
+            self.streams.wait_for(self.query)
 
 
 @dataclass(slots=True)
@@ -116,12 +117,14 @@ class WorkerStreams:
     """All streams, served by one thread that starts with the first work and ends when there is none for a second.
 
     Of the streams whose next work may run, the first in `STREAMS` is served. Work that waits for an event of another
-    device holds all streams up until it fires.
+    device holds all streams up until it fires. When the interpreter ends, what has begun runs to its end and the rest
+    is given up. A fork has no such thread: `launch` and events that have not fired raise `ForkedError` there.
     """
 
     chunk_bytes: int | None = CHUNK_BYTES
 
     def __init__(self) -> None:
+        self._process = Process("a worker stream")
         self._changed = threading.Condition()
         self._queues: dict[StreamName, deque[_Item]] = {name: deque() for name in STREAMS}
         self._thread: threading.Thread | None = None
@@ -129,16 +132,16 @@ class WorkerStreams:
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
         """Put work at the end of a stream; see `Streams.launch`."""
-        event = _WorkerEvent(self._changed)
-        own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.changed is self._changed]
+        self._process.check()
+        event = _WorkerEvent(self)
+        own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.streams is self]
         foreign = [wait for wait in waits if not isinstance(wait, _Fired) and wait not in own]
         with self._changed:
             if self._closed:
                 raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
             self._queues[stream].append(_Item(work, own, foreign, event))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="blockyard-copy", daemon=True)
-                self._thread.start()
+                self._thread = start_worker("blockyard-copy", self._serve, self._give_up)
             self._changed.notify_all()
         return event
 
@@ -151,11 +154,31 @@ class WorkerStreams:
         event.synchronize()
 
     def close(self) -> None:
-        """Wait for all that was launched; twice does nothing."""
+        """Wait for all that was launched; twice, or in a fork, does nothing."""
+        if not self._process.is_current:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._thread is None)
+        if self._thread is not threading.current_thread():
+            self.wait_for(lambda: self._thread is None)
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """Wait until the worker has come so far. Raises ForkedError."""
+        self._process.check()
+        with self._changed:
+            self._changed.wait_for(reached)
+
+    def _give_up(self) -> None:
+        """Let what has begun run to its end, and nothing else begin."""
+        with self._changed:
+            self._closed = True
+            for item in [item for queue in self._queues.values() for item in queue]:
+                item.event.error = BlockyardError("the interpreter ended before this work began")
+                item.event.fired = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
 
     def _serve(self) -> None:
         try:

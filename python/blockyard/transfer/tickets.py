@@ -27,6 +27,7 @@ from blockyard.errors import (
 )
 from blockyard.plan import Ids
 from blockyard.transfer.streams import CHUNK_BYTES, STREAMS, Event, StreamName, Streams
+from blockyard.transfer.workers import Process
 
 __all__ = ["Callback", "Done", "Mapping", "MappingBuffers", "OnFull", "Transfers"]
 
@@ -127,13 +128,18 @@ class _Job:
         if self.behind is not None:
             yield self.behind
 
+    def touches_device(self, first: int) -> bool:
+        """Whether it reads or writes a block of the device from this one on."""
+        columns = {"out": [0], "in": [1], "copy": [0, 1], "host": []}[self.stream]
+        return bool((self.mapping.pairs.numpy()[:, columns] >= first).any())
+
     def writes_what(self, other: _Job) -> bool:
         """Whether both write a block; for two loads, which read nothing that a load writes."""
         return bool(np.isin(self.mapping.pairs.numpy()[:, 1], other.mapping.pairs.numpy()[:, 1]).any())
 
 
 class Transfers:
-    """Submits transfers, and ends them when their events have fired. For one calling thread.
+    """Submits transfers, and ends them when their events have fired. For one calling thread of one process.
 
     Args:
         streams: of the device.
@@ -149,6 +155,7 @@ class Transfers:
             raise InvalidArgumentError(
                 f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"
             )
+        self.process = Process("a copy engine")
         self.streams = streams
         self._max_outstanding = max_outstanding
         self._max_ahead = max_ahead
@@ -263,6 +270,7 @@ class Transfers:
 
     def poll(self) -> list[Done]:
         """Give the tickets that ended since the last call, and were not waited for; never waits."""
+        self.process.check()
         self._mend()
         self._go_on()
         done = list(self._done.values())
@@ -321,15 +329,17 @@ class Transfers:
             self._start(job)
             self.streams.order_compute(job.end)
 
-    def synchronize(self) -> None:
-        """Wait for all that is under way."""
+    def synchronize(self, first_device_block: int | None = None) -> None:
+        """Wait for all that is under way, or for what touches blocks of the device from one on."""
         self._mend()
         for job in tuple(self._jobs.values()):
-            self._start(job)
-            job.end.synchronize()
+            if first_device_block is None or job.touches_device(first_device_block):
+                self._start(job)
+                job.end.synchronize()
         self._go_on()
 
     def _job(self, ticket: int) -> _Job | None:
+        self.process.check()
         if not 0 < ticket < self._next_ticket:
             raise UnknownTicketError(f"ticket {ticket} was never issued, the last is {self._next_ticket - 1}")
         return self._jobs.get(ticket)

@@ -255,6 +255,7 @@ impl SlabStore {
         let outcomes = self.shared.lock().queue.tickets.take(ticket)?;
         Ok(Completion {
             shared: Arc::clone(&self.shared),
+            owner: self.owner,
             payload_bytes: self.options.geometry.payload_bytes,
             outcomes,
         })
@@ -328,6 +329,7 @@ impl Drop for SlabStore {
 #[derive(Debug)]
 pub struct Completion {
     shared: Arc<Shared>,
+    owner: u32,
     payload_bytes: usize,
     outcomes: Outcomes,
 }
@@ -351,7 +353,10 @@ impl Completion {
 
 impl Drop for Completion {
     fn drop(&mut self) {
-        self.shared.lock().queue.take_back(&mut self.outcomes);
+        // A fork's copy of the lock may be held for ever.
+        if std::process::id() == self.owner {
+            self.shared.lock().queue.take_back(&mut self.outcomes);
+        }
     }
 }
 

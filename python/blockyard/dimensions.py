@@ -1,0 +1,120 @@
+"""The names of a cache tensor's dimensions: what a layout's kind says, and how it becomes shapes and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from blockyard.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Order", "check_kind", "orders_of", "shorten", "spell_out"]
+
+_PRESETS: Final[dict[str, str]] = {
+    "kv_first": "kv blocks tokens heads dim",
+    "blocks_first": "blocks kv tokens heads dim",
+    "rocm": "blocks heads dim/x tokens x | blocks heads dim tokens",
+    "flat": "kv blocks tokens*heads*dim",
+}
+_NAMES = ("layers", "kv", "blocks", "tokens", "heads", "dim", "dim/x", "x")
+# A head's elements are one dimension, or two.
+_ELEMENTS = (["dim"], ["dim/x", "x"])
+
+
+@dataclass(frozen=True)
+class Order:
+    """The dimensions of a tensor, outermost first, each as the names of what it counts: `("tokens", "heads")`."""
+
+    dimensions: tuple[tuple[str, ...], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, outermost first."""
+        return tuple(name for dimension in self.dimensions for name in dimension)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """What is behind the blocks."""
+        return self.names[self.names.index("blocks") + 1 :]
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """What is before the blocks."""
+        return self.names[: self.names.index("blocks")]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Give a tensor's shape."""
+        return tuple(prod(sizes[name] for name in dimension) for dimension in self.dimensions)
+
+    def num_blocks(self, tensor: Tensor, sizes: Mapping[str, int]) -> int:
+        """Give the number of blocks of a tensor."""
+        at, dimension = next((at, names) for at, names in enumerate(self.dimensions) if "blocks" in names)
+        return int(tensor.shape[at]) // prod(sizes[name] for name in dimension if name != "blocks")
+
+    def strides(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Strides by name, in elements."""
+        found, sizes = {}, {**sizes, "blocks": self.num_blocks(tensor, sizes)}
+        for dimension, stride in zip(self.dimensions, tensor.stride(), strict=True):
+            for at, name in enumerate(dimension):
+                found[name] = stride * prod(sizes[inner] for inner in dimension[at + 1 :])
+        return found
+
+    def read(self, shape: tuple[int, ...], known: dict[str, int]) -> dict[str, int]:
+        """Find the sizes of all names in a tensor's shape; heads that nobody counts are one."""
+        sizes = dict(known)
+        for size, dimension in sorted(zip(shape, self.dimensions, strict=True), key=lambda pair: len(pair[1])):
+            missing = [name for name in dimension if name not in sizes]
+            if "heads" in missing and len(missing) > 1:
+                missing.remove("heads")
+                sizes["heads"] = 1
+            if len(missing) > 1:
+                raise LayoutError(
+                    f"{'*'.join(dimension)!r} does not say how many slots a block has: give the block size"
+                )
+            if dimension == ("tokens",) and sizes.get("tokens", size) != size:
+                raise LayoutError(f"block_size is {sizes['tokens']}, tensor 0 has {size} tokens in a block")
+            # What does not fit is found when the shape is compared.
+            sizes |= dict.fromkeys(missing, size // prod(sizes[name] for name in dimension if name in sizes))
+        return sizes
+
+
+def spell_out(kind: str) -> str:
+    """Give the names that a preset stands for."""
+    return _PRESETS.get(kind, kind)
+
+
+def shorten(kind: str) -> str:
+    """Give the preset that stands for names, or the names, with slots for blocks and tokens that are one dimension."""
+    found = kind.replace("blocks*tokens", "slots")
+    return next((preset for preset, names in _PRESETS.items() if names == found), found)
+
+
+@cache
+def orders_of(kind: str) -> tuple[Order, ...]:
+    """Give the dimensions of a layer's tensors: of all, or of keys and of values."""
+    parts = spell_out(kind).replace("slots", "blocks*tokens").split("|")
+    return tuple(Order(tuple(tuple(word.split("*")) for word in part.split())) for part in parts)
+
+
+def check_kind(kind: str) -> None:
+    """Check that a kind names what a layout needs. Raises LayoutError."""
+    orders = orders_of(kind)
+    if not all(set(order.names) <= set(_NAMES) for order in orders):
+        presets, words = ", ".join(_PRESETS), ", ".join((*_NAMES, "slots"))
+        raise LayoutError(f"layout kind {kind!r} is not one of {presets}, nor names of {words}")
+    for order in orders:
+        names = order.names
+        elements = [name for name in names if name in {"dim", "dim/x", "x"}]
+        unique = len(set(names)) == len(names)
+        if not unique or not {"blocks", "tokens"} <= set(names) or sorted(elements) not in _ELEMENTS:
+            raise LayoutError(f"layout kind {kind!r} must name dim, and blocks and tokens or slots, and nothing twice")
+        if names[-1] == "blocks":
+            raise LayoutError(f"layout kind {kind!r}: the bytes of a block must not stand apart one by one")
+    joins = any({"kv", "layers"} & set(order.names) for order in orders)
+    if len(orders) > 2 or (len(orders) == 2 and joins):
+        raise LayoutError(f"layout kind {kind!r}: a | parts the keys of a layer from its values, which need no kv")

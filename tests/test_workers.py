@@ -1,0 +1,313 @@
+"""Threads that work for an engine or a host pool: how the interpreter ends beside them, and what a fork is told."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import Self
+
+from blockyard import Pairs, StepDecision
+from blockyard.errors import BlockyardError, ForkedError
+from blockyard.layout import KVLayout
+from blockyard.offload.executor import StepExecutor
+from blockyard.transfer.engine import CacheEngine
+from blockyard.transfer.hostpool import HostPool
+from blockyard.transfer.streams import WorkerStreams
+
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
+IDS = np.array([[0, 1]])
+PATIENCE = 60.0
+
+# ---- the interpreter ends ----
+
+SETUP = """
+    import atexit, sys, threading
+    import numpy as np, torch
+    torch.set_num_threads(1)
+    from blockyard.layout import KVLayout
+    from blockyard.transfer.engine import CacheEngine
+    from blockyard.transfer.hostpool import HostPool
+    layout = KVLayout("kv_first", num_layers=4, block_size=16, num_kv_heads=4, head_size=64, dtype="float32")
+    ids = np.column_stack((np.arange(64), np.arange(64)))
+    def engine():
+        return CacheEngine(layout, num_device_blocks=64, num_host_blocks=64)
+"""
+BUSY = {
+    "an engine with tickets": """
+        kept = engine()
+        for _ in range(200): kept.submit_swap_out(ids)
+    """,
+    "many small tickets, and the engine forgotten": """
+        kept = engine()
+        for _ in range(1000): kept.submit_swap_out(ids[:2])
+        del kept
+    """,
+    "an engine whose worker waits for one that hangs": """
+        first, kept = engine(), engine()
+        gate = threading.Event()
+        hangs = first._transfers.streams.launch("in", gate.wait)
+        kept._transfers.streams.launch("in", lambda: None, [hangs])
+        threading.Timer(0.5, gate.set).start()
+    """,
+    "a host pool that is made ready": """
+        class Locker:
+            def lock(self, address, num_bytes):
+                torch.ones(1 << 16).sum()
+                return ""
+            def unlock(self, address): return ""
+        kept = HostPool(1 << 16, 4096, locker=Locker(), chunk_bytes=4096)
+    """,
+}
+ENDS = [("sys.exit(3)", 3, ""), ("raise ValueError('my bug')", 1, "ValueError: my bug"), ("pass", 0, "")]
+
+
+def run_python(tmp_path: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(textwrap.dedent(part) for part in parts), encoding="utf-8")
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+# Each starts an interpreter and loads torch: every way to be busy once, and every way to end.
+@pytest.mark.parametrize(("busy", "end"), zip(BUSY, [*ENDS, ENDS[0]], strict=True))
+def test_the_exit_code_and_the_traceback_are_the_programs_own(busy: str, end: tuple[str, int, str], tmp_path: Path):
+    statement, code, last = end
+    done = run_python(tmp_path, SETUP, BUSY[busy], statement)
+    assert (done.returncode, "\n".join(done.stderr.splitlines()[-1:])) == (code, last), done.stderr
+
+
+def test_exit_handlers_see_what_ended_and_what_was_given_up(tmp_path: Path):
+    # Handlers run in the reverse order of their registration: the first after the workers have ended, the last before.
+    before = """
+        import atexit
+        late = []
+        atexit.register(lambda: [call() for call in late])
+    """
+    rest = """
+        kept = engine()
+        gate, hangs = threading.Event(), threading.Event()
+        def hang():
+            hangs.set()
+            gate.wait()
+        kept._transfers.streams.launch("in", hang)
+        hangs.wait()
+        first, second = kept.submit_swap_out(ids), kept.submit_swap_out(ids)
+        # The worker is let go once the handlers run.
+        threading.Timer(0.5, gate.set).start()
+        late.append(lambda: print(kept.wait(first).error, kept.wait(second).error, sep="; "))
+        late.append(kept.close)
+        late.append(lambda: print("closed"))
+    """
+    done = run_python(tmp_path, before, SETUP, rest)
+    given_up = "the interpreter ended before this work began"
+    # The timer's thread is waited for first: by then all may have run.
+    assert done.stdout.splitlines() in (
+        [f"{given_up}; {given_up}", "closed"],
+        [f"None; {given_up}", "closed"],
+        ["None; None", "closed"],
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_work_that_is_given_up_says_so_and_the_streams_take_no_more():
+    streams, gate, begun = WorkerStreams(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        assert gate.wait(PATIENCE)
+
+    running = streams.launch("in", hang)
+    assert begun.wait(PATIENCE)
+    queued = [streams.launch(name, gate.set) for name in ("out", "in")]
+    streams._give_up()
+    assert [str(event.error) for event in queued] == ["the interpreter ended before this work began"] * 2
+    assert not running.query()
+    gate.set()
+    running.synchronize()
+    assert running.error is None
+    with pytest.raises(BlockyardError, match="the streams are closed"):
+        streams.launch("in", gate.set)
+    streams.close()
+
+
+# ---- a fork ----
+
+
+def in_child(check: Callable[[], None]) -> None:
+    """Run a check in a forked child, which must end by itself."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said, code = "", 1
+        try:
+            check()
+            code = 0
+        except BaseException as error:  # noqa: BLE001 (the parent is told)
+            said = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(write, said.encode()[:4000])
+            os._exit(code)
+    os.close(write)
+    timer = threading.Timer(PATIENCE, os.kill, (pid, 9))
+    timer.start()
+    _, status = os.waitpid(pid, 0)
+    timer.cancel()
+    with os.fdopen(read) as pipe:
+        assert os.waitstatus_to_exitcode(status) == 0, pipe.read() or "the child hung"
+
+
+ENGINE_CALLS: dict[str, Callable[[CacheEngine, int], object]] = {
+    "swap_out": lambda e, _: e.swap_out(IDS),
+    "swap_in": lambda e, _: e.swap_in(IDS),
+    "copy": lambda e, _: e.copy(IDS),
+    "move": lambda e, _: e.move(IDS),
+    "exchange": lambda e, _: e.exchange(IDS),
+    "read_blocks": lambda e, _: e.read_blocks("host", IDS[0]),
+    "write_blocks": lambda e, _: e.write_blocks("host", IDS[0], np.zeros((2, LAYOUT.bytes_per_block), np.uint8)),
+    "submit_swap_out": lambda e, _: e.submit_swap_out(IDS),
+    "submit_swap_in": lambda e, _: e.submit_swap_in(IDS),
+    "submit_swap_in, a prefetch": lambda e, _: e.submit_swap_in(IDS, prefetch=True),
+    "submit_copy": lambda e, _: e.submit_copy(IDS),
+    "submit_move": lambda e, _: e.submit_move(IDS),
+    "submit_exchange": lambda e, _: e.submit_exchange(IDS),
+    "submit_read": lambda e, _: e.submit_read("device", IDS[0]),
+    "submit_write": lambda e, _: e.submit_write("host", IDS[0], np.zeros((2, LAYOUT.bytes_per_block), np.uint8)),
+    "fence": lambda e, _: e.fence(),
+    "order_compute": lambda e, ticket: e.order_compute(ticket),
+    "wait_for_layer": lambda e, ticket: e.wait_for_layer(ticket, 0),
+    "cancel": lambda e, ticket: e.cancel(ticket),
+    "poll": lambda e, _: e.poll(),
+    "wait": lambda e, ticket: e.wait(ticket),
+    "on_done": lambda e, ticket: e.on_done(ticket, print),
+}
+
+
+class Held:
+    """An engine whose worker is in the middle of something, with a ticket behind it."""
+
+    def __init__(self) -> None:
+        self.engine = CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4)
+        self.gate, begun = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            begun.set()
+            assert self.gate.wait(PATIENCE)
+
+        self.streams = self.engine._transfers.streams
+        self.hangs = self.streams.launch("in", hang)
+        assert begun.wait(PATIENCE)
+        self.ticket = self.engine.submit_swap_out(IDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.gate.set()
+        assert self.engine.wait(self.ticket).error is None, "the parent goes on"
+        self.engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("locked", [False, True], ids=["idle", "locked"])
+def test_every_call_of_an_engine_fails_at_once_in_a_fork_and_close_returns(locked: bool):
+    with Held() as held:
+
+        def check() -> None:
+            for name, call in ENGINE_CALLS.items():
+                with pytest.raises(ForkedError, match=f"a copy engine was made by process {os.getppid()}"):
+                    call(held.engine, held.ticket)
+                assert held.engine._transfers._next_ticket == held.ticket + 1, name
+            with pytest.raises(ForkedError, match="a worker stream was made by"):
+                held.hangs.synchronize()
+            with pytest.raises(ForkedError, match="a worker stream was made by"):
+                held.streams.launch("in", print)
+            held.engine.close()
+            held.engine.close()
+
+        if not locked:
+            in_child(check)
+            return
+        # As if the worker had been interrupted by the fork while it held its lock.
+        with held.streams._changed:
+            in_child(check)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_executor_in_a_fork_says_that_its_engine_is_not_there():
+    with Held() as held:
+        executor = StepExecutor(held.engine)
+        executor.submit(StepDecision(1, [("swap_out", Pairs("device", "host", IDS))]))
+
+        def check() -> None:
+            more = StepDecision(2, [("swap_out", Pairs("device", "host", IDS))])
+            for call in (lambda: executor.submit(more), lambda: executor.execute(more), executor.poll):
+                with pytest.raises(ForkedError):
+                    call()
+            with pytest.raises(ForkedError):
+                executor.wait(1)
+            assert not executor.is_open(2)
+
+        in_child(check)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_host_pool_in_a_fork_neither_waits_nor_unlocks_the_parents_memory():
+    gate, begun, unlocked = threading.Event(), threading.Event(), []
+
+    class Locker:
+        def lock(self, address: int, num_bytes: int) -> str:
+            if begun.is_set():
+                assert gate.wait(PATIENCE)
+            begun.set()
+            return ""
+
+        def unlock(self, address: int) -> str:
+            unlocked.append(address)
+            return ""
+
+    pool = HostPool(4, 1 << 16, locker=Locker(), chunk_bytes=1 << 16)
+
+    def check() -> None:
+        pool.wait(1)
+        with pytest.raises(ForkedError, match="a host pool was made by"):
+            pool.wait(4)
+        pool.close()
+        assert not unlocked
+
+    with pool._work.changed:
+        in_child(check)
+    gate.set()
+    pool.wait(4)
+    pool.close()
+    assert len(unlocked) == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_that_leaves_by_the_usual_way_waits_for_nothing(tmp_path: Path):
+    fork = """
+        import os
+        kept = engine()
+        for _ in range(200): kept.submit_swap_out(ids)
+        pid = os.fork()
+        if pid:
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        sys.exit(7)
+    """
+    done = run_python(tmp_path, SETUP, fork)
+    assert (done.returncode, done.stdout.strip()) == (7, "7"), done.stderr
+
+
+def test_a_new_engine_works_in_a_fork():
+    def check() -> None:
+        torch.set_num_threads(1)
+        with CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4) as engine:
+            assert engine.wait(engine.submit_swap_out(IDS)).error is None
+
+    in_child(check)
