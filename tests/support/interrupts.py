@@ -12,7 +12,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
-"""Instructions after which CPython looks for signals; `CALL_KW` is one from 3.13 on."""
+"""Instructions after which CPython looks for signals."""
+LOOKS |= {"CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD", "JUMP_ABSOLUTE"}  # the names in 3.10
 
 
 @functools.cache
@@ -57,6 +58,6 @@ class Interrupt:
         if event == "opcode" and not self.where and frame.f_lasti in _places(frame.f_code):
             self.seen += 1
             if self.seen > self.place:
-                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._step

@@ -166,20 +166,28 @@ class StoreSide:
 
     def _checked(self, batch: Batch, ticket: int, answer: object) -> Answer:
         """Take an answer whose arrays are those of the batch, and no other."""
-        none = rows = np.zeros((0, self._bytes_per_block), dtype=np.uint8)
-        error: object = answer
+        none = np.zeros((0, self._bytes_per_block), dtype=np.uint8)
         if isinstance(answer, Completion):
-            found = [f"ticket {answer.ticket}", f"ok {_of(answer.ok)}", f"{len(answer.reasons)} reasons"]
-            wanted = [f"ticket {ticket}", f"ok bool [{batch.count}]", f"{batch.count} reasons"]
-            if batch.what == "read":
-                rows = answer.rows
-                found.append(f"rows {_of(rows)}")
-                wanted.append(f"rows uint8 [{batch.count}, {self._bytes_per_block}]")
-            if found == wanted:
-                return Answer(answer.ok.copy(), np.require(rows, requirements=("C", "W")))
-            error = TierError(f"the answer has {', '.join(found)}; {', '.join(wanted)} is needed")
-        if not isinstance(error, Exception):
-            error = TierError(f"the answer is a {type(error).__name__}, a Completion is needed")
+            rows = answer.rows if batch.what == "read" else none
+            shape = (batch.count if batch.what == "read" else 0, self._bytes_per_block)
+            if (
+                answer.ticket == ticket
+                and answer.ok.dtype == np.bool_
+                and answer.ok.shape == (batch.count,)
+                and rows.dtype == np.uint8
+                and rows.shape == shape
+                and len(answer.reasons) == batch.count
+            ):
+                # What the engine copies from while the caller goes on must be memory that torch takes.
+                rows = rows if rows.flags.carray else np.require(rows, requirements=("C", "W"))
+                return Answer(answer.ok.copy(), rows)
+            found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
+            wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
+            error: Exception = TierError(f"the answer has {found}; {wanted} is needed")
+        elif isinstance(answer, Exception):
+            error = answer
+        else:
+            error = TierError(f"the answer is a {type(answer).__name__}, a Completion is needed")
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
 
     def _refusal(self, batch: Batch, why: Exception) -> TierError:
