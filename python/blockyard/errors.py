@@ -91,7 +91,7 @@ class PageLockError(BlockyardError):
 
 
 class OutOfMemoryError(BlockyardError, MemoryError):
-    """Device or system has less memory, or fewer addresses, than host blocks or an elastic cache ask for.
+    """Device or system has less memory, or fewer addresses, than a call asks for; nothing was changed.
 
     Attributes:
         wanted: bytes that were asked for in all; 0 where only a driver's call says so.
