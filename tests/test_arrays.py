@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -11,13 +13,18 @@ from blockyard import (
     AllocStatus,
     BlockManager,
     BlockyardError,
+    CacheGroup,
     InvalidArgumentError,
     MappingError,
     Pairs,
+    StepDecision,
     UnknownSequenceError,
     UnknownTicketError,
     export_keys,
+    merge_runs,
 )
+from blockyard._core import Completion, TierStats, order_moves
+from blockyard.plan import check_pairs
 
 
 @pytest.fixture
@@ -63,18 +70,18 @@ def test_one_numpy_number_is_a_handle_and_a_count(books: BlockManager) -> None:
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, 1.5, "a", None])
 def test_a_list_with_what_is_no_token_is_refused(token: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="token ids are list, must be uint32"):
+    with pytest.raises(InvalidArgumentError, match="tokens is list, must be uint32"):
         export_keys([*range(100), token], block_size=16)  # type: ignore[list-item]
 
 
 REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.ndarray], object]]] = {
-    "a negative count": (InvalidArgumentError, "number is -1", lambda m, h: m.can_allocate(-1)),
-    "a count beyond 32 bits": (InvalidArgumentError, "number is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
-    "a float count": (InvalidArgumentError, "number is 1.5", lambda m, h: m.can_allocate(1.5)),  # type: ignore[arg-type]
-    "a negative handle": (InvalidArgumentError, "number is -1", lambda m, h: m.fork(-1)),
+    "a negative count": (InvalidArgumentError, "num_tokens is -1", lambda m, h: m.can_allocate(-1)),
+    "a count beyond 32 bits": (InvalidArgumentError, "num_tokens is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
+    "a float count": (InvalidArgumentError, "num_tokens is 1.5", lambda m, h: m.can_allocate(1.5)),  # type: ignore[arg-type]
+    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1)),
     "a handle never given out": (UnknownSequenceError, "sequence 5", lambda m, h: m.append([5])),
     "float sequences": (InvalidArgumentError, "float32", lambda m, h: m.append(h.astype(np.float32))),
-    "text sequences": (InvalidArgumentError, "sequences are str", lambda m, h: m.append("x")),  # type: ignore[arg-type]
+    "text sequences": (InvalidArgumentError, "sequences is 'x'", lambda m, h: m.append("x")),  # type: ignore[arg-type]
     "counts of another length": (InvalidArgumentError, "is 3, must be 2", lambda m, h: m.append(h, [1, 1, 1])),
     "a ticket below 0": (UnknownTicketError, "ticket -1", lambda m, h: m.complete(-1)),
     "a ticket beyond 64 bits": (UnknownTicketError, "is not open", lambda m, h: m.complete(1 << 70)),
@@ -138,6 +145,56 @@ def test_bad_input_is_a_named_error_and_changes_nothing(books: BlockManager, wha
     assert (books.num_free(), books.num_sequences) == (free, 2)
     assert [books.num_tokens(int(h)) for h in handles(books)] == [3, 3]
     books.check()
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], ((1, 2), (3, 4)), np.array([[1, 2], [3, 4]], np.uint8)], ids=type)
+def test_pairs_may_be_any_ints(ids: object) -> None:
+    given = Pairs("device", "host", ids)  # type: ignore[arg-type]
+    assert given == Pairs("device", "host", np.array([[1, 2], [3, 4]]))
+    assert given.ids.dtype == np.int64
+    assert merge_runs(ids).tolist() == [[1, 2, 1], [3, 4, 1]]  # type: ignore[arg-type]
+    assert check_pairs(ids, src_blocks=8, dst_blocks=8).tolist() == [[1, 2], [3, 4]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ids", [[[1]], [[1, 2, 3]], [[1, -1]], [[1, 1.5]], [[1, 2**32]], np.zeros((1, 2)), [1, 2], 3])
+def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
+    for call in (lambda: Pairs("device", "host", ids), lambda: merge_runs(ids), lambda: order_moves(ids, 8)):
+        with pytest.raises(InvalidArgumentError, match="pair"):
+            call()
+    with pytest.raises(InvalidArgumentError, match="pair"):
+        check_pairs(ids, src_blocks=8, dst_blocks=8)  # type: ignore[arg-type]
+
+
+VALUES = [
+    *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
+    *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), TierStats(misses={"timeout": 2}, last_error="late")),
+    StepDecision(5, [("copy", Pairs("device", "device", [[0, 1]])), ("spill", Pairs("host", "external", []))], after=[3]),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_can_be_copied_and_pickled(value: object) -> None:
+    again = [copy.copy(value), copy.deepcopy(value), copy.deepcopy([value])[0]]
+    again += [pickle.loads(pickle.dumps(value, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    for other in again:
+        assert type(other) is type(value)
+        assert other == value
+    assert value != object()
+
+
+def test_a_completion_can_be_copied_and_pickled() -> None:
+    value = Completion(3, np.array([True, False]), np.ones((2, 4), np.uint8), ["", "timeout"])
+    for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert (other.ticket, other.ok.tolist(), other.reasons) == (3, [True, False], ("", "timeout"))
+        assert other.rows.tolist() == value.rows.tolist()
+
+
+def test_a_copied_decision_shares_no_pairs() -> None:
+    value = StepDecision(5, [("copy", Pairs("device", "device", [[0, 1]]))])
+    other = copy.deepcopy(value)
+    other.copy[0].ids[0, 1] = 7
+    assert value.blocks_to_copy.tolist() == [[0, 1]]
+    assert other != value
 
 
 def test_slots_that_cannot_be_written_are_refused(books: BlockManager) -> None:

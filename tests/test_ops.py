@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.errors import LayoutError, MappingError
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout import KINDS, KVLayout
 from blockyard.transfer import fallback, ops
 from blockyard.transfer.cuda import op_library
@@ -372,3 +372,13 @@ def test_compiled_code_sees_what_an_op_has_changed_and_the_op_what_the_code_has(
         pairs = one([[first, second]])
         assert torch.equal(compiled_step(cache, update, pairs), step(wanted, update, pairs))
         assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize("pairs", [[[0, 1]], np.array([[0, 1]], np.int32)], ids=["list", "int32"])
+def test_pairs_may_be_any_ints(pairs: object) -> None:
+    cache = torch.arange(8, dtype=torch.uint8).reshape(4, 2)
+    ops.copy_blocks([cache], pairs)
+    assert cache[1].tolist() == [0, 1]
+    for wrong in ([[0, 9.5]], [[0]], "x", None, np.zeros((1, 2))):
+        with pytest.raises(InvalidArgumentError, match="pair"):
+            ops.copy_blocks([cache], wrong)

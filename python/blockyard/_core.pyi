@@ -80,6 +80,7 @@ class AllocStatus:
     def __ne__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
+_IdPairs: TypeAlias = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
 _Blocks: TypeAlias = NDArray[np.int32] | Sequence[int] | int
 
 @disjoint_base
@@ -265,13 +266,13 @@ class Pairs:
     Args:
         src: tier that is read.
         dst: tier that is written.
-        ids: `(from, to)`, int64 `[n, 2]`.
+        ids: `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs.
     Raises:
         MappingError: an id is negative or too large, or the array has another dtype or shape.
         InvalidArgumentError: a tier has another name.
     """
 
-    def __new__(cls, src: _Tier, dst: _Tier, ids: NDArray[np.int64]) -> Pairs: ...
+    def __new__(cls, src: _Tier, dst: _Tier, ids: _IdPairs) -> Pairs: ...
     @property
     def src(self) -> _Tier: ...
     @property
@@ -279,6 +280,8 @@ class Pairs:
     @property
     def ids(self) -> NDArray[np.int64]: ...
     def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class StepDecision:
@@ -329,6 +332,8 @@ class StepDecision:
         """All kinds and pairs, in the order in which they are safe to run one after another."""
     MAX_BYTES: ClassVar[int]
     """Bytes of the longest decision that is written or read."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
     def to_bytes(self) -> bytes:
         """The decision as bytes with version and checksum, the same in every process, less entries without pairs.
 
@@ -505,7 +510,7 @@ class BlockManager:
 
         Args:
             prompts: token ids of each prompt, uint32 `[tokens]`; 4294967295 is no token.
-            salt: keeps tenants apart: what has one salt never shares with what has another. `b""` is a salt; None is none.
+            salt: keeps tenants apart: what has one salt never shares with what has another; `b""` is a salt, too.
             lora_id: adapter that the prompts run with; 0 for none.
             extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
                 rising block.
@@ -1142,6 +1147,7 @@ class Completion:
     def __new__(
         cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: Sequence[str]
     ) -> Completion: ...
+    def __getnewargs__(self) -> tuple[int, NDArray[np.bool_], NDArray[np.uint8], tuple[str, ...]]: ...
     @property
     def ticket(self) -> int: ...
     @property
@@ -1185,6 +1191,7 @@ class TierStats:
     def checksum_failures(self) -> int: ...
     @property
     def damaged_blocks(self) -> int: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
     def as_dict(self) -> dict[str, int | str | dict[str, int]]: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
@@ -1321,7 +1328,7 @@ class CopyRoute:
     @property
     def num_regions(self) -> int:
         """Most pieces that one pair becomes."""
-    def compile(self, pairs: NDArray[np.int64], out: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def compile(self, pairs: _IdPairs, out: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Write the pieces of a mapping, part by part and in each in the order of the pairs, runs merged.
 
         Args:
@@ -1380,7 +1387,7 @@ def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block:
 def copy_rows(
     src: Sequence[NDArray[np.uint8]],
     dst: Sequence[NDArray[np.uint8]],
-    pairs: NDArray[np.int64],
+    pairs: _IdPairs,
     *,
     num_threads: int,
 ) -> None:
@@ -1398,7 +1405,7 @@ def copy_rows(
         MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
     """
 
-def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, num_threads: int) -> None:
+def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
     """Let two rows of each pair change places in each array.
 
     Args:
@@ -1411,7 +1418,7 @@ def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64],
         MappingError: a row does not exist or is named twice; nothing was exchanged.
     """
 
-def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, num_threads: int) -> None:
+def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
     """Move rows within each array, as if all were read first.
 
     Args:
@@ -1425,7 +1432,7 @@ def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: NDArray[np.int64], *, 
         OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
     """
 
-def order_moves(pairs: NDArray[np.int64], num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def order_moves(pairs: _IdPairs, num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Order moves within one tier, such as into holes, into waves of which each is finished before the next begins.
 
     Args:
@@ -1444,7 +1451,7 @@ def transfer_orders(decision: StepDecision) -> tuple[tuple[int, ...], ...]:
     Those are the ones that write what it reads or writes, or read what it writes; the others may run beside it.
     """
 
-def merge_runs(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def merge_runs(ids: _IdPairs) -> NDArray[np.int64]:
     """Merge pairs whose source and destination both continue the pair before, order kept.
 
     Args:

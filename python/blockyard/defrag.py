@@ -27,6 +27,11 @@ _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
 _AnyTable = NDArray[np.int64] | NDArray[np.int32]
 
 
+_MOST_BLOCKS = 2**32 - 1
+_MOST_BYTES = 2**64 - 1
+_MOST_ITEMS = 2**24
+
+
 class OnlineDefragmenter:
     """Keeps the blocks in use at low places, whatever ids their allocator gives out.
 
@@ -71,9 +76,11 @@ class OnlineDefragmenter:
         move: Move | None = None,
         wrap: Callable[[Move], Move] | None = None,
     ) -> None:
-        if min(threshold, margin, max_moves or 0, max_bytes or 0) < 0:
-            limits = f"{threshold}, {margin}, {max_moves} and {max_bytes}"
-            raise InvalidArgumentError(f"threshold, margin, max_moves and max_bytes are {limits}, must be at least 0")
+        limits = {"threshold": threshold, "margin": margin, "max_moves": max_moves or 0, "max_bytes": max_bytes or 0}
+        for name, limit in limits.items():
+            most = _MOST_BYTES if name == "max_bytes" else _MOST_BLOCKS
+            if not isinstance(limit, int) or not 0 <= limit <= most:
+                raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {most}")
         if goals is not None and not goals:
             raise InvalidArgumentError("there are no goals, wanted at least one: switch off with enabled=False")
         if negative not in {"refuse", "pass"}:
@@ -151,7 +158,8 @@ class OnlineDefragmenter:
         )
         for name, generation in ended:
             self._forget(name, generation)
-        is_fresh = set(ids if not self.prefix_caching else fresh or ())
+        said = ids if not self.prefix_caching else fresh or ()
+        is_fresh = said if isinstance(said, range) else set(said)
         self._books.use_ids([b for b in ids if b not in is_fresh])
         self._books.use_ids([b for b in ids if b in is_fresh], fresh=True)
         for key, blocks in given.items():
@@ -412,10 +420,12 @@ class OnlineDefragmenter:
         """Running requests that these keys name, each once; the oldest where no generation is given."""
         ended: dict[tuple[str, int], None] = {}
         for key in requests:
-            if isinstance(key, tuple):
+            if isinstance(key, tuple) and len(key) == 2:  # noqa: PLR2004 - an id and a generation
                 name, generation = key
                 if generation in self._requests.get(name, ()):
                     ended[name, generation] = None
+            elif not isinstance(key, str):
+                raise InvalidArgumentError(f"request is {key!r}, must be an id or (id, generation)")
             elif running := [g for g in self._requests.get(key, ()) if (key, g) not in ended]:
                 ended[key, min(running)] = None
         return list(ended)
@@ -440,6 +450,8 @@ class OnlineDefragmenter:
 
 
 def _listed(blocks: Blocks) -> list[int]:
+    if isinstance(blocks, range) and len(blocks[: _MOST_ITEMS + 1]) > _MOST_ITEMS:
+        raise InvalidArgumentError(f"blocks are {blocks!r}, must be at most {_MOST_ITEMS}")
     return blocks.tolist() if isinstance(blocks, np.ndarray) else list(blocks)
 
 

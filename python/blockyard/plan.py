@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from blockyard._core import (
     CopyRoute,
     FillMap,
+    Pairs,
     StepDecision,
     expand_span,
     merge_runs,
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 Ids = NDArray[np.int64]
+IdPairs = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
 # Moves are ordered by their ids alone; those are bounded where the tensors are.
 _ANY_BLOCK = 2**32 - 1
 
@@ -283,11 +285,12 @@ def join(pairs: Ids, layout: BlockLayout, *, src_blocks: int, dst_blocks: int, i
     return CopyPlan(checked, len(checked) * layout.bytes_per_block)
 
 
-def check_pairs(pairs: Ids, *, src_blocks: int, dst_blocks: int, in_place: bool = False) -> Ids:
+def check_pairs(pairs: IdPairs, *, src_blocks: int, dst_blocks: int, in_place: bool = False) -> Ids:
     """Check a mapping of block ids.
 
     Args:
-        pairs: block ids `(from, to)`, int64 `[n, 2]`; no id of the second column repeats.
+        pairs: block ids `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs; no id of the second
+            column repeats.
         src_blocks: blocks that can be read; ids are 0-based.
         dst_blocks: blocks that can be written.
         in_place: source and destination are the same blocks, so none may be both read and written.
@@ -299,7 +302,9 @@ def check_pairs(pairs: Ids, *, src_blocks: int, dst_blocks: int, in_place: bool 
         MappingError: dtype or shape is wrong, an id is out of range, a destination repeats, or with `in_place` a
             block is both read and written.
     """
-    if pairs.dtype != np.int64 or pairs.ndim != 2 or pairs.shape[1] != 2:
+    if not isinstance(pairs, np.ndarray) or pairs.dtype != np.int64:
+        pairs = Pairs("device", "device", pairs).ids
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise MappingError(f"pairs are {pairs.dtype} {list(pairs.shape)}, wanted int64 [n, 2]")
     if len(pairs) == 0:
         return np.ascontiguousarray(pairs)

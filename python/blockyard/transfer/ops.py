@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from blockyard._core import Pairs
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
+from blockyard.plan import IdPairs
 from blockyard.transfer import fallback, host
 from blockyard.transfer.checks import CopyOps
 from blockyard.transfer.cuda import op_library
@@ -33,7 +35,7 @@ from blockyard.transfer.ways import use_cached
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
 
 
-def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> None:
+def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
     """Copy blocks from one set of cache views to another: device to host, host to device, or within one device.
 
     On CUDA the work is queued on the current stream of the device; the caller keeps all tensors but `pairs` alive
@@ -42,7 +44,7 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> 
     Args:
         src: views to read, uint8 `[blocks, bytes]`, CPU (pinned, to be fast) or CUDA, all on one device.
         dst: as many views to write, of the same widths, on one device; none shares memory with those of `src`.
-        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU; `to` has no repeats.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats.
 
     Raises:
         MappingError: the mapping is malformed, an id is out of range or a destination repeats; nothing was copied.
@@ -51,16 +53,16 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> 
     Source: vLLM `csrc/cache_kernels.cu`, swap_blocks.
     """
     _use_cached(dst)
-    _call(torch.ops.blockyard.swap_blocks, list(src), list(dst), pairs)
+    _call(torch.ops.blockyard.swap_blocks, list(src), list(dst), _tensor(pairs))
     _note_written(dst, src)
 
 
-def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
     """Copy blocks within each of the cache views, as copy-on-write wants it.
 
     Args:
         caches: views, uint8 `[blocks, bytes]`, all on one device.
-        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU; `to` has no repeats and shares no block with `from`.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats and shares no block with `from`.
 
     Raises:
         MappingError: the mapping is malformed, an id is out of range, a destination repeats, or a block is both
@@ -70,11 +72,11 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     Source: vLLM `csrc/cache_kernels.cu`, copy_blocks.
     """
     _use_cached(caches)
-    _call(torch.ops.blockyard.copy_blocks, list(caches), pairs)
+    _call(torch.ops.blockyard.copy_blocks, list(caches), _tensor(pairs))
     _note_written(caches)
 
 
-def move_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+def move_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
     """Move blocks within each of the cache views, as if all were read before the first is written.
 
     Chains (a->b, b->c) and rings (a->b, b->a) are legal; a block may go to several places, and one that nothing moves
@@ -82,18 +84,18 @@ def move_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
 
     Args:
         caches: views, uint8 `[blocks, bytes]`, all on one device.
-        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU; `to` has no repeats.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats.
 
     Raises:
         MappingError: the mapping is malformed, an id is out of range or a destination repeats; nothing was moved.
         LayoutError: the views do not fit one another; nothing was moved.
     """
     _use_cached(caches)
-    _call(torch.ops.blockyard.move_blocks, list(caches), pairs)
+    _call(torch.ops.blockyard.move_blocks, list(caches), _tensor(pairs))
     _note_written(caches)
 
 
-def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
     """Let two blocks of each pair change places, within each of the cache views.
 
     Args:
@@ -107,7 +109,7 @@ def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     Source: vllm-hpu-extension `defragmentation.py`, CacheSwapUtils.
     """
     _use_cached(caches)
-    _call(torch.ops.blockyard.exchange_blocks, list(caches), pairs)
+    _call(torch.ops.blockyard.exchange_blocks, list(caches), _tensor(pairs))
     _note_written(caches)
 
 
@@ -151,6 +153,10 @@ def _use_cached(views: Sequence[Tensor]) -> None:
     """Look for the calibrated table of a device that is met for the first time."""
     if views and views[0].is_cuda and op_library().loaded:
         use_cached(views[0].device.index)
+
+
+def _tensor(pairs: Tensor | IdPairs) -> Tensor:
+    return pairs if isinstance(pairs, Tensor) else torch.from_numpy(Pairs("device", "device", pairs).ids)
 
 
 def _call(op: Callable[..., object], *arguments: object) -> None:

@@ -115,6 +115,11 @@ impl<'py> Argument<'py> for BTreeMap<String, u64> {
     }
 }
 
+/// What a sequence says of its length; nothing is read.
+pub(crate) fn length(value: &Bound<'_, PyAny>, name: &dyn Display) -> PyResult<usize> {
+    value.len().map_err(|error| refused(error, value, name, "a sequence of fewer than 2^63 items"))
+}
+
 macro_rules! tuples {
     ($($len:literal: $($item:ident)*;)*) => {
         $(impl<'py, $($item: Argument<'py>),*> Argument<'py> for ($($item,)*) {

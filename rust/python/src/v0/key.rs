@@ -29,6 +29,7 @@ impl<'py> FromPyObject<'_, 'py> for IntKey {
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let py = value.py();
+        value.cast::<PyInt>()?;
         let to_bytes = |value: &Bound<'py, PyAny>| {
             value.call_method1(intern!(py, "to_bytes"), (32, intern!(py, "big")))?.extract::<[u8; 32]>()
         };

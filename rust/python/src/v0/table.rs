@@ -4,7 +4,7 @@ use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::{lock, require};
-use crate::args;
+use crate::args::{self, length};
 use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -90,7 +90,7 @@ impl PyBlockTable {
         dropped: Range<usize>,
     ) -> PyResult<()> {
         let (gpu, full) = (self.gpu(blocks.py()), self.full_slots());
-        let mut wanted = (full + slots).div_ceil(self.block_size).saturating_sub(blocks.len());
+        let mut wanted = full.saturating_add(slots).div_ceil(self.block_size).saturating_sub(blocks.len());
         for index in written.start..written.end.min(blocks.len()) {
             wanted += usize::from(gpu.get().is_shared(&Self::block(blocks, index)?)?);
         }
@@ -151,7 +151,8 @@ impl PyBlockTable {
         #[pyo3(from_py_with = args::block_size)] block_size: usize,
         #[pyo3(from_py_with = args::num_lookahead_slots)] num_lookahead_slots: usize,
     ) -> PyResult<usize> {
-        Ok((token_ids.len()? + num_lookahead_slots).div_ceil(block_size.max(1)))
+        let slots = length(token_ids, &"token_ids")?.saturating_add(num_lookahead_slots);
+        Ok(slots.div_ceil(block_size.max(1)))
     }
 
     /// Takes over these blocks, or their new ids.
@@ -199,7 +200,7 @@ impl PyBlockTable {
         #[pyo3(from_py_with = args::extra_hash)] extra_hash: Option<i64>,
     ) -> PyResult<()> {
         let (blocks, full) = (self.allocated(py)?, self.full_slots());
-        let (first, slots) = (full / self.block_size, token_ids.len() + num_lookahead_slots);
+        let (first, slots) = (full / self.block_size, token_ids.len().saturating_add(num_lookahead_slots));
         let outside = self.outside(num_computed_slots)?;
         let end = if token_ids.is_empty() { first } else { (full + token_ids.len()).div_ceil(self.block_size) };
         self.require_room(&blocks, first..end, slots, outside.clone())?;
@@ -303,6 +304,7 @@ impl PyBlockTable {
         #[pyo3(from_py_with = args::num_lookahead_slots)] num_lookahead_slots: usize,
     ) -> PyResult<usize> {
         let used = self.full_slots() % self.block_size;
-        Ok((used + token_ids.len()? + num_lookahead_slots).div_ceil(self.block_size))
+        let slots = length(token_ids, &"token_ids")?.saturating_add(num_lookahead_slots);
+        Ok(slots.saturating_add(used).div_ceil(self.block_size))
     }
 }
