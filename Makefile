@@ -7,7 +7,8 @@
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device beside one large copy and a loop of single ones
 #       both with GPU_PYTHON=DIR/bin/python: with a wheel that is installed there, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
-#   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, chosen by libFuzzer
+#   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, and forged snapshots, chosen by libFuzzer; the
+#       time is split among the two
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
 #   make wheel                     wheel and source archive in dist/
 #   make pins                      resolve requirements-dev.txt anew from pyproject.toml
@@ -19,6 +20,7 @@ BENCH_JSON ?=
 GPU_PYTHON ?=
 GPU_JSON ?=
 FUZZ_SECONDS ?= 180
+FUZZ_TARGETS := manager snapshot
 UV_VERSION := 0.13.8
 CARGO_FUZZ_VERSION := 0.13.2
 
@@ -98,8 +100,10 @@ $(CARGO_FUZZ)/bin/cargo-fuzz:
 
 # Without a sanitizer: the core has no unsafe code, and its checks and assertions are met far more often so.
 fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
-	RUSTC_BOOTSTRAP=1 $< run --fuzz-dir rust/core/fuzz --sanitizer none manager -- \
-	    -max_total_time=$(FUZZ_SECONDS) -max_len=256 -len_control=0 -print_final_stats=1
+	for target in $(FUZZ_TARGETS); do \
+	    RUSTC_BOOTSTRAP=1 $< run --fuzz-dir rust/core/fuzz --sanitizer none $$target -- -max_len=256 -len_control=0 \
+	        -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)))) -print_final_stats=1 || exit 1; \
+	done
 
 lint: dev
 	cargo fmt --all --check

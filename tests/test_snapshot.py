@@ -1,11 +1,12 @@
 """The whole books as bytes, and back."""
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from blockyard import BlockManager, CacheGroup, SnapshotError
+from blockyard import BlockManager, BlockyardError, CacheGroup, InvariantError, SnapshotError
 
 
 def step(books: BlockManager) -> None:
@@ -106,6 +107,75 @@ def test_a_forged_payload_is_refused_or_gives_sound_books(books: BlockManager) -
             BlockManager.restore(sealed(bytes(payload))).check()
         except SnapshotError:
             continue
+
+
+def recurrent() -> BlockManager:
+    """Books of a recurrent group: null blocks stand before the state."""
+    books = BlockManager(block_size=1, device_blocks=8, groups=[CacheGroup.recurrent()], watermark=0)
+    books.allocate([2])
+    step(books)
+    return books
+
+
+def two_caches() -> BlockManager:
+    """Books with a sequence on the host, its blocks findable in both tiers, quotas and events."""
+    books = BlockManager(
+        block_size=1,
+        device_blocks=4,
+        host_blocks=4,
+        watermark=0,
+        prefix_caching=True,
+        host_prefix_cache=True,
+        events=8,
+        max_pinned=0.25,
+    )
+    books.set_quota(2, salt=b"one")
+    handles = books.allocate_prompts([[1, 2]], salt=b"one")[0]
+    step(books)
+    books.mark_computed(handles)
+    books.swap_out([int(handles[0])])
+    step(books)
+    return books
+
+
+def use(books: BlockManager, handle: int) -> None:
+    """What a sequence goes through, and the books checked after each call."""
+    calls = [
+        lambda: books.append([handle], 1),
+        lambda: books.append([handle], 3),
+        lambda: books.mark_computed([handle]),
+        lambda: books.truncate(handle, 0),
+        lambda: books.append([handle], 1),
+        lambda: books.swap_in([handle]),
+        lambda: books.allocate_prompts([[1, 2, 9]]),
+        lambda: books.free([handle]),
+    ]
+    for call in calls:
+        try:
+            call()
+            step(books)
+        except InvariantError:
+            raise
+        except BlockyardError:
+            continue
+        books.check()
+
+
+@pytest.mark.parametrize("make", [recurrent, two_caches, hybrid])
+def test_books_of_a_forged_payload_hold_while_they_are_used(make: Callable[[], BlockManager]) -> None:
+    data = make().snapshot()
+    payload = data[20:-32]
+    accepted = 0
+    for at in range(len(payload)):
+        for value in (b"\0", b"\1", bytes([payload[at] ^ 2]), b"\xff\xff\xff\xff\x0f"):
+            try:
+                books = BlockManager.restore(sealed(payload[:at] + value + payload[at + 1 :]))
+            except SnapshotError:
+                continue
+            accepted += 1
+            for handle in (1 << 32, 1 << 32 | 1):
+                use(books, handle)
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff" * 64, b"\x04\x00" + b"\xff" * 9 + b"\x01", b"\x04" * 30])

@@ -887,7 +887,8 @@ class BlockManager:
         """The whole books as bytes, versioned and checksummed, for `restore` of the same version.
 
         They say what the caches hold and are worth nothing without the caches' bytes. They hold the in-process keys of
-        cached blocks: keep them as the caches themselves are kept.
+        cached blocks: keep them as the caches themselves are kept. The order of eviction is kept; what `s3fifo` and
+        `adaptive` have learnt is not, so that they may evict in another order later.
 
         Raises:
             SnapshotError: tickets are in flight, or the open step has transfers.
@@ -895,6 +896,9 @@ class BlockManager:
     @staticmethod
     def restore(data: bytes) -> BlockManager:
         """The books that `snapshot` wrote; handles, tickets and events go on as if nothing had happened.
+
+        The order of eviction is kept; what `s3fifo` and `adaptive` have learnt is not, so that they may evict in another
+        order later.
 
         Raises:
             SnapshotError: the bytes are no snapshot of this version, cut short, damaged, too long, or contradictory.

@@ -1,10 +1,11 @@
 //! Whole-state invariant check: counts everything again and compares. For tests, fuzzing and the `strict` feature.
 
 use crate::error::{Error, Result};
-use crate::group::NULL_BLOCK;
-use crate::id::{BlockId, Tier};
+use crate::group::{Group, NULL_BLOCK};
+use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::{Lease, LeaseKind};
 use crate::manager::Manager;
+use crate::table::Row;
 use std::collections::HashMap;
 
 impl Manager {
@@ -21,6 +22,8 @@ impl Manager {
             .and_then(|()| self.check_pins())
             .and_then(|()| self.check_moves())
             .and_then(|()| quotas())
+            .and_then(|()| self.check_settings())
+            .and_then(|()| self.check_stats())
             .map_err(|what| Error::Broken { what })?;
         let events = self.events().and_then(|events| events.check(&self.pools));
         events.map_or_else(|| self.check_rows(), Err).map_err(|what| Error::Broken { what })
@@ -33,7 +36,7 @@ impl Manager {
                 *refs.entry(block).or_default() += 1;
             }
         }
-        if self.groups().iter().any(|group| group.slides()) && !self.pool(tier).is_empty() {
+        if self.has_nulls() && !self.pool(tier).is_empty() {
             *refs.entry(NULL_BLOCK).or_default() += 1;
         }
         let mut leases: HashMap<BlockId, [u16; 3]> = HashMap::new();
@@ -56,15 +59,26 @@ impl Manager {
                 if self.pool(other).twin(twin) != Some((tier, block)) {
                     return Err(format!("{tier} block {block}: its twin, {other} block {twin}, has another twin"));
                 }
+                let keys = pool.key(block).zip(self.pool(other).key(twin));
+                if other == tier || keys.is_some_and(|(one, two)| one != two) {
+                    return Err(format!("{tier} block {block} and its twin, {other} block {twin}, hold other bytes"));
+                }
             }
         }
         if let Some(what) = pool.check_tail() {
             return Err(what);
         }
+        if self.has_nulls() && !pool.is_empty() && (pool.is_published(NULL_BLOCK) || pool.twin(NULL_BLOCK).is_some()) {
+            return Err(format!("{tier} block {NULL_BLOCK} is the null block, and holds bytes"));
+        }
         match refs.keys().chain(leases.keys()).next() {
             Some(block) => Err(format!("{tier} block {block} is in use and beyond the {} of the tier", pool.len())),
             None => Ok(()),
         }
+    }
+
+    fn has_nulls(&self) -> bool {
+        self.groups().iter().any(|group| group.slides())
     }
 
     fn check_rows(&self) -> std::result::Result<(), String> {
@@ -74,7 +88,11 @@ impl Manager {
             if held * size < len {
                 return Err(format!("sequence {sequence}: {len} tokens in {held} blocks of {size}"));
             }
+            if u64::from(u32::MAX).div_ceil(size) < held {
+                return Err(format!("sequence {sequence}: {held} blocks of {size} are more than a sequence can fill"));
+            }
             self.check_family(sequence, row)?;
+            self.check_entries(sequence, row)?;
             if row.writable <= row.len {
                 continue; // nothing fits there
             }
@@ -86,6 +104,40 @@ impl Manager {
             let base = (i64::from(block.0) - i64::try_from(index).unwrap_or(i64::MAX)) * i64::from(self.block_size());
             if !self.pool(Tier::Device).is_exclusive(block) || row.slot_base != base {
                 return Err(format!("sequence {sequence}: block {block} is not its own to write"));
+            }
+        }
+        Ok(())
+    }
+
+    /// What a row's table, keys and counts say of each other.
+    fn check_entries(&self, sequence: SequenceId, row: &Row) -> std::result::Result<(), String> {
+        let Some(&group) = self.groups().get(usize::from(row.group)) else { return Ok(()) };
+        let (size, pool) = (self.block_size(), self.pool(row.tier));
+        let is_null = |block: BlockId| self.has_nulls() && block == NULL_BLOCK;
+        // A recurrent row also passes over states behind the first that it holds.
+        let nulls = if group == Group::Recurrent { group.unneeded(row.len, size) } else { row.slid as usize };
+        if let Some(at) = (nulls..row.table.len()).find(|&at| is_null(row.table[at])) {
+            return Err(format!("sequence {sequence} of {} tokens has no block at {at}", row.len));
+        }
+        let member = row.family.as_deref().is_none_or(|family| family.get(usize::from(row.group)) == Some(&sequence));
+        if !member || row.family.is_some() != (self.groups().len() > 1) {
+            return Err(format!("sequence {sequence} is not of its own family"));
+        }
+        if u64::from(row.published) * u64::from(size) > u64::from(row.len) {
+            return Err(format!("sequence {sequence}: {} blocks published of {} tokens", row.published, row.len));
+        }
+        let filled = row.len.div_ceil(size) as usize;
+        if let Some(block) = row.table.iter().skip(filled).find(|&&block| pool.is_published(block)) {
+            return Err(format!("sequence {sequence} has no tokens in block {block}, which is published"));
+        }
+        let first = row.family.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
+        let Some(keys) = &self.rows().at(first).keys else { return Ok(()) };
+        if first != sequence && row.keys.is_some() {
+            return Err(format!("sequence {sequence} has keys, which are for the first group to have"));
+        }
+        for (at, (&block, key)) in row.table.iter().zip(&keys.keys).enumerate() {
+            if pool.key(block).is_some_and(|found| found != key.of_group(row.group)) {
+                return Err(format!("sequence {sequence} has block {block} at {at}, published under another key"));
             }
         }
         Ok(())

@@ -10,7 +10,7 @@ use crate::memory;
 use crate::pool::Pool;
 use crate::snapshot::MAX_COUNT;
 use serde::{Deserialize, Serialize};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 /// Most events that may be asked to wait: they take about 2 GB.
 pub const MAX_EVENTS: usize = 1 << 24;
@@ -294,15 +294,49 @@ impl Events {
         }
         for pool in pools.iter().filter(|pool| pool.is_caching()) {
             let keys = &self.keys[pool.tier().index()];
-            if keys.len() < pool.extent() || !pool.notes_removals() {
+            if keys.len() < pool.extent() || pool.noted_removals().is_none() {
                 return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), keys.len()));
             }
             let mut blocks = (0..).map(BlockId).zip(keys);
             if let Some((block, _)) = blocks.find(|(block, key)| pool.is_published(*block) && **key == NOTHING) {
                 return Some(format!("{} block {block} was published without an event", pool.tier()));
             }
+            if let Some(block) = self.untold(pool) {
+                return Some(format!("{} block {block} is not what the events that wait say", pool.tier()));
+            }
         }
         None
+    }
+
+    /// A block of which the last event that waits says something else than its pool.
+    fn untold(&self, pool: &Pool) -> Option<BlockId> {
+        let tier = pool.tier();
+        let removals = pool.noted_removals()?;
+        let mut last = HashMap::new();
+        // Whether the events that wait name all that is published.
+        let mut all = self.ring.first() == 0 && removals.first() == 0;
+        // Where a pool has dropped removals, they leave no room for the events before.
+        let waiting = self.ring.items.iter().filter(|_| removals.first() == 0);
+        for event in waiting {
+            match *event {
+                Event::Stored { key, parent, tier: of, block, lora_id, group, .. } if of == tier => {
+                    last.insert(block, Some(Told { key, parent, lora_id, group }));
+                }
+                Event::Removed { tier: of, block, .. } if of == tier => {
+                    last.insert(block, None);
+                }
+                Event::Cleared { tier: of } if of == tier => {
+                    last.clear();
+                    all = true;
+                }
+                _ => {}
+            }
+        }
+        last.extend(removals.items.iter().map(|removal| (removal.block, None)));
+        let found = |block| pool.is_published(block).then(|| self.told(tier, block));
+        let published = (0..).map(BlockId).take(pool.extent()).filter(|&block| pool.is_published(block));
+        let missing = published.into_iter().find(|block| all && !last.contains_key(block));
+        last.iter().find(|&(&block, told)| found(block) != *told).map(|(&block, _)| block).or(missing)
     }
 
     /// What a snapshot keeps.
@@ -322,7 +356,7 @@ impl Events {
     pub(crate) fn restore(image: EventsImage, pools: &mut [Pool; 3]) -> std::result::Result<Self, String> {
         let EventsImage { capacity, next, taken, waiting, keys } = image;
         let mut events = Self::new(capacity, pools).map_err(|error| error.to_string())?;
-        if waiting.len() > capacity || next > MAX_COUNT || taken > next.saturating_sub(waiting.len() as u64) {
+        if waiting.len() > capacity || next > MAX_COUNT || taken.saturating_add(waiting.len() as u64) > next {
             return Err(format!("{} of {next} events wait, {taken} were taken", waiting.len()));
         }
         for (tier, block, key) in keys {

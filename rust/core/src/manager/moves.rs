@@ -298,7 +298,7 @@ impl Manager {
         }
         self.find_rows(&mut landed);
         for landed in landed {
-            debug_assert_eq!(landed.rows.len(), landed.refs, "references that no table has");
+            // In the books of a snapshot whose keys were forged a block may be at different places of tables.
             if landed.rows.len() == landed.refs {
                 self.finish_move(&landed);
                 self.moved.done += 1;

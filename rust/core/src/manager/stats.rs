@@ -3,6 +3,7 @@
 use super::{Manager, MoveStats, PrefixStats};
 use crate::decision::Kind;
 use crate::id::Tier;
+use crate::table::Row;
 
 /// Use of one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,6 +53,40 @@ impl Stats {
 }
 
 impl Manager {
+    /// What does not hold of the counters.
+    pub(crate) fn check_stats(&self) -> Result<(), String> {
+        if self.stats.holds(self.block_size) {
+            return Ok(());
+        }
+        let PrefixStats { blocks, hit_blocks, tokens, hit_tokens, .. } = self.stats;
+        Err(format!("{hit_blocks} of {blocks} blocks and {hit_tokens} of {tokens} tokens were found"))
+    }
+
+    /// What does not hold of the tiers together: which of them are caches, and who has quotas.
+    pub(crate) fn check_settings(&self) -> Result<(), String> {
+        let [device, host, external] = &self.pools;
+        if external.is_caching()
+            || host.is_caching() != self.host_cache.is_some()
+            || (host.is_caching() || self.groups.cross()) && host.is_caching() != device.is_caching()
+        {
+            return Err("a tier is a cache that cannot be one".to_owned());
+        }
+        let least = usize::from(self.groups.slide()) + 1;
+        if device.len() < least || host.resized() || external.resized() {
+            return Err(format!("{} device blocks, at least {least}, and a tier of another size", device.len()));
+        }
+        let quotas = self.tenants.all().iter().map(|(_, quota)| *quota);
+        if !quotas.eq(device.quotas()) || !host.quotas().is_empty() {
+            return Err(format!("{} tenants have quotas of {:?}", self.tenants.all().len(), device.quotas()));
+        }
+        let tenants = self.tenants.all().len();
+        let stray = |row: &Row| row.keys.as_ref().is_some_and(|keys| usize::from(keys.tenant) > tenants);
+        match self.rows.iter().find(|(_, row)| stray(row)) {
+            Some((sequence, _)) => Err(format!("sequence {sequence} is of a tenant beyond {tenants}")),
+            None => Ok(()),
+        }
+    }
+
     /// All counters; counts the leases, so once a step rather than once a call.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -95,6 +130,17 @@ impl PrefixStats {
     #[must_use]
     pub fn missed_tokens(&self) -> u64 {
         self.tokens - self.hit_tokens
+    }
+
+    /// Every prompt's blocks are whole, and so are those found of it.
+    fn holds(&self, block_size: u32) -> bool {
+        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
+        let size = u128::from(block_size);
+        hit_blocks <= blocks
+            && loaded <= hit_blocks
+            && u128::from(blocks) * size <= u128::from(tokens)
+            && u128::from(hit_blocks) * size == u128::from(hit_tokens)
+            && (prompts > 0 || tokens == 0)
     }
 
     pub(super) fn counters(&self) -> [u64; 7] {

@@ -83,9 +83,9 @@ impl Pool {
         self.removals.as_deref_mut()
     }
 
-    /// Whether removals are noted.
-    pub(crate) fn notes_removals(&self) -> bool {
-        self.removals.is_some()
+    /// As [`Pool::removals`], to be looked at.
+    pub(crate) fn noted_removals(&self) -> Option<&Removals> {
+        self.removals.as_deref()
     }
 
     /// Notes that a block is no longer findable.

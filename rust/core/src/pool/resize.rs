@@ -63,6 +63,11 @@ impl Pool {
         self.blocks.max(self.tail.end)
     }
 
+    /// Whether something is in use beyond the pool's end.
+    pub(crate) fn resized(&self) -> bool {
+        self.tail != Tail::default()
+    }
+
     /// Blocks that are referenced or leased, those beyond the end included.
     pub(crate) fn used(&self) -> usize {
         self.blocks - self.free.len() - self.evictable() + self.tail.live + self.tail.held

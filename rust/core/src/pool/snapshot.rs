@@ -97,21 +97,28 @@ impl Pool {
             (node.generation, node.refs) = (*generation, *refs);
         }
         if let Some(cache) = cache {
-            pool.restore_cache(cache, eviction)?;
+            pool.restore_cache(cache, eviction, blocks)?;
         }
         let idle =
             (0..).map(BlockId).take(pool.len()).filter(|&block| pool.is_idle(block) && !pool.is_published(block));
         pool.free = FreeBlocks::restore(free, pool.len(), idle).map_err(|what| format!("{tier} {what}"))?;
         pool.resize(blocks);
+        if pool.extent() < generations.len() {
+            return Err(format!("{tier}: nothing uses block {}, beyond the {blocks} there are", generations.len() - 1));
+        }
+        if pool.peak < pool.used() {
+            return Err(format!("{tier}: {} blocks are in use, {peak} were at most", pool.used()));
+        }
         Ok(pool)
     }
 
-    fn restore_cache(&mut self, image: CacheImage, eviction: Eviction) -> Contents<()> {
+    fn restore_cache(&mut self, image: CacheImage, eviction: Eviction, blocks: usize) -> Contents<()> {
         let CacheImage { keys, eviction: _, order, quotas, owners } = image;
         let (tier, total) = (self.tier, self.len());
         let known = |block: &BlockId| block.index() < total;
         for (block, key) in keys {
             if !known(&block)
+                || (block.index() >= blocks && self.is_idle(block))
                 || self.is_published(block)
                 || self.publish(block, Key::from_bytes(&key), 0) != Published::Now
             {
@@ -144,9 +151,14 @@ impl Pool {
         Ok(())
     }
 
-    /// Links a block of a restored pool to its twin.
+    /// Whether a restored pool has a block of that id.
+    pub(crate) fn is_known(&self, block: BlockId) -> bool {
+        block.index() < self.extent()
+    }
+
+    /// Links a block of a restored pool to its twin, which is known.
     pub(crate) fn restore_twin(&mut self, block: BlockId, twin: Twin) -> Contents<()> {
-        if block.index() >= self.extent() || self.twin(block).is_some() {
+        if !self.is_known(block) || twin.0 == self.tier || self.twin(block).is_some() {
             return Err(format!("{} block {block} is linked twice, or not there", self.tier));
         }
         self.set_twin(block, Some(twin));

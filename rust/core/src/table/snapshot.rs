@@ -185,8 +185,9 @@ impl KeysImage {
         let frames =
             frames_before_extras(keys.len(), block_size).saturating_add(surplus.last().map_or(0, |last| last.1));
         let chain = Chain::resume(Key::from_bytes(&state), frames);
-        let keys = keys.iter().map(Key::from_bytes).collect();
-        let last = last.map(LastImage::restore).transpose()?;
+        let keys: Vec<_> = keys.iter().map(Key::from_bytes).collect();
+        let before = keys.iter().nth_back(1).copied();
+        let last = last.map(|last| last.restore(before, &chain)).transpose()?;
         Ok(RowKeys { chain, keys, pending, lora_id, tenant, surplus, last })
     }
 }
@@ -199,11 +200,15 @@ impl LastBlock {
 }
 
 impl LastImage {
-    fn restore(self) -> Contents<LastBlock> {
+    /// The last block of a chain, which follows the one of that key: its tokens lead from there to the chain's end.
+    fn restore(self, key: Option<Key>, end: &Chain) -> Contents<LastBlock> {
         let Self { state, frames, tokens } = self;
-        if tokens.contains(&RESERVED_TOKEN) {
-            return Err(format!("a block with token {RESERVED_TOKEN}"));
+        let before = Chain::resume(Key::from_bytes(&state), frames);
+        let mut chain = before;
+        let led = chain.block(&tokens, &[]).is_ok_and(|_| chain == *end);
+        if !led || key.is_some_and(|key| key != before.key()) {
+            return Err("a last block of other tokens than its key's".to_owned());
         }
-        Ok(LastBlock { before: Chain::resume(Key::from_bytes(&state), frames), tokens })
+        Ok(LastBlock { before, tokens })
     }
 }

@@ -1,0 +1,14 @@
+//! Forged snapshots and decisions, as in the test of that name, with bytes that libFuzzer chooses: `make fuzz`.
+#![no_main]
+
+#[expect(dead_code, unused_imports, reason = "the test's own part is not used")]
+#[path = "../../tests/forged.rs"]
+mod forged;
+
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| match data {
+    [0, bytes @ ..] => forged::run_decision(bytes),
+    [_, bytes @ ..] => forged::run(bytes),
+    [] => {}
+});
