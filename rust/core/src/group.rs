@@ -6,6 +6,7 @@
 use crate::error::{Error, Result};
 use crate::id::BlockId;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// Stands in block tables for what is no longer needed.
 pub const NULL_BLOCK: BlockId = BlockId(0);
@@ -56,13 +57,17 @@ impl Group {
         usize::try_from(last).unwrap_or(usize::MAX).saturating_sub(held)
     }
 
-    /// Blocks at the start of a table of `held` blocks of which some are left without the state after their last token when
-    /// `count` tokens are put after `len`; 0 if none are.
+    /// Entries of a table of `held` blocks that stay without a state when `count` tokens are put after `len`: those between
+    /// the block of the token before and that of the last one. If this step has `begun` the block of the token before, no
+    /// step writes the state there either.
     #[inline]
-    pub(crate) fn passed_over(self, len: u32, count: u32, held: usize, block_size: u32) -> u32 {
-        let last = len.saturating_add(count).saturating_sub(1) / block_size;
-        let passes = self == Self::Recurrent && last > len / block_size && held > (len / block_size) as usize;
-        if passes { last } else { 0 }
+    pub(crate) fn passed_over(self, len: u32, count: u32, held: usize, begun: bool, block_size: u32) -> Range<usize> {
+        if self != Self::Recurrent || count == 0 {
+            return 0..0;
+        }
+        let first = (len.div_ceil(block_size) as usize).saturating_sub(usize::from(begun));
+        let last = (u64::from(len) + u64::from(count) - 1) / u64::from(block_size);
+        first..usize::try_from(last).unwrap_or(usize::MAX).min(held).max(first)
     }
 
     /// Most blocks that a sequence of `tokens` and `lookahead` holds at once if at most `chunk` tokens are put in at a time.
@@ -164,6 +169,16 @@ mod tests {
         assert_eq!(Group::Recurrent.skipped(0, 9, 0, 4), 2);
         assert_eq!(Group::Recurrent.skipped(9, 3, 3, 4), 0);
         assert_eq!((Group::Recurrent.skipped(8, 0, 2, 4), Group::Full.skipped(0, 9, 0, 4)), (0, 0));
+    }
+
+    #[test]
+    fn a_state_between_the_first_and_the_last_block_of_a_step_is_passed_over() {
+        let passed = |len, count, held, begun| Group::Recurrent.passed_over(len, count, held, begun, 4);
+        // The block of the token before keeps its state, unless this step has begun it.
+        assert_eq!((passed(4, 5, 1, false), passed(4, 5, 1, true), passed(6, 3, 2, true)), (1..1, 0..1, 1..2));
+        // Blocks of an earlier lookahead, and the block of the last token.
+        assert_eq!((passed(3, 9, 4, false), passed(5, 2, 2, true), passed(0, 9, 1, false)), (1..2, 1..1, 0..1));
+        assert_eq!((passed(4, 0, 3, true), Group::Full.passed_over(4, 9, 3, true, 4)), (0..0, 0..0));
     }
 
     #[test]

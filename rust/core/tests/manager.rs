@@ -69,6 +69,8 @@ pub(crate) struct World {
     dirty: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
     pending: Vec<(i64, u64)>,
+    /// Where the slots end that sequences got beyond their tokens in this step: drafts are written there when it runs.
+    drafts: BTreeMap<SequenceId, u32>,
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     /// A batch object and the block table that it keeps.
     batch: DecodeBatch,
@@ -111,6 +113,7 @@ impl World {
             encoded: BTreeMap::new(),
             dirty: vec![],
             pending: vec![],
+            drafts: BTreeMap::new(),
             tickets: BTreeMap::new(),
             batch: DecodeBatch::new(),
             table: vec![-1; ROWS * COLUMNS],
@@ -302,7 +305,7 @@ impl World {
             Ok(()) => {
                 let taken = before.saturating_sub(self.manager.pool(Tier::Device).available());
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
-                self.appended(sequences, tokens, known, &slots);
+                self.appended(sequences, (tokens, lookahead), known, &slots);
             }
             Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
                 assert_eq!((Ok(asked), free), (wanted, before));
@@ -373,6 +376,12 @@ impl World {
                 let can = self.manager.can_fetch(&s, 0).unwrap();
                 let result = self.manager.fetch(&s, if host { Tier::Host } else { Tier::Device });
                 assert!(host || can != AllocStatus::Ok || result.is_ok(), "{result:?}");
+            }
+            Op::AppendTwice { pick, tokens, lookahead } => {
+                let sequence = self.pick(pick, 1);
+                for tokens in tokens {
+                    self.append(&sequence, tokens, lookahead);
+                }
             }
             Op::Step(lost) => self.step(lost),
             Op::End(n) => self.nth_ticket(n).into_iter().for_each(|t| self.end(t)),

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::LeaseKind;
 use crate::table::Row;
+use std::ops::Range;
 
 /// Tokens to append to each sequence of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -91,7 +92,8 @@ impl Manager {
     ///
     /// What falls out of a window is given back: tokens appended in earlier steps are computed before these.
     /// A shared block that would be written is copied first, by a copy of this step. `lookahead` more slots a sequence
-    /// get blocks, but no tokens.
+    /// get blocks of its own, which drafts may be written to, but no tokens. Of a recurrent group the step writes the state
+    /// after its last token alone: blocks of tokens that an earlier call of the step put in become null blocks.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch; a sequence is unknown, named twice, not on the device, still
@@ -189,6 +191,9 @@ impl Manager {
                     if row.written != self.tickets.open() {
                         self.slide(sequence, row.len);
                     }
+                    if self.is_recurrent(sequence) {
+                        self.pass(sequence, batch.counts.at(index));
+                    }
                 }
             }
             self.append_checked(batch, work, new, &mut blocks)
@@ -235,8 +240,9 @@ impl Manager {
             self.step.reuses_drained |= take(&mut self.pools, Tier::Device, new, blocks);
             if work.ended == work.slow.len() {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
-                if self.pools[0].follows_places() {
+                if self.groups.slide() || self.pools[0].follows_places() {
                     for &Slow { index, .. } in &work.slow {
+                        self.note_begun(batch.sequences[index], 0, 1);
                         self.note_new_blocks(batch.sequences[index], 1);
                     }
                 }
@@ -256,12 +262,11 @@ impl Manager {
                     fresh.next();
                     next_block(row, *block, size, open);
                     *slot = i64::from(block.0) * i64::from(size);
+                    self.note_begun(sequence, 0, 1);
                 }
                 (slots, _) => self.grow(sequence, count, batch.lookahead, slots, &mut fresh)?,
             }
-            if self.pools[0].follows_places() {
-                self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
-            }
+            self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.at_mut(sequence);
                 let shown = batch.shown.as_deref_mut().map_or(&mut row.shown, |shown| &mut shown[index]);
@@ -273,9 +278,11 @@ impl Manager {
 
     /// Notes whose a row's last blocks are.
     fn note_new_blocks(&mut self, sequence: SequenceId, count: usize) {
-        let table = &self.rows.at(sequence).table;
-        let from = table.len() - count;
-        self.pools[0].note_owner(sequence.row(), from, &table[from..]);
+        if self.pools[0].follows_places() {
+            let table = &self.rows.at(sequence).table;
+            let from = table.len() - count;
+            self.pools[0].note_owner(sequence.row(), from, &table[from..]);
+        }
     }
 
     /// Takes back what the first pass has done to the rows before `passed`.
@@ -301,13 +308,20 @@ impl Manager {
         if end > u64::from(u32::MAX) {
             return Err(invalid("length with lookahead", i128::from(end), format!("at most {}", u32::MAX)));
         }
-        for i in self.written_blocks(row.len, count, row.table.len()) {
+        let (passed, unwritten) = (self.passed_over(sequence, count), row.written == self.tickets.open());
+        for i in self.written_blocks(row, count, lookahead) {
             if !self.pools[0].is_exclusive(row.table[i]) {
-                if row.written == self.tickets.open() {
+                if unwritten {
                     return Err(Error::Unwritten { sequence });
                 }
-                shared.push(row.table[i]);
+                if !passed.contains(&i) {
+                    shared.push(row.table[i]);
+                }
             }
+        }
+        // Others wait for a state that would be passed over now.
+        if unwritten && passed.start < passed.end && self.pools[0].refs(row.table[passed.start]) > 1 {
+            return Err(Error::Unwritten { sequence });
         }
         let held = row.table.len();
         let entries = blocks_for(end, self.block_size).saturating_sub(held);
@@ -337,11 +351,14 @@ impl Manager {
         Ok(copies)
     }
 
-    /// Table entries that exist and that appending `count` tokens writes.
-    fn written_blocks(&self, len: u32, count: u32, blocks: usize) -> std::ops::Range<usize> {
-        let first = (len / self.block_size) as usize;
-        let end = if count == 0 { first } else { blocks_for(u64::from(len) + u64::from(count), self.block_size) };
-        first..end.min(blocks).max(first)
+    /// Table entries that exist and that are written after so many tokens and slots beyond them have been appended.
+    fn written_blocks(&self, row: &Row, count: u32, lookahead: u32) -> Range<usize> {
+        let first = (row.len / self.block_size) as usize;
+        let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
+        if end == u64::from(row.len) {
+            return first..first;
+        }
+        first..blocks_for(end, self.block_size).min(row.table.len()).max(first)
     }
 
     /// Appends to one row what [`Manager::need`] has found to fit; `fresh` are blocks taken for it and rows after it.
@@ -355,8 +372,11 @@ impl Manager {
     ) -> Result<()> {
         let row = self.rows.at(sequence);
         let (len, blocks) = (row.len, row.table.len());
-        for i in self.written_blocks(len, count, blocks) {
+        for i in self.written_blocks(row, count, lookahead) {
             let block = self.rows.at(sequence).table[i];
+            if self.is_null(block) {
+                continue; // passed over
+            }
             if self.pools[0].is_exclusive(block) {
                 self.pools[0].note_written(block);
                 self.step.reuses_drained |= self.pools[0].is_drained(block);
@@ -386,9 +406,8 @@ impl Manager {
                 }
             });
         }
-        let group = self.groups.get(self.rows.at(sequence).group);
+        self.note_begun(sequence, len, count);
         let row = self.rows.at_mut(sequence);
-        row.published = row.published.max(group.passed_over(len, count, blocks, size));
         write_slots(row, len, size, slots);
         row.len = len + count;
         row.written = open;

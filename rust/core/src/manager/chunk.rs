@@ -29,7 +29,7 @@ impl Manager {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Counts, Group, KeySpec, Manager, Policies, Prompt};
+    use crate::{Config, Counts, Error, Group, KeySpec, Manager, Policies, Prompt};
 
     fn manager(groups: &[Group]) -> Manager {
         let config = Config { block_size: 4, blocks: [32, 0, 0], watermark: 0.0, prefix_caching: true };
@@ -104,6 +104,66 @@ mod tests {
             manager.mark_computed(&[sequence]).unwrap();
             assert_eq!(manager.cached_tokens(&prompt).unwrap(), 0, "swapped {swapped}");
         }
+    }
+
+    /// Lengths that are cached after chunks of some numbers of tokens, those of each step together, and the last table.
+    fn published(steps: &[&[u32]], groups: &[Group], lookahead: u32) -> (Vec<u32>, Vec<u32>) {
+        let (mut manager, tokens) = (manager(groups), (0..40).collect::<Vec<u32>>());
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        let mut out = Vec::new();
+        manager.allocate_chunks(&[prompt], steps[0][0], &mut out).unwrap();
+        let sequence = out[0].0;
+        assert_eq!(manager.num_tokens(sequence), Ok(steps[0][0]));
+        for (i, chunks) in steps.iter().enumerate() {
+            for &chunk in &chunks[usize::from(i == 0)..] {
+                let mut slots = vec![0; chunk as usize * groups.len()];
+                manager.append(&[sequence], Counts::All(chunk), lookahead, &mut slots).unwrap();
+                manager.check().unwrap();
+            }
+            let ticket = manager.take_decision().ticket;
+            manager.complete(ticket).unwrap();
+            manager.mark_computed(&[sequence]).unwrap();
+        }
+        let last = manager.table_of(sequence, groups.len() - 1).unwrap();
+        let used = manager.block_table(last).unwrap().iter().map(|block| block.0.min(1)).collect();
+        let cached = (1..=10).map(|blocks| {
+            let more = [&tokens[..blocks * 4], &[99]].concat();
+            manager.cached_tokens(&Prompt { tokens: &more, ..prompt }).unwrap()
+        });
+        (cached.collect(), used)
+    }
+
+    #[test]
+    fn chunks_put_in_within_one_step_publish_what_one_chunk_would() {
+        for groups in [&[Group::Recurrent][..], &[Group::Full, Group::Recurrent]] {
+            for (apart, whole) in [
+                (&[&[4, 4][..]][..], &[&[8][..]][..]),
+                (&[&[4, 4, 4, 12]], &[&[24]]),
+                (&[&[4], &[4, 8, 1, 7]], &[&[4], &[20]]),
+                (&[&[4], &[1], &[2, 3, 2, 4]], &[&[4], &[1], &[11]]),
+                (&[&[8], &[2], &[2, 4]], &[&[8], &[2], &[6]]),
+            ] {
+                assert_eq!(published(apart, groups, 0), published(whole, groups, 0), "{apart:?}");
+                assert_eq!(published(apart, groups, 7).0, published(whole, groups, 0).0, "{apart:?} with lookahead");
+            }
+        }
+        // The state that an earlier step wrote is kept, also behind slots of a lookahead.
+        assert_eq!(published(&[&[4], &[4, 4]], &[Group::Recurrent], 9).0[..4], [4, 4, 12, 12]);
+    }
+
+    #[test]
+    fn a_state_that_another_sequence_waits_for_is_not_passed_over() {
+        let (mut manager, mut out) = (manager(&[Group::Recurrent]), Vec::new());
+        manager.allocate(&[4], &mut out).unwrap();
+        let parent = out[0];
+        let child = manager.fork_prefix(parent, 4, 6).unwrap();
+        let append = |manager: &mut Manager| manager.append(&[parent], Counts::All(1), 0, &mut [0]);
+        assert_eq!(append(&mut manager), Err(Error::Unwritten { sequence: parent }));
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        append(&mut manager).unwrap();
+        manager.check().unwrap();
+        manager.free(&[parent, child]).unwrap();
     }
 
     #[test]

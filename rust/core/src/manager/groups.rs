@@ -1,12 +1,13 @@
 //! Sequences with a block table in each cache group. Each table is a row of its own; the first group's row stands for the
 //! sequence, and the handles that callers have are its.
 
-use super::{AllocStatus, Counts, Manager, blocks_for, inherit, invalid, take};
+use super::{AllocStatus, Counts, Manager, blocks_for, inherit, invalid, release_all, take};
 use crate::error::{Error, Result};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
 use crate::table::{Row, RowKeys};
+use std::ops::Range;
 
 /// What a new sequence is going to need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -224,6 +225,7 @@ impl Manager {
         row.written = open;
         row.group = group;
         row.slid = u32::try_from(slid).unwrap_or(u32::MAX);
+        self.note_begun(sequence, held, tokens - held);
         sequence
     }
 
@@ -345,6 +347,53 @@ impl Manager {
         self.pools[0].share(NULL_BLOCK, u32::try_from(count).unwrap_or(u32::MAX));
         let row = self.rows.at_mut(sequence);
         row.table.extend_with(|table| table.resize(table.len() + count, NULL_BLOCK));
+    }
+
+    /// Whether a row holds states.
+    #[inline]
+    pub(super) fn is_recurrent(&self, sequence: SequenceId) -> bool {
+        self.groups.slide() && self.groups.get(self.rows.at(sequence).group) == Group::Recurrent
+    }
+
+    /// Notes whether `count` tokens, put into a row of a recurrent group after the first `len`, begin a block.
+    #[inline]
+    pub(super) fn note_begun(&mut self, sequence: SequenceId, len: u32, count: u32) {
+        let end = u64::from(len) + u64::from(count);
+        if self.is_recurrent(sequence)
+            && count > 0
+            && (end - 1) / u64::from(self.block_size) >= u64::from(len.div_ceil(self.block_size))
+        {
+            self.step.begun.insert(sequence);
+        }
+    }
+
+    /// Entries of a row that are left without a state when `count` tokens are put in.
+    #[inline]
+    pub(super) fn passed_over(&self, sequence: SequenceId, count: u32) -> Range<usize> {
+        if !self.is_recurrent(sequence) {
+            return 0..0;
+        }
+        let (row, begun) = (self.rows.at(sequence), self.step.begun.contains(&sequence));
+        Group::Recurrent.passed_over(row.len, count, row.table.len(), begun, self.block_size)
+    }
+
+    /// Gives up the blocks of a row that are left without a state when `count` tokens are put in.
+    pub(super) fn pass(&mut self, sequence: SequenceId, count: u32) {
+        let (open, size) = (self.tickets.open(), u64::from(self.block_size));
+        let passed = self.passed_over(sequence, count);
+        let begun = self.step.begun.contains(&sequence);
+        let row = self.rows.at_mut(sequence);
+        let len = u64::from(row.len);
+        let leaves = len > 0 && (len + u64::from(count) - 1) / size > (len - 1) / size;
+        // A state that an earlier step wrote in the middle of a block stays there, and is not that of its last token.
+        if leaves && !begun && (len % size > 0 || row.written == open) {
+            row.published = row.published.max(row.len.div_ceil(self.block_size));
+        }
+        if !passed.is_empty() {
+            let gone = row.table.blank(passed.start, passed.end, NULL_BLOCK);
+            self.pools[0].share(NULL_BLOCK, u32::try_from(gone.len()).unwrap_or(u32::MAX));
+            release_all(&mut self.pools, Tier::Device, &gone);
+        }
     }
 
     /// Whether a table's entry is empty.

@@ -88,6 +88,8 @@ struct OpenStep {
     transfers: Vec<(Kind, Pairs)>,
     /// Shared destinations written by this step, which later sequences of the step may share.
     fresh: HashSet<Twin>,
+    /// Rows of recurrent groups that began the block of their last token in this step: the state there is yet to be written.
+    begun: HashSet<SequenceId>,
     /// Device blocks that an unfinished ticket still reads have been given to this step's writes.
     reuses_drained: bool,
 }
@@ -290,6 +292,7 @@ impl Manager {
     }
 
     fn fork_row(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
+        let begun = self.step.begun.contains(&sequence);
         let row = self.rows.at_mut(sequence);
         row.writable = 0;
         let parent = row.clone();
@@ -302,6 +305,7 @@ impl Manager {
             inherit(row, &parent, parent.len, parent.written);
             (row.published, row.priority) = (parent.published, parent.priority);
             row.keys.clone_from(&parent.keys);
+            self.step.begun.extend(begun.then_some(child));
             out.push(child);
         }
     }

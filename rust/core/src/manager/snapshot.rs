@@ -80,8 +80,8 @@ impl Manager {
             planner: _,
             work: _,
         } = &*self;
-        // The others are empty, as there are no transfers.
-        let OpenStep { transfers: _, fresh: _, reuses_drained } = step;
+        // There are no transfers; a state that this step has begun is not cached then.
+        let OpenStep { transfers: _, fresh: _, begun: _, reuses_drained } = step;
         let mut twins = Vec::new();
         for pool in pools {
             for block in (0..).map(BlockId).take(pool.extent()) {

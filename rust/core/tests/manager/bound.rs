@@ -36,10 +36,21 @@ impl World {
     }
 
     /// Notes what a successful append has to be written to its slots.
-    pub(crate) fn appended(&mut self, sequences: &[SequenceId], tokens: u32, known: bool, slots: &[i64]) {
+    pub(crate) fn appended(
+        &mut self,
+        sequences: &[SequenceId],
+        (tokens, lookahead): (u32, u32),
+        known: bool,
+        slots: &[i64],
+    ) {
         self.dirty.extend(sequences);
-        if tokens > 0 {
-            self.computed.extend(sequences.iter().map(|s| (*s, self.truth[s].len() as u32)));
+        for sequence in sequences {
+            let len = self.truth[sequence].len() as u32;
+            self.drafts.insert(*sequence, len + tokens + lookahead);
+            // Several appends of one step are computed at once.
+            if tokens > 0 && !self.computed.iter().any(|(s, _)| s == sequence) {
+                self.computed.push((*sequence, len));
+            }
         }
         for (i, sequence) in sequences.iter().enumerate() {
             let next = self.next_ids(*sequence, tokens);
@@ -118,7 +129,7 @@ impl World {
                 let parts = slots.chunks_exact(total + 1);
                 let slots: Vec<i64> = parts.flat_map(|part| part.strip_suffix(&[-1]).unwrap().to_vec()).collect();
                 assert!(before.0.saturating_sub(self.manager.pool(Tier::Device).available()) <= wanted.unwrap());
-                self.appended(&sequences, tokens, false, &slots);
+                self.appended(&sequences, (tokens, lookahead), false, &slots);
                 for group in 0..groups {
                     let rows: Vec<_> = sequences.iter().map(|&s| self.manager.table_of(s, group).unwrap()).collect();
                     let mut expected = vec![0; rows.len() * COLUMNS];

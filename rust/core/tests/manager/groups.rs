@@ -50,10 +50,11 @@ impl World {
         usize::from(self.groups.iter().any(|group| slides(&group)) && !self.manager.pool(tier).is_empty())
     }
 
-    /// Notes what the tokens of one append write: of a recurrent group the last one's state alone.
+    /// Notes what tokens write. A recurrent group writes one state a step, when that runs.
     pub(crate) fn place(&mut self, group: Group, slots: &[i64], content: &[u64]) {
-        let first = if group == Group::Recurrent { slots.len().saturating_sub(1) } else { 0 };
-        self.pending.extend(slots[first..].iter().copied().zip(content[first..].iter().copied()));
+        if group != Group::Recurrent {
+            self.pending.extend(slots.iter().copied().zip(content.iter().copied()));
+        }
     }
 
     /// Writes the tokens of a new sequence from `first` on in all groups, its encoder's too.

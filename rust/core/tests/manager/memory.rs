@@ -9,6 +9,9 @@ use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, TicketId, T
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+/// What drafts write.
+const DRAFT: u64 = u64::MAX - 1;
+
 /// One pair on its way.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transfer {
@@ -98,6 +101,7 @@ impl World {
         for (&slot, &token) in pending.iter().filter(|(slot, _)| !owned.contains(slot)) {
             self.write_slot(slot, token);
         }
+        self.draft();
         for &(sequence, first) in &computed {
             let garbage = !self.finds(sequence, first..first);
             for slot in self.slots_from(sequence, first) {
@@ -105,10 +109,33 @@ impl World {
                     self.write_slot(slot, if garbage { GARBAGE[0] } else { token });
                 }
             }
+            for (slot, state) in self.states(sequence) {
+                self.write_slot(slot, if garbage { GARBAGE[0] } else { state });
+            }
         }
         for (sequence, first) in computed.into_iter().filter(|_| sound) {
             self.read(sequence, first);
         }
+    }
+
+    /// Writes drafts to the slots beyond the tokens, which nobody is to read.
+    fn draft(&mut self) {
+        for (sequence, end) in std::mem::take(&mut self.drafts) {
+            let Some(len) = self.truth.get(&sequence).map(Vec::len) else { continue };
+            for slot in
+                self.growing().flat_map(|(number, _)| self.slots(sequence, number, len as u32..end)).collect::<Vec<_>>()
+            {
+                self.write_slot(slot, DRAFT);
+            }
+        }
+    }
+
+    /// What a step writes of a sequence's recurrent groups: the states after its last token.
+    fn states(&self, sequence: SequenceId) -> Vec<(i64, u64)> {
+        let len = self.truth[&sequence].len() as u32;
+        let Some(&state) = self.truth[&sequence].last() else { return vec![] };
+        let recurrent = self.growing().filter(|&(_, group)| group == Group::Recurrent);
+        recurrent.flat_map(|(number, _)| self.slots(sequence, number, len - 1..len)).map(|slot| (slot, state)).collect()
     }
 
     fn write_slot(&mut self, slot: i64, token: u64) {
@@ -120,14 +147,15 @@ impl World {
 
     /// Slots of a sequence's tokens from `first` on, of all groups.
     fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<i64> {
-        let mut slots = Vec::new();
-        for (number, _) in self.growing() {
-            let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
-            let tokens = first..self.truth[&sequence].len() as u32;
-            let slot = |i| i64::from(table[(i / BLOCK) as usize].0) * i64::from(BLOCK) + i64::from(i % BLOCK);
-            slots.extend(tokens.map(slot));
-        }
-        slots
+        let tokens = first..self.truth[&sequence].len() as u32;
+        self.growing().flat_map(|(number, _)| self.slots(sequence, number, tokens.clone())).collect()
+    }
+
+    /// Slots of some positions in one group.
+    fn slots(&self, sequence: SequenceId, number: usize, positions: Range<u32>) -> Vec<i64> {
+        let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+        let slot = |i| i64::from(table[(i / BLOCK) as usize].0) * i64::from(BLOCK) + i64::from(i % BLOCK);
+        positions.map(slot).collect()
     }
 
     /// Whether every group finds what computing the tokens of a range takes.

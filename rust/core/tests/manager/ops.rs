@@ -47,6 +47,12 @@ pub(crate) enum Op {
         tokens: u32,
         lookahead: u32,
     },
+    /// Chunks of one sequence in one step.
+    AppendTwice {
+        pick: usize,
+        tokens: [u32; 2],
+        lookahead: u32,
+    },
     Bound(bound::Op),
     Keep(keep::Op),
     Moves(moves::Op),
@@ -83,6 +89,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
         8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
+        5 => (pick.clone(), [1u32..9, 1u32..9], prop_oneof![2 => Just(0), 1 => 1u32..6])
+            .prop_map(|(pick, tokens, lookahead)| Op::AppendTwice { pick, tokens, lookahead }),
         13 => bound::op().prop_map(Op::Bound),
         7 => keep::op().prop_map(Op::Keep),
         8 => moves::op().prop_map(Op::Moves),
