@@ -3,6 +3,7 @@
 #   make demo [ARGS="..."]         the main job: a model served from three tiers, compared token by token
 #   make test                      lint, Rust tests, Python tests; what CI runs
 #   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
+#   make test-asan                 the tests of copies and binding under AddressSanitizer
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device beside one large copy and a loop of single ones
 #       both with GPU_PYTHON=DIR/bin/python: with a wheel that is installed there, without Rust (CONTRIBUTING.md)
@@ -37,7 +38,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-gpu bench-gpu test-rust test-python fuzz lint fmt bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-gpu bench-gpu test-rust test-python fuzz lint fmt bench wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -79,8 +80,13 @@ test-python: dev
 
 test-all: lint
 	PROPTEST_CASES=4096 cargo test --workspace --locked --no-fail-fast
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -X dev -m pytest
+	$(MAKE) test-asan
 	$(MAKE) fuzz FUZZ_SECONDS=30
+
+# Memory errors of the copies and the binding; Python's own allocator checks the rest of the tests above (-X dev).
+test-asan: dev
+	tests/asan.sh
 
 # A carried wheel is taken as it is; else everything is built here.
 test-gpu bench-gpu: PYTHON_WITH_US = $(or $(GPU_PYTHON),$(BIN)/python)
