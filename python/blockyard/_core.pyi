@@ -415,6 +415,8 @@ class BlockManager:
             prompt finds them as if they were on the device; its step's decision loads them (`swap_in`), and they are
             published there once the ticket is completed. A load that fails loses its prompt and the copy's key.
         max_pinned: fraction of the device blocks that pins may hold, below 1.
+        max_open_tickets: above so many open tickets `take_decision` warns, once: a `complete` may be missing. A manager
+            that is restored has the default.
     Raises:
         InvalidArgumentError: a size or a fraction is out of range, a policy has another name, or events or host copies
             are asked for without prefix caching.
@@ -436,6 +438,7 @@ class BlockManager:
         groups: Sequence[CacheGroup] | None = None,
         host_prefix_cache: bool = False,
         max_pinned: float = 0.5,
+        max_open_tickets: int = 1000,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
@@ -788,7 +791,8 @@ class BlockManager:
             num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
             token_ids: ids of those tokens, uint32 `[tokens]`, for the prefix cache; a sequence that gets tokens
                 without ids is no longer published.
-            lookahead: slots beyond those tokens for which each sequence gets blocks too.
+            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too; drafts may be
+                written there.
             block_tables: int32 `[n or more, max_blocks]`, C-contiguous, kept by the caller from call to call: row i
                 belongs to sequence i. What has changed since the sequence's last such call is written, at its first
                 one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
@@ -863,7 +867,14 @@ class BlockManager:
             InvalidArgumentError: a handle is named twice.
         """
     def take_decision(self) -> StepDecision:
-        """End the step: the transfers decided since the last call, to be carried out, then completed or failed."""
+        """End the step: the transfers decided since the last call, to be carried out, then completed or failed.
+
+        Warns:
+            RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest. Where warnings are
+                errors, the step goes on and can be ended by the next call.
+        """
+    def open_tickets(self) -> tuple[int, ...]:
+        """Tickets that are neither completed nor failed, oldest first."""
     def complete(self, ticket: int) -> None:
         """End a ticket whose bytes have all landed.
 
@@ -978,7 +989,7 @@ class DecodeBatch:
 
         Args:
             num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
-            lookahead: slots beyond those tokens for which each sequence gets blocks too.
+            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too.
         Returns:
             The number of tokens; slots beyond them are left as they are.
         Raises:

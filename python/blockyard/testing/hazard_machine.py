@@ -21,6 +21,7 @@ from blockyard.scheduler import ScheduledSequence, Scheduler, Step
 from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.interfaces import Config
 from blockyard.testing.scheduler_machine import TIERS, ResizingSchedulerMachine, SchedulerMachine, draw_token
+from blockyard.testing.side_by_side import refuse_open
 from blockyard.testing.strategies import VOCABULARY, configs, requests
 from blockyard.tiers.base import ExternalStore
 from blockyard.transfer.elastic import ElasticCache
@@ -144,6 +145,7 @@ class HazardMachine(SchedulerMachine):
                 break
             self.step(when="never", pick=0, again=None)
         self.end_tickets()
+        refuse_open(self.manager)
         free = {tier: self.manager.num_free(tier) for tier in TIERS}
         blocks = {tier: self.manager.num_blocks(tier) for tier in TIERS}
         if self.live or free != blocks or self.manager.num_sequences or self.executor.num_in_flight:

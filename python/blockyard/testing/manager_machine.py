@@ -14,7 +14,7 @@ from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
 from blockyard.testing.model import ReferenceManager
-from blockyard.testing.side_by_side import SideBySide, Tracked, can_move, handles_of, move, same
+from blockyard.testing.side_by_side import SideBySide, Tracked, can_move, handles_of, move, refuse_open, same
 from blockyard.testing.simulation import LateMemory
 from blockyard.testing.strategies import configs
 
@@ -128,12 +128,24 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         same("slots", slots.tolist(), expected.tolist(), when=self.same_ids)
         same("number of slots", len(slots), sum(counts))
         rest = slots.tolist()
+        size = self.manager.block_size
         for sequence, n in zip(batch, counts, strict=True):
             tokens = self.fresh(n)
             self.pending += zip(rest[:n], tokens, strict=True)
             rest = rest[n:]
             sequence.tokens += tokens
             self.written.add(sequence.real)
+            # Drafts, which nobody is to read.
+            table, end = self.manager.block_table(sequence.real), len(sequence.tokens)
+            drafts = [int(table[i // size]) * size + i % size for i in range(end, end + lookahead)]
+            self.pending += zip(drafts, self.fresh(lookahead), strict=True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, counts=st.lists(st.integers(0, 6), min_size=2, max_size=3), lookahead=_lookahead)
+    def append_in_parts(self, pick: int, counts: list[int], lookahead: int) -> None:
+        """Append to one sequence several times within one step."""
+        for count in counts:
+            self.append([pick], count, lookahead, each=False)
 
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, dropped=st.integers(-1, 9))
@@ -316,6 +328,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
             return
         self.step(everyone=True, lost=[])
         self.settle(keep=0)
+        refuse_open(self.manager)
         self.books_agree()
         for sequence in self.sequences:
             if not sequence.lost:

@@ -173,7 +173,7 @@ class ReferenceManager:
             self._readable(handle)
             if row.length + count + lookahead > 0xFFFF_FFFF:
                 raise InvalidArgumentError(f"length with lookahead is {row.length + count + lookahead}")
-            written = [row.table[i] for i in self._written(row, count)]
+            written = [row.table[i] for i in self._written(row, count + lookahead)]
             shared = [block for block in written if self._books.refs(Block("device", block)) > 1]
             if shared and row.written == self._books.ticket:
                 raise SequenceStateError(f"sequence {handle} has tokens that this step is yet to write")
@@ -193,7 +193,7 @@ class ReferenceManager:
         slots: list[int] = []
         for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
             row = self._books.sequences[handle]
-            for i in self._written(row, count):
+            for i in self._written(row, count + lookahead):
                 block = Block("device", row.table[i])
                 if self._books.refs(block) > 1:
                     self._copy_on_write(row, i)
@@ -350,7 +350,7 @@ class ReferenceManager:
         return [row.table[i // size] * size + i % size for i in range(first, last)]
 
     def _written(self, row: Row, count: int) -> range:
-        """Table entries, of those there are, that the next `count` tokens are written to."""
+        """Table entries, of those there are, that the next `count` tokens and drafts are written to."""
         first = row.length // self.block_size
         return range(first, min(self._books.count(row.length + count), len(row.table)) if count else first)
 

@@ -14,6 +14,7 @@ from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.request import Finished, Request
 from blockyard.scheduler import ScheduledSequence, Scheduler, Step
 from blockyard.testing.interfaces import Config, SchedulerLike, TierName
+from blockyard.testing.side_by_side import refuse_open
 from blockyard.testing.simulation import SimulatedMemory
 from blockyard.testing.strategies import VOCABULARY, configs, requests
 
@@ -157,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             raise AssertionError(
                 f"{len(self.live)} requests are left, {self.scheduler.num_unfinished} in the scheduler"
             )
+        refuse_open(self.manager)
         for tier in TIERS:
             free, blocks = self.manager.num_free(tier), self.manager.num_blocks(tier)
             if free != blocks or self.manager.num_sequences:

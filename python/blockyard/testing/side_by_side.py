@@ -192,3 +192,10 @@ def same(what: str, found: object, expected: object, *, when: bool = True) -> No
     """Fail unless two values are equal."""
     if when and found != expected:
         raise AssertionError(f"{what}: found {found}, expected {expected}")
+
+
+def refuse_open(manager: object) -> None:
+    """Fail if a manager has open tickets at the end; managers that do not tell which they have are not asked."""
+    tell = getattr(manager, "open_tickets", tuple)
+    if left := tuple(tell()):
+        raise AssertionError(f"tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

@@ -142,10 +142,15 @@ pub enum Error {
         wanted: u64,
     },
     /// Books are written only at rest.
-    #[error("the books are not at rest: {tickets} tickets are in flight, {pairs} pairs of the open step are undecided")]
+    #[error(
+        "the books are not at rest: {tickets} tickets are in flight{}, {pairs} pairs of the open step are undecided",
+        named(open)
+    )]
     Busy {
-        /// Tickets neither completed nor failed.
+        /// Tickets neither completed nor failed, and pins.
         tickets: usize,
+        /// The first of these tickets.
+        open: Vec<TicketId>,
         /// Pairs that the next decision will hold.
         pairs: usize,
     },
@@ -173,4 +178,13 @@ pub enum Error {
         /// What does not hold.
         what: String,
     },
+}
+
+/// Tickets shown in a message.
+pub(crate) const SHOWN: usize = 8;
+
+/// Names the first open tickets, where there are any.
+pub(crate) fn named(open: &[TicketId]) -> String {
+    let names: Vec<_> = open.iter().take(SHOWN).map(|ticket| ticket.0.to_string()).collect();
+    if names.is_empty() { String::new() } else { format!(" (open tickets, first to last: {})", names.join(", ")) }
 }

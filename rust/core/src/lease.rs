@@ -4,8 +4,8 @@
 use crate::event::Told;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::plan::Run;
-use crate::pool::Findable;
-use std::collections::BTreeMap;
+use crate::pool::{Findable, Pool};
+use std::collections::{BTreeMap, HashMap};
 
 /// What a transfer does with a block, and so what the block may be used for meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -40,7 +40,13 @@ pub(crate) struct Tickets {
     submitted: BTreeMap<TicketId, Ticket>,
     /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[Bytes; 2]>>,
+    /// How many these are at most, and above how many they are looked through.
+    ended: usize,
+    ended_limit: usize,
 }
+
+/// Copies of ended tickets that are kept without a look at what they are of.
+const FEW_COPIES: usize = 16;
 
 /// The bytes of a block from when it is given out until it is freed: the block, and its generation then.
 pub(crate) type Bytes = (BlockId, u32);
@@ -140,6 +146,8 @@ impl Tickets {
             moves: Relocations::default(),
             submitted: BTreeMap::new(),
             ended_copies: BTreeMap::new(),
+            ended: 0,
+            ended_limit: FEW_COPIES,
         }
     }
 
@@ -148,7 +156,12 @@ impl Tickets {
         Self { open, ..Self::new() }
     }
 
-    /// Submitted tickets that are neither completed nor failed.
+    /// Submitted tickets that are neither completed nor failed, first to last.
+    pub(crate) fn submitted(&self) -> impl Iterator<Item = TicketId> {
+        self.submitted.keys().copied()
+    }
+
+    /// How many these are.
     pub(crate) fn in_flight_count(&self) -> usize {
         self.submitted.len()
     }
@@ -212,10 +225,49 @@ impl Tickets {
         let Ticket { held, copies, moves: _ } = self.submitted.remove(&ticket)?;
         let first = self.submitted.keys().next().copied().unwrap_or(self.open);
         if first < ticket && !copies.is_empty() {
+            self.ended += copies.len();
             self.ended_copies.insert(ticket, copies);
         }
         self.ended_copies = self.ended_copies.split_off(&first);
+        if self.ended_copies.is_empty() {
+            self.ended = 0;
+        }
         Some(held)
+    }
+
+    /// Whether so many copies of ended tickets are kept that those of no consequence are to be forgotten.
+    pub(crate) fn has_many_copies(&self) -> bool {
+        self.ended > self.ended_limit
+    }
+
+    /// Forgets the copies of ended tickets whose bytes are gone, and those of bytes that no unfinished ticket can lose. A
+    /// copy of a copy becomes one of the first. So there is at most one for each block in use and each ticket behind it.
+    pub(crate) fn forget_copies(&mut self, device: &Pool) {
+        let written = self.leases().filter(|lease| (lease.tier, lease.kind) == (Tier::Device, LeaseKind::Write));
+        let written = written.map(|lease| (lease.block, device.leased_generation(lease.block)));
+        // Bytes, and those written by unfinished tickets that they were made from.
+        let mut origins: HashMap<Bytes, Vec<Bytes>> = written.map(|bytes| (bytes, vec![bytes])).collect();
+        let looked_through = origins.len();
+        let ended = std::mem::take(&mut self.ended_copies);
+        let mut all: Vec<_> = ended.iter().map(|(ticket, copies)| (*ticket, copies, true)).collect();
+        all.extend(self.submitted.iter().map(|(ticket, submitted)| (*ticket, &submitted.copies, false)));
+        all.sort_by_key(|(ticket, ..)| *ticket);
+        self.ended = 0;
+        for (ticket, copies, has_ended) in all {
+            for &[from, to] in copies {
+                let Some(made_from) = origins.get(&from).cloned() else { continue };
+                if has_ended && device.has_bytes(to) {
+                    self.ended += made_from.len();
+                    let kept = self.ended_copies.entry(ticket).or_default();
+                    kept.extend(made_from.iter().map(|&origin| [origin, to]));
+                }
+                let origins = origins.entry(to).or_default();
+                origins.extend(made_from);
+                origins.sort_unstable();
+                origins.dedup();
+            }
+        }
+        self.ended_limit = FEW_COPIES + 2 * self.ended + looked_through;
     }
 
     /// Copies of a submitted ticket and of those after it, in their order.

@@ -196,6 +196,12 @@ impl Pool {
         node.refs > 0 && node.generation == generation
     }
 
+    /// As [`Pool::holds`], or for a transfer.
+    pub(crate) fn has_bytes(&self, (block, generation): Bytes) -> bool {
+        let node = self.node(block);
+        (node.refs > 0 || node.is_leased()) && self.leased_generation(block) == generation
+    }
+
     /// Whether the block's one owner may write it in place: nobody else refers to it or can find it.
     pub(crate) fn is_exclusive(&self, block: BlockId) -> bool {
         let node = self.nodes[block.index()];

@@ -261,6 +261,14 @@ impl Row {
             family: None,
         }
     }
+
+    /// Before entries are removed: those that the table got since it was last shown may have been written to a caller's
+    /// row by others, which is then written anew as a whole.
+    pub(crate) fn note_cut(&mut self) {
+        if self.shown.version != self.table.version() && self.table.len() > self.shown.filled as usize {
+            self.shown = Shown::nothing();
+        }
+    }
 }
 
 /// All sequences.

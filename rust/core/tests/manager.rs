@@ -75,6 +75,8 @@ pub(crate) struct World {
     /// A batch object and the block table that it keeps.
     batch: DecodeBatch,
     table: Vec<i32>,
+    /// Block tables without one.
+    shown: bound::Arrays,
     next: u64,
     /// What the events say can be found, and how many events there were.
     findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
@@ -117,6 +119,7 @@ impl World {
             tickets: BTreeMap::new(),
             batch: DecodeBatch::new(),
             table: vec![-1; ROWS * COLUMNS],
+            shown: bound::Arrays::default(),
             next: 0,
             findable: BTreeMap::new(),
             events: 0,
@@ -289,7 +292,8 @@ impl World {
         }
     }
 
-    fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32) {
+    /// Appends, and brings block tables in an array up to date if one is given; returns whether it did.
+    fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32, array: Option<usize>) -> bool {
         let mut slots = vec![0; self.growing().count() * sequences.len() * tokens as usize];
         let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
         let before = self.manager.pool(Tier::Device).available();
@@ -297,10 +301,15 @@ impl World {
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
-            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, None, &mut slots)
+            let tables = array.map(|array| self.shown.rows(array));
+            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, tables, &mut slots)
+        } else if let Some(array) = array {
+            let tables = self.shown.rows(array);
+            self.manager.append_with_tables(sequences, Counts::All(tokens), lookahead, tables, &mut slots)
         } else {
             self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
         };
+        let done = result.is_ok();
         match result {
             Ok(()) => {
                 let taken = before.saturating_sub(self.manager.pool(Tier::Device).available());
@@ -312,6 +321,7 @@ impl World {
             }
             Err(error) => assert!(wanted.is_err(), "{error}"),
         }
+        done
     }
 
     fn free(&mut self, sequences: &[SequenceId]) {
@@ -344,7 +354,7 @@ impl World {
             Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
             Op::Append { first, count, tokens, lookahead } => {
                 let sequences = self.pick(first, count);
-                self.append(&sequences, tokens, lookahead);
+                self.append(&sequences, tokens, lookahead, None);
             }
             Op::Bound(op) => self.apply_bound(op),
             Op::Keep(op) => self.apply_keep(op),
@@ -380,7 +390,7 @@ impl World {
             Op::AppendTwice { pick, tokens, lookahead } => {
                 let sequence = self.pick(pick, 1);
                 for tokens in tokens {
-                    self.append(&sequence, tokens, lookahead);
+                    self.append(&sequence, tokens, lookahead, None);
                 }
             }
             Op::Step(lost) => self.step(lost),

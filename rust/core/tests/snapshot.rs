@@ -184,10 +184,10 @@ fn books_are_written_only_at_rest_and_the_error_says_what_is_open() {
     let (mut books, mut sequences) = (books(false), Vec::new());
     books.allocate(&[7], &mut sequences).unwrap();
     let first = books.take_decision();
-    assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 1, pairs: 0 }));
+    assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 1, open: books.open_tickets().collect(), pairs: 0 }));
     books.complete(first.ticket).unwrap();
     books.swap_out(&sequences).unwrap();
-    assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 0, pairs: 3 }));
+    assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 0, open: vec![], pairs: 3 }));
     let swap = books.take_decision();
     books.complete(swap.ticket).unwrap();
     let restored = Manager::restore(&books.snapshot().unwrap()).unwrap();

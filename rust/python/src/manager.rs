@@ -14,8 +14,11 @@ use blockyard_core::{BlockId, Config, Demand, Manager, SequenceId, TableRows, Ti
 use blockyard_locks::{Guard, InnerLock};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::PyTypeInfo;
+use pyo3::exceptions::PyRuntimeWarning;
 use pyo3::prelude::*;
-use pyo3::types::PyType;
+use pyo3::types::{PyTuple, PyType};
+use std::ffi::CString;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Slots of one call that are many.
 const MANY: usize = 1 << 16;
@@ -64,11 +67,37 @@ impl PyAllocStatus {
 #[pyclass(frozen, name = "BlockManager", module = "blockyard._core")]
 pub(crate) struct PyBlockManager {
     inner: InnerLock<Manager>,
+    /// Above so many open tickets there is a warning, once.
+    max_open_tickets: u32,
+    warned: AtomicBool,
 }
+
+/// Open tickets that no engine is known to have at a time.
+const MANY_TICKETS: u32 = 1000;
 
 impl PyBlockManager {
     pub(crate) fn from_core(manager: Manager) -> Self {
-        Self { inner: InnerLock::new(manager) }
+        Self { inner: InnerLock::new(manager), max_open_tickets: MANY_TICKETS, warned: AtomicBool::new(false) }
+    }
+
+    /// Warns once if more tickets are open than there should be. A warning may be an exception, so nothing has changed yet.
+    fn warn_of_tickets(&self, py: Python<'_>) -> PyResult<()> {
+        let (first, count, steps) = {
+            let manager = self.lock();
+            let count = manager.num_open_tickets();
+            if count <= self.max_open_tickets as usize || self.warned.swap(true, Relaxed) {
+                return Ok(());
+            }
+            (manager.open_tickets().take(8).collect::<Vec<_>>(), count, manager.stats().steps + 1)
+        };
+        let ages = first.iter().map(|ticket| format!("{} ({} steps ago)", ticket.0, steps - ticket.0));
+        let text = format!(
+            "{count} tickets are open, max_open_tickets is {}: complete or fail each, what they hold is not given out; \
+             the first are {}",
+            self.max_open_tickets,
+            ages.collect::<Vec<_>>().join(", ")
+        );
+        PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &CString::new(text)?, 1)
     }
 
     pub(crate) fn lock(&self) -> Guard<'_, Manager> {
@@ -99,7 +128,7 @@ impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
         prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0, sliding_window = None,
-        groups = None, host_prefix_cache = false, max_pinned = 0.5))]
+        groups = None, host_prefix_cache = false, max_pinned = 0.5, max_open_tickets = MANY_TICKETS))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = args::block_size)] block_size: u32,
@@ -115,6 +144,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::groups)] groups: Option<Vec<PyCacheGroup>>,
         host_prefix_cache: bool,
         #[pyo3(from_py_with = args::max_pinned)] max_pinned: f64,
+        #[pyo3(from_py_with = args::max_open_tickets)] max_open_tickets: u32,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching };
@@ -128,7 +158,7 @@ impl PyBlockManager {
         if events > 0 {
             manager.record_events(events as usize).map_err(to_py)?;
         }
-        Ok(Self::from_core(manager))
+        Ok(Self { max_open_tickets, ..Self::from_core(manager) })
     }
 
     #[getter]
@@ -407,8 +437,14 @@ impl PyBlockManager {
     }
 
     fn take_decision(&self, py: Python<'_>) -> PyResult<PyStepDecision> {
+        self.warn_of_tickets(py)?;
         let decision = self.lock().take_decision();
         PyStepDecision::from_core(py, &decision)
+    }
+
+    fn open_tickets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let open: Vec<u64> = self.lock().open_tickets().map(|ticket| ticket.0).collect();
+        PyTuple::new(py, open)
     }
 
     fn complete(&self, #[pyo3(from_py_with = args::ticket)] ticket: Ticket) -> PyResult<()> {

@@ -343,6 +343,7 @@ impl Manager {
     fn take_filled(&mut self, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
         let row = self.rows.at_mut(sequence);
         let held = blocks_for(u64::from(row.len), self.block_size);
+        row.note_cut();
         let mut table = row.table.take();
         release_all(&mut self.pools, tier, &table[held..]);
         table.truncate(held);

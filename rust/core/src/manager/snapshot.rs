@@ -6,7 +6,7 @@ use super::quota::Tenants;
 use super::resize::share;
 use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
 use crate::defrag::Planner;
-use crate::error::{Error, Result};
+use crate::error::{self, Error, Result};
 use crate::event::{Events, EventsImage};
 use crate::group::{Group, Groups, NULL_BLOCK};
 use crate::id::{BlockId, TicketId, Tier};
@@ -55,7 +55,8 @@ impl Manager {
         let pairs = self.step.transfers.iter().map(|(_, pairs)| pairs.ids.len()).sum::<usize>();
         let pairs = pairs + self.tickets.open_moves().pairs().count();
         if tickets > 0 || pairs > 0 {
-            return Err(Error::Busy { tickets, pairs });
+            let open = self.open_tickets().take(error::SHOWN).collect();
+            return Err(Error::Busy { tickets, open, pairs });
         }
         let events = self.events.as_mut().map(|events| events.image(&mut self.pools));
         // Named one by one: a new field has to be thought of here.

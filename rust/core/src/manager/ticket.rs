@@ -27,6 +27,17 @@ impl Manager {
         StepDecision { ticket, after, transfers }
     }
 
+    /// Tickets that are neither completed nor failed, first to last. What they hold is not given out.
+    pub fn open_tickets(&self) -> impl Iterator<Item = TicketId> {
+        self.tickets.submitted()
+    }
+
+    /// How many these are.
+    #[must_use]
+    pub fn num_open_tickets(&self) -> usize {
+        self.tickets.in_flight_count()
+    }
+
     /// Ends a ticket whose bytes have all landed.
     ///
     /// # Errors
@@ -34,6 +45,9 @@ impl Manager {
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
         let moves = self.tickets.moves_of(ticket).map(std::mem::take).unwrap_or_default();
         let held = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        if self.tickets.has_many_copies() {
+            self.tickets.forget_copies(&self.pools[0]);
+        }
         self.pins.ended(ticket);
         let demoted = self.keep_promises(ticket);
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
@@ -130,5 +144,70 @@ impl Manager {
         let held = |block| (BlockId(block), self.pools[0].leased_generation(BlockId(block)));
         let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
         copies.map(|&[from, to]| [held(from), held(to)]).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Config, Counts, Kind, Manager, SequenceId};
+
+    fn append(manager: &mut Manager, sequence: SequenceId) {
+        manager.append(&[sequence], Counts::All(1), 0, &mut [0]).unwrap();
+    }
+
+    /// Ends a step and its ticket; returns how many copies it had.
+    fn step(manager: &mut Manager) -> usize {
+        let decision = manager.take_decision();
+        manager.complete(decision.ticket).unwrap();
+        decision.of(Kind::Copy).map(|pairs| pairs.ids.len()).sum()
+    }
+
+    /// Writes in a copy of a sequence's last block, and gives the sequence up if told to.
+    fn go_on(manager: &mut Manager, sequence: SequenceId, given_up: bool) -> SequenceId {
+        let mut out = Vec::new();
+        manager.fork(sequence, 1, &mut out).unwrap();
+        append(manager, out[0]);
+        assert_eq!(step(manager), 1);
+        manager.truncate(out[0], 3).unwrap();
+        if given_up {
+            manager.free(&[sequence]).unwrap();
+        }
+        out[0]
+    }
+
+    #[test]
+    fn a_ticket_that_never_ends_keeps_no_more_copies_than_there_are_blocks_and_its_loss_still_reaches_all() {
+        let config = Config { block_size: 4, blocks: [16, 16, 0], watermark: 0.0, prefix_caching: false };
+        let (mut manager, mut out) = (Manager::new(config).unwrap(), Vec::new());
+        manager.allocate(&[2, 3], &mut out).unwrap();
+        step(&mut manager);
+        let (loaded, sound) = (out[0], out[1]);
+        manager.swap_out(&[loaded]).unwrap();
+        step(&mut manager);
+        manager.swap_in(&[loaded]).unwrap();
+        append(&mut manager, loaded);
+        let load = manager.take_decision();
+        let mut last = go_on(&mut manager, loaded, false);
+        let (mut others, mut most) = (Vec::new(), 0);
+        for i in 0..3000 {
+            last = go_on(&mut manager, last, true);
+            let other = go_on(&mut manager, sound, false);
+            if i % 1000 == 0 {
+                others.push(go_on(&mut manager, last, false));
+            }
+            manager.free(&[other]).unwrap();
+            let kept = manager.tickets.copies_since(load.ticket).len();
+            most = most.max(kept);
+        }
+        assert!(most <= 64, "{most} copies are kept for 16 blocks");
+        assert_eq!(manager.open_tickets().collect::<Vec<_>>(), [load.ticket]);
+        let lost: Vec<_> = load.of(Kind::SwapIn).cloned().collect();
+        let mut all = vec![loaded, last];
+        all.extend(others);
+        all.sort_unstable();
+        assert_eq!(manager.fail(load.ticket, &lost), Ok(all));
+        append(&mut manager, sound);
+        manager.check().unwrap();
+        assert_eq!((manager.tickets.copies_since(load.ticket).len(), manager.open_tickets().count()), (0, 0));
     }
 }

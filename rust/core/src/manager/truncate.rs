@@ -46,6 +46,7 @@ impl Manager {
         let tier = row.tier;
         row.len = tokens;
         row.writable = 0;
+        row.note_cut();
         let cut = row.table.cut(blocks_for(u64::from(tokens), size));
         row.slid = row.slid.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
         for block in cut.into_iter().rev() {

@@ -79,9 +79,10 @@ impl World {
                 self.batch = DecodeBatch::new();
             }
             Err(error) => {
-                assert!(
-                    matches!(error, Error::Busy { tickets, pairs } if tickets == self.tickets.len() + self.pins.len() && tickets + pairs > 0)
-                );
+                let Error::Busy { tickets, open, pairs } = error else { unreachable!("{error}") };
+                assert!(tickets == self.tickets.len() + self.pins.len() && tickets + pairs > 0);
+                assert!(open.iter().eq(self.tickets.keys().take(8)));
+                assert!(self.manager.open_tickets().eq(self.tickets.keys().copied()));
             }
         }
     }

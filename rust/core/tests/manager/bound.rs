@@ -3,13 +3,41 @@
 use super::{BLOCK, COLUMNS, ROWS, World};
 use blockyard_core::{Counts, Error, SequenceId, TableRows, Tier};
 use proptest::prelude::*;
+use std::collections::BTreeMap;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Truncate(usize, u32),
     Bind(usize, usize),
     Unbind(usize),
-    Append { tokens: u32, lookahead: u32 },
+    Append {
+        tokens: u32,
+        lookahead: u32,
+    },
+    /// Appends and keeps the block tables in one of two arrays.
+    Shown {
+        first: usize,
+        count: usize,
+        tokens: u32,
+        array: usize,
+    },
+}
+
+/// Block tables that are kept without a batch object.
+#[derive(Default)]
+pub(crate) struct Arrays {
+    arrays: [Vec<i32>; 2],
+    /// Array and row that a table was last written to.
+    places: BTreeMap<SequenceId, (usize, usize)>,
+}
+
+/// Columns of these arrays.
+const WIDE: usize = 512;
+
+impl Arrays {
+    pub(crate) fn rows(&mut self, array: usize) -> TableRows<'_> {
+        TableRows::new(&mut self.arrays[array], WIDE)
+    }
 }
 
 pub(crate) fn op() -> impl Strategy<Value = Op> {
@@ -19,6 +47,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         3 => (pick.clone(), 1usize..4).prop_map(|(s, n)| Op::Bind(s, n)),
         1 => pick.prop_map(Op::Unbind),
         5 => (0u32..4, 0u32..3).prop_map(|(tokens, lookahead)| Op::Append { tokens, lookahead }),
+        3 => (0usize..64, 1usize..4, 0u32..9, 0usize..2)
+            .prop_map(|(first, count, tokens, array)| Op::Shown { first, count, tokens, array }),
     ]
 }
 
@@ -32,6 +62,34 @@ impl World {
             }
             Op::Unbind(row) => self.unbind(row % (self.batch.sequences().len() + 1)),
             Op::Append { tokens, lookahead } => self.append_bound(tokens, lookahead),
+            Op::Shown { first, count, tokens, array } => {
+                let s = self.pick(first, count);
+                self.append_shown(&s, tokens, array);
+            }
+        }
+    }
+
+    /// Appends with block tables in an array, to which those of other places are written first.
+    fn append_shown(&mut self, sequences: &[SequenceId], tokens: u32, array: usize) {
+        let groups = 0..self.growing().count();
+        let of_group = |group| sequences.iter().map(move |&s| (s, group));
+        let members: Vec<_> =
+            groups.flat_map(of_group).map(|(s, group)| self.manager.table_of(s, group).unwrap()).collect();
+        let table = &mut self.shown.arrays[array];
+        table.resize(table.len().max(members.len() * WIDE), -1);
+        for (i, (member, row)) in members.iter().zip(table.chunks_exact_mut(WIDE)).enumerate() {
+            if self.shown.places.get(member) != Some(&(array, i)) {
+                if self.manager.block_tables(&[*member], WIDE, row).is_err() {
+                    return;
+                }
+                self.shown.places.retain(|_, place| *place != (array, i));
+                self.shown.places.insert(*member, (array, i));
+            }
+        }
+        if self.append(sequences, tokens, 0, Some(array)) {
+            let mut expected = vec![0; members.len() * WIDE];
+            self.manager.block_tables(&members, WIDE, &mut expected).unwrap();
+            assert!(self.shown.arrays[array][..expected.len()] == expected, "a row shows another table");
         }
     }
 

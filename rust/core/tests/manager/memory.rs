@@ -257,11 +257,11 @@ impl World {
         if self.manager.swap_in(&[sequence]).is_err() {
             return;
         }
-        self.append(&[sequence], 1, 0);
+        self.append(&[sequence], 1, 0, None);
         self.step(lost);
         let mut out = Vec::new();
         self.fork(sequence, 1, &mut out);
-        self.append(&out, tokens, 0);
+        self.append(&out, tokens, 0, None);
         self.step(None);
         if let Some(copy) = self.tickets.keys().next_back().copied() {
             self.end(copy);
