@@ -50,46 +50,78 @@ pub(crate) fn check_lists(sources: &[Rows], targets: &[Rows]) -> Result<bool, Co
     Ok(false)
 }
 
-/// Checks that no row is named twice in one place of the pairs; returns the rows, in order.
-pub(crate) fn check_targets(pairs: &[[u32; 2]]) -> Result<Vec<u32>, CopyError> {
-    let mut rows = reserved(pairs.len())?;
-    rows.extend(pairs.iter().map(|pair| pair[1]));
-    sort_unique(rows, |row| {
+/// Rows that a call writes.
+pub(crate) enum Written {
+    /// One bit for each row that there is.
+    Bits(Vec<u64>),
+    /// The rows in order, where they are few among many.
+    Sorted(Vec<u32>),
+}
+
+/// So many rows are no dearer to clear than one is to sort.
+const ROWS_PER_SORTED: usize = 4096;
+
+impl Written {
+    /// Takes rows below `rows`; of one that is there twice the inner error.
+    fn new(rows: usize, named: impl ExactSizeIterator<Item = u32>) -> Result<Result<Self, u32>, CopyError> {
+        if rows / ROWS_PER_SORTED > named.len() {
+            let mut sorted = reserved(named.len())?;
+            sorted.extend(named);
+            sorted.sort_unstable();
+            let twice = sorted.windows(2).find(|two| two[0] == two[1]).map(|two| two[0]);
+            return Ok(twice.map_or(Ok(Self::Sorted(sorted)), Err));
+        }
+        let mut bits = reserved(rows.div_ceil(64))?;
+        bits.resize(rows.div_ceil(64), 0_u64);
+        for row in named {
+            let (word, bit) = (&mut bits[row as usize / 64], 1 << (row % 64));
+            if *word & bit != 0 {
+                return Ok(Err(row));
+            }
+            *word |= bit;
+        }
+        Ok(Ok(Self::Bits(bits)))
+    }
+
+    fn has(&self, row: u32) -> bool {
+        match self {
+            Self::Bits(bits) => bits.get(row as usize / 64).is_some_and(|word| word & 1 << (row % 64) != 0),
+            Self::Sorted(rows) => rows.binary_search(&row).is_ok(),
+        }
+    }
+}
+
+/// Checks that no row of the caches is named twice in the second place of the pairs, which name rows that exist.
+pub(crate) fn check_targets(pairs: &[[u32; 2]], caches: &[Rows]) -> Result<Written, CopyError> {
+    Written::new(most(caches), pairs.iter().map(|pair| pair[1]))?.map_err(|row| {
         let mut named = pairs.iter().enumerate().filter(|(_, pair)| pair[1] == row).map(|(at, _)| at);
-        [(); 2].map(|()| named.next().unwrap_or_default())
+        let [first, second] = [(); 2].map(|()| named.next().unwrap_or_default());
+        CopyError::Repeated { row, first, second }
     })
 }
 
-/// Checks that no row is named twice, in either place.
-pub(crate) fn check_exchange(pairs: &[[u32; 2]]) -> Result<(), CopyError> {
-    let mut rows = reserved(pairs.len().saturating_mul(2))?;
-    rows.extend_from_slice(pairs.as_flattened());
-    sort_unique(rows, |row| {
-        let mut named = pairs.iter().enumerate().flat_map(|(at, pair)| pair.map(|named| (named == row).then_some(at)));
-        [(); 2].map(|()| named.by_ref().flatten().next().unwrap_or_default())
+/// Checks that no row of the caches is named twice, in either place of the pairs, which name rows that exist.
+pub(crate) fn check_exchange(pairs: &[[u32; 2]], caches: &[Rows]) -> Result<(), CopyError> {
+    let written = Written::new(most(caches), pairs.as_flattened().iter().copied())?;
+    written.map(drop).map_err(|row| {
+        let named = pairs.as_flattened().iter().enumerate().filter(|&(_, &named)| named == row);
+        let mut named = named.map(|(at, _)| at / 2);
+        let [first, second] = [(); 2].map(|()| named.next().unwrap_or_default());
+        CopyError::Repeated { row, first, second }
     })
-    .map(drop)
 }
 
-/// Checks that no row of `pairs` is both read and written, where the rows `written` are.
-pub(crate) fn check_in_place(pairs: &[[u32; 2]], written: &[u32]) -> Result<(), CopyError> {
-    let both = pairs.iter().enumerate().find(|(_, [from, _])| written.binary_search(from).is_ok());
-    match both {
+/// Checks that no row of `pairs` is both read and written.
+pub(crate) fn check_in_place(pairs: &[[u32; 2]], written: &Written) -> Result<(), CopyError> {
+    match pairs.iter().enumerate().find(|(_, [from, _])| written.has(*from)) {
         Some((pair, &[row, _])) => Err(CopyError::ReadAndWritten { pair, row }),
         None => Ok(()),
     }
 }
 
-/// Sorts rows; fails if one is there twice, with the two pairs that `named` finds for it.
-fn sort_unique(mut rows: Vec<u32>, named: impl Fn(u32) -> [usize; 2]) -> Result<Vec<u32>, CopyError> {
-    rows.sort_unstable();
-    match rows.windows(2).find(|two| two[0] == two[1]) {
-        Some(&[row, _]) => {
-            let [first, second] = named(row);
-            Err(CopyError::Repeated { row, first, second })
-        }
-        _ => Ok(rows),
-    }
+/// Rows of the cache that has the most.
+fn most(caches: &[Rows]) -> usize {
+    caches.iter().map(|rows| rows.count()).max().unwrap_or_default()
 }
 
 /// An empty vector with room for `len` items.
@@ -150,12 +182,16 @@ mod tests {
         }
 
         #[test]
-        fn a_row_that_is_named_twice_is_found(pairs in prop::collection::vec([0..12_u32, 0..12_u32], 0..8)) {
+        fn a_row_that_is_named_twice_is_found(
+            pairs in prop::collection::vec([0..12_u32, 0..12_u32], 0..8),
+            count in prop_oneof![Just(12), Just(1 << 20)],
+        ) {
+            let caches = [rows((0, count, 4, 0))];
             let targets = |row| pairs.iter().filter(|pair| pair[1] == row).count();
             let named = |row| pairs.as_flattened().iter().filter(|&&named| named == row).count();
-            prop_assert_eq!(check_targets(&pairs).is_ok(), (0..12).all(|row| targets(row) < 2));
-            prop_assert_eq!(check_exchange(&pairs).is_ok(), (0..12).all(|row| named(row) < 2));
-            if let Ok(written) = check_targets(&pairs) {
+            prop_assert_eq!(check_targets(&pairs, &caches).is_ok(), (0..12).all(|row| targets(row) < 2));
+            prop_assert_eq!(check_exchange(&pairs, &caches).is_ok(), (0..12).all(|row| named(row) < 2));
+            if let Ok(written) = check_targets(&pairs, &caches) {
                 let both = pairs.iter().any(|pair| targets(pair[0]) > 0);
                 prop_assert_eq!(check_in_place(&pairs, &written).is_err(), both);
             }
@@ -182,12 +218,14 @@ mod tests {
 
     #[test]
     fn the_pairs_that_name_a_row_twice_are_told() {
-        let repeated = |row, first, second| Err(CopyError::Repeated { row, first, second });
-        assert_eq!(check_targets(&[[0, 4], [1, 2], [4, 4]]).map(drop), repeated(4, 0, 2));
-        assert_eq!(check_exchange(&[[0, 1], [2, 3], [3, 5]]), repeated(3, 1, 2));
-        assert_eq!(check_exchange(&[[0, 1], [2, 2]]), repeated(2, 1, 1));
+        let caches = [rows((0, 8, 4, 0))];
+        let repeated = |row, first, second| Some(CopyError::Repeated { row, first, second });
+        assert_eq!(check_targets(&[[0, 4], [1, 2], [4, 4]], &caches).err(), repeated(4, 0, 2));
+        assert_eq!(check_exchange(&[[0, 1], [2, 3], [3, 5]], &caches).err(), repeated(3, 1, 2));
+        assert_eq!(check_exchange(&[[0, 1], [2, 2]], &caches).err(), repeated(2, 1, 1));
         let both = CopyError::ReadAndWritten { pair: 1, row: 7 };
-        assert_eq!(check_in_place(&[[0, 7], [7, 1]], &[1, 7]), Err(both));
+        let written = check_targets(&[[0, 7], [7, 1]], &caches).unwrap();
+        assert_eq!(check_in_place(&[[0, 7], [7, 1]], &written), Err(both));
         assert_eq!(both.to_string(), "pair 1 reads row 7, which is written too");
     }
 }

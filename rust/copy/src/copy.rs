@@ -100,7 +100,7 @@ pub fn copy_rows(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads
     }
     check_pairs(pairs, sources, targets)?;
     check_apart(targets)?;
-    let written = check_targets(pairs)?;
+    let written = check_targets(pairs, targets)?;
     if check_lists(sources, targets)? {
         check_in_place(pairs, &written)?;
     }
@@ -137,7 +137,7 @@ unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], thr
 pub fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
     check_pairs(pairs, caches, caches)?;
     check_apart(caches)?;
-    check_exchange(pairs)?;
+    check_exchange(pairs, caches)?;
     share(caches.len(), pairs, widest(caches), threads, |cache, part| {
         // SAFETY: the rows are there and lie apart, as just checked; who made them says that they are ours.
         unsafe {
@@ -157,7 +157,7 @@ pub fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Res
 pub fn move_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
     check_pairs(pairs, caches, caches)?;
     check_apart(caches)?;
-    check_targets(pairs)?;
+    check_targets(pairs, caches)?;
     let Order { steps, closing, is_bound } = Order::new(pairs);
     if !is_bound {
         // SAFETY: nothing is both read and written; the rest is just checked.
