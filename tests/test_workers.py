@@ -76,7 +76,7 @@ def run_python(tmp_path: Path, *parts: str) -> subprocess.CompletedProcess[str]:
 
 
 # Each starts an interpreter and loads torch: every way to be busy once, and every way to end.
-@pytest.mark.parametrize(("busy", "end"), zip(BUSY, [*ENDS, ENDS[0]], strict=True))
+@pytest.mark.parametrize(("busy", "end"), list(zip(BUSY, [*ENDS, ENDS[0]], strict=True)))
 def test_the_exit_code_and_the_traceback_are_the_programs_own(busy: str, end: tuple[str, int, str], tmp_path: Path):
     statement, code, last = end
     done = run_python(tmp_path, SETUP, BUSY[busy], statement)
