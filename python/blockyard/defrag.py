@@ -420,7 +420,7 @@ class OnlineDefragmenter:
         """Running requests that these keys name, each once; the oldest where no generation is given."""
         ended: dict[tuple[str, int], None] = {}
         for key in requests:
-            if isinstance(key, tuple) and len(key) == 2:  # noqa: PLR2004 - an id and a generation
+            if isinstance(key, tuple) and len(key) == 2:
                 name, generation = key
                 if generation in self._requests.get(name, ()):
                     ended[name, generation] = None

@@ -289,8 +289,8 @@ def check_pairs(pairs: IdPairs, *, src_blocks: int, dst_blocks: int, in_place: b
     """Check a mapping of block ids.
 
     Args:
-        pairs: block ids `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs; no id of the second
-            column repeats.
+        pairs: block ids `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs; no id of the
+            second column repeats.
         src_blocks: blocks that can be read; ids are 0-based.
         dst_blocks: blocks that can be written.
         in_place: source and destination are the same blocks, so none may be both read and written.

@@ -58,7 +58,8 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
 
     Args:
         caches: views, uint8 `[blocks, bytes]`, all on one device.
-        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats and shares no block with `from`.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats and
+            shares no block with `from`.
 
     Raises:
         MappingError: the mapping is malformed, an id is out of range, a destination repeats, or a block is both
