@@ -165,11 +165,12 @@ def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
         check_pairs(ids, src_blocks=8, dst_blocks=8)  # type: ignore[arg-type]
 
 
+NOTHING = Pairs("host", "external", [])
 VALUES = [
     *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
     *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), TierStats(misses={"timeout": 2}, last_error="late")),
     StepDecision(
-        5, [("copy", Pairs("device", "device", [[0, 1]])), ("spill", Pairs("host", "external", []))], after=[]
+        5, [("copy", Pairs("device", "device", [[0, 1]])), ("spill", Pairs("host", "external", []))], after=[3]
     ),
 ]
 

@@ -95,7 +95,7 @@ def test_pins_never_hold_more_than_their_fraction() -> None:
     books.pin(one, 10)
     with pytest.raises(OutOfBlocksError, match="asked to pin 2 more device blocks, 3 are pinned, pins may hold 3"):
         books.pin(other, 10)
-    with pytest.raises(InvalidArgumentError, match="pinned blocks in percent is 100"):
+    with pytest.raises(InvalidArgumentError, match="max_pinned is 1, must be"):
         manager(max_pinned=1.0)
 
 

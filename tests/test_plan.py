@@ -85,16 +85,15 @@ def test_reading_what_is_written_is_refused_in_place_alone():
 @pytest.mark.parametrize(
     "pairs",
     [
-        np.zeros((2, 2), np.int32),
-        np.zeros((2, 2), np.uint64),
         np.zeros((2, 2), np.float64),
+        np.zeros((2, 3), np.int32),
         np.zeros((2, 3), np.int64),
         np.zeros(2, np.int64),
         np.zeros((1, 2, 2), np.int64),
     ],
 )
 def test_other_dtypes_and_shapes_are_refused(pairs):
-    with pytest.raises(MappingError, match=r"wanted int64 \[n, 2\]"):
+    with pytest.raises(MappingError, match=r"\[n, 2\]"):
         check_pairs(pairs, src_blocks=4, dst_blocks=4)
     with pytest.raises(MappingError, match=r"wanted int64 \[n\]"):
         check_blocks(pairs.reshape(-1, 1), 4)

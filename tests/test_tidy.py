@@ -140,8 +140,8 @@ def test_each_binding_file_has_a_partner_in_a_crate():
     concepts |= {path.name for path in (ROOT / "rust").glob("*/src/*") if path.is_dir()}
     concepts |= {path.name for path in (ROOT / "rust").iterdir()}
     bindings = {path.stem for path in (ROOT / "rust" / "python" / "src").glob("*.rs")}
-    # arrays.rs and memory.rs convert numpy arrays and hold no concept of their own.
-    assert not sorted(bindings - concepts - {"lib", "errors", "arrays", "memory"})
+    # args.rs, arrays.rs and memory.rs convert arguments and hold no concept of their own.
+    assert not sorted(bindings - concepts - {"lib", "errors", "args", "arrays", "memory"})
 
 
 # What reads, writes or makes memory of numpy's. Much of it is safe to call and wrong: an array can have changed since
@@ -173,6 +173,18 @@ def test_one_module_of_the_binding_touches_memory_of_the_caller():
 )
 def test_memory_of_the_caller_is_recognised(line: str):
     assert OF_NUMPY.search(line)
+
+
+def test_the_binding_reads_sequences_in_one_way():
+    # What else PyO3 has for them believes their lengths, and takes memory for as many items.
+    believing = re.compile(r"extract::<(Option<)?(Vec|BTreeMap|HashMap|HashSet)\b")
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "rust" / "python" / "src").rglob("*.rs"))
+        for number, line in enumerate(lines(path), 1)
+        if path.name != "args.rs" and believing.search(line)
+    ]
+    assert not found
 
 
 def test_each_python_module_has_a_test_file():

@@ -3,8 +3,8 @@
 `tests/test_hostile.py` runs it under a limit of memory and reads what it writes: a line for each call that went wrong.
 The last line of the progress file names the call that a process died in.
 
-Each callable is called with arguments that are valid but for one. `VALID` has a valid value for each parameter's name,
-`WORLDS` an object for each class: a callable without them is an error, so that none is forgotten.
+Each callable is called with arguments that are valid but for one. `VALID` has a valid value for each name of a
+parameter, `WORLDS` an object for each class: a callable without them is an error, so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ VALID: dict[str, Any] = {
     "live": [1, 5],
     "lookahead": 1,
     "lora_id": 1,
-    "lost": list,
+    "lost": [],
     "manager": manager,
     "margin": 0,
     "max_block_sliding_window": 4,
@@ -485,7 +485,7 @@ class Attack:
         before = state(this)
         try:
             self.call(*([this] if self.is_bound else []), *plain, **named)
-        except BaseException as error:  # noqa: BLE001 - a panic is none of `Exception`
+        except BaseException as error:  # noqa: BLE001 - a panic is one
             return error, this, before, was
         return None, this, before, was
 

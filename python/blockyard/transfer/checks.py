@@ -168,7 +168,11 @@ def check_ids(pairs: Tensor, src_blocks: int, dst_blocks: int, *, in_place: bool
     Raises:
         MappingError: it is on a device, or malformed.
     """
-    return check_pairs(_on_cpu("pairs", pairs), src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
+    # An op takes the tensor that its other implementations read as it is.
+    ids = _on_cpu("pairs", pairs)
+    if ids.dtype != np.int64:
+        raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")
+    return check_pairs(ids, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
 
 
 def check_exchange(pairs: Tensor, num_blocks: int) -> Ids:

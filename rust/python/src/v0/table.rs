@@ -4,7 +4,7 @@ use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::{lock, require};
-use crate::args::{self, length};
+use crate::args::{self, Argument, length};
 use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -292,7 +292,7 @@ impl PyBlockTable {
     ) -> PyResult<()> {
         let (ids, full) = (self.ids(py), num_tokens.min(self.full_slots()) / self.block_size);
         let first = std::mem::replace(&mut lock(&self.state).computed, full).min(full);
-        let (gpu, mut ids) = (self.gpu(py), ids.get_slice(first, full).extract::<Vec<i64>>()?);
+        let (gpu, mut ids) = (self.gpu(py), Vec::<i64>::read(&ids.get_slice(first, full), &"block_ids")?);
         ids.retain(|&id| gpu.get().owns(id));
         gpu.get().mark_computed(Some(&ids))
     }
