@@ -135,7 +135,7 @@ class SlowStore(SimulatedStore):
         return []
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        if timeout:
+        if timeout != 0:
             time.sleep(0.5)
         return super().wait(ticket, timeout)
 
