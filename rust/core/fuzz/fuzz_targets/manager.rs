@@ -7,9 +7,10 @@
 #[expect(dead_code, reason = "the test's own part is not used")]
 #[path = "../../tests/manager.rs"]
 mod manager;
+mod mutator;
 
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
-use libfuzzer_sys::{fuzz_mutator, fuzz_target, fuzzer_mutate};
+use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use manager::{Op, Setup, World, op, setup};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
@@ -61,19 +62,6 @@ fuzz_target!(
     }
 );
 
-// Left to itself libFuzzer keeps to short inputs of few different bytes, since the longer ones cover no new lines, and
-// misses what takes many operations: every second input goes on at random from somewhere.
 fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
-    let mut state = u64::from(seed);
-    let mut random = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        usize::try_from(state >> 33).unwrap_or(0)
-    };
-    if random() % 2 == 0 {
-        return fuzzer_mutate(data, size, max_size);
-    }
-    let start = random() % (size + 1);
-    let end = start + random() % (max_size - start + 1);
-    data[start..end].fill_with(|| random().to_le_bytes()[1]);
-    end
+    mutator::mutate(data, size, max_size, seed)
 });
