@@ -188,3 +188,19 @@ pub(crate) fn named(open: &[TicketId]) -> String {
     let names: Vec<_> = open.iter().take(SHOWN).map(|ticket| ticket.0.to_string()).collect();
     if names.is_empty() { String::new() } else { format!(" (open tickets, first to last: {})", names.join(", ")) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn books_that_are_not_at_rest_name_their_first_open_tickets() {
+        let busy = |open: Vec<TicketId>| Error::Busy { tickets: open.len(), open, pairs: 1 }.to_string();
+        assert!(busy(vec![]).contains("0 tickets are in flight, 1 pairs"));
+        let text = busy((3..20).map(TicketId).collect());
+        assert!(
+            text.contains("17 tickets are in flight (open tickets, first to last: 3, 4, 5, 6, 7, 8, 9, 10), 1"),
+            "{text}"
+        );
+    }
+}
