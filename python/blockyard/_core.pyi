@@ -864,8 +864,8 @@ class BlockManager:
         """End the step: the transfers decided since the last call, to be carried out, then completed or failed.
 
         Warns:
-            RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest. Where warnings are
-                errors, the step goes on and can be ended by the next call.
+            RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest. Where warnings
+                are errors, the step goes on and can be ended by the next call.
         """
     def open_tickets(self) -> tuple[int, ...]:
         """Tickets that are neither completed nor failed, oldest first."""
