@@ -37,6 +37,7 @@ NOT_MODELLED = {
     "mark_computed",
     "next_chunk",
     "offload_cached",
+    "open_tickets",
     "pin",
     "pin_prompt",
     "pinned_blocks",

@@ -128,7 +128,7 @@ impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
         prefix_caching = false, reuse_order = "lowest", eviction = "lru", events = 0, sliding_window = None,
-        groups = None, host_prefix_cache = false, max_pinned = 0.5, max_open_tickets = MANY_TICKETS))]
+        groups = None, host_prefix_cache = false, max_pinned = 0.5, max_open_tickets = 1000))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = args::block_size)] block_size: u32,

@@ -201,11 +201,11 @@ mod tests {
         }
         assert!(most <= 64, "{most} copies are kept for 16 blocks");
         assert_eq!(manager.open_tickets().collect::<Vec<_>>(), [load.ticket]);
-        let gone: Vec<_> = load.of(Kind::SwapIn).cloned().collect();
+        let pairs: Vec<_> = load.of(Kind::SwapIn).cloned().collect();
         let mut all = vec![loaded, last];
         all.extend(others);
         all.sort_unstable();
-        assert_eq!(manager.fail(load.ticket, &gone), Ok(all));
+        assert_eq!(manager.fail(load.ticket, &pairs), Ok(all));
         append(&mut manager, sound);
         manager.check().unwrap();
         assert_eq!((manager.tickets.copies_since(load.ticket).len(), manager.open_tickets().count()), (0, 0));
