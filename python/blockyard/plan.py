@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -301,13 +301,13 @@ def check_pairs(pairs: IdPairs, *, src_blocks: int, dst_blocks: int, in_place: b
         MappingError: dtype or shape is wrong, an id is out of range, a destination repeats, or with `in_place` a
             block is both read and written.
     """
-    if not isinstance(pairs, np.ndarray) or pairs.dtype != np.int64:
-        pairs = Pairs("device", "device", pairs).ids
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise MappingError(f"pairs are {pairs.dtype} {list(pairs.shape)}, wanted int64 [n, 2]")
-    if len(pairs) == 0:
-        return np.ascontiguousarray(pairs)
-    sources, targets = pairs[:, 0], pairs[:, 1]
+    is_wide = isinstance(pairs, np.ndarray) and pairs.dtype == np.int64
+    ids = cast(Ids, pairs) if is_wide else Pairs("device", "device", pairs).ids
+    if ids.ndim != 2 or ids.shape[1] != 2:
+        raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")
+    if len(ids) == 0:
+        return np.ascontiguousarray(ids)
+    sources, targets = ids[:, 0], ids[:, 1]
     _check_range(sources, src_blocks, "read")
     _check_range(targets, dst_blocks, "written")
     ordered = _check_unique(targets)
@@ -316,7 +316,7 @@ def check_pairs(pairs: IdPairs, *, src_blocks: int, dst_blocks: int, in_place: b
         both = np.flatnonzero(ordered[places] == sources)
         if len(both):
             raise MappingError(f"block {sources[both[0]]} is both read (pair {both[0]}) and written in one copy")
-    return np.ascontiguousarray(pairs)
+    return np.ascontiguousarray(ids)
 
 
 def check_blocks(blocks: Ids, num_blocks: int, *, unique: bool = False) -> Ids:

@@ -328,7 +328,9 @@ impl Manager {
                 size_of::<RowKeys>() + size_of_val(&*keys.keys) + size_of_val(&*keys.pending) + OVERHEAD
             });
             bytes += size_of_val(&*row.table) + keys + OVERHEAD;
-            nulls += row.table.iter().filter(|&&block| self.is_null(block)).count();
+            if self.groups.slide() {
+                nulls += row.table.iter().filter(|&&block| self.is_null(block)).count();
+            }
         }
         memory::require(bytes.saturating_mul(count as usize))?;
         self.require_nulls(std::iter::repeat_n(nulls, count as usize))
