@@ -3,7 +3,6 @@
 //! runs the same.
 #![expect(
     clippy::unwrap_used,
-    clippy::panic,
     clippy::cast_possible_truncation,
     reason = "a test may fail by panicking, its numbers are small"
 )]
@@ -128,7 +127,7 @@ impl World {
 
     fn allocate(&mut self, draw: &mut Draw<'_>) -> Result<(), Error> {
         let tokens = [draw.number(9), draw.number(9)];
-        let tokens = &tokens[..1 + draw.below(2)];
+        let tokens = &tokens[..=draw.below(2)];
         if self.books.groups().contains(&Group::CrossAttention) {
             return self.books.allocate_encoded(tokens, &[3, 4][..tokens.len()], &mut self.sequences);
         }
@@ -277,7 +276,7 @@ pub(crate) fn run(bytes: &[u8]) {
     let honest = world.rest();
     assert_eq!(Manager::restore(&honest).unwrap().snapshot().unwrap(), honest);
     let mut payload = honest[HEADER..honest.len() - DIGEST].to_vec();
-    for _ in 0..1 + draw.below(3) {
+    for _ in 0..=draw.below(3) {
         forge(&mut payload, &mut draw);
     }
     let Ok(books) = Manager::restore(&sealed(&honest, &payload)) else { return };
@@ -301,7 +300,7 @@ pub(crate) fn run_decision(bytes: &[u8]) {
     }
     let honest = world.books.take_decision().to_bytes().unwrap();
     let mut payload = honest[HEADER..honest.len() - DIGEST].to_vec();
-    for _ in 0..1 + draw.below(3) {
+    for _ in 0..=draw.below(3) {
         forge(&mut payload, &mut draw);
     }
     if let Ok(decision) = StepDecision::from_bytes(&sealed(&honest, &payload)) {

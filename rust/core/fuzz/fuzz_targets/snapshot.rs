@@ -1,7 +1,6 @@
 //! Forged snapshots and decisions, as in the test of that name, with bytes that libFuzzer chooses: `make fuzz`.
 #![no_main]
 
-#[expect(dead_code, unused_imports, reason = "the test's own part is not used")]
 #[path = "../../tests/forged.rs"]
 mod forged;
 mod mutator;

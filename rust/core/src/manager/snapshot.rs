@@ -199,30 +199,36 @@ impl Image {
     }
 }
 
-/// Fails unless each block, its copy in another tier and each key have one place: an entry of the tables of one group.
-/// What is published later goes by its key alone, so that keys that were forged may give a block two places then.
+/// Fails unless each block, its copy in another tier and each key have one place, an entry of the tables of one group, and
+/// all who use a block know it by one key. What is published later goes by its key alone, so that keys that were forged
+/// may give a block two places then.
 fn check_places(rows: &Rows, pools: &[Pool; 3], groups: &Groups) -> Contents<()> {
     let (mut blocks, mut keys) = (HashMap::new(), HashMap::new());
     for (sequence, row) in rows.iter() {
         let pool = &pools[row.tier.index()];
-        let twice = || format!("sequence {sequence} has a block or a key that is elsewhere, too");
-        for (at, &block) in row.table.iter().enumerate().filter(|(_, block)| !groups.slide() || **block != NULL_BLOCK) {
+        let first = row.family.as_deref().and_then(|family| family.first()).and_then(|&first| rows.get(first).ok());
+        let of_row = first.unwrap_or(row).keys.as_deref().map_or(&[][..], |keys| &keys.keys);
+        let is_null = |block: BlockId| groups.slide() && block == NULL_BLOCK;
+        let mut holds = true;
+        for (at, &block) in row.table.iter().enumerate().filter(|(_, block)| !is_null(**block)) {
             let place = (row.group, at);
-            let known = [Some((row.tier, block)), pool.twin(block)];
-            let found = known.into_iter().flatten().all(|block| *blocks.entry(block).or_insert(place) == place);
-            let key = pool.key(block).is_none_or(|key| *keys.entry(key).or_insert(place) == place);
-            if !found || !key {
-                return Err(twice());
+            let key = pool.key(block).or_else(|| of_row.get(at).map(|key| key.of_group(row.group)));
+            for (tier, block) in [Some((row.tier, block)), pool.twin(block)].into_iter().flatten() {
+                let own = pools[tier.index()].key(block).or(key);
+                let (found, known) = blocks.entry((tier, block)).or_insert((place, own));
+                let named = [own, *known, key];
+                let alike = named.iter().flatten().all(|one| named.iter().flatten().all(|other| one == other));
+                holds &= *found == place && alike;
+                *known = known.or(own);
             }
+            holds &= pool.key(block).is_none_or(|key| *keys.entry(key).or_insert(place) == place);
         }
-        let of_row = row.keys.iter().flat_map(|keys| keys.keys.iter().enumerate());
-        for (at, key) in of_row {
-            for group in (0..).take(groups.growing().len()) {
-                let place = (group, at);
-                if *keys.entry(key.of_group(group)).or_insert(place) != place {
-                    return Err(twice());
-                }
-            }
+        for (at, key) in row.keys.iter().flat_map(|keys| keys.keys.iter().enumerate()) {
+            let places = (0u8..).take(groups.growing().len()).map(|group| (group, at));
+            holds &= places.into_iter().all(|place| *keys.entry(key.of_group(place.0)).or_insert(place) == place);
+        }
+        if !holds {
+            return Err(format!("sequence {sequence} has a block or a key that is elsewhere, too, or another's"));
         }
     }
     Ok(())
