@@ -228,7 +228,7 @@ def test_default_pools_send_blocks_every_way(seed: int) -> None:
         kinds |= {kind for kind, _ in step.decision.transfers()}
         scheduler.settle(step)
         token += 1
-        scheduler.update(step, [[token % 251 + index for index in entry.sample_indices] for entry in step.batch])
+        scheduler.update(step, [token % 251 + draw.sequence for draw in step.draws()])
     assert kinds == set(KINDS)
     assert scheduler.stats.preempted_recompute > 0
     manager.check()

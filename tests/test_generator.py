@@ -13,6 +13,7 @@ from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import reference_generate
+from blockyard.scheduler import Scheduler
 from blockyard.sim.executors import SteadyExecutor, Wrapper
 
 KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
@@ -103,9 +104,8 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
     greedy = replace(params[0], n=1, max_tokens=40)
     wanted = reference_generate(windowed, prompts[0], greedy)
     with open_generator(windowed, tmp_path) as generator:
-        generator.scheduler.manager = generator.manager = BlockManager(
-            block_size=4, device_blocks=40, host_blocks=6, sliding_window=3
-        )
+        generator.manager = BlockManager(block_size=4, device_blocks=40, host_blocks=6, sliding_window=3)
+        generator.scheduler = Scheduler(generator.manager)
         assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
 
 

@@ -30,6 +30,7 @@ class RankedQueue:
     def push(self, parked: Parked) -> None:
         """Put sequences in by their rank, those of one request by their index."""
         parked.place = self._place
+        parked.state.parked.append(parked)
         self._entries += 1
         self._live += 1
         heapq.heappush(self._heap, (parked.rank, parked.indices[0], self._entries, parked))
@@ -46,14 +47,17 @@ class RankedQueue:
     def pop(self) -> Parked:
         """Take out what `head` has given."""
         parked = heapq.heappop(self._heap)[3]
-        parked.place = "running"
-        self._live -= 1
+        self._take(parked)
         return parked
 
     def discard(self, parked: Parked) -> None:
         """Take sequences out of the middle, in constant time but for a sweep once half of the heap is dead."""
-        parked.place = "running"
-        self._live -= 1
+        self._take(parked)
         if len(self._heap) > FEWEST_SWEPT and self._live * 2 < len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].place == self._place]
             heapq.heapify(self._heap)
+
+    def _take(self, parked: Parked) -> None:
+        parked.place = "running"
+        parked.state.parked.remove(parked)
+        self._live -= 1

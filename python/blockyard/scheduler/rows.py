@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard.errors import InvariantError
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.step import Owner
 
@@ -31,7 +32,7 @@ class Seated(NamedTuple):
     """A sequence that gets a row."""
 
     state: RequestState
-    index: int
+    sequence: int
     tokens: NDArray[np.uint32]
     handle: int
     done: int = 0
@@ -54,6 +55,7 @@ class Rows:
         flat: the same, `[capacity * max_length]`.
         owners: by seat.
         forks: by seat, sequences that will fork off its prompt.
+        seats_left: seats that are not in use, nor kept for sequences that will fork off a prompt or are being fetched.
         count: rows in use.
         decodes: those of them that are past their prompts.
     """
@@ -69,6 +71,7 @@ class Rows:
         self.flat = self.tokens.reshape(-1)
         self.owners: list[Owner | None] = [None] * capacity
         self.forks: dict[int, int] = {}
+        self.seats_left = capacity
         self.count = 0
         self.decodes = 0
         self._free_seats = list(range(capacity))[::-1]
@@ -88,9 +91,7 @@ class Rows:
 
     def owner(self, row: int) -> Owner:
         """Say whose row it is."""
-        owner = self.owners[int(self.fields[SEAT, row])]
-        assert owner is not None
-        return owner
+        return self._owner_of(int(self.fields[SEAT, row]))
 
     def fork_count(self, row: int) -> int:
         """Sequences that will fork off a row's prompt."""
@@ -98,7 +99,8 @@ class Rows:
 
     def text(self, row: int) -> NDArray[np.uint32]:
         """Copy a row's tokens, prompt first."""
-        return self.tokens[self.fields[SEAT, row], : self.fields[LENGTH, row]].copy()
+        text: NDArray[np.uint32] = self.tokens[self.fields[SEAT, row], : self.fields[LENGTH, row]].copy()
+        return text
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Give the rows of some seats, rising."""
@@ -124,28 +126,25 @@ class Rows:
         self._fill(self.count, seated)
         self.count += len(seated)
 
-    def insert(self, seated: Sequence[Seated]) -> None:
-        """Seat sequences in new rows behind those that decode; rows in prefill move."""
+    def insert(self, seated: Sequence[Seated]) -> slice:
+        """Seat sequences in new rows behind those that decode, and give these; rows in prefill move."""
         at, end, count = self.decodes, self.count, len(seated)
         if end > at:
             self._move(slice(at + count, end + count), np.arange(at, end))
         self._fill(at, seated)
+        new = slice(at, at + count)
+        self.last[new] = self.flat[self.fields[BASE, new] + self.fields[LENGTH, new] - 1]
         self.decodes += count
         self.count += count
+        return new
 
-    def remove(self, gone: NDArray[np.int64]) -> int:
-        """Drop rows, rising; other rows take their places.
-
-        Returns:
-            The seats that came free, those kept for forks included.
-        """
+    def remove(self, gone: NDArray[np.int64]) -> None:
+        """Drop rows, rising, and their seats, those kept for forks included; other rows take their places."""
         for seat in self.fields[SEAT, gone].tolist():
-            owner = self.owners[seat]
-            assert owner is not None
-            owner[0].seats.discard(seat)
+            self._owner_of(seat)[0].seats.discard(seat)
             self.owners[seat] = None
             self._free_seats.append(seat)
-        freed = len(gone) + (sum(self.forks.pop(s, 0) for s in self.fields[SEAT, gone].tolist()) if self.forks else 0)
+            self.seats_left += 1 + self.forks.pop(seat, 0)
         first_prefill = int(np.searchsorted(gone, self.decodes))
         left = self.decodes - first_prefill
         if first_prefill:
@@ -163,7 +162,12 @@ class Rows:
         else:
             self.count = left
         self.decodes = left
-        return freed
+
+    def _owner_of(self, seat: int) -> Owner:
+        owner = self.owners[seat]
+        if owner is None:
+            raise InvariantError(f"seat {seat} has no owner")
+        return owner
 
     def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:
         self.fields[:, to] = self.fields[:, rows]
@@ -172,17 +176,17 @@ class Rows:
 
     def _fill(self, at: int, seated: Sequence[Seated]) -> None:
         longest, columns = self.tokens.shape[1], []
-        for state, index, tokens, _, done, forks in seated:
+        for state, sequence, tokens, _, done, forks in seated:
             seat, length = self._free_seats.pop(), len(tokens)
-            self.owners[seat] = (state, index)
+            self.owners[seat] = (state, sequence)
             state.seats.add(seat)
             if forks:
                 self.forks[seat] = forks
-            self.tokens[seat, :length] = tokens
+            base = seat * longest
+            self.flat[base : base + length] = tokens
             priority, _, number = state.rank
-            columns.append((0, length, state.limit, seat, seat * longest, done, priority, 0, number))
+            columns.append((0, length, state.limit, seat, base, done, priority, 0, number))
         rows = slice(at, at + len(seated))
         self.fields[:, rows] = np.array(columns, np.int64).T
         self.handles[rows] = [each.handle for each in seated]
         self._arrivals[rows] = [each.state.rank[1] for each in seated]
-        self.last[rows] = [each.tokens[-1] for each in seated]

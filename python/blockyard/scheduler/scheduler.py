@@ -24,11 +24,13 @@ from numpy.typing import ArrayLike, NDArray
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.fragmentation import Defragmentation
+from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import NO_TOKEN, Finished, Parked, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows, Seated
 from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step
 from blockyard.scheduler.stop_tokens import StopTokens
+from blockyard.scheduler.swapping import Swapping
 
 __all__ = ["PREEMPTION_MODES", "PreemptionMode", "Scheduler"]
 
@@ -49,7 +51,7 @@ class Scheduler:
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
-            them where the request has at most one running sequence. A request that is still in its prompt is recomputed.
+            them where the request has at most one running sequence. A request still in its prompt is recomputed.
         overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
             tickets must have ended before the next `schedule` if they load what the step computes.
         defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
@@ -84,7 +86,6 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._max_num_seqs = max_num_seqs
         self._preemption_mode = preemption_mode
-        self._overlap_io = overlap_io
         self._defragment = defragment
         self._requests: dict[str, RequestState] = {}
         self._number = 0
@@ -92,14 +93,11 @@ class Scheduler:
         self._draft = Draft(max_num_batched_tokens, max_num_seqs)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
-        self._swapped = RankedQueue("swapped")
-        self._away: dict[Parked, None] = {}  # swapped, or on their way back; in order, for the same run each time
-        self._fetching: list[Parked] = []  # by the step being put together
-        self._loading: dict[int, list[Parked]] = {}  # by a ticket
-        self._landed: list[Parked] = []  # to get their rows in the next step
+        parts = (manager, self._rows, self._draft, self._waiting, self.stats)
+        self._admission = Admission(*parts, prefix_caching=prefix_caching)
+        self._swapping = Swapping(*parts, overlap_io=overlap_io, prefix_caching=prefix_caching)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
-        self._seats = 0  # sequences that run, will land, or will fork off a prompt that runs
         self._in_flight: Step | None = None
         self._capacity = self._device_capacity()
 
@@ -116,7 +114,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Requests whose blocks are on the host or in the external tier, and not on their way back."""
-        return len(self._swapped)
+        return len(self._swapping.swapped)
 
     # ---- requests ----
 
@@ -142,7 +140,7 @@ class Scheduler:
         self._capacity = max(self._capacity, self._device_capacity())
         self._number += 1
         self._requests[request.request_id] = state
-        self._wait(Parked(state, [0], [state.prompt], forks=request.n - 1))
+        self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))
 
     def abort(self, request_id: str) -> None:
         """Forget a request; its id can be used again at once.
@@ -169,23 +167,18 @@ class Scheduler:
         """
         self.give_up()
         self._refuse_what_no_longer_fits()
-        if self._landed:
-            landed, self._landed = self._landed, []
-            self._board([seated for parked in landed if parked in self._away for seated in self._unpark(parked)])
+        self._swapping.board()
         preempted = self._append_to_running()
         if not preempted:
-            if self._swapped:
-                self._resume()
-            if self._waiting and not self._swapped:
-                self._admit()
+            if self._swapping.swapped:
+                self._swapping.resume()
+            if self._waiting and not self._swapping.swapped:
+                self._admission.admit()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
-        self._note_peaks()
-        self.stats.steps += 1
-        self.stats.tokens += self._draft.tokens
+        self._count()
         step = self._in_flight = self._take_step()
-        if self._fetching:
-            self._loading[step.decision.ticket], self._fetching = self._fetching, []
+        self._swapping.begin(step.decision.ticket)
         return step
 
     def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
@@ -217,8 +210,7 @@ class Scheduler:
             names = self._start_again(self.manager.fail(ticket, lost))
         else:
             self.manager.complete(ticket)
-        if self._loading:
-            self._landed += self._loading.pop(ticket, ())
+        self._swapping.end(ticket)
         return names
 
     def update(self, step: Step, sampled: ArrayLike) -> list[Finished]:
@@ -243,8 +235,9 @@ class Scheduler:
             ended = self._extend(step, tokens[: step.samples])
             if len(step.extra_rows):
                 ended = self._fork(step, tokens[step.samples :], ended)
-            if ended.any():
-                finished += self._end(np.flatnonzero(ended))
+            gone = ended.nonzero()[0]
+            if len(gone):
+                finished += self._end(gone)
             self._in_flight = None
         self._drop_leaving()
         for state in finished:
@@ -297,25 +290,9 @@ class Scheduler:
 
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
-        rows = self._rows
-        state = rows.owner(int(gone[0]))[0]
-        handles = rows.handles[gone]
-        moves = (
-            ("preempted_swap", self.manager.can_swap_out, self.manager.swap_out),
-            ("preempted_spill", self.manager.can_spill, self.manager.spill),
-        )
-        whole = int(gone[-1]) < rows.decodes
-        for counter, can, move in moves if whole and self._swaps(len(gone)) else ():
-            if can(handles):
-                move(handles)
-                setattr(self.stats, counter, getattr(self.stats, counter) + 1)
-                indices = [rows.owner(row)[1] for row in gone.tolist()]
-                parked = Parked(state, indices, [rows.text(row) for row in gone.tolist()], handles)
-                state.parked.append(parked)
-                self._away[parked] = None
-                self._swapped.push(parked)
-                self._seats -= rows.remove(gone)
-                return
+        whole = int(gone[-1]) < self._rows.decodes
+        if whole and self._swaps(len(gone)) and self._swapping.move_out(gone):
+            return
         self.stats.preempted_recompute += 1
         self._recompute(gone)
 
@@ -325,180 +302,17 @@ class Scheduler:
         return self._preemption_mode == "swap"
 
     def _recompute(self, gone: NDArray[np.int64]) -> None:
-        """Drop rows with their blocks; their sequences wait to be computed again from their tokens."""
+        """Drop rows with their blocks; sequences of live requests wait to be computed again from their tokens."""
         rows = self._rows
         for row in gone.tolist():
             state, index = rows.owner(row)
-            self._wait(Parked(state, [index], [rows.text(row)], forks=rows.fork_count(row)))
+            if state.alive:
+                self._waiting.push(Parked(state, [index], [rows.text(row)], forks=rows.fork_count(row)))
         self._remove(gone)
 
     def _remove(self, gone: NDArray[np.int64]) -> None:
         self.manager.free(self._rows.handles[gone])
-        self._seats -= self._rows.remove(gone)
-
-    def _resume(self) -> None:
-        """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
-        computed = False
-        while (parked := self._swapped.head()) is not None:
-            apart = self._overlap_io and self.manager.tier(int(parked.handles[0])) == "external"
-            # A ticket with a fetch ends late: nothing that this step computes may depend on it.
-            mixed = computed if apart else bool(self._fetching)
-            if mixed or self._seats + len(parked.indices) > self._max_num_seqs:
-                break
-            status = self._bring_back(parked.handles)
-            if status == AllocStatus.LATER:
-                break
-            self._swapped.pop()
-            if status == AllocStatus.NEVER:  # others took the room for good; from its tokens it can still run
-                self._wait_again(parked)
-                continue
-            self._seats += len(parked.indices)
-            if apart:
-                parked.place = "fetching"
-                self._fetching.append(parked)
-                continue
-            computed = True
-            self._run_now(parked)
-
-    def _run_now(self, parked: Parked) -> None:
-        """Give sequences that have just come back their rows and their next tokens, in this step."""
-        draft, rows = self._draft, self._rows
-        at, count = rows.decodes, len(parked.indices)
-        draft.insert(at, count)
-        new = slice(at, at + count)
-        draft.token_ids[new] = [tokens[-1] for tokens in parked.tokens]
-        ids = draft.token_ids[new] if self._prefix_caching else None
-        self.manager.append(parked.handles, token_ids=ids, out=draft.slots[new])
-        self._board(self._unpark(parked))
-
-    def _board(self, seated: list[Seated]) -> None:
-        """Give sequences that are past their prompts rows behind the others that are."""
-        rows = self._rows
-        first = rows.decodes
-        rows.insert(seated)
-        self.manager.block_tables(rows.handles[first : rows.decodes], out=rows.block_tables[first : rows.decodes])
-
-    def _bring_back(self, handles: NDArray[np.uint64]) -> AllocStatus:
-        """Swap or fetch sequences in, if they fit now."""
-        if self.manager.tier(int(handles[0])) == "external":
-            status = self.manager.can_fetch(handles)
-            if status == AllocStatus.OK:
-                self.manager.fetch(handles)
-                self.stats.resumed_fetch += 1
-        else:
-            status = self.manager.can_swap_in(handles)
-            if status == AllocStatus.OK:
-                self.manager.swap_in(handles)
-                self.stats.resumed_swap += 1
-        return status
-
-    def _admit(self) -> None:
-        """Start waiting sequences, in order, while blocks, seats and tokens allow."""
-        draft, rows = self._draft, self._rows
-        if rows.decodes + len(draft.counts) < rows.count:
-            return  # a prompt that runs got nothing: no new ones
-        while draft.left > 0:
-            batch, siblings = self._pick()
-            if not batch:
-                return
-            self._start(batch, siblings)
-
-    def _pick(self) -> tuple[list[Parked], tuple[int, int] | None]:
-        """Take the first waiting sequences that fit and can be admitted by one call to the manager.
-
-        Returns:
-            The sequences; and, for one that is to share blocks of a running sequence of its request, that one's handle
-            and the tokens to share.
-        """
-        manager, left, size = self.manager, self._draft.left, self.manager.block_size
-        batch: list[Parked] = []
-        tokens, blocks = 0, self._blocks_owed()
-        while (head := self._waiting.head()) is not None:
-            state, length = head.state, len(head.tokens[0])
-            if self._seats + 1 + head.forks > self._max_num_seqs:
-                break
-            if batch and (tokens + length > left or not state.shares_cache_with(batch[0].state)):
-                break
-            share: tuple[int, int] | None = None
-            need = -(-length // size)
-            if state.seats or (batch and batch[-1].state is state):
-                # Computed again: it shares the blocks of the request's other sequences once these are computed.
-                if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
-                    break
-                share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
-                need -= share[1] // size if share else 0
-            if not self._fits(blocks + need):
-                if not self._prefix_caching:
-                    break
-                need = self._blocks_with_hits(head)
-                if not self._fits(blocks + need):
-                    break
-            self._waiting.pop()
-            state.parked.remove(head)
-            self._seats += 1 + head.forks
-            batch.append(head)
-            tokens += length
-            blocks += need
-            if share is not None or tokens >= left:
-                return batch, share
-        return batch, None
-
-    def _fits(self, blocks: int) -> bool:
-        return self.manager.can_allocate(blocks * self.manager.block_size) == AllocStatus.OK
-
-    def _blocks_owed(self) -> int:
-        """Blocks that prompts in prefill are yet to take."""
-        draft, rows, size = self._draft, self._rows, self.manager.block_size
-        if not draft.counts:
-            return 0
-        ends = np.add(draft.starts, draft.counts)
-        lengths = rows.fields[LENGTH, rows.decodes : rows.count]
-        return int((-(-lengths // size) - -(-ends // size)).sum())
-
-    def _blocks_with_hits(self, parked: Parked) -> int:
-        request = parked.state.request
-        return self.manager.blocks_to_allocate(parked.tokens[0], salt=request.salt, lora_id=request.lora_id)
-
-    def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
-        """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""
-        rows, best, handle = self._rows, 0, 0
-        for row in rows.find(state.seats).tolist():
-            text = rows.text(row)
-            longest = min(len(text), len(tokens) - 1)  # the last token's logits are wanted
-            differ = np.flatnonzero(text[:longest] != tokens[:longest])
-            common = int(differ[0]) if len(differ) else longest
-            common -= common % self.manager.block_size
-            if common > best:
-                best, handle = common, int(rows.handles[row])
-        return (handle, best) if best else None
-
-    def _start(self, batch: list[Parked], share: tuple[int, int] | None) -> None:
-        """Admit sequences; all but the last get all of their tokens into this step."""
-        manager, draft, rows = self.manager, self._draft, self._rows
-        left, request = draft.left, batch[0].state.request
-        prompts = [parked.tokens[0] for parked in batch]
-        begun = [0] * len(batch)
-        if share is not None:
-            parent, begun[0] = share
-            count = min(len(prompts[0]), begun[0] + left)
-            handles = np.array([manager.fork_prefix(parent, begun[0], count)], np.uint64)
-        elif self._prefix_caching:
-            handles, cached = manager.allocate_prompts(
-                prompts, salt=request.salt, lora_id=request.lora_id, chunk_tokens=left
-            )
-            begun = cached.tolist()
-            self.stats.cached_tokens += sum(begun)
-        else:
-            handles = manager.allocate([min(len(tokens), left) for tokens in prompts])
-        rows.make_room(max(parked.state.limit for parked in batch))
-        each = zip(batch, handles.tolist(), begun, strict=True)
-        first = rows.count
-        rows.append([Seated(p.state, p.indices[0], p.tokens[0], handle, done, p.forks) for p, handle, done in each])
-        manager.block_tables(handles, out=rows.block_tables[first : rows.count])
-        for tokens, handle, start in zip(prompts, handles.tolist(), begun, strict=True):
-            at, end = draft.tokens, min(len(tokens), start + draft.left)
-            draft.add_chunk(tokens[start:end], start)
-            manager.slot_mapping(handle, start, end, out=draft.slots[at : draft.tokens])
+        self._rows.remove(gone)
 
     def _take_step(self) -> Step:
         draft, rows = self._draft, self._rows
@@ -515,18 +329,18 @@ class Scheduler:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
         return Step(
-            decision=self.manager.take_decision(),
-            decodes=decodes,
-            samples=samples,
-            handles=rows.handles[:count].copy(),
-            seats=rows.fields[SEAT, :count].copy(),
-            start=start,
-            query_start_loc=draft.query_start_loc(decodes),
-            token_ids=draft.token_ids[:used],
-            slot_mapping=draft.slots[:used],
-            block_tables=rows.block_tables[:count],
-            extra_rows=extra,
-            owners=rows.owners,
+            self.manager.take_decision(),
+            decodes,
+            samples,
+            rows.handles[:count].copy(),
+            rows.fields[SEAT, :count].copy(),
+            start,
+            draft.query_start_loc(decodes),
+            draft.token_ids[:used],
+            draft.slots[:used],
+            rows.block_tables[:count],
+            extra,
+            rows.owners,
         )
 
     # ---- taking its tokens in ----
@@ -545,7 +359,7 @@ class Scheduler:
             raise InvalidArgumentError(f"sampled tokens are {tokens.dtype}, must be integers")
         wide = tokens.astype(np.int64, copy=False)
         # Seen as unsigned, a negative id is the largest of all.
-        if wide.view(np.uint64).max() >= NO_TOKEN:
+        if np.maximum.reduce(wide.view(np.uint64)) >= NO_TOKEN:
             raise InvalidArgumentError(
                 f"sampled tokens go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}"
             )
@@ -555,7 +369,8 @@ class Scheduler:
         """Let prompts find the blocks that the step has filled."""
         rows, size = self._rows, self.manager.block_size
         length = rows.fields[LENGTH, : step.decodes]
-        full = np.flatnonzero(length % size == 0 if size & (size - 1) else (length & (size - 1)) == 0)
+        within = length % size if size & (size - 1) else length & (size - 1)
+        full: NDArray[np.int64] = (within == 0).nonzero()[0]
         if step.rows == step.decodes:
             if step.void is not None:
                 full = full[~step.void[full]]
@@ -587,7 +402,7 @@ class Scheduler:
         return ended
 
     def _fork(self, step: Step, tokens: NDArray[np.uint32], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Open the other sequences of requests whose shared prompt is computed; say which rows end, bool `[decodes]`."""
+        """Open the other sequences of requests whose prompt is computed; say which rows end, bool `[decodes]`."""
         rows, at = self._rows, 0
         parents, counts = np.unique(step.extra_rows, return_counts=True)
         for row, count in zip(parents.tolist(), counts.tolist(), strict=True):
@@ -601,7 +416,8 @@ class Scheduler:
             children = self.manager.fork(int(rows.handles[row]), count).tolist()
             texts = [np.append(prompt, token) for token in drawn]
             each = enumerate(zip(children, texts, strict=True), index + 1)
-            self._board([Seated(state, i, text, handle) for i, (handle, text) in each])
+            new = rows.insert([Seated(state, i, text, handle) for i, (handle, text) in each])
+            self.manager.block_tables(rows.handles[new], out=rows.block_tables[new])
             ends = [len(prompt) + 1 >= state.limit or token in state.request.stop_token_ids for token in drawn.tolist()]
             ended = np.concatenate((ended, np.array(ends, np.bool_)))
         return ended
@@ -609,9 +425,10 @@ class Scheduler:
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
         """Keep what the sequences of some rows have generated, and free them; give the requests that are done."""
         rows, done = self._rows, []
-        for row in gone.tolist():
+        seats, lengths = rows.fields[SEAT, gone].tolist(), rows.fields[LENGTH, gone].tolist()
+        for row, seat, length in zip(gone.tolist(), seats, lengths, strict=True):
             state, index = rows.owner(row)
-            state.outputs[index] = rows.text(row)[len(state.prompt) :]
+            state.outputs[index] = tuple(rows.tokens[seat, len(state.prompt) : length].tolist())
             state.left -= 1
             if state.alive and not state.left:
                 done.append(state)
@@ -620,26 +437,11 @@ class Scheduler:
 
     # ---- who leaves, and who starts again ----
 
-    def _wait(self, parked: Parked) -> None:
-        parked.state.parked.append(parked)
-        self._waiting.push(parked)
-
-    def _wait_again(self, parked: Parked) -> None:
-        """Drop the blocks of sequences that were away; they wait to be computed again."""
-        self._unpark(parked)
-        self.manager.free(parked.handles)
-        for index, tokens in zip(parked.indices, parked.tokens, strict=True):
-            self._wait(Parked(parked.state, [index], [tokens]))
-
-    def _unpark(self, parked: Parked) -> list[Seated]:
-        """Note that sequences are not away any more; give what their rows are made of."""
-        del self._away[parked]
-        parked.state.parked.remove(parked)
-        each = zip(parked.indices, parked.tokens, parked.handles.tolist(), strict=True)
-        return [Seated(parked.state, *sequence) for sequence in each]
-
     def give_up(self) -> None:
-        """Drop the step in flight, such as one whose computation failed: its sequences start again from their tokens."""
+        """Drop the step in flight, if there is one: its sequences start again from their tokens.
+
+        For a step whose transfers or computation failed.
+        """
         step, self._in_flight = self._in_flight, None
         for row in range(step.rows if step is not None else 0):
             state = self._rows.owner(row)[0]
@@ -648,32 +450,23 @@ class Scheduler:
         self._drop_leaving()
 
     def _drop_leaving(self) -> None:
-        """Unless a step is in flight, free the rows of requests that were aborted, and start those again that lost bytes."""
+        """Free the rows of requests that are gone; start those again that lost bytes. Not while a step is in flight."""
         if not self._leaving or (self._in_flight is not None and self._in_flight.rows):
             return
         leaving, self._leaving = self._leaving, []
-        gone = self._rows.find({seat for state in leaving for seat in state.seats})
-        if len(gone):
-            alive = np.array([self._rows.owner(row)[0].alive for row in gone.tolist()])
-            for row in gone[alive].tolist():
-                state, index = self._rows.owner(row)
-                self._wait(Parked(state, [index], [self._rows.text(row)], forks=self._rows.fork_count(row)))
-            self._remove(gone)
         for state in leaving:
             state.lost = False
+        self._recompute(self._rows.find({seat for state in leaving for seat in state.seats}))
 
     def _start_again(self, handles: NDArray[np.uint64]) -> list[str]:
         """Start the requests of sequences that lost bytes again; rows in flight are void, and go with `update`."""
         rows, step = self._rows, self._in_flight
-        lost = {rows.owner(row)[0]: None for row in rows.find_handles(handles).tolist()}
-        lost |= {parked.state: None for parked in self._away if np.isin(parked.handles, handles).any()}
+        running = [rows.owner(row)[0] for row in rows.find_handles(handles).tolist()]
+        lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
         for state in lost:
-            if not state.alive:
-                continue
             self.stats.lost += 1
             for parked in [parked for parked in state.parked if parked.place != "waiting"]:
-                self._leave_queue(parked)
-                self._wait_again(parked)
+                self._swapping.recompute(parked)
             if state.seats:
                 state.lost = True
                 self._leaving.append(state)
@@ -682,25 +475,15 @@ class Scheduler:
                     found = rows.find(state.seats)
                     step.void[found[found < step.rows]] = True
         self._drop_leaving()
-        return [state.request.request_id for state in lost if state.alive]
-
-    def _leave_queue(self, parked: Parked) -> None:
-        if parked.place == "waiting":
-            self._waiting.discard(parked)
-        elif parked.place == "swapped":
-            self._swapped.discard(parked)
-        else:
-            self._seats -= len(parked.indices)
+        return [state.request.request_id for state in lost]
 
     def _release(self, state: RequestState) -> None:
         """Take a request out of every queue, with its blocks; rows in flight go with `update`."""
         for parked in tuple(state.parked):
-            self._leave_queue(parked)
-            if len(parked.handles):
-                self._unpark(parked)
-                self.manager.free(parked.handles)
+            if parked.place == "waiting":
+                self._waiting.discard(parked)
             else:
-                state.parked.remove(parked)
+                self._swapping.drop(parked)
         state.alive = False
         if state.seats:
             self._leaving.append(state)
@@ -714,7 +497,7 @@ class Scheduler:
     # ---- a device that shrinks ----
 
     def _device_capacity(self) -> int:
-        return self.manager.num_blocks("device") - self.manager.watermark_blocks
+        return self.manager.num_blocks() - self.manager.watermark_blocks
 
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         """Why a request could never run to its end, if so: it would be preempted for ever."""
@@ -747,15 +530,17 @@ class Scheduler:
         """Note what the sequences of a request that have not ended have generated so far."""
         for parked in state.parked:
             for index, tokens in zip(parked.indices, parked.tokens, strict=True):
-                state.outputs[index] = tokens[len(state.prompt) :]
+                state.outputs[index] = tuple(tokens[len(state.prompt) :].tolist())
         for row in self._rows.find(state.seats).tolist():
-            state.outputs[self._rows.owner(row)[1]] = self._rows.text(row)[len(state.prompt) :]
+            state.outputs[self._rows.owner(row)[1]] = tuple(self._rows.text(row)[len(state.prompt) :].tolist())
 
-    def _note_peaks(self) -> None:
+    def _count(self) -> None:
         stats, manager = self.stats, self.manager
-        device = manager.num_blocks("device") - manager.num_free("device")
+        stats.steps += 1
+        stats.tokens += self._draft.tokens
+        device = manager.num_blocks() - manager.num_free()
         stats.peak_device_blocks = max(stats.peak_device_blocks, device)
-        if self._away:
+        if self._swapping:
             host = manager.num_blocks("host") - manager.num_free("host")
             external = manager.num_blocks("external") - manager.num_free("external")
             stats.peak_host_blocks = max(stats.peak_host_blocks, host)

@@ -26,13 +26,13 @@ class Draw(NamedTuple):
     Attributes:
         row: row whose last token's logits it is drawn from.
         request_id: the request.
-        index: which of its sequences gets the token.
+        sequence: which of the request's sequences gets the token.
         position: position of the token in the sequence, the prompt included.
     """
 
     row: int
     request_id: str
-    index: int
+    sequence: int
     position: int
 
 
@@ -72,9 +72,9 @@ class Step:
     token_ids: NDArray[np.uint32]
     slot_mapping: NDArray[np.int64]
     block_tables: NDArray[np.int32]
-    extra_rows: NDArray[np.int32] = field(default_factory=lambda: NO_ROWS)
+    extra_rows: NDArray[np.int32]
+    owners: Sequence[Owner | None] = field(repr=False)
     void: NDArray[np.bool_] | None = None
-    owners: Sequence[Owner | None] = field(default=(), repr=False)
 
     @property
     def rows(self) -> int:
@@ -89,8 +89,7 @@ class Step:
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens that each row computes, int32 `[n]`."""
-        lengths: NDArray[np.int32] = np.diff(self.query_start_loc)
-        return lengths
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     def owner(self, row: int) -> tuple[str, int]:
         """Say whose row it is, until `update`: request id, and which of the request's sequences."""
@@ -183,8 +182,9 @@ class Draft:
 
     def query_start_loc(self, decodes: int) -> NDArray[np.int32]:
         """Where each row's tokens begin, and their end."""
+        found: NDArray[np.int32] = self._ramp[: decodes + len(self.counts) + 1]
         if not self.counts:
-            return self._ramp[: decodes + 1]
-        found = self._ramp[: decodes + len(self.counts) + 1].copy()
+            return found
+        found = found.copy()
         found[decodes + 1 :] = decodes + np.cumsum(self.counts)
         return found

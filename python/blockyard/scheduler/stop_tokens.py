@@ -54,5 +54,5 @@ class StopTokens:
 
     def among(self, tokens: NDArray[np.uint32]) -> NDArray[np.int64]:
         """Give the places of the tokens at which some request stops."""
-        places: NDArray[np.int64] = np.flatnonzero(self._stops.take(tokens, mode="clip"))
+        places: NDArray[np.int64] = self._stops.take(tokens, mode="clip").nonzero()[0]
         return places

@@ -145,6 +145,7 @@ class Report:
         sequences: sequences served; a request with n = 2 has two.
         prompt_tokens: sum over requests.
         output_tokens: sum over sequences.
+        cached_prompt_tokens: tokens that were found in the prefix cache when a sequence started, or started again.
         steps: scheduler steps.
         seconds: wall time of the paged run.
         tokens_per_second: output tokens over these seconds.
@@ -172,6 +173,7 @@ class Report:
     sequences: int
     prompt_tokens: int
     output_tokens: int
+    cached_prompt_tokens: int
     steps: int
     seconds: float
     tokens_per_second: float

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -84,7 +83,7 @@ def draw_tokens(step: Step, memory: SimulatedMemory) -> list[int]:
         new = step.token_ids[first:last].tolist()
         if texts[row][starts[row] :] != new:
             raise AssertionError(f"row {row} reads {texts[row][starts[row] :]} where it has just written {new}")
-    return [draw_token(texts[draw.row], draw.index) if draw.row in texts else 0 for draw in step.draws()]
+    return [draw_token(texts[draw.row], draw.sequence) if draw.row in texts else 0 for draw in step.draws()]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
