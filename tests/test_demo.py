@@ -66,6 +66,15 @@ def test_tokens_are_identical_though_blocks_went_every_way(report: Report) -> No
     assert report.exit_code == 0
 
 
+def test_tokens_are_the_same_with_and_without_a_prefix_cache_and_in_chunks(report: Report) -> None:
+    plain = make_report(replace(SMALL, prefix_caching=False))
+    chunks = make_report(replace(SMALL, max_num_batched_tokens=24))
+    assert [each.identical_requests for each in (report, plain, chunks)] == [12, 12, 12]
+    assert report.cached_prompt_tokens > 0
+    assert plain.cached_prompt_tokens == 0
+    assert chunks.steps > report.steps
+
+
 def test_report_counts_what_went_through_the_file(report: Report) -> None:
     assert report.file_tier.written_blocks == report.blocks("spill")
     assert report.file_tier.read_blocks == report.blocks("fetch")

@@ -91,7 +91,14 @@ class Rows:
 
     def owner(self, row: int) -> Owner:
         """Say whose row it is."""
-        return self._owner_of(int(self.fields[SEAT, row]))
+        return self.owner_at(int(self.fields[SEAT, row]))
+
+    def owner_at(self, seat: int) -> Owner:
+        """Say whose seat it is."""
+        owner = self.owners[seat]
+        if owner is None:
+            raise InvariantError(f"seat {seat} has no owner")
+        return owner
 
     def fork_count(self, row: int) -> int:
         """Sequences that will fork off a row's prompt."""
@@ -141,7 +148,7 @@ class Rows:
     def remove(self, gone: NDArray[np.int64]) -> None:
         """Drop rows, rising, and their seats, those kept for forks included; other rows take their places."""
         for seat in self.fields[SEAT, gone].tolist():
-            self._owner_of(seat)[0].seats.discard(seat)
+            self.owner_at(seat)[0].seats.discard(seat)
             self.owners[seat] = None
             self._free_seats.append(seat)
             self.seats_left += 1 + self.forks.pop(seat, 0)
@@ -162,12 +169,6 @@ class Rows:
         else:
             self.count = left
         self.decodes = left
-
-    def _owner_of(self, seat: int) -> Owner:
-        owner = self.owners[seat]
-        if owner is None:
-            raise InvariantError(f"seat {seat} has no owner")
-        return owner
 
     def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:
         self.fields[:, to] = self.fields[:, rows]

@@ -426,8 +426,8 @@ class Scheduler:
         """Keep what the sequences of some rows have generated, and free them; give the requests that are done."""
         rows, done = self._rows, []
         seats, lengths = rows.fields[SEAT, gone].tolist(), rows.fields[LENGTH, gone].tolist()
-        for row, seat, length in zip(gone.tolist(), seats, lengths, strict=True):
-            state, index = rows.owner(row)
+        for seat, length in zip(seats, lengths, strict=True):
+            state, index = rows.owner_at(seat)
             state.outputs[index] = tuple(rows.tokens[seat, len(state.prompt) : length].tolist())
             state.left -= 1
             if state.alive and not state.left:

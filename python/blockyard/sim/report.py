@@ -254,6 +254,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("requests", f"{report.requests} ({report.sequences} sequences, {report.prompt_tokens} prompt tokens)"),
         ("tokens", f"{report.output_tokens} in {report.seconds:.1f} s and {report.steps} steps"),
         ("tokens/s", f"{report.tokens_per_second:.0f} (unpaged run: {report.reference_seconds:.1f} s)"),
+        ("prefix cache", f"{report.cached_prompt_tokens} tokens found"),
         ("preemptions", _join({name.replace("_", " to "): count for name, count in report.preemptions.items()})),
     ]
     table += [
