@@ -215,11 +215,22 @@ class MovingBooks:
 
     # ---- what the engine sees ----
 
-    def append(self, sequences: np.ndarray) -> np.ndarray:
-        return self.slots(self.books.append(sequences))
+    def append(
+        self,
+        sequences: np.ndarray,
+        num_tokens: np.ndarray | None = None,
+        *,
+        token_ids: None = None,
+        block_tables: np.ndarray | None = None,
+        out: np.ndarray,
+    ) -> None:
+        out[:] = self.slots(self.books.append(sequences, num_tokens))
+        self.batch = [] if block_tables is not None else self.batch
+        if block_tables is not None:
+            self.block_tables(sequences, out=block_tables)
 
-    def slot_mapping(self, sequence: int, first: int, last: int) -> np.ndarray:
-        return self.slots(self.books.slot_mapping(sequence, first, last))
+    def slot_mapping(self, sequence: int, first: int, last: int, out: np.ndarray) -> None:
+        out[:] = self.slots(self.books.slot_mapping(sequence, first, last))
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
         blocks = slots // self.size
@@ -229,9 +240,10 @@ class MovingBooks:
     def note_written(self, blocks: Iterable[int]) -> None:
         self.written.update(blocks)
 
-    def block_tables(self, sequences: np.ndarray) -> np.ndarray:
-        self.batch = sequences.tolist()
-        return self.place[self.books.block_tables(sequences)].astype(np.int32)
+    def block_tables(self, sequences: np.ndarray, out: np.ndarray) -> None:
+        self.batch += sequences.tolist()
+        tables = self.books.block_tables(sequences)
+        out[: len(tables), : tables.shape[1]] = self.place[tables]
 
     def take_decision(self) -> StepDecision:
         decision = self.books.take_decision()
@@ -253,7 +265,7 @@ class MovingBooks:
         moves = self.choose(decision.ticket)
         if moves:
             transfers.append(("move", Pairs("device", "device", np.array(moves, dtype=np.int64))))
-        self.written = set()
+        self.written, self.batch = set(), []
         return StepDecision(decision.ticket, transfers, after=decision.after)
 
     def placed(self, pairs: Pairs) -> Pairs:
