@@ -98,7 +98,8 @@ def test_same_options_give_the_same_run(report: Report) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sabotage_of_one_transfer_exits_1(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(replace(SMALL, sabotage=kind)) == 1
+    # With a prefix cache, a dropped block may be one that is never read back: its copy is still on the device.
+    assert run_demo(replace(SMALL, prefix_caching=False, sabotage=kind)) == 1
     text = capsys.readouterr().out
     assert f"{kind} of " in text
     assert "differs at token" in text

@@ -123,7 +123,11 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     group = demo.add_argument_group("faults and output")
     faults = group.add_mutually_exclusive_group()
     faults.add_argument("--corrupt", type=_count(1), default=0, metavar="N", help="damage N blocks stored in the file")
-    faults.add_argument("--sabotage", choices=SABOTAGE_KINDS, help="silently drop one transfer of this kind")
+    faults.add_argument(
+        "--sabotage",
+        choices=SABOTAGE_KINDS,
+        help="silently drop one transfer of this kind; with a prefix cache it may be one that nothing reads back",
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     group.add_argument("--quiet", action="store_true", help="no live progress")
 

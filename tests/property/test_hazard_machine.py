@@ -245,6 +245,10 @@ class MovingBooks:
         tables = self.books.block_tables(sequences)
         out[: len(tables), : tables.shape[1]] = self.place[tables]
 
+    def free(self, sequences: np.ndarray) -> None:
+        self.books.free(sequences)
+        self.batch = [handle for handle in self.batch if handle not in set(sequences.tolist())]
+
     def take_decision(self) -> StepDecision:
         decision = self.books.take_decision()
         transfers, names, busy = [], {}, set()
@@ -298,7 +302,8 @@ class MovingBooks:
     def choose(self, ticket: int) -> list[tuple[int, int]]:
         """Blocks that this step reads and does not write, and holes for them."""
         taken = self.written.union(*self.busy.values(), *self.moving.values())
-        tables = [self.books.block_table(handle).tolist() for handle in self.batch]
+        here = [handle for handle in self.batch if self.books.tier(handle) == "device"]
+        tables = [self.books.block_table(handle).tolist() for handle in here]
         free = sorted({block for table in tables for block in table} - taken)
         count = min(len(free), len(self.holes), self.random.choice((0, 0, 1, 1, 2, 3)))
         chosen = self.moving[ticket] = {
