@@ -411,8 +411,8 @@ class Decoder:
         self.executor.submit(step.decision, by_layer=True)
         for layer in range(LAYOUT.num_layers):
             self.executor.wait_for_layer(ticket, layer)
-            self.cells(layer)[step.slot_mapping] = [t + layer for item in step.batch for t in item.tokens]
-        sampled = [self.sample(step, row) for row in range(len(step.batch))]
+            self.cells(layer)[step.slot_mapping] = step.token_ids.astype(np.int64) + layer
+        sampled = [draw_token(self.text(step, draw.row), draw.sequence) for draw in step.draws()]
         loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
         while True:
             for done in self.executor.poll():
@@ -423,13 +423,12 @@ class Decoder:
     def cells(self, layer: int) -> np.ndarray:
         return self.engine.device_caches[layer].numpy().reshape(2, -1)[0]
 
-    def sample(self, step: Step, row: int) -> list[int]:
-        item, table = step.batch[row], step.block_tables[row].astype(np.int64)
-        at = np.arange(item.start + len(item.tokens))
+    def text(self, step: Step, row: int) -> list[int]:
+        at, table = np.arange(step.start[row] + step.lengths[row]), step.block_tables[row].astype(np.int64)
         slots = table[at // LAYOUT.block_size] * LAYOUT.block_size + at % LAYOUT.block_size
         layers = [self.cells(layer)[slots] - layer for layer in range(LAYOUT.num_layers)]
         assert (layers[0] == layers[1]).all()
-        return [draw_token(layers[0].tolist(), index) for index in item.sample_indices]
+        return layers[0].tolist()
 
 
 @pytest.mark.parametrize("host_blocks", [0, 5])

@@ -1,5 +1,6 @@
 """The whole path in small: requests in, tokens out, equal to the unpaged model's whatever is moved on the way."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import reference_generate
+from blockyard.scheduler import Scheduler
 from blockyard.sim.executors import SteadyExecutor, Wrapper
 
 KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
@@ -103,9 +105,8 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
     greedy = replace(params[0], n=1, max_tokens=40)
     wanted = reference_generate(windowed, prompts[0], greedy)
     with open_generator(windowed, tmp_path) as generator:
-        generator.scheduler.manager = generator.manager = BlockManager(
-            block_size=4, device_blocks=40, host_blocks=6, sliding_window=3
-        )
+        generator.manager = BlockManager(block_size=4, device_blocks=40, host_blocks=6, sliding_window=3)
+        generator.scheduler = Scheduler(generator.manager)
         assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
 
 
@@ -271,6 +272,37 @@ def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
         assert [generator.manager.num_free(tier) for tier in ("device", "host")] == [40, 6]
 
 
+def test_a_step_that_fails_costs_no_token(model, work, wanted, tmp_path, monkeypatch):
+    with open_generator(model, tmp_path, preemption_mode="swap") as generator:
+        forward, calls = generator.worker.model.forward, []
+
+        def failing(*arguments, **options):
+            calls.append(1)
+            if len(calls) % 7 == 3:
+                raise OSError("a kernel failed")
+            return forward(*arguments, **options)
+
+        monkeypatch.setattr(generator.worker.model, "forward", failing)
+        done = {}
+        for index, (prompt, params) in enumerate(zip(*work, strict=True)):
+            generator.add(str(index), prompt, params)
+        while generator.num_unfinished:
+            with contextlib.suppress(OSError):
+                done |= {each.request.request_id: each.outputs for each in generator.step()}
+        generator.drain()
+        generator.manager.check()
+        assert len(calls) > 7
+    assert [[list(tokens) for tokens in done[str(index)]] for index in range(8)] == wanted
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_prompts_in_chunks_give_the_unpaged_tokens(model, work, wanted, tmp_path, prefix_caching):
+    options = {"max_num_batched_tokens": 7, "prefix_caching": prefix_caching, "num_device_blocks": 240}
+    with open_generator(model, tmp_path, **options) as generator:
+        assert [generator.generate(*work) for _ in range(2)] == [wanted, wanted]
+        assert (generator.scheduler.stats.cached_tokens > 0) == prefix_caching
+
+
 @pytest.mark.gpu
 def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
     config = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
@@ -283,7 +315,7 @@ def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
 
 
 def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, work, wanted, tmp_path):
-    with open_generator(model, tmp_path, elastic=True) as generator:
+    with open_generator(model, tmp_path, elastic=True, wrap_executor=SteadyExecutor) as generator:
         elastic, sizes = generator.worker.elastic, iter([30, 24, 33, 25, 40, 26])
         extents = []
 

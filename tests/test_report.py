@@ -34,6 +34,7 @@ REPORT = Report(
     sequences=64,
     prompt_tokens=6000,
     output_tokens=3000,
+    cached_prompt_tokens=96,
     steps=200,
     seconds=12.5,
     tokens_per_second=240.0,

@@ -37,12 +37,31 @@ def test_admission_keeps_the_watermark():
     engine.run(*requests)
 
 
-def test_a_step_takes_no_more_tokens_than_its_budget_but_a_longer_prompt_runs_alone():
-    engine = Engine(64, max_num_batched_tokens=10)
-    requests = [engine.add("a", 30, 2), engine.add("b", 6, 2), engine.add("c", 4, 2), engine.add("d", 1, 2)]
-    assert engine.step() == ["a"]
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_prompts_are_computed_in_chunks_beside_decodes_within_the_tokens_of_a_step(prefix_caching: bool):
+    engine = Engine(64, max_num_batched_tokens=10, prefix_caching=prefix_caching)
+    requests = [engine.add("a", 30, 3), engine.add("b", 6, 2), engine.add("c", 4, 2), engine.add("d", 1, 2)]
+    assert [engine.step() for _ in range(3)] == [["a"]] * 3
+    assert engine.step() == ["a:0", "b", "c"]
+    assert engine.step() == ["a:0", "b:0", "c", "d"]
+    engine.run(*requests)
+
+
+def test_what_decodes_is_never_held_up_by_the_tokens_of_a_step():
+    engine = Engine(64, max_num_batched_tokens=4)
+    requests = [engine.add(name, 1, 9) for name in "abcdef"]
+    assert engine.step() == ["a", "b", "c", "d"]
+    assert engine.step() == ["a:0", "b:0", "c:0", "d:0"], "which leave no token to a prompt"
+    engine.run(*requests)
+
+
+def test_a_prompt_that_is_not_through_keeps_new_ones_waiting_and_the_blocks_that_it_is_yet_to_take():
+    engine = Engine(9, max_num_batched_tokens=8)
+    requests = [engine.add("a", 24, 2), engine.add("b", 6, 2, arrival=1.0)]
+    assert [engine.step() for _ in range(3)] == [["a"]] * 3
     assert engine.step() == ["a:0", "b"]
     engine.run(*requests)
+    assert engine.scheduler.stats.preempted_recompute == 0
 
 
 def test_a_step_never_has_more_sequences_than_there_are_seats():
@@ -151,21 +170,17 @@ def test_nothing_is_swapped_in_in_a_step_that_preempts():
 def test_a_recomputed_group_shares_only_its_common_full_blocks():
     engine = Engine(16, preemption_mode="recompute")
     request = engine.add("a", 6, 8, n=2)
-    for _ in range(4):
+    for _ in range(5):
         engine.step()
-    step = engine.scheduler.schedule()
-    lost = engine.scheduler._groups["a"]
-    engine.finish(step)
-    engine.scheduler._running.remove(lost)
-    engine.scheduler._restart(lost)
+    engine.scheduler._preempt(engine.scheduler._rows.worst())
     assert engine.manager.num_free("device") == 16
+    assert engine.step() == ["a"], "the first alone: the second shares its blocks once they are computed"
     step = engine.scheduler.schedule()
-    first, second = step.batch
-    assert (first.start, second.start) == (0, BLOCK)
-    assert len(second.tokens) == len(first.tokens) - BLOCK
-    assert first.sample_indices == (0,)
-    assert second.sample_indices == (1,)
-    tables = step.block_tables.tolist()
+    assert [step.owner(row) for row in range(2)] == [("a", 0), ("a", 1)]
+    assert (step.decodes, step.start.tolist(), step.lengths.tolist()) == (1, [11, BLOCK], [1, 11 - BLOCK])
+    assert [draw.sequence for draw in step.draws()] == [0, 1]
+    assert engine.manager.block_table(int(step.handles[0]))[0] == engine.manager.block_table(int(step.handles[1]))[0]
+    tables = step.block_tables[:, :3].tolist()
     assert tables[0][0] == tables[1][0]
     assert not set(tables[0][1:]) & set(tables[1][1:])
     engine.finish(step)
@@ -251,8 +266,15 @@ def test_tokens_that_do_not_match_the_batch_are_refused_and_change_nothing():
     request = engine.add("a", 4, 2, n=2)
     step = engine.scheduler.schedule()
     engine.memory.execute(step.decision)
-    for wrong in ([], [[1]], [[1, 2, 3]]):
-        with pytest.raises(InvalidArgumentError, match="do not match"):
+    for wrong, shown in (
+        ([], "do not match the step's 2 draws"),
+        ([1], "do not match"),
+        ([[1, 2]], "do not match"),
+        ([1, -1], "go from -1 to 1"),
+        ([1, 2**32 - 1], "must be from 0 to 4294967294"),
+        ([1.0, 2.0], "float64, must be integers"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=shown):
             engine.scheduler.update(step, wrong)
     engine.finish(step)
     engine.run(request)
@@ -302,10 +324,10 @@ def test_a_fetched_request_is_in_no_step_before_its_ticket_has_ended():
     engine = overlapped()
     step = engine.scheduler.schedule()
     assert [kind for kind, _ in step.decision.transfers()] == ["fetch"]
-    assert step.batch == ()
+    assert step.rows == 0
     assert engine.scheduler.num_unfinished == 1
     other = engine.scheduler.schedule()
-    assert other.batch == ()
+    assert other.rows == 0
     assert len(other.decision) == 0
     engine.scheduler.finish(other.decision.ticket)
     engine.memory.execute(step.decision)
@@ -331,8 +353,7 @@ def test_a_request_whose_fetch_is_lost_starts_again():
     engine = overlapped()
     fetch = engine.scheduler.schedule()
     ((_, pairs),) = fetch.decision.transfers()
-    (group,) = engine.scheduler.finish(fetch.decision.ticket, [pairs])
-    assert group.request.request_id == "b"
+    assert engine.scheduler.finish(fetch.decision.ticket, [pairs]) == ["b"]
     assert engine.scheduler.stats.lost == 1
     assert engine.step() == ["b"]
 
@@ -355,7 +376,9 @@ def test_tokens_of_a_request_that_lost_bytes_meanwhile_are_passed_over():
     step = engine.scheduler.schedule()
     ((kind, pairs),) = step.decision.transfers()
     assert kind == "copy"
-    assert len(engine.scheduler.finish(step.decision.ticket, [pairs])) == 1
-    assert engine.scheduler.update(step, [[1] for _ in step.batch]) == []
+    assert engine.scheduler.finish(step.decision.ticket, [pairs]) == ["a"]
+    assert step.void is not None
+    assert step.void.all()
+    assert engine.scheduler.update(step, [1] * step.num_draws) == []
     engine.manager.check()
     assert engine.step()[0] == "a"

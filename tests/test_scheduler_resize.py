@@ -156,12 +156,14 @@ def test_tokens_of_what_was_refused_meanwhile_are_passed_over():
     step = engine.scheduler.schedule()
     engine.manager.resize_device(7)
     after = engine.scheduler.schedule()
-    assert [item.request_id for item in after.batch] == ["b"]
-    engine.finish(step)
+    assert [after.owner(row) for row in range(after.rows)] == [("b", 0)], "which starts again: its step was given up"
+    with pytest.raises(InvalidArgumentError, match="is not in flight"):
+        engine.scheduler.update(step, [1, 1])
+    engine.scheduler.settle(step)
+    engine.finish(after)
     assert_refused(engine, large, 8, 0, 7)
     assert [len(tokens) for tokens in engine.refused["a"].outputs] == [1]
-    engine.scheduler.abort(small.request_id)
-    engine.scheduler.settle(after)
+    engine.run(small)
 
 
 def test_moves_are_decided_with_every_step_until_nothing_lies_beyond_the_end():
@@ -196,4 +198,4 @@ def test_the_null_block_of_a_window_is_no_room():
     with pytest.raises(OutOfBlocksError, match="needs up to 4 device blocks and 1 kept free, there are 4"):
         scheduler.add(Request("a", [1] * 12, 4))
     scheduler.add(Request("a", [1] * 8, 4))
-    assert len(scheduler.schedule().batch) == 1
+    assert scheduler.schedule().rows == 1

@@ -11,7 +11,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
-from blockyard.scheduler import Finished, Step
+from blockyard.scheduler import Step
 from blockyard.sim.report import live_progress
 from blockyard.sim.serve import Faults, reference, serve
 from blockyard.sim.workload import WorkItem
@@ -27,13 +27,17 @@ def run(items: list[WorkItem], faults: Faults) -> list[set[str]]:
     """Serve, and return which requests each step computed."""
     steps: list[set[str]] = []
 
-    def note(step: Step, _finished: list[Finished]) -> None:
-        steps.append({entry.request_id for entry in step.batch})
-
     with (
-        Generator(MODEL, num_device_blocks=16, num_host_blocks=4, wrap_executor=faults.wrap, on_step=note) as generator,
+        Generator(MODEL, num_device_blocks=16, num_host_blocks=4, wrap_executor=faults.wrap) as generator,
         live_progress("run", live=False) as view,
     ):
+        compute = generator._compute
+
+        def watched(step: Step) -> list[int]:
+            steps.append({step.owner(row)[0] for row in range(step.rows)})
+            return compute(step)
+
+        generator._compute = watched  # type: ignore[method-assign]
         served = serve(generator, items, faults, view)
     with live_progress("reference", live=False) as view:
         assert served.outputs == reference(MODEL, items, view)[0]

@@ -8,9 +8,10 @@ import torch
 import transformers
 
 from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.integrations.attention import StepInput
 from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.sampling import SamplingParams, sample
-from blockyard.integrations.transformers import Chunk, PagedModel, reference_generate
+from blockyard.integrations.transformers import PagedModel, reference_generate
 
 BLOCK = 4
 SHAPE = {
@@ -89,20 +90,22 @@ class Serving:
 
     def step(self, lengths):
         """Compute some next tokens of some sequences; `lengths` is {sequence: tokens}. Returns their logits."""
-        batch, tables, slots = [], [], []
+        tokens, starts, tables, slots = [], [], [], []
         for number, length in lengths.items():
             sequence = self.sequences[number]
             first, last = sequence["done"], sequence["done"] + length
             while len(sequence["table"]) * BLOCK < last:
                 sequence["table"].append(self.free.pop())
-            batch.append(Chunk(np.array(sequence["tokens"][first:last]), first))
+            tokens += sequence["tokens"][first:last]
+            starts.append(first)
             tables.append(sequence["table"])
             slots += [sequence["table"][p // BLOCK] * BLOCK + p % BLOCK for p in range(first, last)]
             sequence["done"] = last
         padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
-        return self.paged.forward(batch, padded, np.array(slots))
+        where = StepInput(np.array(starts), np.array(list(lengths.values())), padded, np.array(slots))
+        return self.paged.forward(np.array(tokens), where)
 
     def extend(self, numbers, logits):
         for number, row in zip(numbers, logits.numpy(), strict=True):
@@ -256,7 +259,7 @@ def test_the_reference_stops_at_a_stop_token_and_ignores_the_checkpoint_defaults
 def test_caches_of_another_shape_are_refused(llama):
     paged = PagedModel(llama, block_size=BLOCK)
     with pytest.raises(InvalidArgumentError, match="call bind"):
-        paged.forward([Chunk([1])], np.array([[0]]), np.array([0]))
+        paged.forward(np.array([1]), StepInput(np.array([0]), np.array([1]), np.array([[0]]), np.array([0])))
     with pytest.raises(LayoutError):
         paged.bind([torch.zeros(paged.layout.tensor_shape(4))])
     with pytest.raises(LayoutError):
@@ -264,16 +267,16 @@ def test_caches_of_another_shape_are_refused(llama):
 
 
 @pytest.mark.parametrize(
-    ("item", "shown"),
+    ("token", "start", "shown"),
     [
-        (Chunk([259]), "token ids go from 259 to 259, the vocabulary has 259"),
-        (Chunk([-1]), "token ids go from -1"),
-        (Chunk([1], 2**15), "position 32768 of a model for 32768 positions"),
+        (259, 0, "token ids go from 259 to 259, the vocabulary has 259"),
+        (-1, 0, "token ids go from -1"),
+        (1, 2**15, "position 32768 of a model for 32768 positions"),
     ],
 )
-def test_tokens_outside_the_model_are_refused(llama, item, shown):
+def test_tokens_outside_the_model_are_refused(llama, token, start, shown):
     paged = PagedModel(llama, block_size=BLOCK)
     paged.bind([torch.zeros(paged.layout.tensor_shape(4)) for _ in range(2)])
-    table = np.zeros((1, item.start // BLOCK + 1), dtype=np.int32)
+    table = np.zeros((1, start // BLOCK + 1), dtype=np.int32)
     with pytest.raises(InvalidArgumentError, match=shown):
-        paged.forward([item], table, np.array([0]))
+        paged.forward(np.array([token]), StepInput(np.array([start]), np.array([1]), table, np.array([0])))

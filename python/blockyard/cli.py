@@ -158,6 +158,19 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--external-swapper", metavar="URL", help="file:///DIR?size=2GiB; default: a temporary folder")
     group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")
+    group.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let prompts share the blocks of earlier ones that began alike",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=_count(1),
+        default=8192,
+        metavar="N",
+        help="tokens of a step beyond which prompts are computed in chunks",
+    )
     group.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N", help="most sequences in one step")
     group.add_argument("--defrag", choices=DEFRAG_GOALS, help="move blocks off what goes back, or as low as can be")
     group.add_argument(
@@ -172,7 +185,11 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     group = demo.add_argument_group("faults and output")
     faults = group.add_mutually_exclusive_group()
     faults.add_argument("--corrupt", type=_count(1), default=0, metavar="N", help="damage N blocks stored in the file")
-    faults.add_argument("--sabotage", choices=SABOTAGE_KINDS, help="silently drop one transfer of this kind")
+    faults.add_argument(
+        "--sabotage",
+        choices=SABOTAGE_KINDS,
+        help="silently drop one transfer of this kind; with a prefix cache it may be one that nothing reads back",
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     group.add_argument("--quiet", action="store_true", help="no live progress")
 

@@ -249,11 +249,22 @@ class MovingBooks:
 
     # ---- what the engine sees ----
 
-    def append(self, sequences: np.ndarray) -> np.ndarray:
-        return self.slots(self.books.append(sequences))
+    def append(
+        self,
+        sequences: np.ndarray,
+        num_tokens: np.ndarray | None = None,
+        *,
+        token_ids: None = None,
+        block_tables: np.ndarray | None = None,
+        out: np.ndarray,
+    ) -> None:
+        out[:] = self.slots(self.books.append(sequences, num_tokens))
+        self.batch = [] if block_tables is not None else self.batch
+        if block_tables is not None:
+            self.block_tables(sequences, out=block_tables)
 
-    def slot_mapping(self, sequence: int, first: int, last: int) -> np.ndarray:
-        return self.slots(self.books.slot_mapping(sequence, first, last))
+    def slot_mapping(self, sequence: int, first: int, last: int, out: np.ndarray) -> None:
+        out[:] = self.slots(self.books.slot_mapping(sequence, first, last))
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
         blocks = slots // self.size
@@ -263,9 +274,14 @@ class MovingBooks:
     def note_written(self, blocks: Iterable[int]) -> None:
         self.written.update(blocks)
 
-    def block_tables(self, sequences: np.ndarray) -> np.ndarray:
-        self.batch = sequences.tolist()
-        return self.place[self.books.block_tables(sequences)].astype(np.int32)
+    def block_tables(self, sequences: np.ndarray, out: np.ndarray) -> None:
+        self.batch += sequences.tolist()
+        tables = self.books.block_tables(sequences)
+        out[: len(tables), : tables.shape[1]] = self.place[tables]
+
+    def free(self, sequences: np.ndarray) -> None:
+        self.books.free(sequences)
+        self.batch = [handle for handle in self.batch if handle not in set(sequences.tolist())]
 
     def take_decision(self) -> StepDecision:
         decision = self.books.take_decision()
@@ -287,7 +303,7 @@ class MovingBooks:
         moves = self.choose(decision.ticket)
         if moves:
             transfers.append(("move", Pairs("device", "device", np.array(moves, dtype=np.int64))))
-        self.written = set()
+        self.written, self.batch = set(), []
         return StepDecision(decision.ticket, transfers, after=decision.after)
 
     def placed(self, pairs: Pairs) -> Pairs:
@@ -320,7 +336,8 @@ class MovingBooks:
     def choose(self, ticket: int) -> list[tuple[int, int]]:
         """Blocks that this step reads and does not write, and holes for them."""
         taken = self.written.union(*self.busy.values(), *self.moving.values())
-        tables = [self.books.block_table(handle).tolist() for handle in self.batch]
+        here = [handle for handle in self.batch if self.books.tier(handle) == "device"]
+        tables = [self.books.block_table(handle).tolist() for handle in here]
         free = sorted({block for table in tables for block in table} - taken)
         count = min(len(free), len(self.holes), self.random.choice((0, 0, 1, 1, 2, 3)))
         chosen = self.moving[ticket] = {

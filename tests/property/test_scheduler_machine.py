@@ -10,8 +10,9 @@ from hypothesis import settings
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, OutOfBlocksError, Pairs
-from blockyard.request import RequestGroup
 from blockyard.scheduler import PREEMPTION_MODES, Defragmentation, Finished, PreemptionMode, Request, Scheduler, Step
+from blockyard.scheduler.request import RequestState
+from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 
@@ -24,12 +25,25 @@ def swapping(manager: BlockManager, config: Config) -> Scheduler:
     return Scheduler(manager, preemption_mode="swap", defragment=Defragmentation([("dense", 0)]))
 
 
+def caching(config: Config) -> BlockManager:
+    return BlockManager(**config.arguments(), prefix_caching=True)
+
+
+@pytest.mark.parametrize("tokens", [40, 7], ids=["whole", "chunks"])
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["plain", "cached"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
-def test_every_token_is_that_of_endless_memory(mode: PreemptionMode, steps: int):
+def test_every_token_is_that_of_endless_memory(mode: PreemptionMode, prefix_caching: bool, tokens: int, steps: int):
     machine = scheduler_machine(
-        lambda manager, _: Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=40)
+        lambda manager, _: Scheduler(
+            manager,
+            prefix_caching=prefix_caching,
+            preemption_mode=mode,
+            max_num_seqs=6,
+            max_num_batched_tokens=tokens,
+        ),
+        manager=caching if prefix_caching else None,
     )
-    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES))
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 4)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     run_state_machine_as_test(machine, settings=budget)
 
@@ -41,16 +55,24 @@ MOVES = [
 ]
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["plain", "cached"])
 @pytest.mark.parametrize("moves", MOVES, ids=["still", "tail", "dense"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
-    mode: PreemptionMode, moves: Defragmentation | None, steps: int
+    mode: PreemptionMode, moves: Defragmentation | None, prefix_caching: bool, steps: int
 ):
     def factory(manager: BlockManager, _: Config) -> Scheduler:
-        return Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=40, defragment=moves)
+        return Scheduler(
+            manager,
+            prefix_caching=prefix_caching,
+            preemption_mode=mode,
+            max_num_seqs=6,
+            max_num_batched_tokens=20,
+            defragment=moves,
+        )
 
-    machine = scheduler_machine(factory, resize=True)
-    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MOVES))
+    machine = scheduler_machine(factory, manager=caching if prefix_caching else None, resize=True)
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(MOVES) // 2)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     run_state_machine_as_test(machine, settings=budget)
 
@@ -64,38 +86,63 @@ class ForgetsLosses(Scheduler):
 
 
 class KeepsBlocksOfTheAborted(Scheduler):
-    def abort(self, request_id: str) -> None:
-        group = self._groups.get(request_id)
-        if group is not None:
-            for sequence in group.sequences:
-                sequence.handle = None
-        super().abort(request_id)
+    def _release(self, state: RequestState) -> None:
+        free, self._remove = self._remove, self._rows.remove  # type: ignore[method-assign]
+        super()._release(state)
+        self._remove = free  # type: ignore[method-assign]
 
 
 class MixesUpRequestsOfOneName(Scheduler):
     """Takes a step's tokens for whoever has the id by then."""
 
-    def update(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[object]:  # type: ignore[override]
-        for item in step.batch:
-            item.group.alive = item.request_id in self._groups
-            item.group.sequences[item.index].handle = item.handle
-        return list(super().update(step, sampled))
+    def update(self, step: Step, sampled: Sequence[int]) -> list[Finished]:  # type: ignore[override]
+        for row in range(step.rows):
+            owner, index = self._rows.owner(row)
+            state = self._requests.get(owner.request.request_id, owner)
+            if index < state.request.n:
+                state.seats |= owner.seats
+                self._rows.owners[int(step.seats[row])] = (state, index)
+        return super().update(step, sampled)
 
 
 class NeverBringsBack(Scheduler):
-    def _resume(self, batch: object) -> None:  # type: ignore[override]
-        return
+    def __init__(self, manager: BlockManager, **options: object) -> None:
+        super().__init__(manager, **options)  # type: ignore[arg-type]
+        self._swapping.resume = lambda: None  # type: ignore[method-assign]
 
 
 class ChangesTheSlots(Scheduler):
     def schedule(self) -> Step:
         step = super().schedule()
-        return Step(step.decision, step.batch, step.slot_mapping[::-1].copy(), step.block_tables)
+        step.slot_mapping[:] = step.slot_mapping[::-1].copy()
+        return step
+
+
+class WritesOverARow(Scheduler):
+    """Leaves the block table of a row as it was when another takes its place."""
+
+    def __init__(self, manager: BlockManager, **options: object) -> None:
+        super().__init__(manager, **options)  # type: ignore[arg-type]
+        rows = self._rows
+
+        def move(to: NDArray[np.int64] | slice, of: NDArray[np.int64]) -> None:
+            rows.fields[:, to] = rows.fields[:, of]
+            rows.last[to] = rows.last[of]
+
+        rows._move = move  # type: ignore[method-assign]
+
+
+class SkipsAToken(Scheduler):
+    """Counts a token of a chunk as computed that is not."""
+
+    def _next_chunks(self) -> None:
+        self._rows.fields[DONE, self._rows.decodes : self._rows.count] += 1
+        super()._next_chunks()
 
 
 class AdmitsAnything(Scheduler):
     def add(self, request: Request) -> None:
-        if request.request_id in self._groups:
+        if request.request_id in self._requests:
             self.abort(request.request_id)
         super().add(request)
 
@@ -108,11 +155,36 @@ class AdmitsAnything(Scheduler):
         MixesUpRequestsOfOneName,
         NeverBringsBack,
         ChangesTheSlots,
+        WritesOverARow,
+        SkipsAToken,
         AdmitsAnything,
     ],
 )
 def test_a_scheduler_with_a_bug_is_noticed(buggy: type[Scheduler]):
-    assert_noticed(scheduler_machine(lambda manager, _: buggy(manager, preemption_mode="swap")))
+    options = {"preemption_mode": "swap", "max_num_batched_tokens": 16}
+    assert_noticed(scheduler_machine(lambda manager, _: buggy(manager, **options)))
+
+
+# ---- a scheduler with a bug that shows with a prefix cache alone ----
+
+
+class TellsWrongTokens(Scheduler):
+    """Names the tokens of its sequences to the prefix cache one row too far."""
+
+    def _append(self) -> None:
+        rows = self._rows
+        last = rows.last[: rows.decodes].copy()
+        rows.last[: rows.decodes] = np.roll(last, 1)
+        super()._append()
+        rows.last[: rows.decodes] = last
+        self._draft.token_ids[: rows.decodes] = last
+
+
+def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return TellsWrongTokens(manager, prefix_caching=True, preemption_mode="recompute", max_num_batched_tokens=16)
+
+    assert_noticed(scheduler_machine(factory, manager=caching))
 
 
 # ---- schedulers with a bug that a device of one size hides ----
@@ -127,29 +199,27 @@ class ForgetsWhatWaits(Scheduler):
     """Looks for those that do not fit any more among the running alone."""
 
     def _refuse_what_no_longer_fits(self) -> None:
-        waiting, swapped = self._waiting, self._swapped
-        groups = {id(group) for group in (*waiting, *swapped)}
-        every, self._groups = self._groups, {n: g for n, g in self._groups.items() if id(g) not in groups}
+        every, self._requests = self._requests, {n: state for n, state in self._requests.items() if not state.parked}
         super()._refuse_what_no_longer_fits()
-        self._groups = every
+        self._requests = every
 
 
 class RefusesWithoutFreeing(Scheduler):
     def _refuse_what_no_longer_fits(self) -> None:
-        release, self._release = self._release, lambda group: None  # type: ignore[method-assign]
+        release, self._release = self._release, lambda state: None  # type: ignore[method-assign]
         super()._refuse_what_no_longer_fits()
         self._release = release  # type: ignore[method-assign]
 
 
 class RefusesWhatFits(Scheduler):
-    def _lack_of_room(self, group: RequestGroup) -> OutOfBlocksError | None:
-        lack = super()._lack_of_room(group)
-        wanted, room = group.blocks_to_end(self.manager.block_size), self._device_capacity()
+    def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
+        lack = super()._lack_of_room(state)
+        wanted, room = state.blocks_to_end(self.manager.block_size), self._device_capacity()
         return lack or (OutOfBlocksError("a block too many", "device", wanted + 1, room) if wanted == room else None)
 
 
 class RefusesSilently(Scheduler):
-    def update(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[Finished]:
+    def update(self, step: Step, sampled: Sequence[int]) -> list[Finished]:  # type: ignore[override]
         return [finished for finished in super().update(step, sampled) if finished.error is None]
 
 

@@ -3,20 +3,36 @@
 from blockyard import BlockManager, Pairs
 from blockyard.scheduler import Finished, Request, Scheduler, Step
 from blockyard.testing import Config, SimulatedMemory
-from blockyard.testing.scheduler_machine import draw_token, reference_tokens
+from blockyard.testing.scheduler_machine import draw_tokens, reference_tokens
 
 BLOCK = 4
+
+
+def ran(step: Step) -> list[str]:
+    """Who runs in a step: `name` for a prompt, or part of one, and `name:index` for one token of a sequence."""
+    names = []
+    for row in range(step.rows):
+        name, index = step.owner(row)
+        names.append(f"{name}:{index}" if row < step.decodes else name)
+    return names
 
 
 class Engine:
     """A scheduler, its memory, and a model that draws each token from all tokens before it."""
 
     def __init__(
-        self, device: int, host: int = 0, external: int = 0, *, watermark: float = 0.0, **options: object
+        self,
+        device: int,
+        host: int = 0,
+        external: int = 0,
+        *,
+        watermark: float = 0.0,
+        prefix_caching: bool = False,
+        **options: object,
     ) -> None:
         config = Config(BLOCK, device, host, external, watermark)
-        self.manager = BlockManager(**config.arguments())
-        self.scheduler = Scheduler(self.manager, **options)  # type: ignore[arg-type]
+        self.manager = BlockManager(**config.arguments(), prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(self.manager, prefix_caching=prefix_caching, **options)  # type: ignore[arg-type]
         self.memory = SimulatedMemory(config)
         self.done: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.refused: dict[str, Finished] = {}
@@ -32,12 +48,7 @@ class Engine:
         for pairs in lost or []:
             self.memory.lose(pairs)
         step = self.scheduler.settle(step, lost or [])
-        self.memory.write(step.slot_mapping, [token for item in step.batch for token in item.tokens])
-        sampled = []
-        for item, table in zip(step.batch, step.block_tables, strict=True):
-            kv = self.memory.read(table, item.start + len(item.tokens))
-            sampled.append([draw_token(kv, index) for index in item.sample_indices])
-        for finished in self.scheduler.update(step, sampled):
+        for finished in self.scheduler.update(step, draw_tokens(step, self.memory)):
             if finished.error is None:
                 self.done[finished.request.request_id] = finished.outputs
             else:
@@ -48,9 +59,9 @@ class Engine:
         """Run a step; returns who ran, as `name` for a prompt and `name:index` for one token."""
         step = self.scheduler.schedule()
         self.kinds.append([kind for kind, _ in step.decision.transfers()])
-        ran = [f"{i.request_id}:{i.index}" if len(i.tokens) == 1 and i.start else i.request_id for i in step.batch]
+        names = ran(step)
         self.finish(step)
-        return ran
+        return names
 
     def run(self, *requests: Request) -> None:
         """Run to the end and compare every token."""

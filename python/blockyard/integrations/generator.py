@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from blockyard._core import BlockManager, ResizeProgress
 from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
+from blockyard.integrations.attention import StepInput
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.worker import Worker
 from blockyard.layout import LayoutKind
@@ -26,7 +26,6 @@ from blockyard.scheduler import (
     Finished,
     PreemptionMode,
     Request,
-    ScheduledSequence,
     Scheduler,
     Step,
 )
@@ -56,9 +55,10 @@ class Generator:
         num_host_blocks: blocks of the host; 0 swaps from the device to the external tier.
         external_swapper: URL of the external tier, as `file:///dir?size=2GiB`; none if None.
         external_swapper_space: size of that tier, bytes or text as `2GiB`, where the URL names none.
+        prefix_caching: let prompts share the blocks of earlier ones that began alike.
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step.
+        max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         defragment: which moves of device blocks every step decides; none if None.
         elastic: lay the device's caches over memory that `resize_device` and `give_back` return to the system.
         wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
@@ -87,6 +87,7 @@ class Generator:
         num_host_blocks: int | None = None,
         external_swapper: str | None = None,
         external_swapper_space: int | str | None = None,
+        prefix_caching: bool = True,
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
@@ -111,10 +112,12 @@ class Generator:
                 device_blocks=blocks[0],
                 host_blocks=blocks[1],
                 external_blocks=blocks[2],
+                prefix_caching=prefix_caching,
                 sliding_window=self.worker.model.sliding_window,
             )
             self.scheduler = Scheduler(
                 self.manager,
+                prefix_caching=prefix_caching,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
@@ -197,7 +200,7 @@ class Generator:
         Blocks move beside compute: a layer is computed when its loads are there, stores drain behind it, and what comes
         from the external tier joins a later step. If nothing can be computed meanwhile, the step waits for that.
 
-        If executor or model raise, the error goes to the caller, and the requests are to be aborted.
+        If executor or model raise, the error goes to the caller; the step's requests start again from their tokens.
 
         Returns:
             The requests that it finished; with their `error` those that a device that shrank has no room for any more.
@@ -216,12 +219,13 @@ class Generator:
             with contextlib.suppress(UnknownTicketError):
                 self.executor.wait(ticket)
             self.scheduler.finish(ticket, [pairs for _, pairs in step.decision.transfers()])
+            self.scheduler.give_up()
             raise
-        sampled: list[list[int]] = []
-        if step.batch:
-            wait = partial(self.executor.wait_for_layer, ticket)
-            logits = self.worker.model.forward(step.batch, step.block_tables, step.slot_mapping, before_layer=wait)
-            sampled = self._sample(step.batch, logits)
+        try:
+            sampled = self._compute(step) if step.rows else []
+        except BaseException:
+            self.scheduler.give_up()
+            raise
         self._take_in_what_landed(step)
         finished = self.scheduler.update(step, sampled)
         for done in finished:
@@ -325,19 +329,20 @@ class Generator:
             host = room[1] if host is None else host
         return device, host, self.worker.determine_num_external_available_blocks()
 
-    def _sample(self, batch: Sequence[ScheduledSequence], logits: torch.Tensor) -> list[list[int]]:
-        """Draw the tokens of each entry, for all its sequences from the same logits."""
+    def _compute(self, step: Step) -> list[int]:
+        """Run the model, and draw a token for each of the step's draws."""
+        wait = partial(self.executor.wait_for_layer, step.decision.ticket)
+        where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
+        logits = self.worker.model.forward(step.token_ids, where, samples=step.samples, before_layer=wait)
         rows = logits.cpu().numpy()
-        sampled = []
-        for row, item in zip(rows, batch, strict=True):
-            params, position = self._params[item.request_id], item.start + len(item.tokens)
-            sampled.append([sample(row, params, index, position) for index in item.sample_indices])
-        return sampled
+        return [
+            sample(rows[draw.row], self._params[draw.request_id], draw.sequence, draw.position) for draw in step.draws()
+        ]
 
     def _take_in_what_landed(self, step: Step) -> None:
         """End the tickets that are done, and wait for this step's if what it computed depends on it."""
         ended = self.executor.poll()
-        while not (step.batch or ended) and self._tickets:
+        while not (step.rows or ended) and self._tickets:
             time.sleep(IDLE_SECONDS)
             ended = self.executor.poll()
         for done in ended:
@@ -356,7 +361,7 @@ class Generator:
 
     def _note_idle(self, planned: Step) -> None:
         """Stop where the scheduler has nothing to do for requests that wait."""
-        idle = not planned.batch and not len(planned.decision) and not self._tickets and self.num_unfinished
+        idle = not planned.rows and not len(planned.decision) and not self._tickets and self.num_unfinished
         self._idle = self._idle + 1 if idle else 0
         if self._idle > IDLE_STEPS_ALLOWED:
             raise InvariantError(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,33 +25,6 @@ from blockyard.layout import KVLayout, LayoutKind
 SELF_CHECK_TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
 SELF_CHECK_TOLERANCE_16_BIT = 0.25
 SELF_CHECK_BLOCK_SIZE = 4
-
-
-class BatchItem(Protocol):
-    """One sequence's part of a step; a scheduler's `ScheduledSequence` is one."""
-
-    @property
-    def tokens(self) -> Sequence[int] | NDArray[np.int64]:
-        """Ids of the tokens to compute, at least one."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """Position of the first of them; K and V of all before it are in the cache."""
-        ...
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A `BatchItem` for those who have no scheduler.
-
-    Attributes:
-        tokens: ids of the tokens to compute.
-        start: position of the first.
-    """
-
-    tokens: Sequence[int] | NDArray[np.int64]
-    start: int = 0
 
 
 class PagedModel:
@@ -73,7 +45,8 @@ class PagedModel:
         >>> from blockyard.integrations.demo_model import demo_model
         >>> paged = PagedModel(demo_model(), block_size=16)
         >>> paged.bind([torch.zeros(paged.layout.tensor_shape(8)) for _ in range(paged.layout.num_layers)])
-        >>> paged.forward([Chunk([72, 105])], np.array([[5]]), np.array([80, 81])).shape
+        >>> where = StepInput(np.array([0]), np.array([2]), np.array([[5]]), np.array([80, 81]))
+        >>> paged.forward(np.array([72, 105]), where).shape
         torch.Size([1, 259])
     """
 
@@ -117,22 +90,22 @@ class PagedModel:
 
     def forward(
         self,
-        batch: Sequence[BatchItem],
-        block_tables: NDArray[np.integer],
-        slot_mapping: NDArray[np.integer],
+        token_ids: NDArray[np.integer],
+        where: StepInput,
         *,
+        samples: int | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Compute the tokens of one step, all sequences in one flat batch.
 
         Args:
-            batch: the sequences, at least one, each with one token or more.
-            block_tables: device blocks of each, integers `[n, max_blocks]`; entries past a sequence's end are ignored.
-            slot_mapping: where each token's K and V are written, integers `[tokens]`, no slot twice.
+            token_ids: tokens to compute, sequence by sequence, integers `[tokens]`.
+            where: where the sequences stand; at least one.
+            samples: how many of the first sequences give logits; all if None.
             before_layer: called with each layer's number before its cache is touched, to wait for what is loaded there.
 
         Returns:
-            Logits at each sequence's last token, float32 `[n, vocab]` on the model's device.
+            Logits at the last token of each of these sequences, float32 `[samples, vocab]` on the model's device.
 
         Raises:
             InvalidArgumentError: no caches are bound, shapes do not agree, or an id is out of range; no K or V was
@@ -140,16 +113,19 @@ class PagedModel:
         """
         if not self._caches:
             raise InvalidArgumentError("no caches are bound: call bind() first")
-        where = _step_input(batch, block_tables, slot_mapping)
         step = PagedStep(self.layout, self._caches, where, self.sliding_window, before_layer=before_layer)
-        return self._run(step, where, batch)
+        return self._run(step, where, token_ids, samples)
 
     def close(self) -> None:
         """Let go of the caches."""
         self._caches = []
 
-    def _run(self, step: PagedStep, where: StepInput, batch: Sequence[BatchItem]) -> torch.Tensor:
-        tokens = np.concatenate([np.asarray(item.tokens, dtype=np.int64) for item in batch])
+    def _run(
+        self, step: PagedStep, where: StepInput, token_ids: NDArray[np.integer], samples: int | None
+    ) -> torch.Tensor:
+        tokens = token_ids.astype(np.int64)
+        if tokens.shape != where.slot_mapping.shape:
+            raise InvalidArgumentError(f"{list(tokens.shape)} token ids have {list(where.slot_mapping.shape)} slots")
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise InvalidArgumentError(
                 f"token ids go from {tokens.min()} to {tokens.max()}, the vocabulary has {self.vocab_size}"
@@ -158,7 +134,8 @@ class PagedModel:
         positions = np.arange(len(tokens)) + np.repeat(where.starts - (ends - where.lengths), where.lengths)
         if self.max_model_len is not None and positions.max() >= self.max_model_len:
             raise InvalidArgumentError(f"position {positions.max()} of a model for {self.max_model_len} positions")
-        return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, torch.from_numpy(ends - 1))
+        last = torch.from_numpy(ends[:samples] - 1)
+        return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, last)
 
     def _check_against(self, model: PreTrainedModel) -> None:
         """Compare a few tokens, computed in chunks beside another sequence, with the model's own run.
@@ -175,9 +152,10 @@ class PagedModel:
         slots = (tables[:, :, None] * size + np.arange(size)).reshape(2, -1)
         cuts = (0, size + 1, len(tokens) - 1, len(tokens))
         for first, last in itertools.pairwise(cuts):
-            batch = [Chunk(tokens[first:last], first), Chunk(other[first:last], first)]
-            where = _step_input(batch, tables, slots[:, first:last].reshape(-1))
-            got = self._run(PagedStep(layout, caches, where, self.sliding_window), where, batch)[0]
+            starts, lengths = np.array([first, first]), np.array([last - first, last - first])
+            where = StepInput(starts, lengths, tables, slots[:, first:last].reshape(-1))
+            both = np.concatenate((tokens[first:last], other[first:last]))
+            got = self._run(PagedStep(layout, caches, where, self.sliding_window), where, both, None)[0]
         with torch.inference_mode(), _evaluating(model):
             ids = torch.from_numpy(tokens)[None].to(self.device)
             wanted = model(input_ids=ids, use_cache=False).logits[0, -1].float()
@@ -188,14 +166,6 @@ class PagedModel:
                 f"{type(model).__name__} gives other logits when paged: {apart:.2g} standard deviations apart, "
                 f"{limit:.2g} are rounding; its attention depends on what the interface does not tell"
             )
-
-
-def _step_input(
-    batch: Sequence[BatchItem], block_tables: NDArray[np.integer], slot_mapping: NDArray[np.integer]
-) -> StepInput:
-    starts = np.array([item.start for item in batch], dtype=np.int64)
-    lengths = np.array([len(item.tokens) for item in batch], dtype=np.int64)
-    return StepInput(starts, lengths, block_tables, slot_mapping)
 
 
 class _KeyedDraw(LogitsProcessor):

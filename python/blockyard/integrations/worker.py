@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.transformers import Chunk, PagedModel
+from blockyard.integrations.attention import StepInput
+from blockyard.integrations.transformers import PagedModel
 from blockyard.layout import LayoutKind
 from blockyard.tiers.base import ExternalStore, open_store, sized_url
 from blockyard.transfer.elastic import ElasticCache
@@ -197,7 +198,8 @@ class Worker:
         engine = CacheEngine(self.model.layout, num_device_blocks=blocks, num_host_blocks=0, device=device)
         cache_bytes = blocks * self.model.layout.bytes_per_block
         self.model.bind(engine.device_caches)
-        self.model.forward([Chunk(np.zeros(tokens, dtype=np.int64))], np.arange(blocks)[None], np.arange(tokens))
+        where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))
+        self.model.forward(np.zeros(tokens, dtype=np.int64), where, samples=1)
         peak = torch.cuda.max_memory_allocated(device) - cache_bytes
         self.model.close()
         engine.close()

@@ -5,7 +5,7 @@ still on its way (`overlap_io`):
 
     step = scheduler.schedule()
     executor.submit(step.decision)                      # compute is ordered behind what it needs, and only that
-    sampled = model(step.batch, step.block_tables, step.slot_mapping)
+    sampled = model(step)
     for done in executor.poll():
         scheduler.finish(done.ticket, done.lost)
     finished = scheduler.update(step, sampled)

@@ -67,7 +67,9 @@ class DemoOptions:
         external_swapper: URL of the external tier; a temporary folder if None.
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
+        prefix_caching: let prompts share the blocks of earlier ones that began alike.
         max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: tokens of a step beyond which prompts are computed in chunks.
         defrag: goal that the device's pool is defragmented for, `max_id` or `dense`; none if None.
         shrink_to: blocks of the device from the middle of the run on, the memory of the others being given back; no
             change if None.
@@ -91,7 +93,9 @@ class DemoOptions:
     external_swapper: str | None = None
     external_swapper_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
+    prefix_caching: bool = True
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
     defrag: str | None = None
     shrink_to: int | None = None
     corrupt: int = 0
@@ -287,7 +291,9 @@ def _serve(
             external_swapper=url,
             external_swapper_space=space,
             preemption_mode=options.preemption_mode,
+            prefix_caching=options.prefix_caching,
             max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             defragment=defragmentation(options.defrag),
             elastic=options.shrink_to is not None,
             wrap_executor=faults.wrap,
@@ -357,6 +363,7 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
         prompt_tokens=sum(len(item.prompt) for item in items),
         output_tokens=tokens,
         steps=stats.steps,
+        cached_prompt_tokens=stats.cached_tokens,
         seconds=served.seconds,
         tokens_per_second=tokens / served.seconds,
         reference_seconds=reference_seconds,

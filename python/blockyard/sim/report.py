@@ -144,6 +144,7 @@ class Report:
         sequences: sequences served; a request with n = 2 has two.
         prompt_tokens: sum over requests.
         output_tokens: sum over sequences.
+        cached_prompt_tokens: tokens that were found in the prefix cache when a sequence started, or started again.
         steps: scheduler steps.
         seconds: wall time of the paged run.
         tokens_per_second: output tokens over these seconds.
@@ -171,6 +172,7 @@ class Report:
     sequences: int
     prompt_tokens: int
     output_tokens: int
+    cached_prompt_tokens: int
     steps: int
     seconds: float
     tokens_per_second: float
@@ -248,6 +250,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("requests", f"{report.requests} ({report.sequences} sequences, {report.prompt_tokens} prompt tokens)"),
         ("tokens", f"{report.output_tokens} in {report.seconds:.1f} s and {report.steps} steps"),
         ("tokens/s", f"{report.tokens_per_second:.0f} (unpaged run: {report.reference_seconds:.1f} s)"),
+        ("prefix cache", f"{report.cached_prompt_tokens} tokens found"),
         ("preemptions", _join({name.replace("_", " to "): count for name, count in report.preemptions.items()})),
     ]
     table += [

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager
 from blockyard.layout import KVLayout
 from blockyard.offload.executor import StepExecutor
-from blockyard.request import Request
-from blockyard.scheduler import ScheduledSequence, Scheduler, Step
+from blockyard.scheduler import Draw, Request, Scheduler, Step
 from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.interfaces import Config
 from blockyard.testing.scheduler_machine import TIERS, ResizingSchedulerMachine, SchedulerMachine, draw_token
@@ -114,10 +113,11 @@ class HazardMachine(SchedulerMachine):
         if when == "computed":
             self.resubmit(pick, again)
         progress = self.settle(step)
+        rows = step.rows
         for finished in self.scheduler.update(step, self.compare(step, read)):
             self.finish(finished)
         self.manager.check()
-        self.idle = 0 if progress or step.batch or not self.live else self.idle + 1
+        self.idle = 0 if progress or rows or not self.live else self.idle + 1
         if self.idle > PATIENCE:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
         self.broken = False
@@ -178,7 +178,7 @@ class HazardMachine(SchedulerMachine):
 
     def launch(self, step: Step, *, by_layer: bool) -> list[list[Cells]]:
         """Queue the step's compute; returns, for each sequence, what each layer will have read."""
-        read: list[list[Cells]] = [[] for _ in step.batch]
+        read: list[list[Cells]] = [[] for _ in range(step.rows)]
         for layer in range(LAYERS):
             if by_layer:
                 self.executor.wait_for_layer(step.decision.ticket, layer)
@@ -188,32 +188,40 @@ class HazardMachine(SchedulerMachine):
     def compute_layer(self, step: Step, layer: int, read: list[list[Cells]]) -> None:
         """Write the new tokens' cells of a layer, then read each sequence's through its block table."""
         cells = self.engine.device_caches[layer].view(torch.int64).numpy().reshape(2, -1)
-        positions = [item.start + i for item in step.batch for i in range(len(item.tokens))]
-        tokens = [token for item in step.batch for token in item.tokens]
-        cells[:, step.slot_mapping] = model_cells(tokens, positions, layer)
+        ends = (step.start + step.lengths).tolist()
+        positions = [i for first, end in zip(step.start.tolist(), ends, strict=True) for i in range(first, end)]
+        cells[:, step.slot_mapping] = model_cells(step.token_ids.tolist(), positions, layer)
         size = self.manager.block_size
-        for found, item, table in zip(read, step.batch, step.block_tables, strict=True):
-            length = item.start + len(item.tokens)
-            at = np.arange(length)
+        for found, end, table in zip(read, ends, step.block_tables, strict=True):
+            at = np.arange(end)
             found.append(cells[:, table[at // size].astype(np.int64) * size + at % size])
 
-    def compare(self, step: Step, read: list[list[Cells]]) -> list[list[int]]:
+    def compare(self, step: Step, read: list[list[Cells]]) -> list[int]:
         """What the step's sequences have read must be the plain model's cells; then draw from it."""
-        return [self.draw(item, found) for item, found in zip(step.batch, read, strict=True)]
+        texts = [self.text(step, row) for row in range(step.rows)]
+        for row, tokens in enumerate(texts):
+            self.check_cells(row, tokens, read[row])
+        return [self.draw(draw, texts[draw.row]) for draw in step.draws()]
 
-    def draw(self, item: ScheduledSequence, found: Sequence[Cells]) -> list[int]:
-        """Draw from what a sequence has read; the scheduler passes over one that is gone or has lost bytes."""
-        sequence = item.group.sequences[item.index]
-        if not item.group.alive or sequence.handle != item.handle:
-            return [0 for _ in item.sample_indices]
-        length = item.start + len(item.tokens)
-        tokens = sequence.tokens[:length]
-        for layer, cells in enumerate(found):
-            wanted = model_cells(tokens, range(length), layer)
+    def text(self, step: Step, row: int) -> list[int]:
+        """Tokens of a row up to this step's last; none if it is void, or its request is gone: its token is dropped."""
+        state, _ = self.scheduler._rows.owner(row)  # noqa: SLF001 - what the scheduler believes is what is checked
+        if not state.alive or (step.void is not None and step.void[row]):
+            return []
+        tokens: list[int] = self.scheduler._rows.text(row)[: step.start[row] + step.lengths[row]].tolist()  # noqa: SLF001
+        return tokens
+
+    def check_cells(self, row: int, tokens: Sequence[int], found: Sequence[Cells]) -> None:
+        """Each layer must have read the cells of these tokens."""
+        for layer, cells in enumerate(found if tokens else ()):
+            wanted = model_cells(tokens, range(len(tokens)), layer)
             if not np.array_equal(cells, wanted):
                 wrong = np.flatnonzero((cells != wanted).any(axis=0)).tolist()
-                raise AssertionError(f"{item}: layer {layer} reads wrong keys or values at positions {wrong}")
-        return [draw_token(tokens, index) for index in item.sample_indices]
+                raise AssertionError(f"row {row}: layer {layer} reads wrong keys or values at positions {wrong}")
+
+    def draw(self, draw: Draw, tokens: Sequence[int]) -> int:
+        """Draw from what a sequence has read."""
+        return draw_token(tokens, draw.sequence) if tokens else 0
 
 
 class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
@@ -303,16 +311,17 @@ class RotatingScheduler(Scheduler):
         super().__init__(manager, preemption_mode="swap", max_num_seqs=6, max_num_batched_tokens=40, overlap_io=True)
         self._period = period
 
-    def _make_room(self) -> bool:
-        preempted = super()._make_room()
+    def _append_to_running(self) -> bool:
         turn = self._period and self.stats.steps % self._period == 0
-        if turn and not preempted and self._swapped and len(self._running) > 1:
-            group = self._running.pop(0)
-            self._preempt(group)
-            if group in self._swapped:  # behind those that it makes room for
-                self._swapped.remove(group)
-                self._swapped.append(group)
-        return preempted
+        if turn and self._swapping.swapped and self.num_running > 1:
+            first = self._rows.owner(0)[0]
+            self._preempt(self._rows.find(first.seats))
+            for parked in first.parked:
+                if parked.place == "swapped":  # behind those that it makes room for
+                    self._swapping.swapped.discard(parked)
+                    parked.rank = (1 << 30, 0.0, self.stats.steps)
+                    self._swapping.swapped.push(parked)
+        return super()._append_to_running()
 
 
 def overlapping(manager: BlockManager, config: Config) -> Scheduler:

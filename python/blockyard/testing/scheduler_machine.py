@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from blockyard._core import BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.request import Finished, Request
-from blockyard.scheduler import ScheduledSequence, Scheduler, Step
+from blockyard.scheduler import Finished, Request, Scheduler, Step
 from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.side_by_side import refuse_open
 from blockyard.testing.simulation import SimulatedMemory
 from blockyard.testing.strategies import VOCABULARY, configs, requests
 
-__all__ = ["ResizingSchedulerMachine", "SchedulerMachine", "draw_token", "reference_tokens", "scheduler_machine"]
+__all__ = [
+    "ResizingSchedulerMachine",
+    "SchedulerMachine",
+    "draw_token",
+    "draw_tokens",
+    "reference_tokens",
+    "scheduler_machine",
+]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 IDLE_STEPS = 3
@@ -52,6 +58,33 @@ def reference_tokens(request: Request) -> tuple[tuple[int, ...], ...]:
                 break
         outputs.append(tuple(tokens[len(request.prompt) :]))
     return tuple(outputs)
+
+
+def draw_tokens(step: Step, memory: SimulatedMemory) -> list[int]:
+    """Compute a step as a model does: write its tokens, read each row through its block table, and draw.
+
+    Args:
+        step: what `settle` returned.
+        memory: after the step's transfers.
+
+    Returns:
+        What `update` wants, a token for each of the step's draws; 0 for rows that are void.
+
+    Raises:
+        AssertionError: a row does not read the tokens that it has just written.
+    """
+    memory.write(step.slot_mapping, step.token_ids.tolist())
+    texts: dict[int, list[int]] = {}
+    starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
+    for row in range(step.rows):
+        if step.void is not None and step.void[row]:
+            continue
+        texts[row] = memory.read(step.block_tables[row], ends[row])
+        first, last = step.query_start_loc[row : row + 2].tolist()
+        new = step.token_ids[first:last].tolist()
+        if texts[row][starts[row] :] != new:
+            raise AssertionError(f"row {row} reads {texts[row][starts[row] :]} where it has just written {new}")
+    return [draw_token(texts[draw.row], draw.sequence) if draw.row in texts else 0 for draw in step.draws()]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -130,11 +163,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.settle(step, losses)
         if when == "settled":
             self.resubmit(pick, again)
-        sampled = self.compute(step)
-        for finished in self.scheduler.update(step, sampled):
+        rows = step.rows
+        for finished in self.scheduler.update(step, self.compute(step)):
             self.finish(finished)
         self.manager.check()
-        busy = bool(step.batch) or len(step.decision) > 0 or bool(losses) or not self.live
+        busy = rows > 0 or len(step.decision) > 0 or bool(losses) or not self.live
         self.idle = 0 if busy else self.idle + 1
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
@@ -169,15 +202,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- helpers ----
 
     def check_shape(self, step: Step) -> None:
-        """The arrays must have one slot a token and one row an entry."""
-        tokens = sum(len(item.tokens) for item in step.batch)
-        if len(step.slot_mapping) != tokens or len(step.block_tables) != len(step.batch):
+        """All arrays must agree on rows and tokens."""
+        tokens, rows = len(step.token_ids), step.rows
+        by_row = (len(step.seats), len(step.start), len(step.block_tables), len(step.query_start_loc) - 1)
+        if len(step.slot_mapping) != tokens or set(by_row) != {rows} or int(step.query_start_loc[-1]) != tokens:
             raise AssertionError(
-                f"{len(step.slot_mapping)} slots for {tokens} tokens, {len(step.block_tables)} tables for "
-                f"{len(step.batch)} sequences"
+                f"{tokens} tokens end at {step.query_start_loc[-1]} and have {len(step.slot_mapping)} slots, "
+                f"{rows} rows have arrays of {by_row}"
+            )
+        if not 0 <= step.decodes <= step.samples <= rows or (step.lengths < 1).any():
+            raise AssertionError(
+                f"{step.decodes} decodes and {step.samples} samples of {rows} rows of {step.lengths.tolist()} tokens"
             )
         if len(set(step.slot_mapping.tolist())) < tokens:
             raise AssertionError(f"two tokens of a step share a slot: {step.slot_mapping.tolist()}")
+        if len(set(step.seats.tolist())) < rows:
+            raise AssertionError(f"two rows of a step share a seat: {step.seats.tolist()}")
 
     def execute(self, step: Step, numbers: Sequence[int]) -> list[Pairs]:
         """Carry out a decision; some transfers with the external tier are lost, before copies are made from them."""
@@ -192,18 +232,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.memory.lose(loss)
         return losses
 
-    def compute(self, step: Step) -> list[list[int]]:
+    def compute(self, step: Step) -> list[int]:
         """Write the step's tokens, read each sequence through its table, and draw."""
-        self.memory.write(step.slot_mapping, [int(token) for item in step.batch for token in item.tokens])
-        return [self.sample(item, table) for item, table in zip(step.batch, step.block_tables, strict=True)]
-
-    def sample(self, item: ScheduledSequence, table: np.typing.NDArray[np.int32]) -> list[int]:
-        """Draw from what a sequence reads."""
-        length = item.start + len(item.tokens)
-        kv = self.memory.read(table, length)
-        if kv[item.start :] != [int(token) for token in item.tokens]:
-            raise AssertionError(f"{item}: reads {kv[item.start :]} where it has just written {list(item.tokens)}")
-        return [draw_token(kv, index) for index in item.sample_indices]
+        return draw_tokens(step, self.memory)
 
     def finish(self, finished: Finished) -> None:
         """A finished request must be live, and have drawn what endless memory gives."""
@@ -239,11 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = self.drop(pick)
         if again is not None:
-            self.add(
-                Request(
-                    name, again.prompt, again.max_tokens, again.n, again.priority, again.arrival, again.stop_token_ids
-                )
-            )
+            self.add(replace(again, request_id=name))
 
 
 class ResizingSchedulerMachine(SchedulerMachine):
@@ -266,7 +293,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         """What has just been scheduled must fit to its end."""
         super().check_shape(step)
         self.room = self.manager.num_blocks("device") - self.manager.watermark_blocks
-        for name in {item.request_id for item in step.batch}:
+        for name in {step.owner(row)[0] for row in range(step.rows)}:
             needed = least_blocks(self.live[name], self.manager.block_size)
             if needed > self.room:
                 raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from blockyard.request import Request
+from blockyard.scheduler import Request
 from blockyard.testing.interfaces import Config
 
 __all__ = ["VOCABULARY", "configs", "prompts", "requests"]

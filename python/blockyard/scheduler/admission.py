@@ -1,0 +1,153 @@
+"""Who starts: admission of waiting sequences, prompt by prompt or chunk by chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import AllocStatus, BlockManager
+from blockyard.scheduler.ranked_queue import RankedQueue
+from blockyard.scheduler.request import Parked, RequestState
+from blockyard.scheduler.rows import LENGTH, Rows, Seated
+from blockyard.scheduler.step import Draft, SchedulerStats
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Starts waiting sequences, in order, while blocks, seats and tokens allow.
+
+    Args:
+        manager: gives the blocks, the watermark kept.
+        rows: where they run.
+        draft: of the step that they start in.
+        waiting: the queue.
+        stats: counts the tokens that the prefix cache saved.
+        prefix_caching: whether prompts share the blocks of earlier ones.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        rows: Rows,
+        draft: Draft,
+        waiting: RankedQueue,
+        stats: SchedulerStats,
+        *,
+        prefix_caching: bool,
+    ) -> None:
+        self._manager = manager
+        self._rows = rows
+        self._draft = draft
+        self._waiting = waiting
+        self._stats = stats
+        self._prefix_caching = prefix_caching
+
+    def admit(self) -> None:
+        """Start what fits into this step."""
+        draft, rows = self._draft, self._rows
+        if rows.decodes + len(draft.counts) < rows.count:
+            return  # a prompt that runs got nothing: no new ones
+        while draft.left > 0:
+            batch, siblings = self._pick()
+            if not batch:
+                return
+            self._start(batch, siblings)
+
+    def _pick(self) -> tuple[list[Parked], tuple[int, int] | None]:
+        """Take the first waiting sequences that fit and can be admitted by one call to the manager.
+
+        Returns:
+            The sequences; and, for one that is to share blocks of a running sequence of its request, that one's handle
+            and the tokens to share.
+        """
+        manager, left, size = self._manager, self._draft.left, self._manager.block_size
+        batch: list[Parked] = []
+        tokens, blocks = 0, self._blocks_owed()
+        # As many are there for certain; what a transfer still reads may be given out as well.
+        free = manager.num_free() - manager.watermark_blocks
+        while (head := self._waiting.head()) is not None:
+            state, length = head.state, len(head.tokens[0])
+            if 1 + head.forks > self._rows.seats_left:
+                break
+            if batch and (tokens + length > left or state.cache_of != batch[0].state.cache_of):
+                break
+            share: tuple[int, int] | None = None
+            need = -(-length // size)
+            if state.seats or (batch and batch[-1].state is state):
+                # Computed again: it shares the blocks of the request's other sequences once these are computed.
+                if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
+                    break
+                share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
+                need -= share[1] // size if share else 0
+            if blocks + need > free and not self._fits(blocks + need):
+                if not self._prefix_caching:
+                    break
+                need = self._blocks_with_hits(head)
+                if not self._fits(blocks + need):
+                    break
+            self._waiting.pop()
+            self._rows.seats_left -= 1 + head.forks
+            batch.append(head)
+            tokens += length
+            blocks += need
+            if share is not None or tokens >= left:
+                return batch, share
+        return batch, None
+
+    def _fits(self, blocks: int) -> bool:
+        return self._manager.can_allocate(blocks * self._manager.block_size) == AllocStatus.OK
+
+    def _blocks_owed(self) -> int:
+        """Blocks that prompts in prefill are yet to take."""
+        draft, rows, size = self._draft, self._rows, self._manager.block_size
+        if not draft.counts:
+            return 0
+        ends = np.add(draft.starts, draft.counts)
+        lengths = rows.fields[LENGTH, rows.decodes : rows.count]
+        return int((-(-lengths // size) - -(-ends // size)).sum())
+
+    def _blocks_with_hits(self, parked: Parked) -> int:
+        request = parked.state.request
+        return self._manager.blocks_to_allocate(parked.tokens[0], salt=request.salt, lora_id=request.lora_id)
+
+    def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
+        """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""
+        rows, best, handle = self._rows, 0, 0
+        for row in rows.find(state.seats).tolist():
+            text = rows.text(row)
+            longest = min(len(text), len(tokens) - 1)  # the last token's logits are wanted
+            differ = np.flatnonzero(text[:longest] != tokens[:longest])
+            common = int(differ[0]) if len(differ) else longest
+            common -= common % self._manager.block_size
+            if common > best:
+                best, handle = common, int(rows.handles[row])
+        return (handle, best) if best else None
+
+    def _start(self, batch: list[Parked], share: tuple[int, int] | None) -> None:
+        """Admit sequences; all but the last get all of their tokens into this step."""
+        manager, draft, rows = self._manager, self._draft, self._rows
+        left, request = draft.left, batch[0].state.request
+        prompts = [parked.tokens[0] for parked in batch]
+        begun = [0] * len(batch)
+        if share is not None:
+            parent, begun[0] = share
+            count = min(len(prompts[0]), begun[0] + left)
+            handles = np.array([manager.fork_prefix(parent, begun[0], count)], np.uint64)
+        elif self._prefix_caching:
+            handles, cached = manager.allocate_prompts(
+                prompts, salt=request.salt, lora_id=request.lora_id, chunk_tokens=left
+            )
+            begun = cached.tolist()
+            self._stats.cached_tokens += sum(begun)
+        else:
+            handles = manager.allocate([min(len(tokens), left) for tokens in prompts])
+        rows.make_room(max(parked.state.limit for parked in batch))
+        each = zip(batch, handles.tolist(), begun, strict=True)
+        first = rows.count
+        rows.append([Seated(p.state, p.indices[0], p.tokens[0], handle, done, p.forks) for p, handle, done in each])
+        manager.block_tables(handles, out=rows.block_tables[first : rows.count])
+        for tokens, handle, start in zip(prompts, handles.tolist(), begun, strict=True):
+            at, end = draft.tokens, min(len(tokens), start + draft.left)
+            draft.add_chunk(tokens[start:end], start)
+            manager.slot_mapping(handle, start, end, out=draft.slots[at : draft.tokens])

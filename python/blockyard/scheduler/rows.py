@@ -1,0 +1,193 @@
+"""The sequences on the device as a struct of arrays, so that a plain step touches no object of a sequence.
+
+Rows `[0, decodes)` are past their prompts, rows `[decodes, count)` in prefill, those that will be through it first in
+front. A prompt that ends becomes a decoding row by `decodes += 1`. Whoever leaves is replaced by rows from the end of
+its part. Rows move only between two steps, never while one is in flight.
+
+The tokens of a sequence stand under its *seat*, which stays the same while its rows move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvariantError
+from blockyard.scheduler.request import RequestState
+from blockyard.scheduler.step import Owner
+
+__all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Rows", "Seated"]
+
+HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
+"""Rows of `Rows.fields`. `LENGTH`: tokens of the sequence, the one to be computed next included; `LIMIT`: at its end;
+`BASE`: where its tokens begin in the flat token array; `DONE`: tokens of a prompt that have blocks."""
+
+FIRST_LENGTH = 256
+
+
+class Seated(NamedTuple):
+    """A sequence that gets a row."""
+
+    state: RequestState
+    sequence: int
+    tokens: NDArray[np.uint32]
+    handle: int
+    done: int = 0
+    forks: int = 0
+
+
+class Rows:
+    """Rows and seats.
+
+    Args:
+        capacity: most rows.
+        block_size: tokens in a block.
+
+    Attributes:
+        fields: int64 `[9, capacity]`, one field a row of it.
+        handles: the field `HANDLE` as uint64 `[capacity]`.
+        last: last token of each row, uint32 `[capacity]`.
+        block_tables: int32 `[capacity, max_blocks]`, C-contiguous; kept from step to step.
+        tokens: by seat, uint32 `[capacity, max_length]`.
+        flat: the same, `[capacity * max_length]`.
+        owners: by seat.
+        forks: by seat, sequences that will fork off its prompt.
+        seats_left: seats that are not in use, nor kept for sequences that will fork off a prompt or are being fetched.
+        count: rows in use.
+        decodes: those of them that are past their prompts.
+    """
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self._block_size = block_size
+        self.fields = np.zeros((NUMBER + 1, capacity), np.int64)
+        self.handles = self.fields[HANDLE].view(np.uint64)
+        self._arrivals = self.fields[ARRIVAL].view(np.float64)
+        self.last = np.zeros(capacity, np.uint32)
+        self.block_tables = np.zeros((capacity, 0), np.int32)
+        self.tokens = np.zeros((capacity, 0), np.uint32)
+        self.flat = self.tokens.reshape(-1)
+        self.owners: list[Owner | None] = [None] * capacity
+        self.forks: dict[int, int] = {}
+        self.seats_left = capacity
+        self.count = 0
+        self.decodes = 0
+        self._free_seats = list(range(capacity))[::-1]
+
+    def make_room(self, length: int) -> None:
+        """See to it that sequences of so many tokens fit."""
+        capacity, had = self.tokens.shape
+        if length <= had:
+            return
+        longest = max(length, 2 * had, FIRST_LENGTH)
+        tokens = np.zeros((capacity, longest), np.uint32)
+        tokens[:, :had] = self.tokens
+        tables = np.zeros((capacity, -(-longest // self._block_size)), np.int32)
+        tables[:, : self.block_tables.shape[1]] = self.block_tables
+        self.tokens, self.flat, self.block_tables = tokens, tokens.reshape(-1), tables
+        self.fields[BASE] = self.fields[SEAT] * longest
+
+    def owner(self, row: int) -> Owner:
+        """Say whose row it is."""
+        return self.owner_at(int(self.fields[SEAT, row]))
+
+    def owner_at(self, seat: int) -> Owner:
+        """Say whose seat it is."""
+        owner = self.owners[seat]
+        if owner is None:
+            raise InvariantError(f"seat {seat} has no owner")
+        return owner
+
+    def fork_count(self, row: int) -> int:
+        """Sequences that will fork off a row's prompt."""
+        return self.forks.get(int(self.fields[SEAT, row]), 0)
+
+    def text(self, row: int) -> NDArray[np.uint32]:
+        """Copy a row's tokens, prompt first."""
+        text: NDArray[np.uint32] = self.tokens[self.fields[SEAT, row], : self.fields[LENGTH, row]].copy()
+        return text
+
+    def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
+        """Give the rows of some seats, rising."""
+        wanted = np.fromiter(seats, np.int64)
+        rows: NDArray[np.int64] = np.flatnonzero(np.isin(self.fields[SEAT, : self.count], wanted))
+        return rows
+
+    def find_handles(self, handles: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Give the rows of some handles, rising."""
+        rows: NDArray[np.int64] = np.flatnonzero(np.isin(self.handles[: self.count], handles))
+        return rows
+
+    def worst(self) -> NDArray[np.int64]:
+        """Give all rows of the request that goes last."""
+        rows = np.arange(self.count)
+        for key in (self.fields[PRIORITY], self._arrivals, self.fields[NUMBER]):
+            values = key[rows]
+            rows = rows[values == values.max()]
+        return rows
+
+    def append(self, seated: Sequence[Seated]) -> None:
+        """Seat sequences in new rows behind all others, in prefill."""
+        self._fill(self.count, seated)
+        self.count += len(seated)
+
+    def insert(self, seated: Sequence[Seated]) -> slice:
+        """Seat sequences in new rows behind those that decode, and give these; rows in prefill move."""
+        at, end, count = self.decodes, self.count, len(seated)
+        if end > at:
+            self._move(slice(at + count, end + count), np.arange(at, end))
+        self._fill(at, seated)
+        new = slice(at, at + count)
+        self.last[new] = self.flat[self.fields[BASE, new] + self.fields[LENGTH, new] - 1]
+        self.decodes += count
+        self.count += count
+        return new
+
+    def remove(self, gone: NDArray[np.int64]) -> None:
+        """Drop rows, rising, and their seats, those kept for forks included; other rows take their places."""
+        for seat in self.fields[SEAT, gone].tolist():
+            self.owner_at(seat)[0].seats.discard(seat)
+            self.owners[seat] = None
+            self._free_seats.append(seat)
+            self.seats_left += 1 + self.forks.pop(seat, 0)
+        first_prefill = int(np.searchsorted(gone, self.decodes))
+        left = self.decodes - first_prefill
+        if first_prefill:
+            # Holes below the new end are filled by rows that stay from beyond it.
+            holes = gone[: int(np.searchsorted(gone, left))]
+            if len(holes):
+                stays = np.ones(first_prefill, np.bool_)
+                stays[gone[len(holes) : first_prefill] - left] = False
+                self._move(holes, np.flatnonzero(stays) + left)
+        if self.count > self.decodes:
+            kept = np.setdiff1d(np.arange(self.decodes, self.count), gone[first_prefill:], assume_unique=True)
+            if len(kept):
+                self._move(slice(left, left + len(kept)), kept)
+            self.count = left + len(kept)
+        else:
+            self.count = left
+        self.decodes = left
+
+    def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:
+        self.fields[:, to] = self.fields[:, rows]
+        self.last[to] = self.last[rows]
+        self.block_tables[to] = self.block_tables[rows]
+
+    def _fill(self, at: int, seated: Sequence[Seated]) -> None:
+        longest, columns = self.tokens.shape[1], []
+        for state, sequence, tokens, _, done, forks in seated:
+            seat, length = self._free_seats.pop(), len(tokens)
+            self.owners[seat] = (state, sequence)
+            state.seats.add(seat)
+            if forks:
+                self.forks[seat] = forks
+            base = seat * longest
+            self.flat[base : base + length] = tokens
+            priority, _, number = state.rank
+            columns.append((0, length, state.limit, seat, base, done, priority, 0, number))
+        rows = slice(at, at + len(seated))
+        self.fields[:, rows] = np.array(columns, np.int64).T
+        self.handles[rows] = [each.handle for each in seated]
+        self._arrivals[rows] = [each.state.rank[1] for each in seated]

@@ -1,0 +1,547 @@
+"""The reference continuous-batching scheduler: which sequences run in a step, and which make room.
+
+Sequences *wait* (no blocks), *run* (blocks on the device, a row in the step) or are *swapped* (blocks on the host or in
+the external tier). Each queue goes by priority, then arrival. A step appends one token to every sequence that is past
+its prompt, and the next chunk to prompts that are not. If blocks run short, the requests that go last are preempted:
+to the host, to the external tier when the host is full, back to waiting (recompute) when both are. Swapped requests
+come back before new prompts are admitted, and never in a step that preempted.
+
+When the device shrinks, requests that no longer fit to their ends are refused by the next `schedule`, as `add` would
+refuse them, and `update` returns them with their `error`. The others go on.
+
+What a plain step costs does not grow with what waits, and no Python code runs for each of its sequences: their state is
+in arrays (`rows.py`), and objects are touched only when a sequence starts, ends, forks, moves or loses bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from blockyard._core import AllocStatus, BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.fragmentation import Defragmentation
+from blockyard.scheduler.admission import Admission
+from blockyard.scheduler.ranked_queue import RankedQueue
+from blockyard.scheduler.request import NO_TOKEN, Finished, Parked, Request, RequestState
+from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows, Seated
+from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step
+from blockyard.scheduler.stop_tokens import StopTokens
+from blockyard.scheduler.swapping import Swapping
+
+__all__ = ["PREEMPTION_MODES", "PreemptionMode", "Scheduler"]
+
+PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
+
+PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
+
+
+class Scheduler:
+    """Decides which sequences run, over one `BlockManager`.
+
+    One step is in flight at a time: `schedule`, `settle` (or `finish`), `update`. Requests may be added and aborted in
+    between.
+
+    Args:
+        manager: has one cache group; nothing else may admit sequences of this engine.
+        prefix_caching: let prompts share the blocks of earlier ones; the manager must have been made with it.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
+        preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
+            them where the request has at most one running sequence. A request still in its prompt is recomputed.
+        overlap_io: a sequence that is fetched from the external tier is left out of steps until it has arrived. Other
+            tickets must have ended before the next `schedule` if they load what the step computes.
+        defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
+            The executor must carry `move` out.
+
+    Raises:
+        InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups.
+    Source: the policy of vLLM 0.7.3's V0 scheduler, with the chunked prefill and the prefix cache of vLLM V1.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        *,
+        prefix_caching: bool = False,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        preemption_mode: PreemptionMode = "auto",
+        overlap_io: bool = False,
+        defragment: Defragmentation | None = None,
+    ) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise InvalidArgumentError(
+                f"max_num_seqs is {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, must be at least 1"
+            )
+        if preemption_mode not in PREEMPTION_MODES:
+            raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
+        if len(manager.groups) != 1:
+            raise InvalidArgumentError(f"the manager has {len(manager.groups)} cache groups, must have 1")
+        self.manager = manager
+        self.stats = SchedulerStats()
+        self._prefix_caching = prefix_caching
+        self._max_num_seqs = max_num_seqs
+        self._preemption_mode = preemption_mode
+        self._defragment = defragment
+        self._requests: dict[str, RequestState] = {}
+        self._number = 0
+        self._rows = Rows(max_num_seqs, manager.block_size)
+        self._draft = Draft(max_num_batched_tokens, max_num_seqs)
+        self._stop_tokens = StopTokens()
+        self._waiting = RankedQueue("waiting")
+        parts = (manager, self._rows, self._draft, self._waiting, self.stats)
+        self._admission = Admission(*parts, prefix_caching=prefix_caching)
+        self._swapping = Swapping(*parts, overlap_io=overlap_io, prefix_caching=prefix_caching)
+        self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
+        self._refused: list[RequestState] = []  # to be reported by `update`
+        self._in_flight: Step | None = None
+        self._capacity = self._device_capacity()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are waiting, running, swapped, on their way back, or refused and not yet reported."""
+        return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with sequences whose blocks are on the device."""
+        return len(np.unique(self._rows.fields[NUMBER, : self._rows.count]))
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose blocks are on the host or in the external tier, and not on their way back."""
+        return len(self._swapping.swapped)
+
+    # ---- requests ----
+
+    def add(self, request: Request) -> None:
+        """Take in a request.
+
+        Raises:
+            InvalidArgumentError: the request is malformed, or its id is in use.
+            OutOfBlocksError: even alone on the device it would not fit to its end.
+        """
+        state = RequestState(request, self._number + 1)
+        if request.request_id in self._requests:
+            raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
+        if request.n > self._max_num_seqs:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {self._max_num_seqs}"
+            )
+        lack = self._lack_of_room(state)
+        if lack is not None:
+            raise lack
+        self._stop_tokens.add(request.stop_token_ids)
+        # What is taken in now may not fit a device that shrinks to what it was at the last step.
+        self._capacity = max(self._capacity, self._device_capacity())
+        self._number += 1
+        self._requests[request.request_id] = state
+        self._waiting.push(Parked(state, [0], [state.prompt], forks=request.n - 1))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its id can be used again at once.
+
+        Its blocks come free at once, or by the `update` of the step that is in flight.
+
+        Raises:
+            InvalidArgumentError: there is no such request.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
+            raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
+        if state in self._refused:
+            self._refused.remove(state)
+        self._release(state)
+        self._close(state)
+
+    # ---- a step ----
+
+    def schedule(self) -> Step:
+        """Decide one step. Its decision is to be carried out before its rows are computed.
+
+        A step that was never given to `update` is given up: its sequences start again from their tokens.
+        """
+        self.give_up()
+        self._refuse_what_no_longer_fits()
+        self._swapping.board()
+        preempted = self._append_to_running()
+        if not preempted:
+            if self._swapping.swapped:
+                self._swapping.resume()
+            if self._waiting and not self._swapping.swapped:
+                self._admission.admit()
+        if self._defragment is not None:
+            self._defragment.plan(self.manager)
+        self._count()
+        step = self._in_flight = self._take_step()
+        self._swapping.begin(step.decision.ticket)
+        return step
+
+    def settle(self, step: Step, lost: Sequence[Pairs] = ()) -> Step:
+        """End the step's ticket once its transfers have run.
+
+        Args:
+            step: what `schedule` returned.
+            lost: pairs of its decision that did not land.
+
+        Returns:
+            The step, with its `void` rows marked: those of requests that lost bytes, which start again from their
+            tokens. Whether they are computed makes no difference.
+        """
+        self.finish(step.decision.ticket, lost)
+        return step
+
+    def finish(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
+        """End a ticket whose transfers have run; what it fetched runs in the next step.
+
+        Args:
+            ticket: of a step's decision.
+            lost: pairs of it that did not land.
+
+        Returns:
+            Ids of the requests that lost bytes: they start again from their tokens.
+        """
+        names: list[str] = []
+        if lost:
+            names = self._start_again(self.manager.fail(ticket, lost))
+        else:
+            self.manager.complete(ticket)
+        self._swapping.end(ticket)
+        return names
+
+    def update(self, step: Step, sampled: ArrayLike) -> list[Finished]:
+        """Take in a step's tokens.
+
+        Args:
+            step: what `settle` returned.
+            sampled: integers `[step.num_draws]`: one token for each of the first `samples` rows, then one for each of
+                `extra_rows`. Those of `void` rows are dropped.
+
+        Returns:
+            The requests that this step finished, and those that `schedule` has refused since, with their `error`.
+
+        Raises:
+            InvalidArgumentError: the tokens do not match the step, or it is not in flight; nothing was changed.
+        """
+        tokens = self._check_sampled(step, sampled)
+        finished, self._refused = self._refused, []
+        if step.rows:
+            if self._prefix_caching:
+                self._publish(step)
+            ended = self._extend(step, tokens[: step.samples])
+            if len(step.extra_rows):
+                ended = self._fork(step, tokens[step.samples :], ended)
+            gone = ended.nonzero()[0]
+            if len(gone):
+                finished += self._end(gone)
+            self._in_flight = None
+        self._drop_leaving()
+        for state in finished:
+            self._close(state)
+        return [state.finished() for state in finished]
+
+    # ---- putting a step together ----
+
+    def _append_to_running(self) -> bool:
+        """Give every running sequence its next token or chunk, all at once; preempt from the tail until they fit."""
+        preempted = False
+        while True:
+            self._draft.begin()
+            try:
+                self._append()
+            except OutOfBlocksError:
+                self._preempt(self._rows.worst())
+                preempted = True
+            else:
+                return preempted
+
+    def _append(self) -> None:
+        draft, rows = self._draft, self._rows
+        decodes = draft.tokens = rows.decodes
+        draft.token_ids[:decodes] = rows.last[:decodes]
+        counts: NDArray[np.uint32] | None = None
+        if rows.count > decodes:
+            self._next_chunks()
+            counts = np.ones(decodes + len(draft.counts), np.uint32)
+            counts[decodes:] = draft.counts
+        used = draft.tokens
+        if used:
+            self.manager.append(
+                rows.handles[: decodes + len(draft.counts)],
+                counts,
+                token_ids=draft.token_ids[:used] if self._prefix_caching else None,
+                block_tables=rows.block_tables,
+                out=draft.slots[:used],
+            )
+
+    def _next_chunks(self) -> None:
+        """Take in the next chunks of prompts that are being computed, in order, as far as the tokens go."""
+        draft, rows = self._draft, self._rows
+        for row in range(rows.decodes, rows.count):
+            if draft.left < 1:
+                break
+            seat, done = int(rows.fields[SEAT, row]), int(rows.fields[DONE, row])
+            end = min(int(rows.fields[LENGTH, row]), done + draft.left)
+            draft.add_chunk(rows.tokens[seat, done:end], done)
+
+    def _preempt(self, gone: NDArray[np.int64]) -> None:
+        """Take the rows of one request off the device."""
+        whole = int(gone[-1]) < self._rows.decodes
+        if whole and self._swaps(len(gone)) and self._swapping.move_out(gone):
+            return
+        self.stats.preempted_recompute += 1
+        self._recompute(gone)
+
+    def _swaps(self, sequences: int) -> bool:
+        if self._preemption_mode == "auto":
+            return sequences > 1
+        return self._preemption_mode == "swap"
+
+    def _recompute(self, gone: NDArray[np.int64]) -> None:
+        """Drop rows with their blocks; sequences of live requests wait to be computed again from their tokens."""
+        rows = self._rows
+        for row in gone.tolist():
+            state, index = rows.owner(row)
+            if state.alive:
+                self._waiting.push(Parked(state, [index], [rows.text(row)], forks=rows.fork_count(row)))
+        self._remove(gone)
+
+    def _remove(self, gone: NDArray[np.int64]) -> None:
+        self.manager.free(self._rows.handles[gone])
+        self._rows.remove(gone)
+
+    def _take_step(self) -> Step:
+        draft, rows = self._draft, self._rows
+        decodes = samples = rows.decodes
+        count, used = decodes + len(draft.counts), draft.tokens
+        start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
+        extra = NO_ROWS
+        if draft.counts:
+            start[decodes:] = draft.starts
+            ends = np.add(draft.starts, draft.counts)
+            rows.fields[DONE, decodes:count] = ends
+            samples += int((ends == rows.fields[LENGTH, decodes:count]).sum())
+            if rows.forks:
+                forks = [rows.fork_count(row) for row in range(decodes, samples)]
+                extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
+        return Step(
+            self.manager.take_decision(),
+            decodes,
+            samples,
+            rows.handles[:count].copy(),
+            rows.fields[SEAT, :count].copy(),
+            start,
+            draft.query_start_loc(decodes),
+            draft.token_ids[:used],
+            draft.slots[:used],
+            rows.block_tables[:count],
+            extra,
+            rows.owners,
+        )
+
+    # ---- taking its tokens in ----
+
+    def _check_sampled(self, step: Step, sampled: ArrayLike) -> NDArray[np.uint32]:
+        tokens = np.asarray(sampled)
+        if step.rows and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket):
+            raise InvalidArgumentError(f"the step of ticket {step.decision.ticket} is not in flight")
+        if tokens.shape != (step.num_draws,):
+            raise InvalidArgumentError(
+                f"sampled tokens have shape {list(tokens.shape)}, do not match the step's {step.num_draws} draws"
+            )
+        if tokens.dtype == np.uint32 or not len(tokens):
+            return tokens.astype(np.uint32, copy=False)
+        if tokens.dtype.kind not in "iu":
+            raise InvalidArgumentError(f"sampled tokens are {tokens.dtype}, must be integers")
+        wide = tokens.astype(np.int64, copy=False)
+        # Seen as unsigned, a negative id is the largest of all.
+        if np.maximum.reduce(wide.view(np.uint64)) >= NO_TOKEN:
+            raise InvalidArgumentError(
+                f"sampled tokens go from {wide.min()} to {wide.max()}, must be from 0 to {NO_TOKEN - 1}"
+            )
+        return wide.astype(np.uint32)
+
+    def _publish(self, step: Step) -> None:
+        """Let prompts find the blocks that the step has filled."""
+        rows, size = self._rows, self.manager.block_size
+        length = rows.fields[LENGTH, : step.decodes]
+        within = length % size if size & (size - 1) else length & (size - 1)
+        full: NDArray[np.int64] = (within == 0).nonzero()[0]
+        if step.rows == step.decodes:
+            if step.void is not None:
+                full = full[~step.void[full]]
+            if len(full):
+                self.manager.mark_computed(rows.handles[full])
+            return
+        full = np.concatenate((full, np.arange(step.decodes, step.rows)))
+        if step.void is not None:
+            full = full[~step.void[full]]
+        computed = np.where(full < step.decodes, rows.fields[LENGTH, full], rows.fields[DONE, full])
+        self.manager.mark_computed(rows.handles[full], computed.astype(np.uint32))
+
+    def _extend(self, step: Step, tokens: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Add a token to each sampled row; say which rows end with it, bool `[samples]`."""
+        rows, samples = self._rows, step.samples
+        length = rows.fields[LENGTH, :samples]
+        rows.flat[rows.fields[BASE, :samples] + length] = tokens
+        rows.last[:samples] = tokens
+        length += 1
+        rows.decodes = samples
+        ended: NDArray[np.bool_] = length >= rows.fields[LIMIT, :samples]
+        if self._stop_tokens:
+            for row in self._stop_tokens.among(tokens).tolist():
+                ended[row] |= int(tokens[row]) in rows.owner(row)[0].request.stop_token_ids
+        if step.void is not None:
+            void = step.void[:samples]
+            ended &= ~void
+            length -= void
+        return ended
+
+    def _fork(self, step: Step, tokens: NDArray[np.uint32], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Open the other sequences of requests whose prompt is computed; say which rows end, bool `[decodes]`."""
+        rows, at = self._rows, 0
+        parents, counts = np.unique(step.extra_rows, return_counts=True)
+        for row, count in zip(parents.tolist(), counts.tolist(), strict=True):
+            drawn = tokens[at : at + count]
+            at += count
+            state, index = rows.owner(row)
+            if not state.alive or state.lost:
+                continue
+            del rows.forks[int(rows.fields[SEAT, row])]
+            prompt = rows.text(row)[:-1]
+            children = self.manager.fork(int(rows.handles[row]), count).tolist()
+            texts = [np.append(prompt, token) for token in drawn]
+            each = enumerate(zip(children, texts, strict=True), index + 1)
+            new = rows.insert([Seated(state, i, text, handle) for i, (handle, text) in each])
+            self.manager.block_tables(rows.handles[new], out=rows.block_tables[new])
+            ends = [len(prompt) + 1 >= state.limit or token in state.request.stop_token_ids for token in drawn.tolist()]
+            ended = np.concatenate((ended, np.array(ends, np.bool_)))
+        return ended
+
+    def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
+        """Keep what the sequences of some rows have generated, and free them; give the requests that are done."""
+        rows, done = self._rows, []
+        seats, lengths = rows.fields[SEAT, gone].tolist(), rows.fields[LENGTH, gone].tolist()
+        for seat, length in zip(seats, lengths, strict=True):
+            state, index = rows.owner_at(seat)
+            state.outputs[index] = tuple(rows.tokens[seat, len(state.prompt) : length].tolist())
+            state.left -= 1
+            if state.alive and not state.left:
+                done.append(state)
+        self._remove(gone)
+        return done
+
+    # ---- who leaves, and who starts again ----
+
+    def give_up(self) -> None:
+        """Drop the step in flight, if there is one: its sequences start again from their tokens.
+
+        For a step whose transfers or computation failed.
+        """
+        step, self._in_flight = self._in_flight, None
+        for row in range(step.rows if step is not None else 0):
+            state = self._rows.owner(row)[0]
+            state.lost = True
+            self._leaving.append(state)
+        self._drop_leaving()
+
+    def _drop_leaving(self) -> None:
+        """Free the rows of requests that are gone; start those again that lost bytes. Not while a step is in flight."""
+        if not self._leaving or (self._in_flight is not None and self._in_flight.rows):
+            return
+        leaving, self._leaving = self._leaving, []
+        for state in leaving:
+            state.lost = False
+        self._recompute(self._rows.find({seat for state in leaving for seat in state.seats}))
+
+    def _start_again(self, handles: NDArray[np.uint64]) -> list[str]:
+        """Start the requests of sequences that lost bytes again; rows in flight are void, and go with `update`."""
+        rows, step = self._rows, self._in_flight
+        running = [rows.owner(row)[0] for row in rows.find_handles(handles).tolist()]
+        lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
+        for state in lost:
+            self.stats.lost += 1
+            for parked in [parked for parked in state.parked if parked.place != "waiting"]:
+                self._swapping.recompute(parked)
+            if state.seats:
+                state.lost = True
+                self._leaving.append(state)
+                if step is not None:
+                    step.void = np.zeros(step.rows, np.bool_) if step.void is None else step.void
+                    found = rows.find(state.seats)
+                    step.void[found[found < step.rows]] = True
+        self._drop_leaving()
+        return [state.request.request_id for state in lost]
+
+    def _release(self, state: RequestState) -> None:
+        """Take a request out of every queue, with its blocks; rows in flight go with `update`."""
+        for parked in tuple(state.parked):
+            if parked.place == "waiting":
+                self._waiting.discard(parked)
+            else:
+                self._swapping.drop(parked)
+        state.alive = False
+        if state.seats:
+            self._leaving.append(state)
+            self._drop_leaving()
+
+    def _close(self, state: RequestState) -> None:
+        state.alive = False
+        self._stop_tokens.remove(state.request.stop_token_ids)
+        del self._requests[state.request.request_id]
+
+    # ---- a device that shrinks ----
+
+    def _device_capacity(self) -> int:
+        return self.manager.num_blocks() - self.manager.watermark_blocks
+
+    def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
+        """Why a request could never run to its end, if so: it would be preempted for ever."""
+        size, total, kept = self.manager.block_size, self.manager.num_blocks("device"), self.manager.watermark_blocks
+        wanted = state.blocks_to_end(size)
+        if wanted + kept <= total and self.manager.can_allocate(wanted * size) != AllocStatus.NEVER:
+            return None
+        # What the manager wants beyond these two is the null block of a window.
+        kept += wanted + kept <= total
+        message = (
+            f"request {state.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "
+            f"there are {total}"
+        )
+        return OutOfBlocksError(message, "device", wanted, total - kept, total)
+
+    def _refuse_what_no_longer_fits(self) -> None:
+        """After the device has shrunk, end the requests that `add` would not take now. No step is in flight."""
+        before, self._capacity = self._capacity, self._device_capacity()
+        if self._capacity >= before:
+            return
+        for state in self._requests.values():
+            if state.error is None and (lack := self._lack_of_room(state)) is not None:
+                self._keep_outputs(state)
+                state.error = lack
+                self._release(state)
+                self._refused.append(state)
+                self.stats.refused += 1
+
+    def _keep_outputs(self, state: RequestState) -> None:
+        """Note what the sequences of a request that have not ended have generated so far."""
+        for parked in state.parked:
+            for index, tokens in zip(parked.indices, parked.tokens, strict=True):
+                state.outputs[index] = tuple(tokens[len(state.prompt) :].tolist())
+        for row in self._rows.find(state.seats).tolist():
+            state.outputs[self._rows.owner(row)[1]] = tuple(self._rows.text(row)[len(state.prompt) :].tolist())
+
+    def _count(self) -> None:
+        stats, manager = self.stats, self.manager
+        stats.steps += 1
+        stats.tokens += self._draft.tokens
+        device = manager.num_blocks() - manager.num_free()
+        stats.peak_device_blocks = max(stats.peak_device_blocks, device)
+        if self._swapping:
+            host = manager.num_blocks("host") - manager.num_free("host")
+            external = manager.num_blocks("external") - manager.num_free("external")
+            stats.peak_host_blocks = max(stats.peak_host_blocks, host)
+            stats.peak_external_blocks = max(stats.peak_external_blocks, external)

@@ -1,0 +1,190 @@
+"""One step of a scheduler: what it transfers, computes and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import StepDecision
+from blockyard.scheduler.request import RequestState
+
+__all__ = ["NO_ROWS", "Draft", "Draw", "Owner", "SchedulerStats", "Step"]
+
+NO_ROWS = np.zeros(0, np.int32)
+
+Owner = tuple[RequestState, int]
+"""The request of a seat, and which of its sequences sits there."""
+
+
+class Draw(NamedTuple):
+    """One token to sample.
+
+    Attributes:
+        row: row whose last token's logits it is drawn from.
+        request_id: the request.
+        sequence: which of the request's sequences gets the token.
+        position: position of the token in the sequence, the prompt included.
+    """
+
+    row: int
+    request_id: str
+    sequence: int
+    position: int
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What one step transfers, computes and samples; one row for each sequence, `n` rows and `t` tokens.
+
+    First come `decodes` rows of one token each, then prompts and chunks of prompts. The first `samples` rows each give
+    one token: decodes, and prompts that end in this step. `handles`, `seats` and `start` belong to the step; all other
+    arrays are the scheduler's own and are good until the next `schedule`.
+
+    Attributes:
+        decision: blocks to move; carry it out before the rows are computed.
+        decodes: rows that compute one token of a sequence that is past its prompt.
+        samples: rows that give a token, at least `decodes`.
+        handles: the manager's handles, uint64 `[n]`.
+        seats: a number below the scheduler's `max_num_seqs`, the same for a sequence from its first step until it ends
+            or is preempted, int64 `[n]`. A model runner can keep what it knows of a sequence under it.
+        start: position of each row's first token, int64 `[n]`; keys and values of all before it are in the cache.
+        query_start_loc: where each row's tokens begin in `token_ids`, and their end, int32 `[n + 1]`.
+        token_ids: tokens to compute, row by row, uint32 `[t]`.
+        slot_mapping: where each token's keys and values are written, int64 `[t]`, no slot twice.
+        block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
+        extra_rows: rows that give one more token, int32 `[e]`: a row once for each sequence that forks off its prompt.
+        void: rows whose tokens `update` will drop since bytes were lost, bool `[n]`; None if there are none. `settle`
+            and `finish` set it.
+        owners: the scheduler's own, by seat; `draws` reads it.
+    """
+
+    decision: StepDecision
+    decodes: int
+    samples: int
+    handles: NDArray[np.uint64]
+    seats: NDArray[np.int64]
+    start: NDArray[np.int64]
+    query_start_loc: NDArray[np.int32]
+    token_ids: NDArray[np.uint32]
+    slot_mapping: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    extra_rows: NDArray[np.int32]
+    owners: Sequence[Owner | None] = field(repr=False)
+    void: NDArray[np.bool_] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the step."""
+        return len(self.handles)
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens that `update` wants."""
+        return self.samples + len(self.extra_rows)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens that each row computes, int32 `[n]`."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    def owner(self, row: int) -> tuple[str, int]:
+        """Say whose row it is, until `update`: request id, and which of the request's sequences."""
+        owner = self.owners[int(self.seats[row])]
+        if owner is None:
+            raise IndexError(f"row {row} has no owner any more: its step has ended")
+        return owner[0].request.request_id, owner[1]
+
+    def draws(self) -> list[Draw]:
+        """List the tokens to sample, in the order in which `update` takes them; valid until `update`.
+
+        An object for each token: for engines and tests whose sampler works row by row.
+        """
+        ends = self.start + self.lengths
+        draws = [Draw(row, *self.owner(row), int(ends[row])) for row in range(self.samples)]
+        index = 0
+        for row in self.extra_rows.tolist():
+            name, first = self.owner(row)
+            index = index + 1 if draws[-1].row == row and index else first + 1
+            draws.append(Draw(row, name, index, int(ends[row])))
+        return draws
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the scheduler was made; peaks are blocks in use, `cached_tokens` those that prompts found."""
+
+    steps: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    preempted_swap: int = 0
+    preempted_spill: int = 0
+    preempted_recompute: int = 0
+    lost: int = 0
+    refused: int = 0
+    resumed_swap: int = 0
+    resumed_fetch: int = 0
+    peak_device_blocks: int = 0
+    peak_host_blocks: int = 0
+    peak_external_blocks: int = 0
+
+
+class Draft:
+    """The step being put together; its buffers are used again in every step.
+
+    Args:
+        max_tokens: most tokens that prompts may have in a step.
+        max_rows: most rows in a step.
+
+    Attributes:
+        token_ids: uint32 `[max_tokens + max_rows]`.
+        slots: int64, as long.
+        tokens: how many of both are in use.
+        counts: tokens of each row in prefill.
+        starts: position of the first of them.
+    """
+
+    def __init__(self, max_tokens: int, max_rows: int) -> None:
+        self.token_ids = np.zeros(max_tokens + max_rows, np.uint32)
+        self.slots = np.zeros(max_tokens + max_rows, np.int64)
+        self.tokens = 0
+        self.counts: list[int] = []
+        self.starts: list[int] = []
+        self._max_tokens = max_tokens
+        self._ramp = np.arange(max_rows + 1, dtype=np.int32)
+
+    @property
+    def left(self) -> int:
+        """Tokens that prompts may still have."""
+        return self._max_tokens - self.tokens
+
+    def begin(self) -> None:
+        """Empty it."""
+        self.tokens = 0
+        self.counts, self.starts = [], []
+
+    def add_chunk(self, tokens: NDArray[np.uint32], start: int) -> None:
+        """Take in a row's part of its prompt; its slots are written apart."""
+        count = len(tokens)
+        self.token_ids[self.tokens : self.tokens + count] = tokens
+        self.tokens += count
+        self.counts.append(count)
+        self.starts.append(start)
+
+    def insert(self, at: int, count: int) -> None:
+        """Make room for so many tokens before token `at`."""
+        for array in (self.token_ids, self.slots):
+            array[at + count : self.tokens + count] = array[at : self.tokens].copy()
+        self.tokens += count
+
+    def query_start_loc(self, decodes: int) -> NDArray[np.int32]:
+        """Where each row's tokens begin, and their end."""
+        found: NDArray[np.int32] = self._ramp[: decodes + len(self.counts) + 1]
+        if not self.counts:
+            return found
+        found = found.copy()
+        found[decodes + 1 :] = decodes + np.cumsum(self.counts)
+        return found

@@ -1,0 +1,178 @@
+"""Who leaves the device with their blocks, and comes back: swapping, spilling, fetching."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import AllocStatus, BlockManager
+from blockyard.scheduler.ranked_queue import RankedQueue
+from blockyard.scheduler.request import Parked, RequestState
+from blockyard.scheduler.rows import Rows, Seated
+from blockyard.scheduler.step import Draft, SchedulerStats
+
+__all__ = ["Swapping"]
+
+
+class Swapping:
+    """Sequences whose blocks are on the host or in the external tier, and those on their way back.
+
+    Args:
+        manager: moves the blocks.
+        rows: where the sequences run.
+        draft: of the step that they come back in.
+        waiting: queue of those that lose their blocks.
+        stats: counts what moves.
+        overlap_io: whether what is fetched is left out of steps until it has arrived.
+        prefix_caching: whether the manager wants token ids.
+
+    Attributes:
+        swapped: the queue of those that are to come back.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        rows: Rows,
+        draft: Draft,
+        waiting: RankedQueue,
+        stats: SchedulerStats,
+        *,
+        overlap_io: bool,
+        prefix_caching: bool,
+    ) -> None:
+        self.swapped = RankedQueue("swapped")
+        self._manager = manager
+        self._rows = rows
+        self._draft = draft
+        self._waiting = waiting
+        self._stats = stats
+        self._overlap_io = overlap_io
+        self._prefix_caching = prefix_caching
+        self._away: dict[Parked, None] = {}  # in order, so that the same requests give the same run
+        self._fetching: list[Parked] = []  # by the step being put together
+        self._loading: dict[int, list[Parked]] = {}  # by a ticket
+        self._landed: list[Parked] = []  # to get their rows in the next step
+
+    def __bool__(self) -> bool:
+        return bool(self._away)
+
+    def move_out(self, gone: NDArray[np.int64]) -> bool:
+        """Take the rows of one request off the device, if host or external tier have room; says whether they had."""
+        manager, rows = self._manager, self._rows
+        handles = rows.handles[gone]
+        if manager.can_swap_out(handles):
+            manager.swap_out(handles)
+            self._stats.preempted_swap += 1
+        elif manager.can_spill(handles):
+            manager.spill(handles)
+            self._stats.preempted_spill += 1
+        else:
+            return False
+        owners = [rows.owner(row) for row in gone.tolist()]
+        parked = Parked(
+            owners[0][0], [index for _, index in owners], [rows.text(row) for row in gone.tolist()], handles
+        )
+        self._away[parked] = None
+        self.swapped.push(parked)
+        rows.remove(gone)
+        return True
+
+    def begin(self, ticket: int) -> None:
+        """Note the ticket of what this step fetches."""
+        if self._fetching:
+            self._loading[ticket], self._fetching = self._fetching, []
+
+    def end(self, ticket: int) -> None:
+        """What a ticket has fetched gets its rows in the next step."""
+        if self._loading:
+            self._landed += self._loading.pop(ticket, ())
+
+    def board(self) -> None:
+        """Give what has landed its rows. No step is in flight."""
+        if self._landed:
+            landed, self._landed = self._landed, []
+            self._seat([seated for parked in landed if parked in self._away for seated in self._return(parked)])
+
+    def holders(self, handles: NDArray[np.uint64]) -> list[RequestState]:
+        """Give the requests of which some handles are away."""
+        return [parked.state for parked in self._away if np.isin(parked.handles, handles).any()]
+
+    def drop(self, parked: Parked) -> None:
+        """Free the blocks of sequences that are away."""
+        if parked.place == "swapped":
+            self.swapped.discard(parked)
+        else:
+            self._rows.seats_left += len(parked.indices)
+            parked.state.parked.remove(parked)
+        del self._away[parked]
+        self._manager.free(parked.handles)
+
+    def resume(self) -> None:
+        """Bring swapped requests back, in order, while they fit with a token more for each sequence."""
+        computed = False
+        while (parked := self.swapped.head()) is not None:
+            apart = self._overlap_io and self._manager.tier(int(parked.handles[0])) == "external"
+            # A ticket with a fetch ends late: nothing that this step computes may depend on it.
+            mixed = computed if apart else bool(self._fetching)
+            if mixed or len(parked.indices) > self._rows.seats_left:
+                break
+            status = self._bring_back(parked.handles)
+            if status == AllocStatus.LATER:
+                break
+            if status == AllocStatus.NEVER:  # others took the room for good; from its tokens it can still run
+                self.recompute(parked)
+                continue
+            self.swapped.pop()
+            self._rows.seats_left -= len(parked.indices)
+            if apart:
+                parked.place = "fetching"
+                parked.state.parked.append(parked)
+                self._fetching.append(parked)
+                continue
+            computed = True
+            self._run_now(parked)
+
+    def _run_now(self, parked: Parked) -> None:
+        """Give sequences that have just come back their rows and their next tokens, in this step."""
+        draft, rows = self._draft, self._rows
+        at, count = rows.decodes, len(parked.indices)
+        draft.insert(at, count)
+        new = slice(at, at + count)
+        draft.token_ids[new] = [tokens[-1] for tokens in parked.tokens]
+        ids = draft.token_ids[new] if self._prefix_caching else None
+        self._manager.append(parked.handles, token_ids=ids, out=draft.slots[new])
+        self._seat(self._return(parked))
+
+    def _bring_back(self, handles: NDArray[np.uint64]) -> AllocStatus:
+        """Swap or fetch sequences in, if they fit now."""
+        if self._manager.tier(int(handles[0])) == "external":
+            status = self._manager.can_fetch(handles)
+            if status == AllocStatus.OK:
+                self._manager.fetch(handles)
+                self._stats.resumed_fetch += 1
+        else:
+            status = self._manager.can_swap_in(handles)
+            if status == AllocStatus.OK:
+                self._manager.swap_in(handles)
+                self._stats.resumed_swap += 1
+        return status
+
+    def recompute(self, parked: Parked) -> None:
+        """Free the blocks of sequences that are away; they wait to be computed again from their tokens."""
+        self.drop(parked)
+        for index, tokens in zip(parked.indices, parked.tokens, strict=True):
+            self._waiting.push(Parked(parked.state, [index], [tokens]))
+
+    def _return(self, parked: Parked) -> list[Seated]:
+        """Note that sequences are not away any more; give what their rows are made of."""
+        del self._away[parked]
+        if parked.place == "fetching":
+            parked.state.parked.remove(parked)
+        each = zip(parked.indices, parked.tokens, parked.handles.tolist(), strict=True)
+        return [Seated(parked.state, *sequence) for sequence in each]
+
+    def _seat(self, seated: list[Seated]) -> None:
+        rows = self._rows
+        new = rows.insert(seated)
+        self._manager.block_tables(rows.handles[new], out=rows.block_tables[new])

@@ -1,0 +1,193 @@
+"""The scheduler over a prefix cache: what is shared, and that every token stays right whatever happens on the way."""
+
+import random
+
+import pytest
+from token_engine import BLOCK, Engine, ran
+
+from blockyard import BlockManager, InvalidArgumentError, Pairs
+from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.testing.scheduler_machine import draw_token, reference_tokens
+
+
+def test_a_prompt_computes_only_what_earlier_ones_have_not():
+    engine = Engine(32, prefix_caching=True)
+    first = engine.add("a", 13, 3)
+    engine.step()
+    second = engine.add("a2", 13, 3)
+    step = engine.scheduler.schedule()
+    assert (ran(step), step.start.tolist(), step.lengths.tolist()) == (["a:0", "a2"], [13, 12], [1, 1])
+    assert step.block_tables[0, :3].tolist() == step.block_tables[1, :3].tolist()
+    engine.finish(step)
+    assert engine.scheduler.stats.cached_tokens == 12
+    engine.run(first, second)
+
+
+def test_generated_tokens_are_found_by_a_prompt_that_goes_on_from_them():
+    engine = Engine(32, prefix_caching=True)
+    first = engine.add("a", 6, 6)
+    engine.run(first)
+    again = Request("b", [*first.prompt, *reference_tokens(first)[0], 5], 3)
+    engine.scheduler.add(again)
+    step = engine.scheduler.schedule()
+    assert step.start.tolist() == [8], "11 tokens were computed: two whole blocks"
+    engine.finish(step)
+    engine.run(first, again)
+
+
+def test_a_request_computed_again_finds_its_own_blocks():
+    engine = Engine(6, preemption_mode="recompute", prefix_caching=True)
+    requests = [engine.add("a", 8, 8), engine.add("b", 8, 8)]
+    engine.run(*requests)
+    assert engine.scheduler.stats.preempted_recompute > 0
+    assert engine.scheduler.stats.cached_tokens > 0
+
+
+def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
+    engine = Engine(16, preemption_mode="recompute", prefix_caching=True)
+    request = engine.add("a", 9, 6, n=3)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler._rows.worst())
+    engine.manager.reset_prefix_cache()
+    assert [len(engine.step()) for _ in range(3)] == [1, 2, 3], "one after the other, each once the last is computed"
+    assert engine.scheduler.stats.cached_tokens == 2 * 2 * BLOCK
+    engine.run(request)
+
+
+@pytest.mark.parametrize("other", [{"salt": b"tenant"}, {"lora_id": 7}])
+def test_tenants_and_adapters_share_nothing_but_a_step(other: dict[str, object]):
+    engine = Engine(32, prefix_caching=True)
+    requests = [engine.add("a", 13, 3)]
+    engine.step()
+    requests += [engine.add("a1", 13, 3, **other), engine.add("a2", 13, 3), engine.add("a3", 13, 3, **other)]
+    step = engine.scheduler.schedule()
+    assert (ran(step), step.start.tolist()) == (["a:0", "a1", "a2", "a3"], [13, 0, 12, 0])
+    engine.finish(step)
+    late = engine.add("a4", 13, 3, **other)
+    step = engine.scheduler.schedule()
+    assert step.start.tolist()[-1] == 12
+    engine.finish(step)
+    engine.run(*requests, late)
+
+
+def test_a_prompt_whose_blocks_are_cached_and_in_use_is_admitted_where_a_new_one_does_not_fit():
+    engine = Engine(8, prefix_caching=True)
+    first = engine.add("a", 21, 4)
+    engine.step()
+    engine.add("b", 21, 4, arrival=1.0)
+    assert engine.step() == ["a:0"]
+    engine.scheduler.abort("b")
+    fits = engine.add("a2", 21, 2, arrival=2.0)
+    assert engine.step() == ["a:0", "a2"]
+    engine.run(first, fits)
+
+
+def test_a_manager_of_several_cache_groups_is_refused():
+    from blockyard import CacheGroup
+
+    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(8)]
+    with pytest.raises(InvalidArgumentError, match="the manager has 2 cache groups, must have 1"):
+        Scheduler(BlockManager(block_size=4, device_blocks=8, groups=groups))
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**32 - 1], [0.5], [[1, 2]]])
+def test_prompts_that_are_no_token_ids_are_refused(prompt: list[object]):
+    engine = Engine(8)
+    with pytest.raises(InvalidArgumentError, match="the prompt of request 'a'"):
+        engine.scheduler.add(Request("a", prompt, 1))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="stop_token_ids go from -1 to 3"):
+        engine.scheduler.add(Request("a", [1], 1, stop_token_ids=frozenset({-1, 3})))
+    assert engine.scheduler.num_unfinished == 0
+
+
+class Crowd:
+    """Requests of few families over three tiers, all too small, with aborts, losses and a device that shrinks."""
+
+    def __init__(self, seed: int, *, prefix_caching: bool, mode: str) -> None:
+        self.random = random.Random(seed)
+        self.engine = Engine(
+            40,
+            self.random.choice([0, 6]),
+            self.random.choice([0, 12]),
+            prefix_caching=prefix_caching,
+            preemption_mode=mode,
+            overlap_io=self.random.random() < 0.5,
+            max_num_seqs=8,
+            max_num_batched_tokens=self.random.choice([5, 24, 200]),
+        )
+        prefixes = [[self.random.randrange(97) for _ in range(20)] for _ in range(3)]
+        self.requests = [self.request(f"r{i}", self.random.choice(prefixes)) for i in range(30)]
+        self.gone: set[str] = set()
+
+    def request(self, name: str, prefix: list[int]) -> Request:
+        draw = self.random
+        prompt = prefix[: draw.randrange(21)] + [draw.randrange(97) for _ in range(draw.randint(1, 12))]
+        stops = frozenset(draw.sample(range(97), draw.choice([0, 0, 3])))
+        salt, n = draw.choice([None, None, b"x"]), draw.choice([1, 1, 3])
+        return Request(name, prompt, draw.randint(1, 16), n, draw.randrange(2), 0.0, stops, salt)
+
+    def step(self) -> None:
+        engine, draw = self.engine, self.random
+        if draw.random() < 0.05:
+            engine.manager.resize_device(draw.randint(24, 40))
+        step = engine.scheduler.schedule()
+        if draw.random() < 0.05:
+            self.abort()
+        lost = [pairs for pairs in self.external(step) if draw.random() < 0.2]
+        engine.finish(step, lost)
+
+    def external(self, step: Step) -> list[Pairs]:
+        return [pairs for kind, pairs in step.decision.transfers() if kind in ("spill", "fetch")]
+
+    def abort(self) -> None:
+        live = [r.request_id for r in self.requests if r.request_id in self.engine.scheduler._requests]
+        if live:
+            name = self.random.choice(live)
+            self.engine.scheduler.abort(name)
+            self.gone.add(name)
+
+    def run(self) -> None:
+        waiting = list(self.requests)
+        for _ in range(3000):
+            while waiting and self.random.random() < 0.5:
+                self.engine.scheduler.add(waiting.pop())
+            self.step()
+            if not waiting and not self.engine.scheduler.num_unfinished:
+                break
+        expected = {r.request_id: reference_tokens(r) for r in self.requests if r.request_id not in self.gone}
+        assert self.engine.done == expected
+        assert self.engine.manager.num_sequences == 0
+        assert self.engine.scheduler._rows.seats_left == 8
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_every_token_is_right_whatever_is_lost_aborted_moved_or_shared(prefix_caching: bool, mode: str):
+    cached = away = 0
+    for seed in range(8):
+        crowd = Crowd(seed, prefix_caching=prefix_caching, mode=mode)
+        crowd.run()
+        stats = crowd.engine.scheduler.stats
+        cached += stats.cached_tokens
+        away += stats.preempted_swap + stats.preempted_spill + stats.preempted_recompute
+    assert (cached > 0) == prefix_caching
+    assert away > 0
+
+
+def test_draws_name_each_sequence_that_gets_a_token():
+    engine = Engine(32)
+    requests = [engine.add("a", 5, 3, n=3), engine.add("b", 3, 3), engine.add("c", 4, 2, n=2)]
+    step = engine.scheduler.schedule()
+    assert (step.samples, step.extra_rows.tolist(), step.num_draws) == (3, [0, 0, 2], 6)
+    assert [tuple(draw) for draw in step.draws()] == [
+        (0, "a", 0, 5),
+        (1, "b", 0, 3),
+        (2, "c", 0, 4),
+        (0, "a", 1, 5),
+        (0, "a", 2, 5),
+        (2, "c", 1, 4),
+    ]
+    assert draw_token(list(requests[0].prompt), 1) == reference_tokens(requests[0])[1][0]
+    engine.finish(step)
+    engine.run(*requests)
