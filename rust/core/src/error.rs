@@ -188,3 +188,17 @@ pub(crate) fn named(open: &[TicketId]) -> String {
     let names: Vec<_> = open.iter().take(SHOWN).map(|ticket| ticket.0.to_string()).collect();
     if names.is_empty() { String::new() } else { format!(" (open tickets, first to last: {})", names.join(", ")) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_open_tickets_are_named_and_no_others() {
+        let open: Vec<_> = (1..20).map(TicketId).collect();
+        assert_eq!(named(&open), " (open tickets, first to last: 1, 2, 3, 4, 5, 6, 7, 8)");
+        assert_eq!(named(&[]), "");
+        let busy = Error::Busy { tickets: 2, open: vec![TicketId(3), TicketId(7)], pairs: 1 };
+        assert!(busy.to_string().contains("2 tickets are in flight (open tickets, first to last: 3, 7), 1 pairs"));
+    }
+}
