@@ -891,8 +891,8 @@ class BlockManager:
     def restore(data: bytes) -> BlockManager:
         """The books that `snapshot` wrote; handles, tickets and events go on as if nothing had happened.
 
-        The order of eviction is kept; what `s3fifo` and `adaptive` have learnt is not, so that they may evict in another
-        order later.
+        The order of eviction is kept; what `s3fifo` and `adaptive` have learnt is not, so that they may evict in
+        another order later.
 
         Raises:
             SnapshotError: the bytes are no snapshot of this version, cut short, damaged, too long, or contradictory.
