@@ -215,6 +215,32 @@ impl World {
         self.books.snapshot().unwrap()
     }
 
+    /// Every sequence is published, grows, leaves, comes back, is cut, grows again and is freed.
+    fn live(&mut self) {
+        for sequence in self.sequences.clone() {
+            for call in 0..9 {
+                let one = [sequence];
+                let tokens = if call == 3 { 3 } else { 1 };
+                let mut slots = vec![0; tokens as usize * self.books.growing_groups()];
+                let result = match call {
+                    0 => self.books.mark_computed(&one),
+                    1 | 3 | 7 => self.books.append(&one, Counts::All(tokens), 0, &mut slots),
+                    2 => self.books.fork(sequence, 1, &mut Vec::new()),
+                    4 => self.books.swap_out(&one),
+                    5 => self.books.swap_in(&one),
+                    6 => self.books.truncate(sequence, 0),
+                    _ => self.books.free(&one),
+                };
+                assert!(!matches!(result, Err(Error::Broken { .. })), "{result:?}");
+                self.tickets.push(self.books.take_decision());
+                let ticket = self.tickets.remove(0).ticket;
+                self.books.complete(ticket).unwrap();
+                self.look();
+                self.books.check().unwrap();
+            }
+        }
+    }
+
     /// What a caller may read at any time.
     fn look(&mut self) {
         let _ = self.books.stats();
@@ -246,7 +272,9 @@ fn forge(payload: &mut Vec<u8>, draw: &mut Draw<'_>) {
     if payload.is_empty() {
         return;
     }
-    let at = at % payload.len();
+    // Numbers are small and keys are not: what looks like a key is changed less often.
+    let small = (0..8).map(|step| (at + step * 37) % payload.len()).find(|&at| payload[at] < 32);
+    let at = small.unwrap_or(at % payload.len());
     match kind {
         0 => payload.insert(at, value),
         1 => {
@@ -262,8 +290,22 @@ fn forge(payload: &mut Vec<u8>, draw: &mut Draw<'_>) {
             let end = (at + 1).min(payload.len());
             payload.splice(at..end, [0xFF, 0xFF, 0xFF, 0xFF, value & 0x0F]);
         }
+        6 => payload[at] = value % 4,
         _ => payload[at] = value,
     }
+}
+
+/// Ways in which one run changes a snapshot: building the books takes longer than reading them.
+const FORGERIES: u32 = 24;
+
+/// Bytes that follow from a number.
+fn scattered(seed: u32) -> Vec<u8> {
+    let mut state = u64::from(seed);
+    let next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state.to_be_bytes()[1]
+    };
+    std::iter::repeat_with(next).take(16).collect()
 }
 
 /// Builds books, changes their snapshot and, if that is accepted, goes on with what it gives.
@@ -275,18 +317,29 @@ pub(crate) fn run(bytes: &[u8]) {
     }
     let honest = world.rest();
     assert_eq!(Manager::restore(&honest).unwrap().snapshot().unwrap(), honest);
-    let mut payload = honest[HEADER..honest.len() - DIGEST].to_vec();
-    for _ in 0..=draw.below(3) {
-        forge(&mut payload, &mut draw);
+    let seed = draw.number(256) << 8 | draw.number(256);
+    for forgery in 0..FORGERIES {
+        let bytes = scattered(seed * FORGERIES + forgery);
+        use_forged(&honest, &world.sequences, &mut Draw(&bytes), &mut Draw(&[]));
     }
-    let Ok(books) = Manager::restore(&sealed(&honest, &payload)) else { return };
-    let mut world = World { books, ..world };
+    use_forged(&honest, &world.sequences, &mut Draw(&scattered(seed)), &mut draw);
+}
+
+/// Changes a snapshot in up to three places; books that it still gives go through what sequences do, and what is drawn.
+fn use_forged(honest: &[u8], sequences: &[SequenceId], places: &mut Draw<'_>, draw: &mut Draw<'_>) {
+    let mut payload = honest[HEADER..honest.len() - DIGEST].to_vec();
+    for _ in 0..=places.below(3) {
+        forge(&mut payload, places);
+    }
+    let Ok(books) = Manager::restore(&sealed(honest, &payload)) else { return };
+    let mut world = World { books, sequences: sequences.to_vec(), tickets: Vec::new() };
     world.books.check().unwrap();
     while !draw.is_done() {
-        world.apply(&mut draw);
+        world.apply(draw);
         world.look();
         world.books.check().unwrap();
     }
+    world.live();
     let again = world.rest();
     assert_eq!(Manager::restore(&again).unwrap().snapshot().unwrap(), again);
 }

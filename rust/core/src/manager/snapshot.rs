@@ -4,7 +4,7 @@ use super::pass::Work;
 use super::pin::Pins;
 use super::quota::Tenants;
 use super::resize::share;
-use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats};
+use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats, blocks_for};
 use crate::defrag::Planner;
 use crate::error::{self, Error, Result};
 use crate::event::{Events, EventsImage};
@@ -149,11 +149,9 @@ impl Image {
         if !in_range || !(1..=MAX_COUNT).contains(&open.0) {
             return Err(format!("{} blocks of {block_size}, {watermark} kept free, ticket {open}", sizes[0]));
         }
-        if !(1..=MAX_COUNT).contains(&next_pin) {
-            return Err(format!("the next pin is {next_pin}"));
-        }
-        if stats.counters().into_iter().chain(decided).chain(moved.counters()).any(|counter| counter > MAX_COUNT) {
-            return Err(format!("a counter is beyond {MAX_COUNT}"));
+        let mut counters = stats.counters().into_iter().chain(decided).chain(moved.counters());
+        if counters.any(|counter| counter > MAX_COUNT) || !(1..=MAX_COUNT).contains(&next_pin) {
+            return Err(format!("a counter is beyond {MAX_COUNT}, or the next pin is {next_pin}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
         let refs = references(&rows, pools.each_ref().map(PoolImage::extent), groups.slide())?;
@@ -163,15 +161,9 @@ impl Image {
             None => Err("a tier is missing".to_owned()),
         };
         let mut pools = [next()?, next()?, next()?];
-        for (one, other) in twins {
-            if !pools[other.0.index()].is_known(other.1) {
-                return Err(format!("{} block {} is a twin, and not there", other.0, other.1));
-            }
-            pools[one.0.index()].restore_twin(one.1, other)?;
-            pools[other.0.index()].restore_twin(other.1, one)?;
-        }
+        restore_twins(&mut pools, twins)?;
         let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
-        check_places(&rows, &pools, &groups)?;
+        check_places(&rows, &pools, &groups, block_size)?;
         let step = OpenStep { reuses_drained, ..OpenStep::default() };
         let tickets = Tickets::resume(open);
         let tenants = Tenants::restore(salts, pools[0].quotas())?;
@@ -199,10 +191,21 @@ impl Image {
     }
 }
 
+fn restore_twins(pools: &mut [Pool; 3], twins: Vec<(Twin, Twin)>) -> Contents<()> {
+    for (one, other) in twins {
+        if !pools[other.0.index()].is_known(other.1) {
+            return Err(format!("{} block {} is a twin, and not there", other.0, other.1));
+        }
+        pools[one.0.index()].restore_twin(one.1, other)?;
+        pools[other.0.index()].restore_twin(other.1, one)?;
+    }
+    Ok(())
+}
+
 /// Fails unless each block, its copy in another tier and each key have one place, an entry of the tables of one group, and
-/// all who use a block know it by one key. What is published later goes by its key alone, so that keys that were forged
+/// all who use a block know it by one key, and either have tokens there or not. What is published later goes by its key alone, so that keys that were forged
 /// may give a block two places then.
-fn check_places(rows: &Rows, pools: &[Pool; 3], groups: &Groups) -> Contents<()> {
+fn check_places(rows: &Rows, pools: &[Pool; 3], groups: &Groups, block_size: u32) -> Contents<()> {
     let (mut blocks, mut keys) = (HashMap::new(), HashMap::new());
     for (sequence, row) in rows.iter() {
         let pool = &pools[row.tier.index()];
@@ -211,14 +214,14 @@ fn check_places(rows: &Rows, pools: &[Pool; 3], groups: &Groups) -> Contents<()>
         let is_null = |block: BlockId| groups.slide() && block == NULL_BLOCK;
         let mut holds = true;
         for (at, &block) in row.table.iter().enumerate().filter(|(_, block)| !is_null(**block)) {
-            let place = (row.group, at);
+            let (place, is_filled) = ((row.group, at), at < blocks_for(u64::from(row.len), block_size));
             let key = pool.key(block).or_else(|| of_row.get(at).map(|key| key.of_group(row.group)));
             for (tier, block) in [Some((row.tier, block)), pool.twin(block)].into_iter().flatten() {
                 let own = pools[tier.index()].key(block).or(key);
-                let (found, known) = blocks.entry((tier, block)).or_insert((place, own));
+                let (found, known) = blocks.entry((tier, block)).or_insert(((place, is_filled), own));
                 let named = [own, *known, key];
                 let alike = named.iter().flatten().all(|one| named.iter().flatten().all(|other| one == other));
-                holds &= *found == place && alike;
+                holds &= *found == (place, is_filled) && alike;
                 *known = known.or(own);
             }
             holds &= pool.key(block).is_none_or(|key| *keys.entry(key).or_insert(place) == place);
