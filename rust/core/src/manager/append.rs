@@ -7,6 +7,7 @@ use super::{
 };
 use crate::decision::Kind;
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::LeaseKind;
 use crate::table::Row;
@@ -419,6 +420,8 @@ impl Manager {
             // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
             // the block may also be a copy of another tier's.
             let own = count > 0 && self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
+            // Only the second pass asks whether the state at the end of a block is the last that this step writes.
+            let own = own && (row.len % size > 0 || self.groups.get(row.group) != Group::Recurrent);
             // Nor may it write what is being moved.
             if !row.moving && own && !self.pools[0].is_moving(block) {
                 row.writable = (index + 1).saturating_mul(size);
