@@ -168,7 +168,6 @@ BAD_CALLS = {
     "swap_in of a negative block": lambda engine: engine.swap_in(ids((-1, 0))),
     "swap_in twice onto one block": lambda engine: engine.swap_in(ids((0, 2), (1, 2))),
     "copy of what is written": lambda engine: engine.copy(ids((0, 2), (2, 3))),
-    "narrow ids": lambda engine: engine.copy(ids((0, 2)).astype(np.int32)),
     "a flat mapping": lambda engine: engine.swap_in(np.array([0, 1])),
     "read beyond the end": lambda engine: engine.read_blocks("host", np.array([4])),
     "read of a table": lambda engine: engine.read_blocks("host", ids((0, 1))),

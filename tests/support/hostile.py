@@ -262,6 +262,7 @@ VALID: dict[str, Any] = {
     "max_blocks": 2,
     "max_bytes": 64,
     "max_moves": 4,
+    "max_open_tickets": 8,
     "max_pinned": 0.5,
     "memory": 1 << 20,
     "misses": {"timeout": 1},

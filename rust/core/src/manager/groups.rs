@@ -239,6 +239,10 @@ impl Manager {
         if group == Group::CrossAttention {
             return Ok(0);
         }
+        // A step writes a sequence's state at its end: too late for tokens of the same step that need it.
+        if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == self.tickets.open() {
+            return Err(Error::Unwritten { sequence: member });
+        }
         if state || needed.clone().any(|i| self.is_null(row.table[i])) {
             let must = format!("what sequence {member} still has in cache group {}", row.group);
             return Err(invalid("shared_tokens", shared, must));

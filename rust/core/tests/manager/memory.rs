@@ -109,7 +109,9 @@ impl World {
                     self.write_slot(slot, if garbage { GARBAGE[0] } else { token });
                 }
             }
-            for (slot, state) in self.states(sequence) {
+            // Who has no tokens to compute writes no state.
+            let computes = (first as usize) < self.truth[&sequence].len();
+            for (slot, state) in self.states(sequence).into_iter().filter(|_| computes) {
                 self.write_slot(slot, if garbage { GARBAGE[0] } else { state });
             }
         }
