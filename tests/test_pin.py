@@ -148,7 +148,7 @@ def test_a_snapshot_is_refused_while_a_pin_is_held_and_keeps_the_limit() -> None
     other.unpin(pin)
     handle = run(other)
     step(other)
-    assert BlockManager.restore(other.snapshot()).pin(handle, 10) == 1
+    assert BlockManager.restore(other.snapshot()).pin(handle, 10) == pin + 1
     handle = run(books)
     with pytest.raises(OutOfBlocksError):
         BlockManager.restore(books.snapshot()).pin(handle, 10)

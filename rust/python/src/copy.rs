@@ -5,6 +5,7 @@ use crate::arrays;
 use crate::errors::{bad_mapping, invalid, out_of_memory};
 use crate::memory::{self, Caches};
 use blockyard_copy::{CopyError, Rows, copy_rows, exchange_rows, move_rows};
+use numpy::PyUntypedArray;
 use pyo3::prelude::*;
 
 fn to_py(error: CopyError) -> PyErr {
@@ -18,7 +19,14 @@ fn to_py(error: CopyError) -> PyErr {
 }
 
 fn caches<'py>(arrays: &Bound<'py, PyAny>, name: &'static str, written: bool) -> PyResult<Caches<'py>> {
-    Ok(Caches { arrays: arrays.try_iter()?.collect::<PyResult<_>>()?, name, written })
+    let array = |array: &Bound<'py, PyAny>, at: usize| match array.cast::<PyUntypedArray>() {
+        Ok(_) => Ok(array.clone()),
+        Err(_) => {
+            let found = arrays::describe(array);
+            Err(invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart")))
+        }
+    };
+    Ok(Caches { arrays: args::items(arrays, &name, array)?, name, written })
 }
 
 /// Copies rows between arrays.
