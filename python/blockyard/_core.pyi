@@ -768,8 +768,8 @@ class BlockManager:
         Raises:
             InvalidArgumentError: `shared_tokens` is no multiple of the block size, or more than either sequence has.
             OutOfBlocksError: the device has too few blocks for the rest.
-            SequenceStateError: the other sequence is not on the device, still loading or has lost bytes, or a step is yet to
-                write the recurrent state that the new tokens need.
+            SequenceStateError: the other sequence is not on the device, still loading or has lost bytes, or the step is
+                yet to write the recurrent state that the new tokens need.
         """
     def blocks_to_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
         """Device blocks that `append` would take: new ones, and one for each copy-on-write."""
