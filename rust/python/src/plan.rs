@@ -125,8 +125,10 @@ pub(crate) fn expand_span(
 ) -> PyResult<()> {
     let blocks = ids(blocks)?;
     let span = Span { blocks: &blocks, per_block, first, last };
-    let mut expanded = memory::reserved(out.len()?)?;
-    expanded.resize(out.len()?, 0);
+    let must = || invalid(format!("out is {}, must be int64 [n]", arrays::describe(out)));
+    let len = out.cast::<PyArray1<i64>>().map_err(|_| must())?.len();
+    let mut expanded = memory::reserved(len)?;
+    expanded.resize(len, 0);
     span.expand(expanded.iter_mut()).map_err(to_py)?;
     memory::store(Target::<i64, Ix1>::new(out, "out", "int64 [n]"), &[expanded.len()], &expanded)
 }
