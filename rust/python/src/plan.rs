@@ -7,7 +7,7 @@ use crate::errors::{invalid, to_py};
 use crate::memory::{self, Target};
 use blockyard_core::{End, Pieces, Region, Route, Side, Span, merge_runs, order_moves, orders};
 use numpy::ndarray::Dimension;
-use numpy::{Ix1, Ix2, PyArray1, PyArray2};
+use numpy::{Ix1, Ix2, PyArray1, PyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -126,7 +126,7 @@ pub(crate) fn expand_span(
     let blocks = ids(blocks)?;
     let span = Span { blocks: &blocks, per_block, first, last };
     let must = || invalid(format!("out is {}, must be int64 [n]", arrays::describe(out)));
-    let len = out.cast::<PyArray1<i64>>().map_err(|_| must())?.len();
+    let len = PyUntypedArrayMethods::len(out.cast::<PyArray1<i64>>().map_err(|_| must())?);
     let mut expanded = memory::reserved(len)?;
     expanded.resize(len, 0);
     span.expand(expanded.iter_mut()).map_err(to_py)?;
