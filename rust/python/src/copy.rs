@@ -19,12 +19,12 @@ fn to_py(error: CopyError) -> PyErr {
 }
 
 fn caches<'py>(arrays: &Bound<'py, PyAny>, name: &'static str, written: bool) -> PyResult<Caches<'py>> {
-    let array = |array: &Bound<'py, PyAny>, at: usize| match array.cast::<PyUntypedArray>() {
-        Ok(_) => Ok(array.clone()),
-        Err(_) => {
-            let found = arrays::describe(array);
-            Err(invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart")))
+    let array = |array: &Bound<'py, PyAny>, at: usize| {
+        if array.cast::<PyUntypedArray>().is_ok() {
+            return Ok(array.clone());
         }
+        let found = arrays::describe(array);
+        Err(invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart")))
     };
     Ok(Caches { arrays: args::items(arrays, &name, array)?, name, written })
 }
