@@ -156,7 +156,8 @@ mod tests {
         let (mut manager, mut out) = (manager(&[Group::Recurrent]), Vec::new());
         manager.allocate(&[4], &mut out).unwrap();
         let parent = out[0];
-        let child = manager.fork_prefix(parent, 4, 6).unwrap();
+        assert_eq!(manager.fork_prefix(parent, 4, 6), Err(Error::Unwritten { sequence: parent }));
+        let child = manager.fork_prefix(parent, 4, 4).unwrap();
         let append = |manager: &mut Manager| manager.append(&[parent], Counts::All(1), 0, &mut [0]);
         assert_eq!(append(&mut manager), Err(Error::Unwritten { sequence: parent }));
         let ticket = manager.take_decision().ticket;

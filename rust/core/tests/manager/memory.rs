@@ -110,8 +110,8 @@ impl World {
                 }
             }
             // Who has no tokens to compute writes no state.
-            let computes = (first as usize) < self.truth[&sequence].len();
-            for (slot, state) in self.states(sequence).into_iter().filter(|_| computes) {
+            let has_new = (first as usize) < self.truth[&sequence].len();
+            for (slot, state) in self.states(sequence).into_iter().filter(|_| has_new) {
                 self.write_slot(slot, if garbage { GARBAGE[0] } else { state });
             }
         }
