@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from figures import keep
 
-from blockyard.transfer import ops
+from blockyard.engine import ops
 
 LAYERS = 32
 PAIRS = 512

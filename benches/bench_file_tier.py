@@ -13,7 +13,7 @@ import time
 import numpy as np
 from figures import keep
 
-from blockyard.tiers import ExternalStore, open_store
+from blockyard.stores import ExternalStore, open_store
 
 BYTES_PER_BLOCK = 1 << 20
 BATCH = 32

@@ -1,4 +1,4 @@
-// The CUDA implementations of the ops that python/blockyard/transfer/ops.py defines, over torch's stable ABI.
+// The CUDA implementations of the ops that python/blockyard/engine/ops/__init__.py defines, over torch's stable ABI.
 //
 // Each: check everything on the host, enter the device, launch on its current stream, check the result.
 

@@ -60,9 +60,9 @@ def work(rank: int) -> None:
     # The scheduler's process does without torch.
     import torch  # noqa: PLC0415
 
-    from blockyard.layout import KVLayout  # noqa: PLC0415
-    from blockyard.offload.executor import StepExecutor  # noqa: PLC0415
-    from blockyard.transfer.engine import CacheEngine  # noqa: PLC0415
+    from blockyard.engine.engine import CacheEngine  # noqa: PLC0415
+    from blockyard.executor.executor import StepExecutor  # noqa: PLC0415
+    from blockyard.layout.kv import KVLayout  # noqa: PLC0415
 
     layout = KVLayout("kv_first", LAYERS, BLOCK_SIZE, num_kv_heads=1, head_size=HEAD_BYTES, dtype="uint8")
     engine = CacheEngine(layout, num_device_blocks=DEVICE_BLOCKS, num_host_blocks=HOST_BLOCKS)

@@ -8,7 +8,7 @@ host=$(rustc -vV | sed -n 's/^host: //p')
 export RUSTC_BOOTSTRAP=1 CARGO_TARGET_DIR=target/asan
 
 RUSTFLAGS=-Zsanitizer=address PROPTEST_CASES=64 cargo test --locked --package blockyard-copy --lib --tests --target "$host"
-RUSTFLAGS=-Zsanitizer=address PYO3_BUILD_EXTENSION_MODULE=1 cargo build --locked --quiet --package blockyard-python \
+RUSTFLAGS=-Zsanitizer=address PYO3_BUILD_EXTENSION_MODULE=1 cargo build --locked --quiet --package blockyard-binding \
     --features pyo3/abi3-py310 --target "$host"
 
 site=$PWD/target/asan/site

@@ -22,7 +22,7 @@ from blockyard._core import (
     order_moves,
     plan_moves,
 )
-from blockyard.tiers import open_store
+from blockyard.stores import open_store
 
 Array = np.ndarray[Any, Any]
 

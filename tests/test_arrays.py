@@ -1,4 +1,4 @@
-"""What the binding takes and refuses: `rust/python/src/arrays.rs`."""
+"""What the binding takes and refuses: `rust/binding/src/arrays.rs`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockyard import (
     export_keys,
     merge_runs,
 )
-from blockyard._core import Completion, TierStats, order_moves
+from blockyard._core import Completion, StoreStats, order_moves
 from blockyard.plan import check_pairs
 
 
@@ -168,7 +168,7 @@ def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
 NOTHING = Pairs("host", "external", [])
 VALUES = [
     *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
-    *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), TierStats(misses={"timeout": 2}, last_error="late")),
+    *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), StoreStats(misses={"timeout": 2}, last_error="late")),
     StepDecision(
         5, [("copy", Pairs("device", "device", [[0, 1]])), ("spill", Pairs("host", "external", []))], after=[3]
     ),

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
-from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer.engine import CacheEngine
+from blockyard.layout.kv import KINDS, KVLayout
 
 LAYOUT = KVLayout(kind="kv_first", num_layers=2, block_size=2, num_kv_heads=3, head_size=4, dtype="bfloat16")
 TIERS = ("device", "host")

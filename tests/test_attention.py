@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface
 
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
-from blockyard.integrations.attention import ATTENTION_NAME, LayerCall, PagedStep, StepInput, paged_attention
-from blockyard.layout import KVLayout
+from blockyard.integrations.transformers.attention import (
+    ATTENTION_NAME,
+    LayerCall,
+    PagedStep,
+    StepInput,
+    paged_attention,
+)
+from blockyard.layout.kv import KVLayout
 
 HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 8, 2
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard._core import SlabStore
-from blockyard.errors import InvalidArgumentError, TierError, TierURLError
-from blockyard.tiers import ExternalStore, base, open_store
-from blockyard.tiers.base import StoreURL, check_url, parse_size
+from blockyard.errors import InvalidArgumentError, StoreError, StoreURLError
+from blockyard.stores import ExternalStore, base, open_store
+from blockyard.stores.base import StoreURL, check_url, parse_size
 
 
 def test_the_url_chooses_the_store(tmp_path: Path):
@@ -79,7 +79,7 @@ def test_percent_signs_in_the_path_are_decoded(tmp_path: Path):
     ],
 )
 def test_a_malformed_url_is_refused_with_the_part_that_is_wrong(url: str, part: str):
-    with pytest.raises(TierURLError) as caught:
+    with pytest.raises(StoreURLError) as caught:
         open_store(url, bytes_per_block=4096)
     assert part in str(caught.value)
     assert repr(url) in str(caught.value)
@@ -87,7 +87,7 @@ def test_a_malformed_url_is_refused_with_the_part_that_is_wrong(url: str, part: 
 
 
 def test_memory_below_one_block_is_refused(tmp_path: Path):
-    with pytest.raises(TierURLError, match="memory is 4096, must be between one slot of 8192 bytes"):
+    with pytest.raises(StoreURLError, match="memory is 4096, must be between one slot of 8192 bytes"):
         open_store(f"file://{tmp_path}/swap?size=1MiB&memory=4KiB", bytes_per_block=4096)
     assert not list(tmp_path.iterdir())
 
@@ -110,14 +110,14 @@ def test_a_scheme_can_be_registered_by_entry_point(monkeypatch: pytest.MonkeyPat
     found = open_store("mine://x", bytes_per_block=7)
     expected = {"bytes_per_block": 7, "num_slots": None, "namespace": bytes(32)}
     assert found == ("tests_plug_in:open_mine", "mine://x", expected)
-    with pytest.raises(TierURLError, match="there are file, mine"):
+    with pytest.raises(StoreURLError, match="there are file, mine"):
         open_store("other://x", bytes_per_block=7)
 
 
 @given(st.text())
 def test_no_text_raises_anything_but_a_tier_error(text: str):
     for url in (text, f"file:///nowhere/at/all?{text}"):
-        with pytest.raises(TierError):
+        with pytest.raises(StoreError):
             open_store(url, bytes_per_block=4096)
 
 
@@ -162,11 +162,11 @@ def test_a_url_is_refused_by_how_it_is_written_before_it_is_opened(path: str, qu
     url = f"file:///nowhere/at/{path}?{query}"
     try:
         check_url(url)
-    except TierURLError:
-        with pytest.raises(TierURLError):
+    except StoreURLError:
+        with pytest.raises(StoreURLError):
             open_store(url, bytes_per_block=4096)
     else:
-        with pytest.raises(TierError):
+        with pytest.raises(StoreError):
             open_store(url, bytes_per_block=4096)
 
 
@@ -175,5 +175,5 @@ def test_options_are_decoded_and_struck_off():
     assert (url.host, url.path) == ("host", "/a")
     assert url.take("two", str, "", "text") == "b&c"
     assert math.isclose(url.take("three", float, 3.5, "a number"), 3.5)
-    with pytest.raises(TierURLError, match="'one=1' is not an option"):
+    with pytest.raises(StoreURLError, match="'one=1' is not an option"):
         url.finish("two, three")

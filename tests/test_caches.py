@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.engine.caches import Caches, as_tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
-from blockyard.grouped import GroupedLayout
-from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer.caches import Caches, as_tensor
+from blockyard.layout.grouped import GroupedLayout
+from blockyard.layout.kv import KINDS, KVLayout
 
 
 @pytest.fixture(params=KINDS)

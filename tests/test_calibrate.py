@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from blockyard import cli
-from blockyard.transfer import calibrate
-from blockyard.transfer.calibrate import choose_rules
-from blockyard.transfer.ways import WayTable
+from blockyard.engine.cuda import calibrate
+from blockyard.engine.cuda.calibrate import choose_rules
+from blockyard.engine.ops.strategy import WayTable
 
 SIZES, COUNTS = (1024, 4096, 16384, 65536), (16, 1000, 50_000)
 

@@ -9,14 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine import ops
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.mover import BlockMover
+from blockyard.engine.ops import fallback
+from blockyard.engine.ops.library import op_library
 from blockyard.errors import LayoutError, MappingError
-from blockyard.grouped import GroupedLayout
 from blockyard.integrations.gaudi import CacheSwapUtils
-from blockyard.layout import KVLayout
-from blockyard.transfer import fallback, ops
-from blockyard.transfer.cuda import op_library
-from blockyard.transfer.engine import CacheEngine
-from blockyard.transfer.mover import BlockMover
+from blockyard.layout.grouped import GroupedLayout
+from blockyard.layout.kv import KVLayout
 
 Op = Callable[..., None]
 

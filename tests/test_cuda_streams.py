@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from blockyard.engine.cuda.streams import CudaEvent, CudaStreams
+from blockyard.engine.streams import WorkerStreams
 from blockyard.errors import BlockyardError
-from blockyard.transfer.cuda_streams import CudaEvent, CudaStreams
-from blockyard.transfer.streams import WorkerStreams
 
 LOG: list[tuple[str, str]] = []
 

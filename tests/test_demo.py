@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from blockyard import BlockManager
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, TierURLError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.scheduler import Request, Scheduler
 from blockyard.sim import serve
@@ -220,7 +220,7 @@ def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> Non
         make_report(replace(SMALL, json=tmp_path / "absent" / "report.json"))
     with pytest.raises(InvalidArgumentError, match=r"there is no config\.json"):
         make_report(replace(SMALL, model=tmp_path))
-    with pytest.raises(TierURLError, match="has no scheme"):
+    with pytest.raises(StoreURLError, match="has no scheme"):
         make_report(replace(SMALL, external_swapper="/tmp/swap"))
     with pytest.raises(InvalidArgumentError, match="'2G' is no size"):
         make_report(replace(SMALL, external_swapper_space="2G"))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from blockyard.engine.streams import WorkerStreams
 from blockyard.errors import InvalidArgumentError
 from blockyard.testing.device import SimulatedFaultError, SimulatedStore, SimulatedStreams
-from blockyard.transfer.streams import WorkerStreams
 
 
 def run(seed: int) -> list[str]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from blockyard.dimensions import check_kind, orders_of, shorten, spell_out
 from blockyard.errors import LayoutError
+from blockyard.layout.dimensions import check_kind, orders_of, shorten, spell_out
 
 SIZES = {"blocks": 5, "tokens": 4, "heads": 3, "dim": 16, "kv": 2, "layers": 2, "dim/x": 2, "x": 8}
 

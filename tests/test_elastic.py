@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from blockyard.engine.elastic.cache import ElasticCache, plane_spans, reserve
+from blockyard.engine.elastic.host import resident_bytes
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
-from blockyard.grouped import GroupedLayout
-from blockyard.layout import KVLayout
+from blockyard.layout.grouped import GroupedLayout
+from blockyard.layout.kv import KVLayout
 from blockyard.testing.device import SimulatedStreams
-from blockyard.transfer.elastic import ElasticCache, plane_spans, reserve
-from blockyard.transfer.elastic_host import resident_bytes
-from blockyard.transfer.engine import CacheEngine
 
 PAGE = mmap.PAGESIZE
 KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]

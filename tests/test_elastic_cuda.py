@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.engine.elastic.cache import ElasticCache
+from blockyard.engine.elastic.cuda import DeviceMemory, load_driver
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
-from blockyard.grouped import GroupedLayout
-from blockyard.layout import KVLayout
-from blockyard.transfer.elastic import ElasticCache
-from blockyard.transfer.elastic_cuda import DeviceMemory, load_driver
+from blockyard.layout.grouped import GroupedLayout
+from blockyard.layout.kv import KVLayout
 
 UNIT = 1 << 16
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=32, dtype="float32")

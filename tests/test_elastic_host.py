@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
+from blockyard.engine.elastic.host import HostMemory, resident_bytes
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
-from blockyard.transfer.elastic_host import HostMemory, resident_bytes
 
 PAGE = mmap.PAGESIZE
 # Far above what the interpreter takes or frees of its own accord between two looks.

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine import engine as engine_module
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.streams import WorkerStreams
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -19,13 +22,10 @@ from blockyard.errors import (
     TransferQueueFullError,
     UnknownTicketError,
 )
-from blockyard.grouped import GroupedLayout
-from blockyard.layout import KINDS, KVLayout
+from blockyard.layout.grouped import GroupedLayout
+from blockyard.layout.kv import KINDS, KVLayout
 from blockyard.plan import compile_pairs, route
 from blockyard.testing.device import SimulatedStreams
-from blockyard.transfer import engine as engine_module
-from blockyard.transfer.engine import CacheEngine
-from blockyard.transfer.streams import WorkerStreams
 
 BLOCKS = 8
 LAYERS = 3

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, UnknownTicketError
-from blockyard.layout import KVLayout
-from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.streams import Event, StreamName
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.stores import ExternalStore, open_store
 from blockyard.testing.device import SimulatedStore, SimulatedStreams
 from blockyard.testing.faults import corrupt_slots
-from blockyard.testing.scheduler_machine import draw_token, reference_tokens
-from blockyard.tiers import ExternalStore, open_store
-from blockyard.transfer.engine import CacheEngine
-from blockyard.transfer.streams import Event, StreamName
+from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8

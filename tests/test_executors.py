@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, Pairs, StepDecision
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError
-from blockyard.layout import KVLayout
-from blockyard.offload.executor import Executor, StepExecutor
+from blockyard.executor.executor import Executor, StepExecutor
+from blockyard.layout.kv import KVLayout
 from blockyard.sim.executors import (
     SABOTAGE_KINDS,
     CorruptingExecutor,
@@ -20,8 +21,7 @@ from blockyard.sim.executors import (
     SabotagedExecutor,
     SteadyExecutor,
 )
-from blockyard.tiers import open_store
-from blockyard.transfer.engine import CacheEngine
+from blockyard.stores import open_store
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=2, dtype="float32")
 DEVICE, HOST, EXTERNAL = 8, 4, 4

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.errors import LayoutError
-from blockyard.extents import Extent, check_apart, extent_of, overlap
+from blockyard.layout.extents import Extent, check_apart, extent_of, overlap
 
 
 @st.composite

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.engine.ops import fallback
 from blockyard.errors import CaptureError
-from blockyard.transfer import fallback
 
 
 def test_small_parts_add_up_to_the_whole():

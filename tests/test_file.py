@@ -17,17 +17,17 @@ import pytest
 from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
-from blockyard.errors import InvalidArgumentError, TierError, TierFullError
+from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
+from blockyard.stores import ExternalStore, open_store
+from blockyard.stores.file import open_file
 from blockyard.testing.faults import PARTS, corrupt_slots
-from blockyard.testing.tier_suite import TierSuite
-from blockyard.tiers import ExternalStore, open_store
-from blockyard.tiers.file import open_file
+from blockyard.testing.store_suite import StoreSuite
 
 WIDTH = 5000
 HOLDER = """
 import os, signal, sys
 import numpy as np
-from blockyard.tiers import open_store
+from blockyard.stores import open_store
 store = open_store(sys.argv[1], bytes_per_block=5000)
 store.wait(store.submit_write(np.arange(8), np.ones((8, 5000), np.uint8)))
 print(store.path, flush=True)
@@ -35,7 +35,7 @@ sys.stdin.read()
 """
 
 
-class TestDirect(TierSuite):
+class TestDirect(StoreSuite):
     direct = "auto"
 
     @pytest.fixture(autouse=True)
@@ -211,8 +211,8 @@ def test_a_file_under_the_next_name_is_stepped_over(tmp_path: Path):
 
 WITHOUT_LOCKS = """
 import ctypes, errno, platform, struct, sys
-from blockyard.errors import TierError
-from blockyard.tiers import open_store
+from blockyard.errors import StoreError
+from blockyard.stores import open_store
 flock = {"x86_64": 73, "aarch64": 32}[platform.machine()]
 filters = b"".join(
     struct.pack("HBBI", *instruction)
@@ -231,7 +231,7 @@ assert libc.prctl(22, 2, length_and_address) == 0, f"seccomp: {ctypes.get_errno(
 for _ in range(2):
     try:
         open_store(sys.argv[1], bytes_per_block=4096)
-    except TierError as error:
+    except StoreError as error:
         print(error)
 """
 
@@ -248,35 +248,35 @@ def test_a_file_system_without_locks_is_refused_and_nothing_is_left(tmp_path: Pa
 def test_a_symbolic_link_in_the_place_of_the_directory_is_refused(tmp_path: Path, slash: str):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(TierError, match="link is a symbolic link"):
+    with pytest.raises(StoreError, match="link is a symbolic link"):
         open_file(f"file://{tmp_path}/link{slash}?size=1MiB", bytes_per_block=WIDTH)
     assert not list((tmp_path / "real").iterdir())
 
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(TierError, match="file is not a directory"):
+    with pytest.raises(StoreError, match="file is not a directory"):
         SlabStore(tmp_path / "file", bytes_per_block=WIDTH, num_slots=4)
 
 
 def test_a_directory_whose_parent_is_missing_is_refused(tmp_path: Path):
-    with pytest.raises(TierError, match=r"cannot make directory .*No such file"):
+    with pytest.raises(StoreError, match=r"cannot make directory .*No such file"):
         SlabStore(tmp_path / "a" / "b", bytes_per_block=WIDTH, num_slots=4)
 
 
 def test_a_size_that_holds_no_slot_is_refused(tmp_path: Path):
-    with pytest.raises(TierFullError, match="size is 16383 bytes, one slot of 12288 and a superblock of 4096 need"):
+    with pytest.raises(StoreFullError, match="size is 16383 bytes, one slot of 12288 and a superblock of 4096 need"):
         open_file(f"file://{tmp_path}?size=16383", bytes_per_block=WIDTH)
     open_file(f"file://{tmp_path}?size=16384", bytes_per_block=WIDTH).close()
 
 
 def test_more_slots_than_the_size_holds_are_refused(tmp_path: Path):
-    with pytest.raises(TierFullError, match="asked for 4 slots of 12288 bytes, size is 40960 bytes and holds 3"):
+    with pytest.raises(StoreFullError, match="asked for 4 slots of 12288 bytes, size is 40960 bytes and holds 3"):
         open_file(f"file://{tmp_path}?size=40KiB", bytes_per_block=WIDTH, num_slots=4)
 
 
 def test_more_than_the_disk_has_is_refused_and_leaves_nothing(tmp_path: Path):
-    with pytest.raises(TierFullError, match=r"asked for \d+ bytes in .*swap, \d+ are available"):
+    with pytest.raises(StoreFullError, match=r"asked for \d+ bytes in .*swap, \d+ are available"):
         open_file(f"file://{tmp_path}/swap?size=1024TiB", bytes_per_block=1 << 20)
     assert not list(tmp_path.iterdir())
 
@@ -284,11 +284,11 @@ def test_more_than_the_disk_has_is_refused_and_leaves_nothing(tmp_path: Path):
 def test_a_limit_on_file_sizes_is_an_error_with_the_numbers(tmp_path: Path):
     code = (
         "import resource, sys\n"
-        "from blockyard.errors import TierFullError\n"
-        "from blockyard.tiers import open_store\n"
+        "from blockyard.errors import StoreFullError\n"
+        "from blockyard.stores import open_store\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))\n"
         "try:\n    open_store(sys.argv[1], bytes_per_block=4096)\n"
-        "except TierFullError as error:\n    print(error)\n"
+        "except StoreFullError as error:\n    print(error)\n"
     )
     url = f"file://{tmp_path}/swap?size=2MiB"
     out = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
@@ -385,7 +385,7 @@ def _use_in_child(store: SlabStore, sender: object) -> None:
         store.stats,
     ]
     for call in calls:
-        with pytest.raises(TierError) as raised:
+        with pytest.raises(StoreError) as raised:
             call()
         sender.send(str(raised.value))  # type: ignore[attr-defined]
     store.close()
@@ -436,7 +436,7 @@ SCARCE = """
 import resource, sys
 import numpy as np
 from blockyard.errors import OutOfMemoryError
-from blockyard.tiers import open_store
+from blockyard.stores import open_store
 
 store = open_store(sys.argv[1], bytes_per_block=1 << 20, num_slots=64)
 store.wait(store.submit_write(np.arange(64), np.full((64, 1 << 20), 7, np.uint8)))

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard import InvalidArgumentError, MappingError
+from blockyard.engine.fill import HostFill
 from blockyard.plan import FillMap
-from blockyard.transfer.fill import HostFill
 
 
 def ids(*listed: int) -> np.ndarray:

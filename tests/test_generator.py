@@ -9,12 +9,12 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from blockyard import BlockManager, Pairs
-from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, TierURLError
-from blockyard.integrations.demo_model import demo_config, demo_model
-from blockyard.integrations.generator import Generator
+from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
-from blockyard.integrations.transformers import reference_generate
+from blockyard.integrations.transformers.generator import Generator
+from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import Scheduler
+from blockyard.sim.demo_model import demo_config, demo_model
 from blockyard.sim.executors import SteadyExecutor, Wrapper
 
 KINDS = ("swap_out", "swap_in", "spill", "fetch", "copy")
@@ -386,5 +386,5 @@ def test_what_was_opened_is_closed_when_the_start_fails(model, tmp_path):
     with pytest.raises(InvalidArgumentError, match="preemption_mode is 'never'"):
         open_generator(model, tmp_path, preemption_mode="never")
     assert not list((tmp_path / "swap").iterdir())
-    with pytest.raises(TierURLError, match="size=1MiB"):
+    with pytest.raises(StoreURLError, match="size=1MiB"):
         open_generator(model, tmp_path, external_swapper=f"file://{tmp_path}/swap?size=2MiB")

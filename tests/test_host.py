@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer import ops
-from blockyard.transfer.fallback import BY_TORCH
+from blockyard.engine import ops
+from blockyard.engine.ops.fallback import BY_TORCH
+from blockyard.layout.kv import KINDS, KVLayout
 
 Op = Callable[..., None]
 # Bytes of a row in units: plans of many bytes are shared among threads and go past the processor's caches.

@@ -14,11 +14,11 @@ from hypothesis import settings
 from interrupts import Interrupt
 
 from blockyard import BlockManager, Pairs, StepDecision
-from blockyard.layout import KVLayout
-from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard.engine.engine import CacheEngine
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.layout.kv import KVLayout
+from blockyard.stores import Completion, ExternalStore, open_store
 from blockyard.testing.device import SimulatedStore
-from blockyard.tiers import Completion, ExternalStore, open_store
-from blockyard.transfer.engine import CacheEngine
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8

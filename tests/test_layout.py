@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine import ops
 from blockyard.errors import LayoutError
-from blockyard.layout import KINDS, KVLayout, interleave, probe_kind
-from blockyard.transfer import ops
+from blockyard.layout.kv import KINDS, KVLayout, interleave, probe_kind
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"]
 
@@ -461,7 +461,7 @@ def test_fingerprints_of_different_layouts_differ(changes: dict):
 
 def test_fingerprint_is_the_same_in_every_process():
     code = (
-        "from blockyard.layout import KVLayout; print(KVLayout(kind='kv_first', num_layers=2, block_size=4, "
+        "from blockyard.layout.kv import KVLayout; print(KVLayout(kind='kv_first', num_layers=2, block_size=4, "
         "num_kv_heads=3, head_size=8, dtype='float16').fingerprint())"
     )
     finished = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

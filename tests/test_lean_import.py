@@ -12,10 +12,10 @@ HEAVY = ("torch", "transformers", "triton", "rich", "cuda")
 LEAN_MODULES = [
     "blockyard",
     "blockyard.errors",
-    "blockyard.grouped",
-    "blockyard.layout",
+    "blockyard.layout.grouped",
+    "blockyard.layout.kv",
     "blockyard.plan",
-    "blockyard.tiers",
+    "blockyard.stores",
     "blockyard.scheduler",
     "blockyard.sim.trace",
     "blockyard.cli",
@@ -41,5 +41,5 @@ def test_import_loads_neither_torch_nor_cuda(module: str):
 
 def test_import_works_where_torch_is_not_installed():
     # None in sys.modules makes every later import of that name fail.
-    code = "import sys; sys.modules['torch'] = None; import blockyard, blockyard.cli, blockyard.tiers"
+    code = "import sys; sys.modules['torch'] = None; import blockyard, blockyard.cli, blockyard.stores"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "error"})

@@ -12,8 +12,8 @@ from hypothesis import find, settings
 from blockyard.scheduler import Request
 from blockyard.testing import Config
 from blockyard.testing.machines import manager_machine, reference_tokens, scheduler_machine
-from blockyard.testing.scheduler_machine import draw_token
-from blockyard.testing.strategies import VOCABULARY, configs, prompts, requests
+from blockyard.testing.machines.scheduler import draw_token
+from blockyard.testing.machines.strategies import VOCABULARY, configs, prompts, requests
 
 
 @pytest.mark.parametrize("machine", [manager_machine(), scheduler_machine()], ids=["manager", "scheduler"])

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockyard.engine.mover import PAD_SIZES, BlockMover, pad_size
+from blockyard.engine.ops import exchange_blocks
 from blockyard.errors import InvalidArgumentError, LayoutError
-from blockyard.transfer.mover import PAD_SIZES, BlockMover, pad_size
-from blockyard.transfer.ops import exchange_blocks
 
 BLOCKS, BLOCK_SIZE = 12, 4
 

@@ -15,8 +15,8 @@ from blockyard.errors import (
     SequenceStateError,
     UnknownSequenceError,
 )
+from blockyard.executor.executor import Executor
 from blockyard.integrations.nano import BlockManager, Fit
-from blockyard.offload.executor import Executor
 
 SIZE, BLOCKS, HOST = 4, 16, 24
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from blockyard import MappingError, Pairs
-from blockyard.offload.open_step import OpenStep, cached_tier, columns
-from blockyard.transfer.streams import WorkerStreams
+from blockyard.engine.streams import WorkerStreams
+from blockyard.executor.open_step import OpenStep, cached_tier, columns
 
 
 def test_columns_are_contiguous_and_their_own():

@@ -7,7 +7,7 @@ import pytest
 
 from blockyard import BlockManager
 from blockyard.errors import InvalidArgumentError, SnapshotError
-from blockyard.testing.side_by_side import refuse_open
+from blockyard.testing.machines.side_by_side import refuse_open
 
 
 def test_too_many_open_tickets_are_warned_of_once_with_their_ages() -> None:

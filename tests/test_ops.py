@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine import ops
+from blockyard.engine.ops import fallback
+from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
-from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer import fallback, ops
-from blockyard.transfer.cuda import op_library
+from blockyard.layout.kv import KINDS, KVLayout
 
 Op = Callable[..., None]
 SWAP = torch.ops.blockyard.swap_blocks.default

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blockyard import Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
-from blockyard.layout import KVLayout
+from blockyard.layout.kv import KVLayout
 from blockyard.plan import (
     CopyRoute,
     Pieces,

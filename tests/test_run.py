@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.layout import KVLayout
-from blockyard.transfer.ways import ALLOWED, WAYS
+from blockyard.engine.ops.strategy import ALLOWED, WAYS
+from blockyard.layout.kv import KVLayout
 from blockyard_build.toolchain import MissingError, find_toolchain
 
 TESTS = Path(__file__).resolve().parent

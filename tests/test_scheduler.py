@@ -5,7 +5,7 @@ from token_engine import BLOCK, Engine
 
 from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, Pairs
 from blockyard.scheduler import Request, Scheduler
-from blockyard.testing.scheduler_machine import reference_tokens
+from blockyard.testing.machines.scheduler import reference_tokens
 
 # ---- who runs ----
 

@@ -7,7 +7,7 @@ from token_engine import BLOCK, Engine, ran
 
 from blockyard import BlockManager, InvalidArgumentError, Pairs
 from blockyard.scheduler import Request, Scheduler, Step
-from blockyard.testing.scheduler_machine import draw_token, reference_tokens
+from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 
 
 def test_a_prompt_computes_only_what_earlier_ones_have_not():

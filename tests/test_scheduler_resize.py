@@ -5,7 +5,7 @@ from token_engine import Engine
 
 from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import Defragmentation, Request, Scheduler
-from blockyard.testing.scheduler_machine import reference_tokens
+from blockyard.testing.machines.scheduler import reference_tokens
 
 
 def assert_refused(engine: Engine, request: Request, wanted: int, kept: int, total: int) -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.demo_model import demo_config, demo_model
-from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
+from blockyard.integrations.transformers.generator import Generator
 from blockyard.scheduler import Step
+from blockyard.sim.demo_model import demo_config, demo_model
 from blockyard.sim.report import live_progress
 from blockyard.sim.serve import Faults, reference, serve
 from blockyard.sim.workload import WorkItem

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.demo_model import demo_model
-from blockyard.integrations.generator import Generator
 from blockyard.integrations.sampling import SamplingParams
+from blockyard.integrations.transformers.generator import Generator
 from blockyard.sim.demo import DemoOptions, make_report
+from blockyard.sim.demo_model import demo_model
 from blockyard.sim.report import Report, print_report
 from blockyard.sim.serve import Faults
 from blockyard.sim.shrink import PoolWatch

@@ -5,7 +5,7 @@ import pytest
 from blockyard import BlockManager, OutOfBlocksError
 from blockyard.testing import Config, LateMemory, ReferenceManager
 from blockyard.testing.interfaces import ManagerLike
-from blockyard.testing.side_by_side import SideBySide, Tracked, same
+from blockyard.testing.machines.side_by_side import SideBySide, Tracked, same
 
 
 def pair(blocks: int = 4, *, model_blocks: int = 4) -> SideBySide:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, TierError
-from blockyard.layout import KVLayout
-from blockyard.offload import store_side
-from blockyard.offload.executor import StepDone, StepExecutor
+from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, StoreError
+from blockyard.engine.engine import CacheEngine
+from blockyard.executor import store_side
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.layout.kv import KVLayout
+from blockyard.stores import Completion
 from blockyard.testing.device import SimulatedStore
 from blockyard.testing.faults import UnrulyStore
-from blockyard.tiers import Completion
-from blockyard.transfer.engine import CacheEngine
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 SIZE = LAYOUT.bytes_per_block
@@ -139,9 +139,9 @@ def test_a_spill_that_the_store_breaks_is_lost_with_one_line_in_the_log(
         done = finish(executor, 1, polls=polls)
         assert [pairs.ids.tolist() for pairs in done.lost] == [[[0, 1], [1, 0]]]
         (error,) = done.errors
-        assert isinstance(error, TierError)
+        assert isinstance(error, StoreError)
         assert why in str(error)
-        assert [(record.name, record.levelno) for record in caplog.records] == [("blockyard.offload", logging.WARNING)]
+        assert [(record.name, record.levelno) for record in caplog.records] == [("blockyard.executor", logging.WARNING)]
         assert why in caplog.text
         assert (executor.num_in_flight, executor._staged) == (0, 0)
 

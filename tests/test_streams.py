@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from blockyard.engine import streams as streams_module
+from blockyard.engine.streams import STREAMS, WorkerStreams
 from blockyard.errors import BlockyardError
-from blockyard.transfer import streams as streams_module
-from blockyard.transfer.streams import STREAMS, WorkerStreams
 
 PATIENCE = 30.0
 

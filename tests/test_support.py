@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from blockyard.errors import UnsupportedModelError
-from blockyard.integrations.support import cache_shape, paged_copy, share_weights
-from blockyard.integrations.transformers import PagedModel
+from blockyard.integrations.transformers.model import PagedModel
+from blockyard.integrations.transformers.support import cache_shape, paged_copy, share_weights
 
 SHAPE = {
     "vocab_size": 64,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blockyard.engine.tickets import Done, MappingBuffers, Transfers
 from blockyard.errors import (
     InvalidArgumentError,
     TransferCancelledError,
@@ -15,7 +16,6 @@ from blockyard.errors import (
     UnknownTicketError,
 )
 from blockyard.testing.device import SimulatedStreams
-from blockyard.transfer.tickets import Done, MappingBuffers, Transfers
 
 
 class StoppedStreams(SimulatedStreams):

@@ -136,10 +136,10 @@ def test_each_rust_file_has_tests(crate: str):
 
 
 def test_each_binding_file_has_a_partner_in_a_crate():
-    concepts = {path.stem for path in (ROOT / "rust").glob("*/src/**/*.rs") if "python" not in path.parts}
+    concepts = {path.stem for path in (ROOT / "rust").glob("*/src/**/*.rs") if "binding" not in path.parts}
     concepts |= {path.name for path in (ROOT / "rust").glob("*/src/*") if path.is_dir()}
     concepts |= {path.name for path in (ROOT / "rust").iterdir()}
-    bindings = {path.stem for path in (ROOT / "rust" / "python" / "src").glob("*.rs")}
+    bindings = {path.stem for path in (ROOT / "rust" / "binding" / "src").glob("*.rs")}
     # args.rs, arrays.rs and memory.rs convert arguments and hold no concept of their own.
     assert not sorted(bindings - concepts - {"lib", "errors", "args", "arrays", "memory"})
 
@@ -153,7 +153,7 @@ OF_NUMPY = re.compile(
 
 
 def test_one_module_of_the_binding_touches_memory_of_the_caller():
-    source = ROOT / "rust" / "python" / "src"
+    source = ROOT / "rust" / "binding" / "src"
     assert "#![deny(unsafe_code)]" in lines(source / "lib.rs")
     others = [path for path in source.rglob("*.rs") if path.name != "memory.rs"]
     found = [
@@ -164,7 +164,7 @@ def test_one_module_of_the_binding_touches_memory_of_the_caller():
     ]
     assert not found
     excepted = [name(path) for path in others for line in lines(path) if "(unsafe_code" in line and "deny" not in line]
-    assert excepted == ["rust/python/src/lib.rs"]
+    assert excepted == ["rust/binding/src/lib.rs"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_binding_reads_sequences_in_one_way():
     believing = re.compile(r"extract::<(Option<)?(Vec|BTreeMap|HashMap|HashSet)\b")
     found = [
         f"{name(path)}:{number}: {line.strip()}"
-        for path in sorted((ROOT / "rust" / "python" / "src").rglob("*.rs"))
+        for path in sorted((ROOT / "rust" / "binding" / "src").rglob("*.rs"))
         for number, line in enumerate(lines(path), 1)
         if path.name != "args.rs" and believing.search(line)
     ]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.sampling import SamplingParams
-from blockyard.integrations.transformers import reference_generate
+from blockyard.integrations.transformers.model import reference_generate
+from blockyard.sim.demo_model import demo_config, demo_model
 from blockyard.sim.report import Difference
 from blockyard.sim.ties import MOST_TIES, settle_ties
 from blockyard.sim.workload import WorkItem

@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from blockyard.errors import InvalidArgumentError, LayoutError
-from blockyard.integrations.attention import StepInput
-from blockyard.integrations.demo_model import demo_config, demo_model
 from blockyard.integrations.sampling import SamplingParams, sample
-from blockyard.integrations.transformers import PagedModel, reference_generate
+from blockyard.integrations.transformers.attention import StepInput
+from blockyard.integrations.transformers.model import PagedModel, reference_generate
+from blockyard.sim.demo_model import demo_config, demo_model
 
 BLOCK = 4
 SHAPE = {

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from blockyard.errors import InvalidArgumentError, TierFullError
-from blockyard.integrations.demo_model import demo_config, demo_model
-from blockyard.integrations.worker import Worker, available_memory
+from blockyard.errors import InvalidArgumentError, StoreFullError
+from blockyard.integrations.transformers.worker import Worker, available_memory
+from blockyard.sim.demo_model import demo_config, demo_model
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_no_tier_means_no_external_blocks(model):
 
 
 def test_more_than_the_disk_holds_is_refused(model, tmp_path):
-    with Worker(model, external_swapper=f"file://{tmp_path}?size=1000TiB") as worker, pytest.raises(TierFullError):
+    with Worker(model, external_swapper=f"file://{tmp_path}?size=1000TiB") as worker, pytest.raises(StoreFullError):
         worker.determine_num_external_available_blocks()
 
 

@@ -14,12 +14,12 @@ import torch
 from typing_extensions import Self
 
 from blockyard import Pairs, StepDecision
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.host_pool import HostPool
+from blockyard.engine.streams import WorkerStreams
 from blockyard.errors import BlockyardError, ForkedError
-from blockyard.layout import KVLayout
-from blockyard.offload.executor import StepExecutor
-from blockyard.transfer.engine import CacheEngine
-from blockyard.transfer.hostpool import HostPool
-from blockyard.transfer.streams import WorkerStreams
+from blockyard.executor.executor import StepExecutor
+from blockyard.layout.kv import KVLayout
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
 IDS = np.array([[0, 1]])
@@ -31,9 +31,9 @@ SETUP = """
     import atexit, sys, threading
     import numpy as np, torch
     torch.set_num_threads(1)
-    from blockyard.layout import KVLayout
-    from blockyard.transfer.engine import CacheEngine
-    from blockyard.transfer.hostpool import HostPool
+    from blockyard.layout.kv import KVLayout
+    from blockyard.engine.engine import CacheEngine
+    from blockyard.engine.host_pool import HostPool
     layout = KVLayout("kv_first", num_layers=4, block_size=16, num_kv_heads=4, head_size=64, dtype="float32")
     ids = np.column_stack((np.arange(64), np.arange(64)))
     def engine():

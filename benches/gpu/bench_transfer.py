@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from blockyard.transfer import ops, ways
-from blockyard.transfer.calibrate import calibrate_device
-from blockyard.transfer.cuda import op_library
-from blockyard.transfer.hostpool import HostPool
+from blockyard.engine import ops
+from blockyard.engine.cuda.calibrate import calibrate_device
+from blockyard.engine.host_pool import HostPool
+from blockyard.engine.ops import strategy
+from blockyard.engine.ops.library import op_library
 
 SIZES = tuple(4096 << step for step in range(11))
 COUNTS = (16, 128, 1024, 8192, 50_000)
@@ -56,7 +57,7 @@ def main() -> int:
     device = torch.cuda.current_device()
     if not arguments.no_calibrate:
         calibrate_device(device, lambda line: print(f"calibrating {line}"))
-    table = ways.use_cached(device)
+    table = strategy.use_cached(device)
     results = []
     for size, count in shapes(quick=arguments.quick):
         for direction in DIRECTIONS:
@@ -114,7 +115,7 @@ class Case:
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         self.compute = torch.cuda.Stream()
 
-    def measure(self, repeat: int, table: ways.WayTable | None) -> dict[str, object]:
+    def measure(self, repeat: int, table: strategy.WayTable | None) -> dict[str, object]:
         """Time ours, the large copy and the loop by turns, then each way, then compute beside ours."""
         routes = self.routes()
         works: dict[str, Work] = {
@@ -134,8 +135,8 @@ class Case:
         if "loop" in taken:
             result["to_loop"] = taken["loop"] / taken["ours"]
             result["loop_host_us_per_100"] = host["loop"] * 1e8 / pieces
-        if self.direction in ways.ALLOWED:
-            way = table.way(self.direction, self.size, self.count) if table else ways.ALLOWED[self.direction][0]
+        if self.direction in strategy.ALLOWED:
+            way = table.way(self.direction, self.size, self.count) if table else strategy.ALLOWED[self.direction][0]
             result |= {"way": way, "sms": self.multiprocessors(way), "ways": self.by_way(repeat, moved)}
         # Where calls return long before the copies end: else none would be left to run beside anything.
         if taken["ours"] > max(1e-3, 2 * host["ours"]):
@@ -154,10 +155,10 @@ class Case:
     def by_way(self, repeat: int, moved: int) -> dict[str, float]:
         """GB/s of every way that copies in this direction may take on this device."""
         rates = {}
-        for way in ways.ALLOWED[self.direction]:
+        for way in strategy.ALLOWED[self.direction]:
             if (way == "loop" and self.count > MOST_LOOPED) or (way == "bulk" and not self.has_bulk()):
                 continue
-            with ways.forced(self.device, way):
+            with strategy.forced(self.device, way):
                 taken, _ = self.best({way: self.ours}, repeat)
             rates[way] = moved / taken[way] / 1e9
         return rates

@@ -230,7 +230,7 @@ def _doctor(_options: argparse.Namespace) -> int:
 
 
 def _calibrate(_options: argparse.Namespace) -> int:
-    from blockyard.transfer.calibrate import run_calibrate  # noqa: PLC0415 - it imports torch
+    from blockyard.engine.cuda.calibrate import run_calibrate  # noqa: PLC0415 - it imports torch
 
     return run_calibrate()
 

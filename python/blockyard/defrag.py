@@ -17,7 +17,7 @@ from blockyard.fragmentation import PAGE_BLOCKS, DefragStats, Fragmentation, Goa
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blockyard.transfer.mover import BlockMover, Move
+    from blockyard.engine.mover import BlockMover, Move
 
 RequestKey = str | tuple[str, int]
 """A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
@@ -113,7 +113,7 @@ class OnlineDefragmenter:
             LayoutError: a block of a tensor is not contiguous, or the tensors have unequal numbers of blocks.
             InvalidArgumentError: ids beyond the tensors have been used already.
         """
-        from blockyard.transfer.mover import BlockMover  # noqa: PLC0415 - loads torch
+        from blockyard.engine.mover import BlockMover  # noqa: PLC0415 - loads torch
 
         mover = BlockMover(
             kv_caches, block_size, exchange=self._exchange, move=self._move, graphed=self.graphed, wrap=self._wrap

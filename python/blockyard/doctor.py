@@ -168,7 +168,7 @@ def _try_loading(library: OpLibrary, torch: ModuleType | None) -> str:
         return "not tried, without torch"
     if unfit := explain_torch(torch.__version__):
         return unfit
-    from blockyard.transfer.cuda import load_library  # noqa: PLC0415 - it imports torch
+    from blockyard.engine.ops.library import load_library  # noqa: PLC0415 - it imports torch
 
     loading = load_library(library.path, library.path.with_suffix(".json"))
     return "yes" if loading.loaded else f"no: {loading.reason}; {_WITHOUT}"

@@ -113,15 +113,15 @@ class OpLibraryError(BlockyardError):
     """The compiled op library is missing or cannot be loaded; the message says why."""
 
 
-class TierError(BlockyardError):
+class StoreError(BlockyardError):
     """An external tier could not be opened, or refused an operation."""
 
 
-class TierURLError(TierError, ValueError):
+class StoreURLError(StoreError, ValueError):
     """The URL of an external tier is malformed; the message shows the part that is wrong."""
 
 
-class TierFullError(TierError):
+class StoreFullError(StoreError):
     """The storage behind a tier cannot hold the size asked for."""
 
 

@@ -25,7 +25,7 @@ from blockyard._core import (
     transfer_orders,
 )
 from blockyard.errors import LayoutError, MappingError
-from blockyard.layout import BlockLayout
+from blockyard.layout.kv import BlockLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.transfer import ops
-from blockyard.transfer.cuda import op_library, require_op_library
-from blockyard.transfer.ways import forced
+from blockyard.engine import ops
+from blockyard.engine.ops.library import op_library, require_op_library
+from blockyard.engine.ops.strategy import forced
 
 STAGE = 8192
 BLOCKS = 200

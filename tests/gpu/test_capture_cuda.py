@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from blockyard.engine import ops
+from blockyard.engine.ops import fallback
+from blockyard.engine.ops.library import require_op_library
+from blockyard.engine.ops.strategy import WAYS, forced
 from blockyard.errors import CaptureError
-from blockyard.transfer import fallback, ops
-from blockyard.transfer.cuda import require_op_library
-from blockyard.transfer.ways import WAYS, forced
 
 WIDTH = 4096
 

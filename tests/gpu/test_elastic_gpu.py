@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.errors import OutOfMemoryError
-from blockyard.layout import KVLayout
-from blockyard.transfer.elastic import ElasticCache
+from blockyard.layout.kv import KVLayout
 
 pytestmark = pytest.mark.gpu
 

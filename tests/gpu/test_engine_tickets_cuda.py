@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.layout import KINDS, KVLayout
-from blockyard.transfer.engine import CacheEngine
+from blockyard.engine.engine import CacheEngine
+from blockyard.layout.kv import KINDS, KVLayout
 
 BLOCKS = 48
 LAYERS = 4

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.engine import ops
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.host_pool import CudaLocker, HostPool
+from blockyard.engine.ops.strategy import WAYS, forced
 from blockyard.errors import PageLockError
-from blockyard.layout import KVLayout
-from blockyard.transfer import ops
-from blockyard.transfer.engine import CacheEngine
-from blockyard.transfer.hostpool import CudaLocker, HostPool
-from blockyard.transfer.ways import WAYS, forced
+from blockyard.layout.kv import KVLayout
 
 BLOCK = 64 << 10
 CHUNK = 1 << 20

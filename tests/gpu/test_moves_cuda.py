@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.transfer import ops
-from blockyard.transfer.calibrate import calibrate_device
-from blockyard.transfer.cuda import require_op_library
-from blockyard.transfer.ways import WAYS, forced, table_path, use_cached
+from blockyard.engine import ops
+from blockyard.engine.cuda.calibrate import calibrate_device
+from blockyard.engine.ops.library import require_op_library
+from blockyard.engine.ops.strategy import WAYS, forced, table_path, use_cached
 
 BLOCKS = 3000
 UNITS = [1, 4, 8, 16]
@@ -126,8 +126,8 @@ def test_new_ops_can_be_captured_in_a_graph():
 
 
 def test_calibration_leaves_a_table(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("blockyard.transfer.calibrate.PIECE_BYTES", (4096, 65536))
-    monkeypatch.setattr("blockyard.transfer.calibrate.COUNTS", (16, 512))
+    monkeypatch.setattr("blockyard.engine.cuda.calibrate.PIECE_BYTES", (4096, 65536))
+    monkeypatch.setattr("blockyard.engine.cuda.calibrate.COUNTS", (16, 512))
     table = calibrate_device(torch.cuda.current_device(), print)
     assert table_path(table.device).is_file()
     assert use_cached(torch.cuda.current_device()) == table

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine import ops
+from blockyard.engine.ops import fallback
+from blockyard.engine.ops.library import op_library
 from blockyard.errors import LayoutError, MappingError
-from blockyard.transfer import fallback, ops
-from blockyard.transfer.cuda import op_library
 
 Op = Callable[..., None]
 HOST = ("pinned", "pageable")

@@ -10,19 +10,19 @@ import torch
 from hypothesis import seed, settings
 
 from blockyard import BlockManager, Pairs, StepDecision
-from blockyard.layout import KVLayout
-from blockyard.offload import store_side
-from blockyard.offload.executor import StepDone, StepExecutor
-from blockyard.offload.open_step import OpenStep
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.tickets import Mapping, MappingBuffers
+from blockyard.executor import store_side
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.executor.open_step import OpenStep
+from blockyard.layout.kv import KVLayout
 from blockyard.plan import Ids
+from blockyard.stores import ExternalStore
 from blockyard.testing import Config
 from blockyard.testing.device import SimulatedStore
 from blockyard.testing.faults import UnrulyStore
-from blockyard.testing.hazard_machine import HazardMachine, ResizingHazardMachine, overlapping
 from blockyard.testing.machines import run_state_machine_as_test
-from blockyard.tiers import ExternalStore
-from blockyard.transfer.engine import CacheEngine
-from blockyard.transfer.tickets import Mapping, MappingBuffers
+from blockyard.testing.machines.hazard import HazardMachine, ResizingHazardMachine, overlapping
 
 STEP_COUNT = 30
 

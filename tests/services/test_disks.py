@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
-from blockyard.errors import TierError, TierFullError
-from blockyard.tiers.file import open_file
+from blockyard.errors import StoreError, StoreFullError
+from blockyard.stores.file import open_file
 
 WIDTH = 5000
 
@@ -51,7 +51,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_an_error_with_the_numbers_and_leaves_nothing(disk: Path):
     mount(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs")
-    with pytest.raises(TierFullError, match=rf"asked for 8384512 bytes in {disk}/swap, 4194304 are available"):
+    with pytest.raises(StoreFullError, match=rf"asked for 8384512 bytes in {disk}/swap, 4194304 are available"):
         open_file(f"file://{disk}/swap?size=8MiB", bytes_per_block=4096)
     assert not list(disk.iterdir())
 
@@ -78,7 +78,7 @@ def test_a_file_system_without_direct_io_is_said_so_or_refused(disk: Path):
         assert reasons(store, [0]) == ("",)
         assert not store.direct
         assert [note.split(":")[0] for note in store.notes] == ["not preallocated", "buffered"]
-    with pytest.raises(TierError, match=r"direct=on, but .* refuses direct I/O"):
+    with pytest.raises(StoreError, match=r"direct=on, but .* refuses direct I/O"):
         SlabStore(disk, bytes_per_block=WIDTH, num_slots=4, direct="on")
     assert not list(disk.iterdir())
 

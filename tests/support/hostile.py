@@ -153,7 +153,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "PrefixCachingAllocator": allocator(blockyard.PrefixCachingAllocator),
     "SlabStore": store,
     "StepDecision": decision,
-    "TierStats": _core.TierStats,
+    "StoreStats": _core.StoreStats,
     "V0BlockTable": v0_table,
     "V0CpuGpuBlockAllocator": v0_pair,
     "V0NaiveBlock": lambda: v0_pair().allocate_mutable_block(None, v0_device("GPU")),

@@ -3,7 +3,7 @@
 from blockyard import BlockManager, Pairs
 from blockyard.scheduler import Finished, Request, Scheduler, Step
 from blockyard.testing import Config, SimulatedMemory
-from blockyard.testing.scheduler_machine import draw_tokens, reference_tokens
+from blockyard.testing.machines.scheduler import draw_tokens, reference_tokens
 
 BLOCK = 4
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.transfer.mover import BlockMover, block_view
-from blockyard.transfer.ops import exchange_blocks
+from blockyard.engine.mover import BlockMover, block_view
+from blockyard.engine.ops import exchange_blocks
 
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 

@@ -7,9 +7,9 @@ from typing import Final
 from torch import Tensor
 
 from blockyard._core import Pairs, StepDecision
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, MappingError
-from blockyard.layout import KVLayout
-from blockyard.transfer.engine import CacheEngine
+from blockyard.layout.kv import KVLayout
 
 KIND: Final = "kv layers blocks tokens heads dim"
 """Dimensions of the KV tensor, outermost first."""

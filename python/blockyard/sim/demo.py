@@ -35,7 +35,7 @@ from blockyard.sim.report import (
 )
 from blockyard.sim.trace import read_trace, scale_lengths
 from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
-from blockyard.tiers.base import TierStats, check_url, parse_size, sized_url
+from blockyard.stores.base import StoreStats, check_url, parse_size, sized_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -272,7 +272,7 @@ def _external(options: DemoOptions) -> Iterator[tuple[str, str | None]]:
 def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
 ) -> tuple[Served, PoolReport | None]:
-    from blockyard.integrations.generator import Generator  # noqa: PLC0415 - loads torch
+    from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
     from blockyard.sim.models import require_memory  # noqa: PLC0415 - loads torch
     from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
     from blockyard.sim.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
@@ -389,7 +389,7 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
     )
 
 
-def _file_tier(stats: TierStats) -> FileTier:
+def _file_tier(stats: StoreStats) -> FileTier:
     return FileTier(
         written_blocks=stats.written_blocks,
         written_bytes=stats.written_bytes,

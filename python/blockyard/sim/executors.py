@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError
-from blockyard.offload.executor import Executor, StepDone, StepExecutor
+from blockyard.executor.executor import Executor, StepDone, StepExecutor
+from blockyard.stores.base import ExternalStore
 from blockyard.testing.faults import corrupt_slots
-from blockyard.tiers.base import ExternalStore
 
 SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 

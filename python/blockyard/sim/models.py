@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.demo_model import demo_model
-from blockyard.integrations.transformers import PagedModel
-from blockyard.integrations.worker import available_memory
+from blockyard.integrations.transformers.model import PagedModel
+from blockyard.integrations.transformers.worker import available_memory
+from blockyard.sim.demo_model import demo_model
 from blockyard.sim.workload import Encode
 
 LARGEST_MODEL_FOR_ONE_THREAD = 10_000_000

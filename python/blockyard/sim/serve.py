@@ -10,11 +10,11 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from blockyard._core import TierStats
+from blockyard._core import StoreStats
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.generator import Generator
-from blockyard.integrations.transformers import reference_generate
-from blockyard.offload.executor import Executor, StepExecutor
+from blockyard.executor.executor import Executor, StepExecutor
+from blockyard.integrations.transformers.generator import Generator
+from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import SchedulerStats
 from blockyard.sim.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
 from blockyard.sim.report import Progress
@@ -40,7 +40,7 @@ class Served:
     outputs: Outputs
     seconds: float
     stats: SchedulerStats
-    tier: TierStats
+    tier: StoreStats
     blocks: dict[tuple[str, str, str], int]
     bytes_per_block: int
     totals: dict[str, int]
@@ -143,7 +143,7 @@ def serve(
         outputs=outputs,
         seconds=time.perf_counter() - started,
         stats=generator.scheduler.stats,
-        tier=generator.store.stats() if generator.store is not None else TierStats(),
+        tier=generator.store.stats() if generator.store is not None else StoreStats(),
         blocks=dict(faults.counting.blocks) if faults.counting is not None else {},
         bytes_per_block=generator.engine.layout.bytes_per_block,
         totals=totals,

@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
+from blockyard.engine.elastic.host import resident_bytes
 from blockyard.errors import InvalidArgumentError
 from blockyard.fragmentation import Defragmentation, Goal
-from blockyard.integrations.generator import Generator
+from blockyard.integrations.transformers.generator import Generator
 from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
 from blockyard.sim.serve import Faults
-from blockyard.transfer.elastic_host import resident_bytes
 
 MOVES_A_STEP: Final = 64
 # Blocks that may lie higher than they need before a dense pool is worth a move.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from blockyard.integrations.sampling import sample
-from blockyard.integrations.transformers import reference_generate
+from blockyard.integrations.transformers.model import reference_generate
 from blockyard.sim.report import Difference
 from blockyard.sim.workload import WorkItem
 

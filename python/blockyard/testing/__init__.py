@@ -5,10 +5,10 @@
 - `SimulatedMemory`, `LateMemory`: three tiers of tokens in numpy arrays, to carry decisions out on and read back from;
 - `blockyard.testing.machines`: hypothesis state machines that drive a manager, its prefix cache or a scheduler
   (needs hypothesis);
-- `blockyard.testing.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
+- `blockyard.testing.machines.strategies`: hypothesis strategies for configurations and requests (needs hypothesis);
 - `blockyard.testing.device`: a simulated device, which runs transfers in any order that events allow, and an external
-  tier like it; `blockyard.testing.hazard_machine`: a whole engine over them (needs hypothesis and torch);
-- `blockyard.testing.tier_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
+  tier like it; `blockyard.testing.machines.hazard`: a whole engine over them (needs hypothesis and torch);
+- `blockyard.testing.store_suite`, `blockyard.testing.faults`: tests of an external tier, and damage to one.
 
 A scheduler of your own, tested by pytest or unittest:
 
@@ -36,9 +36,9 @@ Example:
 """
 
 from blockyard.testing.interfaces import Config, ManagerLike, PrefixManagerLike, SchedulerLike
+from blockyard.testing.memory import EMPTY, LOST, LateMemory, SimulatedMemory
 from blockyard.testing.model import ReferenceManager
 from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
-from blockyard.testing.simulation import EMPTY, LOST, LateMemory, SimulatedMemory
 
 __all__ = [
     "EMPTY",

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, TierStats
-from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, TierError, UnknownTicketError
+from blockyard._core import Completion, StoreStats
+from blockyard.engine.streams import STREAMS, Event, StreamName
+from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.plan import check_blocks
-from blockyard.tiers.base import ExternalStore
-from blockyard.transfer.streams import STREAMS, Event, StreamName
+from blockyard.stores.base import ExternalStore
 
 __all__ = ["SimulatedEvent", "SimulatedFaultError", "SimulatedStore", "SimulatedStreams"]
 
@@ -76,7 +76,7 @@ class _Item:
 
 
 class SimulatedStreams:
-    """Streams of a simulated device; `blockyard.transfer.streams.Streams` describes the calls.
+    """Streams of a simulated device; `blockyard.engine.streams.Streams` describes the calls.
 
     Compute is a stream, too, and the test is the engine that queues work there.
 
@@ -260,9 +260,9 @@ class SimulatedStore(ExternalStore):
         rows = batch.rows[:0] if batch.writes else batch.rows
         return Completion(ticket, batch.ok, rows, ["ok" if ok else "error" for ok in batch.ok])
 
-    def stats(self) -> TierStats:
+    def stats(self) -> StoreStats:
         """Return empty counters."""
-        return TierStats()
+        return StoreStats()
 
     def close(self, timeout: float = 5.0) -> bool:  # noqa: ARG002 (nothing here takes time)
         """Give up what is under way."""
@@ -271,7 +271,7 @@ class SimulatedStore(ExternalStore):
 
     def _check(self, slots: NDArray[np.int64], *, unique: bool = False) -> NDArray[np.int64]:
         if self._closed:
-            raise TierError("the store is closed")
+            raise StoreError("the store is closed")
         if slots.dtype != np.int64 or slots.ndim != 1:
             raise InvalidArgumentError(f"slots are {slots.dtype} {list(slots.shape)}, wanted int64 [n]")
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:

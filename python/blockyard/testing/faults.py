@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, SlabStore, TierStats
-from blockyard.errors import InvalidArgumentError, TierError, UnknownTicketError
-from blockyard.tiers.base import ExternalStore
+from blockyard._core import Completion, SlabStore, StoreStats
+from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
+from blockyard.stores.base import ExternalStore
 
 __all__ = ["PARTS", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 
@@ -43,7 +43,7 @@ def corrupt_slots(
     Wait for the writes to these slots first, or they will write over the damage.
 
     Args:
-        store: a file tier, as `blockyard.tiers.open_store` returns it for `file://`.
+        store: a file tier, as `blockyard.stores.open_store` returns it for `file://`.
         slots: which; each is damaged once, however often it is named.
         part: `"payload"` or a field of the header, see `PARTS`.
         flips: bytes to change in each slot, at most as many as the part has.
@@ -57,7 +57,7 @@ def corrupt_slots(
     Example:
         >>> import tempfile
         >>> import numpy as np
-        >>> from blockyard.tiers import open_store
+        >>> from blockyard.stores import open_store
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096) as store:
         ...         slots = np.array([3, 5])
@@ -112,7 +112,7 @@ class _NamelessError(Exception):
 
 _ERRORS: tuple[Exception, ...] = (
     ConnectionResetError("the peer is gone"),
-    TierError("refused"),
+    StoreError("refused"),
     UnknownTicketError("which ticket?"),
     InvalidArgumentError("what array?"),
     MemoryError(),
@@ -171,7 +171,7 @@ class UnrulyStore(ExternalStore):
         """Collect a ticket, or not."""
         return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
 
-    def stats(self) -> TierStats:
+    def stats(self) -> StoreStats:
         """Return the counters of the store below."""
         return self._inner.stats()
 

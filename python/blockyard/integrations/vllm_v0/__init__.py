@@ -15,11 +15,11 @@ from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
     Block,
     BlockAllocator,
-    BlockSpaceManager,
     Device,
     DeviceAwareBlockAllocator,
 )
 from blockyard.integrations.vllm_v0.manager import (
+    BlockSpaceManager,
     ComputedBlocksTracker,
     LastAccessBlocksTracker,
     SelfAttnBlockSpaceManager,

@@ -52,13 +52,13 @@ def _declare(*args: Any, **kwargs: Any) -> Any:
     """Stand for a method that the implementation brings; its signature is V0's and shown there."""
 
 
-_abstract: Callable[..., Any] = abstractmethod(_declare)
+abstract: Callable[..., Any] = abstractmethod(_declare)
 
 
 class Block(ABC):
     """One block of one sequence; several may name one physical block."""
 
-    append_token_ids: Callable[..., None] = _abstract
+    append_token_ids: Callable[..., None] = abstract
     block_id: Any  # int, or None once freed
     computed: Any
     content_hash: Any  # int, or None while not full
@@ -79,43 +79,24 @@ class BlockAllocator(ABC):
     """Blocks of one device."""
 
     NoFreeBlocksError = NoFreeBlocksError
-    allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = _abstract
-    free = fork = swap_out = swap_in = clear_copy_on_writes = _abstract
-    get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = _abstract
-    mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = _abstract
-    cow_block_if_not_appendable = promote_to_immutable_block = _abstract
-    get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = _abstract
-    all_block_ids: Any = property(_abstract)
+    allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = abstract
+    free = fork = swap_out = swap_in = clear_copy_on_writes = abstract
+    get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = abstract
+    mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = abstract
+    cow_block_if_not_appendable = promote_to_immutable_block = abstract
+    get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = abstract
+    all_block_ids: Any = property(abstract)
 
 
 class DeviceAwareBlockAllocator(ABC):
     """Blocks of several devices."""
 
-    allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = _abstract
-    free = fork = swap = clear_copy_on_writes = allocate_or_get_null_block = _abstract
-    get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = _abstract
-    mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = _abstract
-    get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = _abstract
-    all_block_ids: Any = property(_abstract)
-
-
-class BlockSpaceManager(ABC):
-    """What V0's scheduler asks who may run."""
-
-    can_allocate = allocate = can_append_slots = append_slots = fork = free = _abstract
-    can_swap_in = swap_in = can_swap_out = swap_out = get_block_table = _abstract
-    get_num_free_gpu_blocks = get_num_free_cpu_blocks = access_all_blocks_in_seq = mark_blocks_as_computed = _abstract
-    get_common_computed_block_ids = get_prefix_cache_hit_rate = reset_prefix_cache = get_num_cached_tokens = _abstract
-
-    @staticmethod
-    def get_block_space_manager_class(version: str) -> type[BlockSpaceManager]:
-        """Return the manager of that name; there is one, `selfattn`."""
-        # The manager's module imports this one.
-        from blockyard.integrations.vllm_v0.manager import SelfAttnBlockSpaceManager  # noqa: PLC0415
-
-        if version.lower() != "selfattn":
-            raise ValueError(f"version is {version!r}, must be 'selfattn'")
-        return SelfAttnBlockSpaceManager
+    allocate_mutable_block = allocate_immutable_block = allocate_immutable_blocks = abstract
+    free = fork = swap = clear_copy_on_writes = allocate_or_get_null_block = abstract
+    get_num_total_blocks = get_num_free_blocks = get_num_full_blocks_touched = get_physical_block_id = abstract
+    mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = abstract
+    get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = abstract
+    all_block_ids: Any = property(abstract)
 
 
 for _kind in (_core.V0NaiveBlock, _core.V0NullBlock):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, TypeAlias
 
 from blockyard import _core
 from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
-    BlockSpaceManager,
     Device,
     DeviceAwareBlockAllocator,
     Sequence,
     SequenceGroup,
+    abstract,
 )
 
 BlockTable = _core.V0BlockTable
@@ -81,6 +82,22 @@ class LastAccessBlocksTracker:
         _require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
         if (time := self._seq_last_access[seq_id]) is not None:
             self._allocator.mark_blocks_as_accessed(block_ids, time)
+
+
+class BlockSpaceManager(ABC):
+    """What V0's scheduler asks who may run."""
+
+    can_allocate = allocate = can_append_slots = append_slots = fork = free = abstract
+    can_swap_in = swap_in = can_swap_out = swap_out = get_block_table = abstract
+    get_num_free_gpu_blocks = get_num_free_cpu_blocks = access_all_blocks_in_seq = mark_blocks_as_computed = abstract
+    get_common_computed_block_ids = get_prefix_cache_hit_rate = reset_prefix_cache = get_num_cached_tokens = abstract
+
+    @staticmethod
+    def get_block_space_manager_class(version: str) -> type[BlockSpaceManager]:
+        """Return the manager of that name; there is one, `selfattn`."""
+        if version.lower() != "selfattn":
+            raise ValueError(f"version is {version!r}, must be 'selfattn'")
+        return SelfAttnBlockSpaceManager
 
 
 class SelfAttnBlockSpaceManager(BlockSpaceManager):

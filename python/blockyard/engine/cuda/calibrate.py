@@ -1,0 +1,159 @@
+"""Measures which way blocks should take to and within a device: `blockyard calibrate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from blockyard.engine.ops import swap_blocks
+from blockyard.engine.ops.library import op_library
+from blockyard.engine.ops.strategy import (
+    ALLOWED,
+    MOST,
+    Direction,
+    Rule,
+    WayName,
+    WayTable,
+    forced,
+    table_path,
+    use_cached,
+)
+from blockyard.errors import BlockyardError
+
+PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
+COUNTS: Final = (16, 128, 1024, 8192, 50_000)
+_MOST_BYTES = 1 << 30
+_REPEAT = 5
+# What takes multiprocessors from compute has to be so much faster: beside the host both kernels take some where a batch
+# takes none, within a device one takes all and the other few.
+_HANDICAP: Final[dict[Direction, dict[WayName, float]]] = {
+    "h2d": {"batch": 1.0, "kernel": 1.1, "bulk": 1.1},
+    "d2d": {"kernel": 1.1, "bulk": 1.0},
+}
+Measure = Callable[[int, int], dict[WayName, float]]
+
+
+def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
+    """Measure one CUDA device and keep the table for all processes of this user.
+
+    Args:
+        index: the device's.
+        say: takes one line for each measured pair of size and count.
+
+    Returns:
+        The table.
+
+    Raises:
+        BlockyardError: a way delivers other bytes than the plain copy.
+    """
+    torch.cuda.set_device(index)
+    rules: list[Rule] = []
+    for direction in _HANDICAP:
+
+        def measure(size: int, count: int, direction: Direction = direction) -> dict[WayName, float]:
+            taken = measure_ways(index, direction, size, count)
+            rates = ", ".join(f"{way} {size * count / s / 1e9:6.1f} GB/s" for way, s in taken.items())
+            say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
+            return taken
+
+        rules += choose_rules(direction, measure, PIECE_BYTES, COUNTS)
+    table = WayTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
+    table.save(table_path(table.device))
+    use_cached.cache_clear()
+    use_cached(index)
+    return table
+
+
+def choose_rules(
+    direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int]
+) -> tuple[Rule, ...]:
+    """Make rules of what is measured: for each count and size the fastest way, if it is worth what it takes.
+
+    Args:
+        direction: what is measured.
+        measure: gives the seconds of each way for (bytes of a piece, number of pieces).
+        sizes: bytes of a piece, ascending.
+        counts: numbers of pieces, ascending; the last stands for all larger ones.
+
+    Returns:
+        Rules for copies in that direction. Pieces of more bytes than were measured go the way that needs no rule.
+    """
+    handicap, rules = _HANDICAP[direction], []
+    for place, count in enumerate(counts):
+        most = MOST if place == len(counts) - 1 else count
+        steps: list[Rule] = []
+        for size in sizes:
+            if size * count > _MOST_BYTES:
+                break
+            taken = measure(size, count)
+            way = min(taken, key=lambda way: taken[way] * handicap[way])
+            if steps and steps[-1].way == way:
+                steps.pop()
+            steps.append(Rule(direction, size, most, way))
+        # Larger pieces of so many must not fall to the next count's rules.
+        usual = ALLOWED[direction][0]
+        if steps and steps[-1].way == usual:
+            steps.pop()
+        rules += [*steps, Rule(direction, MOST, most, usual)]
+    return tuple(rules)
+
+
+def measure_ways(index: int, direction: Direction, size: int, count: int) -> dict[WayName, float]:
+    """Time scattered pieces from page-locked memory or the device to the device, by each way that it has.
+
+    Returns:
+        Seconds of each way, the best of some; by the clock of the host, its own time included.
+
+    Raises:
+        BlockyardError: a way delivers other bytes than the plain copy.
+    """
+    source = torch.randint(0, 256, (count, size), dtype=torch.uint8)
+    source = source.pin_memory() if direction == "h2d" else source.to(f"cuda:{index}")
+    device = torch.zeros((count, size), dtype=torch.uint8, device=f"cuda:{index}")
+    random = np.random.default_rng(0)
+    pairs = torch.from_numpy(np.column_stack((random.permutation(count), random.permutation(count))))
+    expected = torch.empty_like(device)
+    expected[pairs[:, 1].to(device.device)] = source.to(device.device)[pairs[:, 0].to(device.device)]
+    taken: dict[WayName, float] = {}
+    for way in _HANDICAP[direction]:
+        if way == "bulk" and not torch.ops.blockyard.has_bulk(index):
+            continue
+        device.zero_()
+        with forced(index, way):
+            taken[way] = _best(lambda: swap_blocks([source], [device], pairs))
+        if not torch.equal(device, expected):
+            raise BlockyardError(f"copying {count} pieces of {size} bytes {direction} by {way} delivers other bytes")
+    return taken
+
+
+def _best(work: Callable[[], None]) -> float:
+    best = float("inf")
+    for _ in range(_REPEAT):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def run_calibrate() -> int:
+    """Calibrate every CUDA device of this machine and print what was found.
+
+    Returns:
+        The exit status, 0: nothing to calibrate is not an error.
+    """
+    if not torch.cuda.is_available():
+        print("no CUDA device that torch can use: nothing to calibrate")
+        return 0
+    if not op_library().loaded:
+        print(f"nothing to calibrate: {op_library().explain()}")
+        return 0
+    for index in range(torch.cuda.device_count()):
+        table = calibrate_device(index, print)
+        print(f"cuda:{index} {table.device}: written to {table_path(table.device)}")
+    return 0

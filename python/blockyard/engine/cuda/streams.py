@@ -1,0 +1,103 @@
+"""Streams and events of a CUDA device, for the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from blockyard.engine.streams import Event, StreamName, WorkerStreams
+from blockyard.errors import BlockyardError
+
+__all__ = ["CudaEvent", "CudaStreams"]
+
+# Lower goes first; torch clamps to what the device has.
+_PRIORITIES: dict[StreamName, int] = {"copy": -1, "in": -1, "out": 0}
+
+
+class CudaEvent:
+    """An event on a CUDA stream.
+
+    Args:
+        stream: where it is recorded.
+        error: what the launch of the work before it raised.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, error: Exception | None = None) -> None:
+        self.error = error
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def query(self) -> bool:
+        """Whether it has fired; never waits."""
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Wait until it has fired."""
+        self.event.synchronize()
+
+
+class CudaStreams:
+    """A stream each for loads, stores and copies within the device; work between memory of the host has a thread.
+
+    Loads and stores use copy engines of their own, so neither delays the other. Compute is on the stream that is
+    current when a call is made.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    chunk_bytes: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {
+            name: torch.cuda.Stream(device=device, priority=priority) for name, priority in _PRIORITIES.items()
+        }
+        self._host = WorkerStreams()
+        self._closed = False
+
+    def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
+        """Queue work at the end of a stream; see `Streams.launch`.
+
+        The work is called at once, with that stream current: what it queues there runs in the stream's order. Only on
+        the `"host"` stream it is called later. An event of that stream is waited for: a device cannot.
+        """
+        if self._closed:
+            raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
+        if stream == "host":
+            return self._host.launch(stream, work, waits)
+        target = self._streams[stream]
+        for event in waits:
+            if isinstance(event, CudaEvent):
+                target.wait_event(event.event)
+            else:
+                event.synchronize()
+        failed = None
+        with torch.cuda.stream(target):
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 (whatever it is, the ticket reports it)
+                failed = error
+        # A call that fails half-way has queued the other half.
+        return CudaEvent(target, failed)
+
+    def fence(self) -> Event:
+        """Mark the present end of the current stream."""
+        return CudaEvent(torch.cuda.current_stream(self._device))
+
+    def order_compute(self, event: Event) -> None:
+        """Let the current stream wait for an event; one of the `"host"` stream is waited for here."""
+        if isinstance(event, CudaEvent):
+            torch.cuda.current_stream(self._device).wait_event(event.event)
+        else:
+            event.synchronize()
+
+    def close(self) -> None:
+        """Wait for all that was launched; twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._host.close()
+        for stream in self._streams.values():
+            stream.synchronize()

@@ -1,0 +1,1 @@
+"""KV tensors that give memory back to the system when they shrink."""

@@ -1,0 +1,307 @@
+"""KV caches whose memory grows and shrinks while they are in use: a tensor keeps its address and its blocks their ids.
+
+Addresses are reserved once, for as many blocks as there may ever be; memory comes and goes behind them by chunks: pages
+of the system on a CPU (`elastic_host`), allocations of the driver on a GPU (`elastic_cuda`). Where K and V, or layers,
+lie in planes of one tensor, each plane has a tail of its own, and each gives its chunks back. So do cache groups whose
+tensors differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from blockyard.engine.caches import torch_dtype
+from blockyard.engine.engine import wait_for_engines
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.layout.grouped import GroupedLayout
+from blockyard.layout.kv import KVLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ElasticCache", "Memory", "Resized", "Span", "plane_spans", "reserve"]
+
+# First byte or chunk, and one past the last.
+Span: TypeAlias = tuple[int, int]
+
+
+class Memory(Protocol):
+    """A range of addresses whose memory comes and goes by chunks; bytes that come are zeros.
+
+    Attributes:
+        chunk: bytes of a chunk; everything is counted in these.
+        tensor: uint8 `[bytes]` over the whole range, of which only what is committed may be touched.
+    """
+
+    chunk: int
+    tensor: Tensor
+
+    def commit(self, first: int, last: int) -> None:
+        """Bring memory behind chunks `first` to `last` (exclusive), all of it or none; raises OutOfMemoryError."""
+
+    def release(self, first: int, last: int) -> None:
+        """Give back the memory behind chunks `first` to `last` (exclusive), all of which is committed."""
+
+    def synchronize(self) -> None:
+        """Wait until nothing that was queued before touches the range."""
+
+
+class Resized(NamedTuple):
+    """What a change of size came to, in bytes.
+
+    Attributes:
+        blocks: blocks that there are now.
+        committed: memory that came.
+        returned: memory that went back.
+        kept: memory of blocks that are not there, and that stays because it shares chunks with blocks that are.
+    """
+
+    blocks: int
+    committed: int
+    returned: int
+    kept: int
+
+
+class ElasticCache:
+    """The tensors of one cache group, or of several that share block ids, over memory that is really given back.
+
+    The tensors always have room for `max_blocks` and never move; only the first `num_blocks` blocks of each may be
+    touched. On a GPU whatever else is touched ends the program's use of the device; on a CPU it reads as zeros.
+
+    Args:
+        layout: of the tensors, which then stand group after group, as `CacheEngine` takes them.
+        num_blocks: blocks that there are at first, all zeros.
+        max_blocks: blocks that there may ever be; costs addresses, not memory.
+        device: where the memory is.
+        chunk_bytes: memory comes and goes in multiples of this, itself a multiple of the device's own unit; that unit
+            if None.
+        memory: what to lay the tensors over; `reserve` makes it if None.
+
+    Raises:
+        InvalidArgumentError: a number is out of range, or the system cannot give memory back.
+        LayoutError: torch has no such dtype.
+        OutOfMemoryError: there is not enough of it.
+
+    Example:
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> with ElasticCache(layout, num_blocks=64, max_blocks=1024) as cache:
+        ...     cache.tensors[0][:, :64] = 1.0
+        ...     cache.resize(16).returned == 48 * layout.bytes_per_block
+        True
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout | GroupedLayout,
+        *,
+        num_blocks: int,
+        max_blocks: int,
+        device: str | torch.device = "cpu",
+        chunk_bytes: int | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        if not 1 <= num_blocks <= max_blocks:
+            raise InvalidArgumentError(f"{num_blocks} blocks of at most {max_blocks}: wanted 1 to {max_blocks}")
+        groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
+        shapes = [(shape, group) for group in groups for shape, _ in group.tensor_shapes(max_blocks)]
+        places = [(group, index) for group in groups for index in range(group.num_tensors)]
+        dtypes = [torch_dtype(group.dtype) for group, _ in places]
+        sizes = [prod(shape) * group.itemsize for shape, group in shapes]
+        self.layout, self.max_blocks = layout, max_blocks
+        if memory is None:
+            memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes)
+        self._memory = memory
+        self.tensors: list[Tensor] = []
+        self._planes: list[tuple[int, int]] = []
+        starts = accumulate((-(-size // memory.chunk) * memory.chunk for size in sizes), initial=0)
+        for (shape, group), (_, index), dtype, size, start in zip(shapes, places, dtypes, sizes, starts, strict=False):
+            part = memory.tensor[start : start + size]
+            self.tensors.append(part.view(dtype).view(shape))
+            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks, index)]
+        self._num_blocks = 0
+        self._closed = False
+        self.resize(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are now."""
+        return self._num_blocks
+
+    @property
+    def committed_bytes(self) -> int:
+        """Memory behind the tensors now; on a CPU the system hands it out as it is touched first."""
+        return _length(self._chunks(self._num_blocks)) * self._memory.chunk
+
+    def resize(self, num_blocks: int) -> Resized:
+        """Have so many blocks from now on; those that stay keep their bytes, those that come are zeros.
+
+        It waits for tickets of copy engines that touch blocks which go, and on a GPU for the device. Like an engine's
+        calls it belongs to the engine's thread.
+
+        Args:
+            num_blocks: from 1 to `max_blocks`.
+
+        Returns:
+            What came, what went and what could not go.
+
+        Raises:
+            InvalidArgumentError: the number is out of range; nothing has changed.
+            OutOfMemoryError: there is not enough memory; nothing has changed.
+            BlockyardError: the cache is closed.
+        """
+        if self._closed:
+            raise BlockyardError("the elastic cache is closed")
+        if not 1 <= num_blocks <= self.max_blocks:
+            raise InvalidArgumentError(f"{num_blocks} blocks are wanted, there may be 1 to {self.max_blocks}")
+        if num_blocks < self._num_blocks:
+            wait_for_engines(self._memory.tensor, num_blocks)
+        before, after = self._chunks(self._num_blocks), self._chunks(num_blocks)
+        come, gone = list(_without(after, before)), list(_without(before, after))
+        if come or gone:
+            self._memory.synchronize()
+        self._commit(come)
+        if num_blocks > self._num_blocks:
+            self._clear(self._num_blocks, num_blocks, before)
+        for first, last in gone:
+            self._memory.release(first, last)
+        self._num_blocks = num_blocks
+        chunk = self._memory.chunk
+        kept = _length(after) * chunk - num_blocks * self.layout.bytes_per_block
+        return Resized(num_blocks, _length(come) * chunk, _length(gone) * chunk, kept)
+
+    def close(self) -> None:
+        """Give all memory back, once tickets of copy engines over it have ended; twice does nothing.
+
+        The tensors must not be touched any more.
+
+        The addresses are free again once the last tensor over them is gone.
+        """
+        if not self._closed:
+            self._closed = True
+            wait_for_engines(self._memory.tensor, 0)
+            self._memory.synchronize()
+            for first, last in self._chunks(self._num_blocks):
+                self._memory.release(first, last)
+            self.tensors, self._num_blocks = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _chunks(self, num_blocks: int) -> list[Span]:
+        """Give the chunks that so many blocks lie in, as spans that rise and do not touch."""
+        chunk = self._memory.chunk
+        spans: list[Span] = []
+        for start, width in self._planes if num_blocks else ():
+            first, last = start // chunk, -(-(start + num_blocks * width) // chunk)
+            if spans and first <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(last, spans[-1][1]))
+            else:
+                spans.append((first, last))
+        return spans
+
+    def _commit(self, spans: Sequence[Span]) -> None:
+        done = []
+        try:
+            for first, last in spans:
+                self._memory.commit(first, last)
+                done.append((first, last))
+        except BaseException:
+            for first, last in done:
+                self._memory.release(first, last)
+            raise
+
+    def _clear(self, first: int, last: int, committed: Sequence[Span]) -> None:
+        """Zero what blocks `first` to `last` have of chunks that were there before them."""
+        there = [(a * self._memory.chunk, b * self._memory.chunk) for a, b in committed]
+        new = ((start + first * width, start + last * width) for start, width in self._planes)
+        spans = [span for plane in new for span in _common([plane], there)]
+        if spans:
+            # What was queued before the blocks went may still touch them, on any stream.
+            self._memory.synchronize()
+            for begin, end in spans:
+                self._memory.tensor[begin:end].zero_()
+            self._memory.synchronize()
+
+
+def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[tuple[int, int]]:
+    """Say where the planes of one tensor begin, and how many bytes a block has in each.
+
+    A plane is what one place of the dimensions before that of the blocks has: in `[2, blocks, ...]` K is one, V
+    another. Within a plane the blocks follow each other.
+
+    Args:
+        layout: of the tensors, which have no padding.
+        num_blocks: blocks of a tensor.
+        index: the tensor's place among those of the layout.
+
+    Yields:
+        First byte of a plane within its tensor, and bytes of one block.
+    """
+    shape, _ = layout.tensor_shapes(num_blocks)[index]
+    planes = layout.planes(index)
+    width = prod(shape) * layout.itemsize // (num_blocks * planes)
+    for plane in range(planes):
+        yield plane * num_blocks * width, width
+
+
+def reserve(sizes: Sequence[int], *, device: str | torch.device = "cpu", chunk_bytes: int | None = None) -> Memory:
+    """Reserve addresses for tensors, each of which begins with a chunk.
+
+    Args:
+        sizes: bytes of each tensor.
+        device: where the memory will be.
+        chunk_bytes: bytes of a chunk, as `ElasticCache` has it.
+
+    Returns:
+        The range, without memory.
+
+    Raises:
+        InvalidArgumentError: the chunk is not a multiple of the device's unit, or the device is of no kind known here.
+        OutOfMemoryError: there are not so many addresses.
+    """
+    kind = torch.device(device)
+    if kind.type == "cpu":
+        from blockyard.engine.elastic.host import HostMemory  # noqa: PLC0415 - each needs what the other has not
+
+        return HostMemory(sizes, chunk_bytes=chunk_bytes)
+    if kind.type == "cuda":
+        from blockyard.engine.elastic.cuda import DeviceMemory  # noqa: PLC0415 - needs CUDA's bindings
+
+        return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes)
+    raise InvalidArgumentError(f"device is {kind}, elastic caches are for cpu and cuda")
+
+
+def _length(spans: Iterable[Span]) -> int:
+    return sum(last - first for first, last in spans)
+
+
+def _common(one: Sequence[Span], other: Sequence[Span]) -> Iterator[Span]:
+    """Give what lies in spans of both."""
+    for first, last in one:
+        for begin, end in other:
+            if max(first, begin) < min(last, end):
+                yield max(first, begin), min(last, end)
+
+
+def _without(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
+    """Give what of `spans` is not in `others`; both rise and do not touch themselves."""
+    for first, last in spans:
+        at = first
+        for begin, end in _common([(first, last)], others):
+            if at < begin:
+                yield at, begin
+            at = end
+        if at < last:
+            yield at, last

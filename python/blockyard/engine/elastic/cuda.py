@@ -1,0 +1,189 @@
+"""Elastic caches of a CUDA device: addresses reserved once, and the driver's allocations mapped behind them.
+
+Needs CUDA's Python bindings (`pip install blockyard[elastic]`); the driver has had these calls since CUDA 10.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+
+from blockyard.engine.elastic.dlpack import tensor_at
+from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
+
+__all__ = ["DeviceMemory", "load_driver"]
+
+
+class DeviceMemory:
+    """Addresses of one reservation on a CUDA device; see `Memory` in `elastic`.
+
+    Each chunk is an allocation of its own, so that each can go alone. Its handle is released as soon as it is mapped:
+    from then on the mapping alone keeps the memory. The addresses are given back with the last tensor over them.
+
+    Args:
+        sizes: bytes of each tensor, which begins with a chunk.
+        device: the CUDA device.
+        chunk_bytes: bytes of a chunk, a multiple of the driver's granularity; that granularity, mostly 2 MiB, if None.
+        driver: the module `cuda.bindings.driver`, or what stands in for it; loaded if None.
+
+    Raises:
+        InvalidArgumentError: the bindings are missing, or the chunk is not a multiple of the granularity.
+        OutOfMemoryError: there are not so many addresses.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        device: torch.device,
+        chunk_bytes: int | None = None,
+        driver: ModuleType | None = None,
+    ) -> None:
+        device = torch.empty(0, device=device).device  # `cuda` is the present one, by its number
+        calls = _Calls(driver or load_driver(), device)
+        unit = calls.granularity()
+        self.chunk = unit if chunk_bytes is None else chunk_bytes
+        if self.chunk < 1 or self.chunk % unit:
+            raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {unit}")
+        total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
+        self._range = _Range(calls, calls.reserve(total), total)
+        self.tensor = tensor_at(self._range.address, total, device=device, owner=self._range)
+
+    def commit(self, first: int, last: int) -> None:
+        """Map new memory, all zeros, behind chunks `first` to `last` (exclusive).
+
+        Raises:
+            OutOfMemoryError: the device has not so much; nothing was mapped.
+        """
+        self._range.map(first, last, self.chunk)
+
+    def release(self, first: int, last: int) -> None:
+        """Unmap chunks `first` to `last` (exclusive): the device has their memory back."""
+        self._range.unmap(first, last, self.chunk)
+
+    def synchronize(self) -> None:
+        """Wait for everything that the device was given."""
+        self._range.calls.synchronize()
+
+
+def load_driver() -> ModuleType:
+    """Load CUDA's driver bindings.
+
+    Raises:
+        InvalidArgumentError: they are not installed.
+    """
+    try:
+        return import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise InvalidArgumentError(f"elastic caches on a GPU need blockyard[elastic]: {error}") from error
+
+
+class _Range:
+    """Reserved addresses, and which chunks of them are mapped; all goes back when nobody refers to it any more."""
+
+    def __init__(self, calls: _Calls, address: int, size: int) -> None:
+        self.calls, self.address = calls, address
+        self._mapped: dict[int, int] = {}
+        weakref.finalize(self, _end, calls, address, size, self._mapped)
+
+    def map(self, first: int, last: int, chunk: int) -> None:
+        with self.calls.context():
+            try:
+                for place in range(first, last):
+                    self.calls.map(self.address + place * chunk, chunk)
+                    self._mapped[self.address + place * chunk] = chunk
+                start, size = self.address + first * chunk, (last - first) * chunk
+                self.calls.call("cuMemSetAccess", start, size, [self.calls.access], 1)
+                self.calls.call("cuMemsetD8", start, 0, size)
+            except BaseException:
+                mapped = [place for place in range(first, last) if self.address + place * chunk in self._mapped]
+                for place in mapped:
+                    self.unmap(place, place + 1, chunk)
+                raise
+        self.calls.synchronize()
+
+    def unmap(self, first: int, last: int, chunk: int) -> None:
+        with self.calls.context():
+            for place in range(first, last):
+                self.calls.call("cuMemUnmap", self.address + place * chunk, chunk)
+                del self._mapped[self.address + place * chunk]
+
+
+def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None:
+    # At the end of the process the driver may be gone before us, and has then taken everything back.
+    with contextlib.suppress(BlockyardError), calls.context():
+        calls.synchronize()
+        for start, length in mapped.items():
+            calls.call("cuMemUnmap", start, length)
+        calls.call("cuMemAddressFree", address, size)
+
+
+class _Calls:
+    """The driver's calls for one device; what they return as a code is raised here."""
+
+    def __init__(self, driver: ModuleType, device: torch.device) -> None:
+        # The bindings are compiled and come without types.
+        self._driver = cast("Any", driver)
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self.synchronize()  # makes the context that all calls need
+        location = driver.CUmemLocation()
+        location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = device.index or 0
+        self._kind = driver.CUmemAllocationProp()
+        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._kind.location = location
+        self.access = driver.CUmemAccessDesc()
+        self.access.location = location
+        self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+    def context(self) -> AbstractContextManager[object]:
+        """Make the device's context the current one for a while."""
+        return torch.cuda.device(self._device) if self._on_cuda else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        with self.context():
+            if self._on_cuda:
+                torch.cuda.synchronize()
+            self.call("cuCtxSynchronize")
+
+    def granularity(self) -> int:
+        option = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        with self.context():
+            return int(self.call("cuMemGetAllocationGranularity", self._kind, option))
+
+    def reserve(self, size: int) -> int:
+        with self.context():
+            return int(self.call("cuMemAddressReserve", size, 0, 0, 0))
+
+    def map(self, address: int, size: int) -> None:
+        handle = self.call("cuMemCreate", size, self._kind, 0)
+        try:
+            self.call("cuMemMap", address, size, 0, handle, 0)
+        finally:
+            # The mapping keeps the memory; without one it goes now.
+            self.call("cuMemRelease", handle)
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Call the driver.
+
+        Returns:
+            What it gives beside its code, if anything.
+
+        Raises:
+            OutOfMemoryError: there is not enough memory, or address space.
+            BlockyardError: any other code.
+        """
+        code, *results = getattr(self._driver, name)(*arguments)
+        codes = self._driver.CUresult
+        if code != codes.CUDA_SUCCESS:
+            kind = OutOfMemoryError if code == codes.CUDA_ERROR_OUT_OF_MEMORY else BlockyardError
+            raise kind(f"{name}{arguments}: {code.name}")
+        return results[0] if results else None

@@ -1,0 +1,338 @@
+"""Memory for the host's blocks, made ready chunk by chunk behind the engine's back."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import resource
+import threading
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from blockyard.engine.host_memory import HostMapping, node_of_device
+from blockyard.engine.workers import Process, start_worker
+from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OnFailure = Literal["raise", "unpinned"]
+CHUNK_BYTES: Final = 256 << 20
+# For all contexts, and reached by kernels.
+_REGISTER_FLAGS: Final = 3
+
+
+class Locker(Protocol):
+    """Page-locks memory for a device."""
+
+    def lock(self, address: int, num_bytes: int) -> str:
+        """Page-lock a range; gives the reason why it could not be, empty if it was."""
+
+    def unlock(self, address: int) -> str:
+        """Undo what `lock` did for the range that starts there."""
+
+
+class CudaLocker:
+    """Registers memory with CUDA.
+
+    Args:
+        device: the device that reads and writes the memory; all others may, too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def lock(self, address: int, num_bytes: int) -> str:
+        """Register a range."""
+        with torch.cuda.device(self.device):
+            error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _REGISTER_FLAGS)
+        return _reason("cudaHostRegister", error)
+
+    def unlock(self, address: int) -> str:
+        """Take a range out again."""
+        with torch.cuda.device(self.device):
+            error = torch.cuda.cudart().cudaHostUnregister(address)
+        return _reason("cudaHostUnregister", error)
+
+
+class HostPool:
+    """Rows for the blocks of the host tier, all zeros at first.
+
+    The first chunk is ready when the constructor returns; a thread makes the others ready, in order. A chunk is ready
+    when its memory is there and, with a locker, page-locked; a device must not be sent to blocks that are not. Chunks
+    hold whole blocks.
+
+    Args:
+        num_blocks: may be 0.
+        bytes_per_block: at least 1.
+        locker: page-locks the memory; without one it is ordinary memory.
+        node: the NUMA node to take memory from while it has some.
+        touch: take memory from the system ahead of use, chunk by chunk; otherwise, without a locker, all blocks are
+            ready at once and memory is taken as they are written.
+        chunk_bytes: about so many are made ready at a time.
+        on_failure: what follows where memory cannot be page-locked: an error, from here or from `wait`, or ordinary
+            memory from that chunk on, which copies slowly (`problem` says why).
+
+    Attributes:
+        rows: uint8 `[num_blocks, bytes_per_block]`, page-aligned.
+        node: where the memory comes from; None if there is no preference, or none that the system accepts.
+        problem: what did not go as asked; empty if all did.
+
+    Raises:
+        OutOfMemoryError: the system gives no such memory.
+        PageLockError: its first chunk could not be page-locked.
+        InvalidArgumentError: a number is too small, or `on_failure` is neither `"raise"` nor `"unpinned"`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        bytes_per_block: int,
+        *,
+        locker: Locker | None = None,
+        node: int | None = None,
+        touch: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        if num_blocks < 0 or bytes_per_block < 1 or chunk_bytes < 1:
+            raise InvalidArgumentError(
+                f"{num_blocks} blocks of {bytes_per_block} bytes in chunks of {chunk_bytes}: wanted at least 0, 1 and 1"
+            )
+        if on_failure not in get_args(OnFailure):
+            raise InvalidArgumentError(f"on_failure is {on_failure!r}, must be one of {get_args(OnFailure)}")
+        mapping = HostMapping(num_blocks * bytes_per_block)
+        self.rows: Tensor = mapping.tensor.view(num_blocks, bytes_per_block)
+        problem = mapping.prefer(node) if node is not None else ""
+        self.node = None if problem else node
+        chunk_blocks = blocks_per_chunk(bytes_per_block, chunk_bytes)
+        if not touch and locker is None:
+            chunk_blocks = max(num_blocks, 1)
+        self._work = _Work(
+            mapping,
+            num_blocks,
+            bytes_per_block,
+            chunk_blocks,
+            locker=locker,
+            touch=touch,
+            on_failure=on_failure,
+            problem=problem,
+        )
+        self._finish = weakref.finalize(self, self._work.end)
+        # At exit the process gives everything back, and CUDA may be gone.
+        self._finish.atexit = False
+        if num_blocks > chunk_blocks or locker is not None:
+            self._work.start()
+        else:
+            self._work.run()
+        try:
+            self.wait(min(num_blocks, chunk_blocks))
+        except (OutOfMemoryError, PageLockError):
+            self.close()
+            raise
+
+    @classmethod
+    def for_device(
+        cls, num_blocks: int, bytes_per_block: int, device: torch.device, *, on_failure: OnFailure = "raise"
+    ) -> Self:
+        """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device.
+
+        For the CPU it is ordinary memory, which is taken as it is written.
+        """
+        if device.type != "cuda" or not num_blocks:
+            return cls(num_blocks, bytes_per_block, touch=False, on_failure=on_failure)
+        locker, node = CudaLocker(device), node_of_device(device)
+        return cls(num_blocks, bytes_per_block, locker=locker, node=node, on_failure=on_failure)
+
+    @property
+    def problem(self) -> str:
+        """What did not go as asked; empty if all did."""
+        return self._work.problem
+
+    @property
+    def ready_blocks(self) -> int:
+        """The first so many blocks are ready."""
+        return self._work.ready_blocks
+
+    @property
+    def pinned_blocks(self) -> int:
+        """The first so many blocks are page-locked."""
+        return self._work.pinned_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, ready or not; 0 when closed."""
+        return int(self.rows.shape[0])
+
+    def wait(self, num_blocks: int) -> None:
+        """Wait until the first so many blocks are ready.
+
+        Args:
+            num_blocks: at most as many as there are.
+
+        Raises:
+            OutOfMemoryError, PageLockError: they will never be.
+            InvalidArgumentError: there are not so many.
+            ForkedError: they are not ready, and this is a fork of the process that makes them so.
+            BlockyardError: the pool is closed.
+        """
+        if num_blocks > self.num_blocks:
+            raise InvalidArgumentError(f"{num_blocks} blocks are waited for, the host pool has {self.num_blocks}")
+        if num_blocks > self._work.ready_blocks:
+            self._work.wait(num_blocks)
+
+    def close(self) -> None:
+        """Unlock the memory and let go of it; twice does nothing. The system has it back with the last tensor over it.
+
+        No copy from or to it may be under way. A fork lets go of its view alone: the memory stays locked for the
+        process that made the pool.
+
+        Raises:
+            PageLockError: the device does not let go of a chunk.
+        """
+        self.rows = self.rows.new_empty((0, self.rows.shape[1]))
+        if not self._finish.detach():
+            return
+        failed, wanted = self._work.end(), self._work.mapping.num_bytes
+        if failed:
+            raise PageLockError(f"host memory is still page-locked: {failed}", wanted)
+        self._work.mapping = HostMapping(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Work:
+    """What the thread does; it does not know the pool, so that a pool that is forgotten ends."""
+
+    def __init__(
+        self,
+        mapping: HostMapping,
+        num_blocks: int,
+        bytes_per_block: int,
+        chunk_blocks: int,
+        *,
+        locker: Locker | None,
+        touch: bool,
+        on_failure: OnFailure,
+        problem: str,
+    ) -> None:
+        self.process = Process("a host pool")
+        self.mapping, self.touch = mapping, touch
+        self.bytes_per_block = bytes_per_block
+        self.firsts = range(0, num_blocks, chunk_blocks)
+        self.num_blocks, self.chunk_blocks = num_blocks, chunk_blocks
+        self.locker, self.on_failure, self.problem = locker, on_failure, problem
+        self.locking = locker is not None
+        self.ready_blocks = self.pinned_blocks = 0
+        self.failure: OutOfMemoryError | PageLockError | None = None
+        self.locked: list[int] = []
+        self.changed, self.ended = threading.Condition(), False
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self.thread = start_worker("blockyard-host-pool", self.run, self.stop)
+
+    def run(self) -> None:
+        for chunk, first in enumerate(self.firsts):
+            if self.ended:
+                return
+            end = min(first + self.chunk_blocks, self.num_blocks)
+            try:
+                self._make_ready(chunk, first * self.bytes_per_block, end * self.bytes_per_block)
+            except (OutOfMemoryError, PageLockError) as error:
+                with self.changed:
+                    self.failure = error
+                    self.changed.notify_all()
+                return
+            with self.changed:
+                self.ready_blocks = end
+                self.pinned_blocks = end if self.locking else self.pinned_blocks
+                self.changed.notify_all()
+
+    def wait(self, num_blocks: int) -> None:
+        self.process.check()
+        with self.changed:
+            self.changed.wait_for(lambda: self.ready_blocks >= num_blocks or self.failure or self.ended)
+            if self.ready_blocks >= num_blocks:
+                return
+            if self.failure is None:
+                raise BlockyardError("the host pool is closed")
+            # A fresh one each time: a traceback grows with every raise.
+            raise type(self.failure)(*self.failure.args)
+
+    def stop(self) -> None:
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def end(self) -> str:
+        """Stop and unlock everything; gives the reasons why something could not be."""
+        if not self.process.is_current:
+            return ""
+        self.stop()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+        if not self.locked:
+            return ""
+        # In a thread as locking is: what CUDA remembers of a failure stays there.
+        failed: list[str] = []
+        unlocking = threading.Thread(target=self._unlock, args=(failed,), name="blockyard-host-pool")
+        unlocking.start()
+        unlocking.join()
+        return "; ".join(failed)
+
+    def _unlock(self, failed: list[str]) -> None:
+        while self.locked and self.locker is not None:
+            reason = self.locker.unlock(self.locked.pop())
+            if reason:
+                failed.append(reason)
+
+    def _make_ready(self, chunk: int, first: int, end: int) -> None:
+        if self.touch:
+            self.mapping.populate(first, end)
+        if self.locker is None or not self.locking:
+            return
+        reason = self.locker.lock(self.mapping.address + first, end - first)
+        if not reason:
+            self.locked.append(self.mapping.address + first)
+            return
+        total = self.mapping.num_bytes
+        message = (
+            f"chunk {chunk} of {len(self.firsts)} ({end - first} bytes) of the host pool could not be page-locked: "
+            f"{reason}; {first} of {total} bytes are, and RLIMIT_MEMLOCK is {_memlock_limit()}"
+        )
+        if self.on_failure == "raise":
+            raise PageLockError(message, total, first)
+        self.problem, self.locking = message, False
+
+
+def blocks_per_chunk(bytes_per_block: int, chunk_bytes: int) -> int:
+    """Give how many whole blocks make a chunk that ends with a page, of at least `chunk_bytes`.
+
+    Args:
+        bytes_per_block: at least 1.
+        chunk_bytes: at least 1.
+    """
+    unit = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, bytes_per_block)
+    return unit * -(-chunk_bytes // (unit * bytes_per_block))
+
+
+def _memlock_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+
+
+def _reason(call: str, error: object) -> str:
+    """Say what a call of CUDA's returned; empty for success."""
+    code = int(error)  # type: ignore[call-overload]
+    return f"{call} says {torch.cuda.cudart().cudaGetErrorString(error)} ({code})" if code else ""

@@ -1,0 +1,266 @@
+"""The torch ops that move blocks: what they take, and which implementation is behind which device.
+
+    blockyard::swap_blocks(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()
+    blockyard::copy_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()
+    blockyard::move_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()
+    blockyard::exchange_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()
+    blockyard::gather_blocks(Tensor[] caches, Tensor(a!) rows, Tensor blocks) -> ()
+    blockyard::scatter_blocks(Tensor rows, Tensor(a!)[] caches, Tensor blocks) -> ()
+
+A list holds canonical views, as `KVLayout.views` cuts them: uint8 `[blocks, bytes]`, rows contiguous. Tensor i of one
+list goes with tensor i of the other. All are checked before the first byte moves. The functions here raise the version
+of what they write, so that a backward pass which saved it fails; a call of `torch.ops.blockyard` on CUDA tensors does
+not. CPU tensors go through
+`blockyard.engine.ops.cpu`, CUDA tensors through `cuda/`, or where that library cannot be loaded through
+`blockyard.engine.ops.fallback` (`blockyard.engine.ops.library` says why).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from blockyard._core import Pairs
+from blockyard.engine.ops import cpu, fallback
+from blockyard.engine.ops.checks import CopyOps
+from blockyard.engine.ops.library import op_library
+from blockyard.engine.ops.strategy import use_cached
+from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
+from blockyard.plan import IdPairs
+
+_ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
+
+
+def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
+    """Copy blocks from one set of cache views to another: device to host, host to device, or within one device.
+
+    On CUDA the work is queued on the current stream of the device; the caller keeps all tensors but `pairs` alive
+    and unchanged until it is done.
+
+    Args:
+        src: views to read, uint8 `[blocks, bytes]`, CPU (pinned, to be fast) or CUDA, all on one device.
+        dst: as many views to write, of the same widths, on one device; none shares memory with those of `src`.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats.
+
+    Raises:
+        MappingError: the mapping is malformed, an id is out of range or a destination repeats; nothing was copied.
+        LayoutError: the views do not fit one another; nothing was copied.
+
+    Source: vLLM `csrc/cache_kernels.cu`, swap_blocks.
+    """
+    _use_cached(dst)
+    _call(torch.ops.blockyard.swap_blocks, list(src), list(dst), _tensor(pairs))
+    _note_written(dst, src)
+
+
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
+    """Copy blocks within each of the cache views, as copy-on-write wants it.
+
+    Args:
+        caches: views, uint8 `[blocks, bytes]`, all on one device.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats and
+            shares no block with `from`.
+
+    Raises:
+        MappingError: the mapping is malformed, an id is out of range, a destination repeats, or a block is both
+            read and written; nothing was copied.
+        LayoutError: the views do not fit one another; nothing was copied.
+
+    Source: vLLM `csrc/cache_kernels.cu`, copy_blocks.
+    """
+    _use_cached(caches)
+    _call(torch.ops.blockyard.copy_blocks, list(caches), _tensor(pairs))
+    _note_written(caches)
+
+
+def move_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
+    """Move blocks within each of the cache views, as if all were read before the first is written.
+
+    Chains (a->b, b->c) and rings (a->b, b->a) are legal; a block may go to several places, and one that nothing moves
+    into keeps its bytes.
+
+    Args:
+        caches: views, uint8 `[blocks, bytes]`, all on one device.
+        pairs: block ids `(from, to)`, int64 `[n, 2]`, CPU, or other ints, as for `Pairs`; `to` has no repeats.
+
+    Raises:
+        MappingError: the mapping is malformed, an id is out of range or a destination repeats; nothing was moved.
+        LayoutError: the views do not fit one another; nothing was moved.
+    """
+    _use_cached(caches)
+    _call(torch.ops.blockyard.move_blocks, list(caches), _tensor(pairs))
+    _note_written(caches)
+
+
+def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
+    """Let two blocks of each pair change places, within each of the cache views.
+
+    Args:
+        caches: views, uint8 `[blocks, bytes]`, all on one device.
+        pairs: block ids, int64 `[n, 2]`, CPU; no block is named twice, in either column. `(-1, -1)` is padding.
+
+    Raises:
+        MappingError: the mapping is malformed, an id is out of range or repeats; nothing was exchanged.
+        LayoutError: the views do not fit one another; nothing was exchanged.
+
+    Source: vllm-hpu-extension `defragmentation.py`, CacheSwapUtils.
+    """
+    _use_cached(caches)
+    _call(torch.ops.blockyard.exchange_blocks, list(caches), _tensor(pairs))
+    _note_written(caches)
+
+
+def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> None:
+    """Copy blocks out of paged caches into rows, all pieces of a block side by side.
+
+    Args:
+        caches: views to read, uint8 `[blocks, bytes]`, all on one device.
+        rows: written, uint8 `[n, bytes_per_block]`, any device; `bytes_per_block` is the sum of the views' widths.
+        blocks: the block that goes to each row, int64 `[n]`, CPU; they may repeat.
+
+    Raises:
+        MappingError: `blocks` is malformed, an id is out of range, or there is not one for each row; nothing was
+            copied.
+        LayoutError: views and rows do not fit one another; nothing was copied.
+    """
+    _use_cached(caches)
+    _call(torch.ops.blockyard.gather_blocks, list(caches), rows, blocks)
+    _note_written([rows], caches)
+
+
+def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> None:
+    """Copy rows into blocks of paged caches: the way back of `gather_blocks`.
+
+    Args:
+        rows: read, uint8 `[n, bytes_per_block]`, any device; `bytes_per_block` is the sum of the views' widths.
+        caches: views to write, uint8 `[blocks, bytes]`, all on one device.
+        blocks: the block that each row goes to, int64 `[n]`, CPU, no repeats.
+
+    Raises:
+        MappingError: `blocks` is malformed, an id is out of range or repeats, or there is not one for each row;
+            nothing was copied.
+        LayoutError: views and rows do not fit one another; nothing was copied.
+    """
+    _use_cached(caches)
+    _call(torch.ops.blockyard.scatter_blocks, rows, list(caches), blocks)
+    _note_written(caches, [rows])
+
+
+def _use_cached(views: Sequence[Tensor]) -> None:
+    """Look for the calibrated table of a device that is met for the first time."""
+    if views and views[0].is_cuda and op_library().loaded:
+        use_cached(views[0].device.index)
+
+
+def _tensor(pairs: Tensor | IdPairs) -> Tensor:
+    return pairs if isinstance(pairs, Tensor) else torch.from_numpy(Pairs("device", "device", pairs).ids)
+
+
+def _call(op: Callable[..., object], *arguments: object) -> None:
+    try:
+        op(*arguments)
+    except RuntimeError as error:
+        raise _named(error) from error
+
+
+def _note_written(written: Sequence[Tensor], read: Sequence[Tensor] = ()) -> None:
+    """Raise the versions that autograd compares; the CPU's implementations do so themselves, compiled graphs too."""
+    if any(views and views[0].is_cuda for views in (written, read)) and not torch.compiler.is_compiling():
+        increment_version(written)
+
+
+def _named(error: RuntimeError) -> Exception:
+    """Turn an error of the compiled library into the class that its message names."""
+    kind, _, message = str(error).partition("blockyard ")[2].partition(": ")
+    return _ERRORS[kind](message) if kind in _ERRORS else error
+
+
+# ---- what torch.compile sees ----
+
+
+def _swap_fake(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
+    _refuse_mixed("pairs", pairs, src=src, dst=dst)
+    if len(src) != len(dst):
+        raise LayoutError(f"src holds {len(src)} tensors, dst {len(dst)}")
+
+
+def _in_place_fake(caches: list[Tensor], pairs: Tensor) -> None:
+    """Nothing comes out: the caches are changed in place."""
+    _refuse_mixed("pairs", pairs, caches=caches)
+
+
+def _gather_fake(caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
+    _refuse_mixed("blocks", blocks, caches=caches, rows=[rows])
+    _check_width(rows, caches)
+
+
+def _scatter_fake(rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
+    _refuse_mixed("blocks", blocks, caches=caches, rows=[rows])
+    _check_width(rows, caches)
+
+
+def _refuse_mixed(name: str, ids: Tensor, **lists: list[Tensor]) -> None:
+    """Refuse a call with some tensors on the meta device: one alone brings the call here, where nothing is copied."""
+    views = {f"{kind}[{index}]": view for kind, tensors in lists.items() for index, view in enumerate(tensors)}
+    on_meta = [kind for kind, view in views.items() if view.device.type == "meta"]
+    if on_meta and len(on_meta) < len(views):
+        other = next(kind for kind in views if kind not in on_meta)
+        raise LayoutError(f"{on_meta[0]} is on the meta device, {other} on {views[other].device}")
+    if bool(on_meta) != (ids.device.type == "meta") and views:
+        raise MappingError(f"{name} are on {ids.device}, {next(iter(views))} on {next(iter(views.values())).device}")
+
+
+def _check_width(rows: Tensor, caches: list[Tensor]) -> None:
+    if rows.dim() != 2 or any(view.dim() != 2 for view in caches):
+        raise LayoutError(f"rows are {list(rows.shape)}, wanted [n, bytes], and caches [blocks, bytes]")
+    width = sum(view.shape[1] for view in caches)
+    if rows.shape[1] != width:
+        raise LayoutError(f"rows have {rows.shape[1]} bytes, a block of all caches has {width}")
+
+
+Implementation = Callable[..., None]
+
+# Arguments, and what is known without any bytes.
+OPS: Final[dict[str, tuple[str, Implementation]]] = {
+    "swap_blocks": ("Tensor[] src, Tensor(a!)[] dst, Tensor pairs", _swap_fake),
+    "copy_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "move_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "exchange_blocks": ("Tensor(a!)[] caches, Tensor pairs", _in_place_fake),
+    "gather_blocks": ("Tensor[] caches, Tensor(a!) rows, Tensor blocks", _gather_fake),
+    "scatter_blocks": ("Tensor rows, Tensor(a!)[] caches, Tensor blocks", _scatter_fake),
+}
+
+
+def _implementations(ops: CopyOps) -> dict[str, Implementation]:
+    return {
+        "swap_blocks": ops.swap,
+        "copy_blocks": ops.copy,
+        "move_blocks": ops.move,
+        "exchange_blocks": ops.exchange,
+        "gather_blocks": ops.gather,
+        "scatter_blocks": ops.scatter,
+    }
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("blockyard", "DEF")
+    for name, (arguments, fake) in OPS.items():
+        library.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, _implementations(cpu.ON_CPU)[name], "CPU")
+        if not op_library().loaded:
+            library.impl(name, _implementations(fallback.BY_TORCH)[name], "CUDA")
+        torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
+    library.define("set_ways(int device, Tensor rules) -> ()")
+    # Whether a device and the compiled library's code for it have the bulk engine.
+    library.define("has_bulk(int device) -> bool")
+    # What benchmarks compare with: one cudaMemcpyAsync for each piece. The compiled library alone has it.
+    library.define("bench_copy_loop(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")
+    return library
+
+
+# Kept for the life of the process: the ops go when it does.
+_LIBRARY = _register()

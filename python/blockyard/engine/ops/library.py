@@ -1,0 +1,136 @@
+"""Finds and loads the compiled op library, and says why where it cannot.
+
+The library implements the ops of `blockyard.engine.ops` for CUDA. Without it they run on CUDA tensors through plain
+torch calls, which is slower but moves the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from blockyard.errors import OpLibraryError
+
+LIBRARY = Path(__file__).resolve().parents[2] / "_ops.so"
+MANIFEST = LIBRARY.with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class OpLibrary:
+    """What is known about the op library in this process.
+
+    Attributes:
+        loaded: whether CUDA tensors are handled by it.
+        path: where it is, or was looked for.
+        built_for: what it was built for, such as `torch >= 2.11, CUDA 13.0, sm_80 sm_90 compute_80`; empty if unknown.
+        found: the torch that runs now, with the CUDA release it was built with.
+        reason: why it is not loaded; empty if it is.
+    """
+
+    loaded: bool
+    path: Path
+    built_for: str
+    found: str
+    reason: str
+
+    def explain(self) -> str:
+        """Say in one line what is there, or why something is not."""
+        if self.loaded:
+            return f"op library loaded: built for {self.built_for or 'unknown'}, found {self.found}"
+        return f"op library not loaded: {self.reason} (CUDA tensors go through plain torch calls)"
+
+
+@cache
+def op_library() -> OpLibrary:
+    """Load the op library that belongs to this package, once per process.
+
+    Returns:
+        What happened; a library that cannot be loaded is reported there and not raised.
+    """
+    return load_library(LIBRARY, MANIFEST)
+
+
+def load_library(library: Path, manifest: Path) -> OpLibrary:
+    """Load an op library.
+
+    Args:
+        library: the shared object.
+        manifest: the JSON file that the build wrote beside it.
+
+    Returns:
+        What happened.
+    """
+    written = _read_manifest(manifest)
+    built_for = _describe_build(written)
+    found = f"torch {torch.__version__} with {_torch_cuda()}"
+
+    def report(reason: str) -> OpLibrary:
+        return OpLibrary(loaded=not reason, path=library, built_for=built_for, found=found, reason=reason)
+
+    if not library.is_file():
+        return report(f"built without it: {written.get('reason') or f'there is no {library.name}'}")
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        wanted = f"built for {built_for}" if built_for else "built for unknown versions"
+        # torch's own message only says that it did not work.
+        return report(f"{wanted}, found {found}: {error.__cause__ or error}")
+    return report("")
+
+
+def require_op_library() -> OpLibrary:
+    """Load the op library or fail.
+
+    Returns:
+        The loaded library's description.
+
+    Raises:
+        OpLibraryError: it is not loaded; the message says why.
+    """
+    library = op_library()
+    if not library.loaded:
+        raise OpLibraryError(library.explain())
+    return library
+
+
+def check_device(device: torch.device, library: OpLibrary) -> None:
+    """Check that the loaded library has code that a CUDA device can run.
+
+    Args:
+        device: a CUDA device.
+        library: as `op_library` describes it.
+
+    Raises:
+        OpLibraryError: the device is older than all that the library was built for.
+    """
+    archs = [int(name.removeprefix("sm_").rstrip("af")) for name in library.built_for.split() if name.startswith("sm_")]
+    major, minor = torch.cuda.get_device_capability(device)
+    if library.loaded and archs and 10 * major + minor < min(archs):
+        raise OpLibraryError(
+            f"op library built for {library.built_for}, found sm_{major}{minor} on {device}: "
+            f"build with BLOCKYARD_CUDA_ARCHS={major}{minor}"
+        )
+
+
+def _read_manifest(manifest: Path) -> dict[str, object]:
+    try:
+        written = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return written if isinstance(written, dict) else {}
+
+
+def _describe_build(written: dict[str, object]) -> str:
+    if not written.get("built"):
+        return ""
+    archs = written.get("archs")
+    names = " ".join(map(str, archs)) if isinstance(archs, list) else ""
+    return f"torch >= {written.get('torch_target')}, CUDA {written.get('cuda')}, {names}"
+
+
+def _torch_cuda() -> str:
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"

@@ -1,0 +1,148 @@
+"""Which way blocks take to, from and within a device, by size and number of pieces: a table for each kind of device.
+
+`blockyard calibrate` measures it once and leaves it in a file of the user's cache folder; the ops read that file when
+they first meet a device. Without one, copies between host and device go by batched calls to the copy engines and copies
+within a device by a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import torch
+
+from blockyard.engine.ops.library import op_library
+from blockyard.errors import InvalidArgumentError
+
+Direction = Literal["h2d", "d2h", "d2d"]
+WayName = Literal["batch", "loop", "kernel", "bulk"]
+WAYS: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4}
+# The ways that copies may take, by direction; the first where no rule holds.
+ALLOWED: Final[dict[str, tuple[WayName, ...]]] = {
+    "h2d": ("batch", "loop", "kernel", "bulk"),
+    "d2h": ("batch", "loop", "kernel", "bulk"),
+    "d2d": ("kernel", "bulk"),
+}
+MOST: Final = 2**62
+# Goes into every file: tables of another version are measured anew.
+_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table: it holds for pieces of at most `max_bytes` (on average) that are at most `max_count`."""
+
+    direction: Direction
+    max_bytes: int
+    max_count: int
+    way: WayName
+
+
+@dataclass(frozen=True)
+class WayTable:
+    """What was measured on one kind of device.
+
+    Attributes:
+        device: the device's name.
+        torch_cuda: CUDA release of the torch it was measured with.
+        rules: the first that holds decides; see `ALLOWED` where none does.
+    """
+
+    device: str
+    torch_cuda: str
+    rules: tuple[Rule, ...]
+
+    def way(self, direction: Direction, num_bytes: int, count: int) -> WayName:
+        """Give the way of `count` pieces of `num_bytes` each."""
+        for rule in self.rules:
+            if rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count:
+                return rule.way
+        return ALLOWED[direction][0]
+
+    def save(self, path: Path) -> None:
+        """Write the table to a file, in one step; its folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+        scratch.replace(path)
+
+
+def read_table(path: Path) -> WayTable | None:
+    """Read a table; None if there is no file or it is not one of ours."""
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        if written["version"] != _VERSION:
+            return None
+        rules = tuple(Rule(**rule) for rule in written["rules"])
+        known = all(
+            rule.way in ALLOWED.get(rule.direction, ())
+            and isinstance(rule.max_bytes, int)
+            and isinstance(rule.max_count, int)
+            and max(rule.max_bytes, rule.max_count) <= MOST
+            for rule in rules
+        )
+        return WayTable(str(written["device"]), str(written["torch_cuda"]), rules) if known else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def table_path(device_name: str) -> Path:
+    """Give the file of a kind of device: under BLOCKYARD_CACHE, or `blockyard/` in the user's cache folder."""
+    folder = os.environ.get("BLOCKYARD_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device_name).strip("-").lower()
+    return (Path(folder) if folder else Path(base) / "blockyard") / f"ways-{name}.json"
+
+
+def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
+    """Let copies of one device follow rules; without the op library there is nothing to choose.
+
+    Args:
+        index: the CUDA device's.
+        rules: the first that holds decides.
+
+    Raises:
+        InvalidArgumentError: a rule names no direction, or no way that copies in that direction may take.
+    """
+    for rule in rules:
+        if rule.way not in ALLOWED.get(rule.direction, ()):
+            allowed = "; ".join(f"{direction}: {', '.join(ways)}" for direction, ways in ALLOWED.items())
+            raise InvalidArgumentError(f"{rule} is not of {allowed}")
+    if op_library().loaded:
+        places = list(ALLOWED)
+        numbers = [[places.index(r.direction), r.max_bytes, r.max_count, WAYS[r.way]] for r in rules]
+        torch.ops.blockyard.set_ways(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
+
+
+@cache
+def use_cached(index: int) -> WayTable | None:
+    """Let copies of one device follow the table that was calibrated for its kind, once per process.
+
+    Returns:
+        The table; None if there is none, or it was measured with another CUDA release.
+    """
+    table = read_table(table_path(torch.cuda.get_device_name(index)))
+    if table is None or table.torch_cuda != str(torch.version.cuda):
+        return None
+    use_rules(index, table.rules)
+    return table
+
+
+@contextmanager
+def forced(index: int, way: WayName) -> Iterator[None]:
+    """Send all copies of one device that may go one way there, as measuring wants it; then the table holds again."""
+    table = use_cached(index)
+    directions = [direction for direction in get_args(Direction) if way in ALLOWED[direction]]
+    use_rules(index, tuple(Rule(direction, MOST, MOST, way) for direction in directions))
+    try:
+        yield
+    finally:
+        use_rules(index, table.rules if table else ())

@@ -1,0 +1,227 @@
+"""Streams and events, as the copy engine sees them: the one interface, and a worker thread that serves it on a CPU.
+
+Work on one stream runs in the order in which it was launched; nothing else is ordered but by events. The compute
+stream is the caller's: on a CPU the calling thread, on CUDA the current stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeAlias
+
+from blockyard.engine.workers import Process, start_worker
+from blockyard.errors import BlockyardError
+
+__all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams"]
+
+StreamName: TypeAlias = Literal["copy", "in", "host", "out"]
+
+STREAMS: Final[tuple[StreamName, ...]] = ("copy", "in", "host", "out")
+"""What compute waits for soonest comes first: where streams share a worker, it is served first."""
+
+CHUNK_BYTES: Final = 8 << 20
+"""Where streams share a worker, no single piece of work moves more: a load waits for one piece of a store at most."""
+
+_IDLE_SECONDS = 1.0
+
+
+class Event(Protocol):
+    """A place in a stream; it fires when all that was launched before it has run."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What the work before it raised; None while it runs, and if nothing was raised."""
+
+    def query(self) -> bool:
+        """Whether it has fired; never waits."""
+
+    def synchronize(self) -> None:
+        """Wait until it has fired."""
+
+
+class Streams(Protocol):
+    """Streams of one device.
+
+    Attributes:
+        chunk_bytes: longer transfers are launched in pieces of this size; None where streams do not delay one another.
+    """
+
+    chunk_bytes: int | None
+
+    def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
+        """Put work at the end of a stream; never waits.
+
+        Args:
+            stream: where.
+            work: runs once, in the stream's order; an exception becomes the event's error.
+            waits: must all have fired before it runs, and before anything behind it on the stream.
+
+        Returns:
+            Fires when the work is done.
+
+        Raises:
+            BlockyardError: the streams are closed.
+        """
+
+    def fence(self) -> Event:
+        """Mark the present end of the compute stream."""
+
+    def order_compute(self, event: Event) -> None:
+        """Let the compute stream wait for an event; where that is the calling thread, wait."""
+
+    def close(self) -> None:
+        """Wait for all that was launched; twice does nothing."""
+
+
+class _Fired:
+    """The end of a compute stream that is the calling thread: all before it has run."""
+
+    error: Exception | None = None
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+class _WorkerEvent:
+    def __init__(self, streams: WorkerStreams) -> None:
+        self.error: Exception | None = None
+        self.fired = False
+        self.streams = streams
+
+    def query(self) -> bool:
+        return self.fired
+
+    def synchronize(self) -> None:
+        if not self.fired:
+            self.streams.wait_for(self.query)
+
+
+@dataclass(slots=True)
+class _Item:
+    work: Callable[[], None]
+    own: list[_WorkerEvent]
+    foreign: list[Event]
+    event: _WorkerEvent
+
+    def ready(self) -> bool:
+        return all(event.fired for event in self.own)
+
+
+class WorkerStreams:
+    """All streams, served by one thread that starts with the first work and ends when there is none for a second.
+
+    Of the streams whose next work may run, the first in `STREAMS` is served. Work that waits for an event of another
+    device holds all streams up until it fires. When the interpreter ends, what has begun runs to its end and the rest
+    is given up. A fork has no such thread: `launch` and events that have not fired raise `ForkedError` there.
+    """
+
+    chunk_bytes: int | None = CHUNK_BYTES
+
+    def __init__(self) -> None:
+        self._process = Process("a worker stream")
+        self._changed = threading.Condition()
+        self._queues: dict[StreamName, deque[_Item]] = {name: deque() for name in STREAMS}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
+        """Put work at the end of a stream; see `Streams.launch`."""
+        self._process.check()
+        event = _WorkerEvent(self)
+        own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.streams is self]
+        foreign = [wait for wait in waits if not isinstance(wait, _Fired) and wait not in own]
+        with self._changed:
+            if self._closed:
+                raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
+            self._queues[stream].append(_Item(work, own, foreign, event))
+            if self._thread is None:
+                self._thread = start_worker("blockyard-copy", self._serve, self._give_up)
+            self._changed.notify_all()
+        return event
+
+    def fence(self) -> Event:
+        """Give an event that has fired: compute runs in the calling thread."""
+        return _Fired()
+
+    def order_compute(self, event: Event) -> None:
+        """Wait for an event: compute runs in the calling thread."""
+        event.synchronize()
+
+    def close(self) -> None:
+        """Wait for all that was launched; twice, or in a fork, does nothing."""
+        if not self._process.is_current:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self.wait_for(lambda: self._thread is None)
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """Wait until the worker has come so far. Raises ForkedError."""
+        self._process.check()
+        with self._changed:
+            self._changed.wait_for(reached)
+
+    def _give_up(self) -> None:
+        """Let what has begun run to its end, and nothing else begin."""
+        with self._changed:
+            self._closed = True
+            for item in [item for queue in self._queues.values() for item in queue]:
+                item.event.error = BlockyardError("the interpreter ended before this work began")
+                item.event.fired = True
+            for queue in self._queues.values():
+                queue.clear()
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        try:
+            while (item := self._next()) is not None:
+                try:
+                    for event in item.foreign:
+                        event.synchronize()
+                    item.work()
+                except BaseException as error:  # noqa: BLE001 (whatever it is, the ticket reports it)
+                    item.event.error = _reported(error)
+                with self._changed:
+                    item.event.fired = True
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 (nobody is to wait for a thread that has ended)
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all that is queued with an error: the thread ends, and work in order behind it cannot run."""
+        with self._changed:
+            for queue in self._queues.values():
+                for item in queue:
+                    item.event.error, item.event.fired = _reported(error), True
+                queue.clear()
+            self._thread = None
+            self._changed.notify_all()
+
+    def _next(self) -> _Item | None:
+        """Take the next work that may run; None ends the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or any(self._queues.values()), _IDLE_SECONDS)
+            # Events fire in this thread alone, and of all that is queued the oldest work waits for none that has not.
+            for queue in self._queues.values():
+                if queue and queue[0].ready():
+                    return queue.popleft()
+            self._thread = None
+            self._changed.notify_all()
+            return None
+
+
+def _reported(error: BaseException) -> Exception:
+    """What a ticket says of an error; one that would end a program is wrapped, for it is not the caller's."""
+    if isinstance(error, Exception):
+        return error
+    wrapped = BlockyardError(f"the work was ended by {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,326 @@
+"""Attention over a paged KV cache, as a function that transformers calls in every layer.
+
+The step that is being computed travels as a keyword argument of the model's forward down to the attention function:
+two models, two threads or a nested call can never see each other's step, as they would through a global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from blockyard.errors import InvalidArgumentError, LayoutError, UnsupportedModelError
+from blockyard.layout.kv import KVLayout
+
+ATTENTION_NAME = "blockyard_paged"
+# Reading one token pads the shorter sequences of its group; none is padded beyond this factor.
+LARGEST_PADDING = 2.0
+
+
+class LayerCall(NamedTuple):
+    """One layer's call for attention.
+
+    Attributes:
+        layer: number of the layer, from 0.
+        query: `[1, heads, tokens, head_size]`.
+        key: `[1, kv_heads, tokens, head_size]`, position embedding applied.
+        value: as `key`.
+        scaling: factor on the scores.
+        window: tokens that one query sees, itself included; None for all before it.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    window: int | None
+
+
+class AttentionStep(Protocol):
+    """What the attention function needs to know of the step; passed as the keyword `blockyard_step`."""
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Compute one layer's attention; returns `[1, tokens, heads, head_size]`."""
+        ...
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - part of the interface; the step knows what is visible
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    blockyard_step: AttentionStep | None = None,
+    **_other: object,
+) -> tuple[torch.Tensor, None]:
+    """Hand one layer's query, key and value to the step.
+
+    Args:
+        module: the attention layer; its `layer_idx` names the cache.
+        query: `[1, heads, tokens, head_size]`.
+        key: `[1, kv_heads, tokens, head_size]`.
+        value: as `key`.
+        attention_mask: not used.
+        scaling: factor on the scores; one over the root of the head size if None.
+        sliding_window: tokens that one query sees, itself included; all before it if None.
+        softcap: refused unless None.
+        s_aux: attention sinks, refused unless None.
+        blockyard_step: the step; whoever calls the model gives it.
+        _other: what transformers passes and attention without dropout does not need.
+
+    Returns:
+        The layer's output, `[1, tokens, heads, head_size]`, and no weights.
+
+    Raises:
+        UnsupportedModelError: the layer wants what is not served yet, or lost the step on the way.
+    """
+    name = type(module).__name__
+    if blockyard_step is None:
+        raise UnsupportedModelError(f"{name} was called without the step: the model drops keyword arguments on the way")
+    for what, asked in (("soft-capping", softcap), ("attention sinks", s_aux)):
+        if asked is not None:
+            raise UnsupportedModelError(f"{name} uses {what}, which paged attention does not serve yet")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedModelError(f"{name} has no layer_idx, so its cache is not known")
+    factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return blockyard_step.attend(LayerCall(layer, query, key, value, factor, sliding_window)), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+@dataclass(frozen=True)
+class _Decodes:
+    """Sequences that compute one token each, side by side, padded to the longest.
+
+    Attributes:
+        tokens: where their tokens stand in the batch, int64 `[n]`.
+        rows: cache rows of their keys, int64 `[n * length]`; past a sequence's end its last row is repeated, since
+            that one is always finite.
+        mask: what each may see, bool `[n, 1, 1, length]`; None if all are of one length.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Several tokens of one sequence: the batch's tokens `first` to `last`, which see `rows` through `mask`.
+
+    Without a mask the chunk begins the sequence, and plain causal attention over all of it is meant.
+    """
+
+    first: int
+    last: int
+    rows: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Where the sequences of a step stand.
+
+    Attributes:
+        starts: position of the first token of each sequence, int64 `[n]`.
+        lengths: number of tokens of each sequence, at least 1, int64 `[n]`.
+        block_tables: device blocks of each sequence from its first token on, integers `[n, max_blocks]`.
+        slot_mapping: where each token's K and V are written, integers `[tokens]`.
+    """
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    block_tables: NDArray[np.integer]
+    slot_mapping: NDArray[np.integer]
+
+    def check(self, blocks: int, block_size: int) -> None:
+        """Check that shapes agree and that all ids are in the cache.
+
+        Args:
+            blocks: blocks in the cache.
+            block_size: tokens in a block.
+
+        Raises:
+            InvalidArgumentError: they do not; the message has the numbers.
+        """
+        n, tables = len(self.lengths), self.block_tables
+        if n == 0 or self.lengths.min() < 1 or self.starts.min() < 0:
+            raise InvalidArgumentError(f"a step of {n} sequences: each needs 1 token or more and a start of 0 or more")
+        if tables.ndim != 2 or len(tables) != n:
+            raise InvalidArgumentError(f"block tables have shape {list(tables.shape)} for {n} sequences")
+        tokens = int(self.lengths.sum())
+        if self.slot_mapping.shape != (tokens,):
+            raise InvalidArgumentError(f"slot mapping has shape {list(self.slot_mapping.shape)} for {tokens} tokens")
+        needed = -(-(self.starts + self.lengths) // block_size)
+        longest = int(np.argmax(needed))
+        if needed[longest] > tables.shape[1]:
+            raise InvalidArgumentError(
+                f"sequence {longest} of the step sees {needed[longest]} blocks, its block table has {tables.shape[1]}"
+            )
+        used = tables[np.arange(tables.shape[1]) < needed[:, None]]
+        for name, ids, limit in (("block", used, blocks), ("slot", self.slot_mapping, blocks * block_size)):
+            if ids.min() < 0 or ids.max() >= limit:
+                raise InvalidArgumentError(f"{name} ids go from {ids.min()} to {ids.max()}, the cache has {limit}")
+
+
+class PagedStep:
+    """One step's tokens in the paged cache: where each is written, and what each reads.
+
+    All indices are worked out once and used by every layer. A cache is seen as rows of one token and one of K or V;
+    the row of a token's V is a fixed distance behind that of its K.
+
+    Args:
+        layout: of the caches; `kv_first` or `blocks_first`.
+        caches: one per layer, `layout.tensor_shape(blocks)`, contiguous.
+        where: the sequences of the step.
+        window: tokens that one query sees in every layer, itself included; all before it if None.
+        before_layer: called with the layer's number before its cache is read or written, to wait for what is loaded.
+
+    Raises:
+        InvalidArgumentError: shapes do not agree, or a block or slot is out of range.
+        LayoutError: the caches' layout has no rows of one token.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        caches: Sequence[torch.Tensor],
+        where: StepInput,
+        window: int | None = None,
+        *,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        size, blocks = layout.block_size, layout.num_blocks(caches[0])
+        where.check(blocks, size)
+        self._rows = [cache.view(-1, layout.num_kv_heads, layout.head_size) for cache in caches]
+        self._device = caches[0].device
+        self._block_rows, self._value_offset = _geometry(layout.kind, blocks, size)
+        self._size, self._window = size, window
+        self._before_layer = before_layer
+        self._written = self._upload(self._rows_of(where.slot_mapping.astype(np.int64)))
+        first = np.cumsum(where.lengths) - where.lengths
+        seen = where.starts + where.lengths
+        tables = where.block_tables.astype(np.int64)
+        single = np.flatnonzero(where.lengths == 1)
+        self._decodes = [self._decode(group, first, seen, tables) for group in _groups(single, seen)]
+        self._chunks = [
+            self._chunk(int(first[i]), int(where.lengths[i]), int(seen[i]), tables[i])
+            for i in np.flatnonzero(where.lengths > 1)
+        ]
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Write the tokens' K and V, then read each sequence back and attend; see `AttentionStep`."""
+        layer, query, key, value, scaling, window = call
+        if window != self._window:
+            raise UnsupportedModelError(f"layer {layer} has a window of {window}, the step was made for {self._window}")
+        if self._before_layer is not None:
+            self._before_layer(layer)
+        keys = self._rows[layer]
+        values = keys[self._value_offset :]
+        keys.index_copy_(0, self._written, key[0].transpose(0, 1))
+        values.index_copy_(0, self._written, value[0].transpose(0, 1))
+        _, heads, tokens, width = query.shape
+        out = query.new_empty(tokens, heads, width)
+        by_token = query[0].transpose(0, 1)
+        kv_heads = keys.shape[1]
+        for group in self._decodes:
+            n = group.tokens.numel()
+            # Heads that share K and V stand in for queries: K and V need not be repeated for them.
+            packed = by_token.index_select(0, group.tokens).view(n, kv_heads, heads // kv_heads, width)
+            k, v = (_gather(cache, group.rows, n) for cache in (keys, values))
+            got = scaled_dot_product_attention(packed, k, v, attn_mask=group.mask, scale=scaling)
+            out.index_copy_(0, group.tokens, got.reshape(n, heads, width))
+        for chunk in self._chunks:
+            k, v = (_gather(cache, chunk.rows, 1) for cache in (keys, values))
+            got = scaled_dot_product_attention(
+                query[:, :, chunk.first : chunk.last],
+                k,
+                v,
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+                scale=scaling,
+                enable_gqa=heads != kv_heads,
+            )
+            out[chunk.first : chunk.last] = got[0].transpose(0, 1)
+        return out.unsqueeze(0)
+
+    def _decode(
+        self, group: NDArray[np.int64], first: NDArray[np.int64], seen: NDArray[np.int64], tables: NDArray[np.int64]
+    ) -> _Decodes:
+        ends = seen[group, None]
+        begins = ends - np.minimum(ends, self._window) if self._window else np.zeros_like(ends)
+        positions = begins + np.arange((ends - begins).max())
+        visible = positions < ends
+        positions = np.minimum(positions, ends - 1)
+        blocks = np.take_along_axis(tables[group], positions // self._size, axis=1)
+        rows = self._rows_of(blocks * self._size + positions % self._size)
+        mask = None if visible.all() else self._upload(visible[:, None, None, :])
+        return _Decodes(self._upload(first[group]), self._upload(rows.reshape(-1)), mask)
+
+    def _chunk(self, first: int, length: int, seen: int, table: NDArray[np.int64]) -> _Chunk:
+        begin = max(0, seen - length + 1 - self._window) if self._window else 0
+        positions = np.arange(begin, seen)
+        rows = self._rows_of(table[positions // self._size] * self._size + positions % self._size)
+        mask = None
+        if length < seen or (self._window and self._window < seen):
+            queries = positions[-length:, None]
+            visible = positions <= queries
+            if self._window:
+                visible &= positions > queries - self._window
+            mask = self._upload(visible)
+        return _Chunk(first, first + length, self._upload(rows), mask)
+
+    def _rows_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows: NDArray[np.int64] = slots // self._size * self._block_rows + slots % self._size
+        return rows
+
+    def _upload(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _gather(cache: torch.Tensor, rows: torch.Tensor, sequences: int) -> torch.Tensor:
+    """Read rows `[sequences * length]` as `[sequences, kv_heads, length, head_size]`."""
+    return cache.index_select(0, rows).view(sequences, -1, *cache.shape[1:]).transpose(1, 2)
+
+
+def _geometry(kind: str, blocks: int, block_size: int) -> tuple[int, int]:
+    """Say how many rows apart two blocks' keys are, and how far behind its key a token's value is."""
+    if kind == "kv_first":
+        return block_size, blocks * block_size
+    if kind == "blocks_first":
+        return 2 * block_size, block_size
+    raise LayoutError(f"paged attention reads layouts kv_first and blocks_first, not {kind}")
+
+
+def _groups(members: NDArray[np.int64], seen: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Part sequences by what they see, so that little is padded.
+
+    Args:
+        members: sequences, int64 `[m]`.
+        seen: tokens that each of all sequences sees, int64 `[n]`.
+
+    Returns:
+        The members in groups whose longest is at most `LARGEST_PADDING` times the shortest.
+    """
+    ordered = members[np.argsort(seen[members], kind="stable")]
+    groups = []
+    while len(ordered):
+        count = int(np.searchsorted(seen[ordered], seen[ordered[0]] * LARGEST_PADDING, side="right"))
+        groups.append(ordered[:count])
+        ordered = ordered[count:]
+    return groups

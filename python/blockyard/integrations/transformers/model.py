@@ -1,0 +1,238 @@
+"""Hugging Face models whose KV lives in a paged cache, and the unpaged run that they must agree with."""
+
+# transformers leaves part of its methods without annotations.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from blockyard.errors import InvalidArgumentError, UnsupportedModelError
+from blockyard.integrations.sampling import SamplingParams, sample
+from blockyard.integrations.transformers.attention import PagedStep, StepInput
+from blockyard.integrations.transformers.support import cache_shape, paged_copy, run_model
+from blockyard.layout.kv import KVLayout, LayoutKind
+
+# How far logits of the self-check may be apart, in standard deviations of the logits: rounding of the dtype, no more.
+SELF_CHECK_TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
+SELF_CHECK_TOLERANCE_16_BIT = 0.25
+SELF_CHECK_BLOCK_SIZE = 4
+
+
+class PagedModel:
+    """A decoder-only model that reads and writes keys and values through block tables.
+
+    The model given stays as it is: the weights are shared, the attention function is set on a copy of the modules. On
+    construction a few tokens run with and without paging, and a model that disagrees with itself is refused.
+
+    Args:
+        model: any Hugging Face model with a language-model head that uses transformers' attention interface.
+        block_size: tokens in a block.
+        kind: how the caches are laid out.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served; the message names it and says why.
+
+    Example:
+        >>> from blockyard.sim.demo_model import demo_model
+        >>> paged = PagedModel(demo_model(), block_size=16)
+        >>> paged.bind([torch.zeros(paged.layout.tensor_shape(8)) for _ in range(paged.layout.num_layers)])
+        >>> where = StepInput(np.array([0]), np.array([2]), np.array([[5]]), np.array([80, 81]))
+        >>> paged.forward(np.array([72, 105]), where).shape
+        torch.Size([1, 259])
+    """
+
+    def __init__(self, model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "kv_first") -> None:
+        self._paged = paged_copy(model)
+        shape = cache_shape(self._paged)
+        self.layout = KVLayout(
+            kind=kind,
+            num_layers=shape.num_layers,
+            block_size=block_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+        )
+        self.sliding_window = shape.window
+        self.device = self._paged.device
+        config = self._paged.config.get_text_config(decoder=True)
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
+        self._caches: list[torch.Tensor] = []
+        self._check_against(model)
+
+    def bind(self, device_caches: Sequence[torch.Tensor]) -> None:
+        """Say which caches to use from now on.
+
+        Args:
+            device_caches: one per layer, `layout.tensor_shape(blocks)`, contiguous, on the model's device.
+
+        Raises:
+            LayoutError: the caches do not have the layout.
+            InvalidArgumentError: they are on another device, or not contiguous.
+        """
+        self.layout.check(device_caches)
+        for layer, cache in enumerate(device_caches):
+            if cache.device != self.device or not cache.is_contiguous():
+                raise InvalidArgumentError(
+                    f"cache {layer} is on {cache.device} with strides {list(cache.stride())}; "
+                    f"contiguous caches on {self.device} were expected"
+                )
+        self._caches = list(device_caches)
+
+    def forward(
+        self,
+        token_ids: NDArray[np.integer],
+        where: StepInput,
+        *,
+        samples: int | None = None,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute the tokens of one step, all sequences in one flat batch.
+
+        Args:
+            token_ids: tokens to compute, sequence by sequence, integers `[tokens]`.
+            where: where the sequences stand; at least one.
+            samples: how many of the first sequences give logits; all if None.
+            before_layer: called with each layer's number before its cache is touched, to wait for what is loaded there.
+
+        Returns:
+            Logits at the last token of each of these sequences, float32 `[samples, vocab]` on the model's device.
+
+        Raises:
+            InvalidArgumentError: no caches are bound, shapes do not agree, or an id is out of range; no K or V was
+                written.
+        """
+        if not self._caches:
+            raise InvalidArgumentError("no caches are bound: call bind() first")
+        step = PagedStep(self.layout, self._caches, where, self.sliding_window, before_layer=before_layer)
+        return self._run(step, where, token_ids, samples)
+
+    def close(self) -> None:
+        """Let go of the caches."""
+        self._caches = []
+
+    def _run(
+        self, step: PagedStep, where: StepInput, token_ids: NDArray[np.integer], samples: int | None
+    ) -> torch.Tensor:
+        tokens = token_ids.astype(np.int64)
+        if tokens.shape != where.slot_mapping.shape:
+            raise InvalidArgumentError(f"{list(tokens.shape)} token ids have {list(where.slot_mapping.shape)} slots")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise InvalidArgumentError(
+                f"token ids go from {tokens.min()} to {tokens.max()}, the vocabulary has {self.vocab_size}"
+            )
+        ends = np.cumsum(where.lengths)
+        positions = np.arange(len(tokens)) + np.repeat(where.starts - (ends - where.lengths), where.lengths)
+        if self.max_model_len is not None and positions.max() >= self.max_model_len:
+            raise InvalidArgumentError(f"position {positions.max()} of a model for {self.max_model_len} positions")
+        last = torch.from_numpy(ends[:samples] - 1)
+        return run_model(self._paged, torch.from_numpy(np.stack((tokens, positions))), step, last)
+
+    def _check_against(self, model: PreTrainedModel) -> None:
+        """Compare a few tokens, computed in chunks beside another sequence, with the model's own run.
+
+        Masks, biases and positions that a model keeps to itself do not show in its attention calls; they show here.
+        """
+        size = SELF_CHECK_BLOCK_SIZE
+        layout = replace(self.layout, block_size=size)
+        dtype = getattr(torch, layout.dtype)
+        empty = torch.zeros(layout.tensor_shape(8), dtype=dtype, device=self.device)
+        caches = [empty.clone() for _ in range(layout.num_layers)]
+        tokens = (np.arange(3 * size - 1) * 7 + 3) % self.vocab_size
+        other, tables = tokens[::-1].copy(), np.array([[6, 2, 4], [1, 7, 3]])
+        slots = (tables[:, :, None] * size + np.arange(size)).reshape(2, -1)
+        cuts = (0, size + 1, len(tokens) - 1, len(tokens))
+        for first, last in itertools.pairwise(cuts):
+            starts, lengths = np.array([first, first]), np.array([last - first, last - first])
+            where = StepInput(starts, lengths, tables, slots[:, first:last].reshape(-1))
+            both = np.concatenate((tokens[first:last], other[first:last]))
+            got = self._run(PagedStep(layout, caches, where, self.sliding_window), where, both, None)[0]
+        with torch.inference_mode(), _evaluating(model):
+            ids = torch.from_numpy(tokens)[None].to(self.device)
+            wanted = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        apart = float((got - wanted).abs().max() / wanted.std())
+        limit = SELF_CHECK_TOLERANCE.get(layout.dtype, SELF_CHECK_TOLERANCE_16_BIT)
+        if not apart <= limit:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} gives other logits when paged: {apart:.2g} standard deviations apart, "
+                f"{limit:.2g} are rounding; its attention depends on what the interface does not tell"
+            )
+
+
+class _KeyedDraw(LogitsProcessor):
+    """Rules out every token but the one that the sampler draws."""
+
+    def __init__(self, params: SamplingParams, sequence_index: int) -> None:
+        self._params = params
+        self._sequence_index = sequence_index
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Take ids `[1, tokens]` and scores `[1, vocab]`; give scores with one finite entry."""
+        token = sample(scores[0].cpu().numpy(), self._params, self._sequence_index, input_ids.shape[1])
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, token] = 0.0
+        return forced  # type: ignore[return-value]  # full_like is typed as a plain Tensor
+
+
+def reference_generate(
+    model: PreTrainedModel, prompt: Sequence[int] | NDArray[np.int64], params: SamplingParams, sequence_index: int = 0
+) -> list[int]:
+    """Generate one sequence with Hugging Face's own `generate` and its own cache: no paging, no batch.
+
+    Args:
+        model: the model as Hugging Face gives it, with any attention implementation of theirs.
+        prompt: token ids, at least one.
+        params: greedy is Hugging Face's greedy search; a sampled sequence takes the sampler's keyed draws.
+        sequence_index: which of the request's `n` sequences.
+
+    Returns:
+        The generated token ids, a token that ended the sequence included.
+    """
+    ids = torch.as_tensor(np.asarray(prompt, dtype=np.int64), device=model.device)[None]
+    config = GenerationConfig(
+        max_new_tokens=params.max_tokens,
+        do_sample=False,
+        eos_token_id=sorted(params.stops) or None,
+        pad_token_id=0,
+    )
+    draws = [] if params.greedy else [_KeyedDraw(params, sequence_index)]
+    with torch.inference_mode(), _evaluating(model), _own_defaults(model):
+        output = model.generate(  # type: ignore[operator]  # the mixin's method is not typed as one
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            logits_processor=LogitsProcessorList(draws),
+        )
+    tokens: list[int] = output[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Switch dropout off for a while."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _own_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """Hide a checkpoint's generation defaults: `generate` would mix its penalties and stop tokens into ours."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept

@@ -1,0 +1,185 @@
+"""Which Hugging Face models can be served from a paged cache, found out by asking the model itself.
+
+The configuration rules out what is known not to work. Then the model runs once over a few tokens, and every attention
+layer reports the shapes of its keys and values: that is the cache it needs.
+"""
+
+# transformers leaves part of its methods without annotations.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from blockyard.errors import UnsupportedModelError
+from blockyard.integrations.transformers.attention import ATTENTION_NAME, AttentionStep, LayerCall
+
+# Their frequencies depend on the longest sequence of the batch, so batching would change results.
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the layers of a model put in a cache.
+
+    Attributes:
+        num_layers: attention layers.
+        num_kv_heads: heads of keys and values.
+        head_size: elements of one head.
+        dtype: torch's name of the dtype, as `float32`.
+        window: tokens that one query sees, itself included; None for all before it.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    window: int | None
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules and configuration, but none of its tensors.
+
+    The copy can be given another attention function while the original stays usable as it is.
+
+    Args:
+        model: any model.
+
+    Returns:
+        A copy in evaluation mode whose parameters and buffers are the original's.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared.eval()
+    return shared
+
+
+def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Check a model's class and configuration, and give a copy that calls the paged attention function.
+
+    Args:
+        model: a decoder-only model with a language-model head.
+
+    Returns:
+        A copy that shares the weights.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served; the message says why.
+    """
+    name = type(model).__name__
+    reason = _config_reason(model) or _class_reason(model)
+    if reason:
+        raise UnsupportedModelError(f"{name} {reason}")
+    shared = share_weights(model)
+    shared.set_attn_implementation(ATTENTION_NAME)
+    for module in shared.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001
+            raise UnsupportedModelError(f"{type(module).__name__} does not take its attention from the interface")
+    return shared
+
+
+def cache_shape(paged: PreTrainedModel) -> CacheShape:
+    """Run a model over a few tokens and see what its layers would cache.
+
+    Args:
+        paged: from `paged_copy`.
+
+    Returns:
+        The shape that all its layers share.
+
+    Raises:
+        UnsupportedModelError: layers differ, keep no keys and values, or want what paged attention does not serve.
+    """
+    recorder = _Recorder()
+    run_model(paged, torch.tensor([[0, 0], [0, 1]]), recorder, torch.tensor([1]))
+    name = type(paged).__name__
+    layers = paged.config.get_text_config(decoder=True).num_hidden_layers
+    if sorted(recorder.seen) != list(range(layers)):
+        raise UnsupportedModelError(
+            f"{name} has {layers} layers, {len(recorder.seen)} of them called the attention interface: "
+            "layers with other state are not served yet"
+        )
+    shapes = set(recorder.seen.values())
+    if len(shapes) != 1:
+        raise UnsupportedModelError(f"{name} has layers with {len(shapes)} different shapes or windows")
+    heads, key_size, value_size, dtype, window = shapes.pop()
+    if key_size != value_size:
+        raise UnsupportedModelError(f"{name} has keys of {key_size} and values of {value_size} elements per head")
+    return CacheShape(layers, heads, key_size, dtype, window)
+
+
+def run_model(paged: PreTrainedModel, tokens: torch.Tensor, step: AttentionStep, last: torch.Tensor) -> torch.Tensor:
+    """Call a model for one step.
+
+    Args:
+        paged: from `paged_copy`.
+        tokens: ids and their positions, int64 `[2, tokens]`, any device.
+        step: what its attention layers get.
+        last: tokens whose logits are wanted, int64 `[n]`, any device.
+
+    Returns:
+        float32 `[n, vocab]` on the model's device.
+    """
+    tokens, last = tokens.to(paged.device), last.to(paged.device)
+    # Logits of all tokens of a step can be larger than the cache, so the model is asked for few where it can be.
+    wanted = {"logits_to_keep": last} if _takes(type(paged).forward, "logits_to_keep") else {}
+    with torch.inference_mode():
+        output = paged(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, blockyard_step=step, **wanted)
+        logits: torch.Tensor = output.logits[0] if wanted else output.logits[0, last]
+        return logits.float()
+
+
+@functools.cache
+def _takes(function: Callable[..., object], argument: str) -> bool:
+    return argument in inspect.signature(function).parameters
+
+
+class _Recorder:
+    """Stands in for a step: notes shapes, and answers with plain causal attention."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int, int, str, int | None]] = {}
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """See `AttentionStep`."""
+        layer, query, key, value, scaling, window = call
+        dtype = str(key.dtype).removeprefix("torch.")
+        self.seen[layer] = (key.shape[1], key.shape[3], value.shape[3], dtype, window)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
+def _config_reason(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return "is an encoder-decoder model, decoder-only ones are served"
+    if not getattr(config, "is_causal", True):
+        return "attends in both directions"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} and kinds != {"sliding_attention"}:
+        return f"has layers of kind {', '.join(sorted(kinds))}, only one kind of attention is served yet"
+    rope = getattr(config, "rope_parameters", None) or {}
+    types = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    for kind in BATCH_DEPENDENT_ROPE:
+        if kind in types:
+            return f"has rotary embeddings of type {kind}, which depend on the longest sequence of a batch"
+    return None
+
+
+def _class_reason(model: PreTrainedModel) -> str | None:
+    if getattr(model, "_is_stateful", False):
+        return "keeps recurrent state, which is not served yet"
+    if not (model._supports_attention_backend and model._can_set_attn_implementation()):  # noqa: SLF001
+        return "does not use transformers' attention interface, which paged attention plugs into"
+    if model.get_output_embeddings() is None:
+        return "has no language-model head"
+    return None

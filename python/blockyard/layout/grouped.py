@@ -1,0 +1,107 @@
+"""Several cache groups in one row: layers whose tensors differ in shape or dtype."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING
+
+from blockyard.errors import LayoutError
+from blockyard.layout.kv import KVLayout, check_views, cut_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GroupedLayout:
+    """Cache groups whose tensors differ in shape or dtype and share block ids: a row has the bytes of each in turn.
+
+    Attributes:
+        groups: name and layout of each, in the order of a row.
+
+    Raises:
+        LayoutError: there are none, or a name is there twice.
+    """
+
+    groups: tuple[tuple[str, KVLayout], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.groups]
+        if not names or len(set(names)) < len(names):
+            raise LayoutError(f"cache groups are {names}, wanted at least one, each once")
+
+    @property
+    def piece_sizes(self) -> list[int]:
+        """Width in bytes of every view that `views` returns, in the same order."""
+        return [size for _, layout in self.groups for size in layout.piece_sizes]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all groups."""
+        return sum(self.piece_sizes)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups; they count on from one group to the next."""
+        return sum(layout.num_layers for _, layout in self.groups)
+
+    @property
+    def view_layers(self) -> list[int]:
+        """Layer of every view that `views` returns; the first of its group where views do not follow the layers."""
+        starts = accumulate((layout.num_layers for _, layout in self.groups), initial=0)
+        pairs = zip(starts, self.groups, strict=False)
+        return [first + layer for first, (_, layout) in pairs for layer in layout.view_layers]
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Give shape and dtype of every tensor, group after group."""
+        return [shape for _, layout in self.groups for shape in layout.tensor_shapes(num_blocks)]
+
+    def by_group(self, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+        """Part tensors that stand group after group, as a copy engine has them.
+
+        Raises:
+            LayoutError: there are more or fewer than the groups have.
+        """
+        counts = {name: layout.num_tensors for name, layout in self.groups}
+        if len(tensors) != sum(counts.values()):
+            raise LayoutError(f"{len(tensors)} tensors were given, the groups have {counts}")
+        left = iter(tensors)
+        return {name: list(islice(left, count)) for name, count in counts.items()}
+
+    def views(self, tensors: Mapping[str, Sequence[Tensor]] | Sequence[Tensor]) -> list[Tensor]:
+        """Cut the groups' tensors into canonical views.
+
+        Args:
+            tensors: those of each group by its name, or all, group after group; all hold as many blocks.
+
+        Returns:
+            uint8 views `[blocks, bytes]`, as those of `KVLayout.views`, group after group.
+
+        Raises:
+            LayoutError: a group is missing or unknown, tensors do not have its layout, two of them share memory, or the
+                numbers of blocks differ.
+        """
+        names = [name for name, _ in self.groups]
+        if not isinstance(tensors, Mapping):
+            tensors = self.by_group(tensors)
+        if set(tensors) != set(names):
+            raise LayoutError(f"tensors are of the groups {sorted(tensors)}, the layout has {sorted(names)}")
+        views = [view for name, layout in self.groups for view in layout.views(tensors[name])]
+        if len({view.shape[0] for view in views}) > 1:
+            blocks = {name: layout.num_blocks(tensors[name][0]) for name, layout in self.groups}
+            raise LayoutError(f"the groups' tensors hold different numbers of blocks: {blocks}")
+        check_views(views)
+        return views
+
+    def row_views(self, rows: Tensor) -> list[Tensor]:
+        """Cut rows, uint8 `[blocks, bytes_per_block]`, into the same pieces. Raises LayoutError."""
+        return cut_rows(rows, self.piece_sizes)
+
+    def fingerprint(self) -> str:
+        """Give the SHA-256, in hexadecimal, of the groups' names and fingerprints."""
+        described = json.dumps([[name, layout.fingerprint()] for name, layout in self.groups])
+        return hashlib.sha256(described.encode("ascii")).hexdigest()

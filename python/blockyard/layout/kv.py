@@ -1,0 +1,505 @@
+"""How a KV cache lies in an engine's tensors, and how one block lies in a row of bytes.
+
+A *row* holds one block of all layers, side by side: tensor after tensor, in each the dimensions of the layout in their
+order, less that of the blocks. With `"kv_first"` and `"blocks_first"` that is for each layer K, then V, each
+token-major `[block_size, heads, dim]`. Host cache, staging buffers and external tiers hold rows; the device holds the
+engine's own tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
+
+from blockyard.errors import LayoutError
+from blockyard.layout.dimensions import Order, check_kind, orders_of, shorten, spell_out
+from blockyard.layout.extents import check_apart, extent_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+LayoutKind = Literal["kv_first", "blocks_first"]
+KINDS: Final[tuple[LayoutKind, ...]] = get_args(LayoutKind)
+
+# What ROCm's paged attention reads at a time.
+_VECTOR_BYTES = 16
+# A prime that no other number of a layout comes near.
+_SENTINEL = 1_000_003
+
+# Goes into every fingerprint: raised whenever the order of bytes in a row changes.
+_ROW_FORMAT = 1
+_ITEM_SIZES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+}
+
+
+class BlockLayout(Protocol):
+    """What a copy engine wants of a layout: `KVLayout`, or `GroupedLayout` for several groups."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, those of all groups."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+
+    @property
+    def view_layers(self) -> list[int]:
+        """Layer of every view; where views do not follow the layers, the first that any of them belongs to."""
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor that `views` takes."""
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Cut tensors into uint8 views `[blocks, bytes]`."""
+
+    def row_views(self, rows: Tensor) -> list[Tensor]:
+        """Cut rows, uint8 `[blocks, bytes_per_block]`, into the same pieces."""
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The shape of one cache group: tensors of one shape.
+
+    Attributes:
+        kind: `"kv_first"` for tensors `[2, blocks, block_size, heads, dim]`, `"blocks_first"` for
+            `[blocks, 2, block_size, heads, dim]`, or the names of any other tensor's dimensions, outermost first:
+            `"blocks"`, `"tokens"`, `"kv"`, `"heads"`, `"dim"`, and `"layers"` where one tensor holds all; `"*"` joins
+            names that share a dimension, and `"slots"` is `"blocks*tokens"`. So MLA is `"blocks tokens dim"`, flat
+            slots are `"slots heads dim"`, and `"flat"` is `"kv blocks tokens*heads*dim"`. A `"dim/x"` goes with an
+            `"x"`, elements that stand together; and `"|"` parts the dimensions of keys from those of values: `"rocm"`
+            is `"blocks heads dim/x tokens x | blocks heads dim tokens"`.
+        num_layers: layers in the group.
+        block_size: tokens in a block.
+        num_kv_heads: heads of K (and of V) in a layer; 1 where no dimension is `"heads"`.
+        head_size: elements of one head.
+        dtype: torch's name of the element type, without `torch.`.
+        itemsize: bytes of an element; 0 looks the dtype up by its name.
+        tensors_per_layer: 2 where keys and values have tensors of their own: K and V of layer 0, of layer 1, ...; with
+            `"|"` always.
+        split: dimensions behind that of the blocks that are views of their own, as padding inside blocks needs; it
+            changes the views, not the bytes of a row.
+        x: elements of `"x"`, where the kind names it; 0 means 16 bytes of them.
+
+    Raises:
+        LayoutError: a number is not positive, kind or dtype is unknown, or what the kind names does not go together.
+    """
+
+    kind: str
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    itemsize: int = 0
+    tensors_per_layer: int = 1
+    split: int = 0
+    x: int = 0
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind)
+        names = self._order(0).names
+        if "|" in spell_out(self.kind):
+            object.__setattr__(self, "tensors_per_layer", 2)
+        for name in ("num_layers", "block_size", "num_kv_heads", "head_size", "tensors_per_layer"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.num_kv_heads > 1 and "heads" not in names:
+            raise LayoutError(f"num_kv_heads is {self.num_kv_heads}, {self.kind!r} has no heads")
+        if self.tensors_per_layer > 1 + ("kv" not in names):
+            raise LayoutError(f"tensors_per_layer is {self.tensors_per_layer}, {self.kind!r} allows 1, or 2 without kv")
+        if not 0 <= self.split < len(self._order(0).inner):
+            raise LayoutError(f"split is {self.split}, must be 0 to {len(self._order(0).inner) - 1}")
+        known = _ITEM_SIZES.get(self.dtype, 0)
+        if self.itemsize < 0 or (self.itemsize and known not in {0, self.itemsize}):
+            raise LayoutError(f"itemsize is {self.itemsize} bytes, {self.dtype} has {known}")
+        if not self.itemsize and not known:
+            raise LayoutError(f"dtype {self.dtype!r} is not known by its name: give its itemsize")
+        object.__setattr__(self, "itemsize", self.itemsize or known)
+        object.__setattr__(self, "x", self._vector() if "x" in names else 0)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Sequence[Tensor],
+        *,
+        kind: str | None = None,
+        block_size: int | None = None,
+        num_kv_heads: int | None = None,
+        tensors_per_layer: int = 1,
+    ) -> KVLayout:
+        """Describe an engine's cache tensors.
+
+        Args:
+            tensors: of one shape, any device; blocks may stand apart, and so may what is inside them.
+            kind: which layout they have, as in the attributes; None derives it from the place of the dimension that has
+                size 2 in tensors of five dimensions. `probe_kind` asks the engine's attention backend.
+            block_size: tokens in a block, where slots or blocks are flat.
+            num_kv_heads: heads of K, where they share a dimension with their elements; one head of them all if None.
+            tensors_per_layer: 2 for separate keys and values, see `interleave`.
+
+        Returns:
+            A layout whose `views` accepts these tensors.
+
+        Raises:
+            LayoutError: the tensors differ, do not have these dimensions, or share memory between blocks, or the kind
+                is ambiguous, as it is with two blocks.
+        """
+        if not tensors:
+            raise LayoutError("a layout needs at least one tensor, 0 were given")
+        shape = tuple(tensors[0].shape)
+        order = orders_of(kind)[0] if kind is not None else None
+        wanted = len(order.dimensions) if order else 5
+        if len(shape) != wanted:
+            raise LayoutError(f"tensor 0 has {len(shape)} dimensions, wanted {wanted}: shape {list(shape)}")
+        kind = kind if kind is not None else _derive_kind(shape)
+        check_kind(kind)
+        order = orders_of(kind)[0]
+        known = {"tokens": block_size, "heads": num_kv_heads, "kv": 2}
+        sizes = order.read(
+            shape, {name: size for name, size in known.items() if size is not None and name in order.names}
+        )
+        layout = cls(
+            kind=kind,
+            num_layers=sizes.get("layers", len(tensors) // (2 if "|" in spell_out(kind) else tensors_per_layer)),
+            block_size=sizes["tokens"],
+            num_kv_heads=sizes.get("heads", 1),
+            head_size=sizes["dim"] if "dim" in sizes else sizes["dim/x"] * sizes["x"],
+            dtype=str(tensors[0].dtype).removeprefix("torch."),
+            itemsize=tensors[0].element_size(),
+            tensors_per_layer=tensors_per_layer,
+            x=sizes.get("x", 0),
+        )
+        layout = replace(layout, split=max(layout._padded(index, tensor) for index, tensor in enumerate(tensors)))
+        layout.check(tensors)
+        return layout
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the dimensions of a tensor (of the keys' where `"|"` parts them), outermost first."""
+        return tuple(spell_out(self.kind).partition("|")[0].split())
+
+    @property
+    def kv_dim_before_num_blocks(self) -> bool | None:
+        """Whether the dimension of K and V stands before that of the blocks; None if there is none."""
+        order = self._order(0)
+        return "kv" in order.before if "kv" in order.names else None
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that `views` takes."""
+        return self.tensors_per_layer * (1 if "layers" in self.names else self.num_layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return sum(self.piece_sizes)
+
+    @property
+    def piece_sizes(self) -> list[int]:
+        """Width in bytes of every view that `views` returns, in the same order."""
+        sizes, found = self._sizes(), []
+        for index in range(self.num_tensors):
+            outer, inner = self._parts(index)
+            width = prod(sizes[name] for name in inner) * self.itemsize
+            found += [width] * prod(sizes[name] for name in outer)
+        return found
+
+    @property
+    def view_layers(self) -> list[int]:
+        """Layer of every view that `views` returns, for `plan.route`; all 0 where views do not follow the layers."""
+        count = len(self.piece_sizes)
+        follows = "layers" not in self.names or (self.names[0] == "layers" and self.tensors_per_layer == 1)
+        return [index * self.num_layers // count if follows else 0 for index in range(count)]
+
+    def tensor_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Give the shape of the first cache tensor; others differ from it only where `"|"` parts keys from values."""
+        return self._order(0).shape(self._sizes(num_blocks))
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Give shape and dtype of every tensor that `views` takes."""
+        sizes = self._sizes(num_blocks)
+        return [(self._order(index).shape(sizes), self.dtype) for index in range(self.num_tensors)]
+
+    def planes(self, index: int) -> int:
+        """Give the number of planes of a tensor: stretches of memory that hold a part of each block, one by one."""
+        sizes = self._sizes()
+        return prod(sizes[name] for name in self._order(index).before)
+
+    def num_blocks(self, tensor: Tensor) -> int:
+        """Give the number of blocks that one cache tensor (of the keys) holds."""
+        return self._order(0).num_blocks(tensor, self._sizes())
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Check that cache tensors have this layout.
+
+        Args:
+            tensors: all of the group.
+
+        Raises:
+            LayoutError: number, shape, dtype, device or strides do not fit, one requires grad, or two share memory; the
+                message has the numbers.
+        """
+        self.views(tensors)
+
+    def _check_each(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.num_tensors:
+            raise LayoutError(
+                f"{len(tensors)} tensors were given, the layout has {self.num_layers} layers in {self.num_tensors}"
+            )
+        for index, tensor in enumerate(tensors):
+            self._check_tensor(index, tensor, tensors[0])
+
+    def _check_tensor(self, index: int, tensor: Tensor, first: Tensor) -> None:
+        shape, strides, order = tuple(tensor.shape), tensor.stride(), self._order(index)
+        blocks = self.num_blocks(first) if first.dim() == len(self._order(0).dimensions) else 0
+        wanted = order.shape(self._sizes(blocks))
+        if shape != wanted:
+            raise LayoutError(f"tensor {index} has shape {list(shape)}, {self.kind} wants {list(wanted)}")
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name != self.dtype or tensor.element_size() != self.itemsize:
+            raise LayoutError(f"tensor {index} is {name}, the layout says {self.dtype}")
+        if tensor.requires_grad:
+            raise LayoutError(f"tensor {index} requires grad, and its blocks change behind autograd: give its detach()")
+        if tensor.device != first.device:
+            raise LayoutError(f"tensor {index} is on {tensor.device}, tensor 0 on {first.device}")
+        if self._padded(index, tensor) > self.split:
+            dense = _dense([self._sizes()[name] for name in order.inner])
+            raise LayoutError(f"tensor {index} has strides {list(strides)}, inside a block they must be {dense}")
+        if not _apart(shape, strides):
+            raise LayoutError(f"tensor {index} has strides {list(strides)}: its blocks overlap")
+
+    def _padded(self, index: int, tensor: Tensor) -> int:
+        """Give how many dimensions behind that of the blocks have padding at or behind them."""
+        order, by_name = self._order(index), self._sizes()
+        if tensor.dim() != len(order.dimensions):
+            return 0  # found when the shape is compared
+        strides, inner = order.strides(tensor, by_name), order.inner
+        sizes = [by_name[name] for name in inner]
+        fits = [
+            size == 1 or strides[name] == want for name, size, want in zip(inner, sizes, _dense(sizes), strict=True)
+        ]
+        # Bytes of an element are side by side; torch sees them only where elements may be, too.
+        if tensor.stride(-1) != 1 and (sizes[-1] > 1 or self.itemsize > 1):
+            raise LayoutError(f"a tensor has strides {list(tensor.stride())}, the innermost must be 1")
+        return max((at + 1 for at, fit in enumerate(fits) if not fit), default=0)
+
+    def _sizes(self, num_blocks: int = 0) -> dict[str, int]:
+        return {
+            "layers": self.num_layers,
+            "kv": 2,
+            "blocks": num_blocks,
+            "tokens": self.block_size,
+            "heads": self.num_kv_heads,
+            "dim": self.head_size,
+            "dim/x": self.head_size // self.x if self.x else 0,
+            "x": self.x,
+        }
+
+    def _vector(self) -> int:
+        """Give the elements of a vector, checked."""
+        x = self.x or max(1, _VECTOR_BYTES // self.itemsize)
+        if x < 1 or self.head_size % x:
+            raise LayoutError(f"x is {x}, must divide head_size, which is {self.head_size}")
+        return x
+
+    def _order(self, index: int) -> Order:
+        """Give the dimensions of a tensor by its place."""
+        orders = orders_of(self.kind)
+        return orders[index % len(orders)]
+
+    def _parts(self, index: int) -> tuple[list[str], tuple[str, ...]]:
+        """Give what each view of a tensor has one place of, and what is inside it."""
+        order = self._order(index)
+        inner = order.inner[min(self.split, len(order.inner) - 1) :]
+        return [name for name in order.names if name != "blocks" and name not in inner], inner
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Cut cache tensors into canonical views that share their memory.
+
+        Args:
+            tensors: all of the group, as `check` wants them.
+
+        Returns:
+            uint8 views `[blocks, bytes]` whose rows are contiguous, in the order of a row's bytes; their widths are
+            `piece_sizes` and add up to `bytes_per_block`.
+
+        Raises:
+            LayoutError: the tensors do not have this layout, or two of them share memory.
+        """
+        self._check_each(tensors)
+        views: list[Tensor] = []
+        sizes = self._sizes()
+        for index, tensor in enumerate(tensors):
+            flat, (outer, inner) = tensor.view(_byte_dtype(tensor)), self._parts(index)
+            strides = self._order(index).strides(tensor, sizes)
+            width = prod(sizes[name] for name in inner) * self.itemsize
+            shape = self._order(index).num_blocks(tensor, sizes), width
+            for places in product(*(range(sizes[name]) for name in outer)):
+                start = sum(place * strides[name] for name, place in zip(outer, places, strict=True))
+                row = strides["blocks"] * self.itemsize
+                views.append(flat.as_strided(shape, (row, 1), flat.storage_offset() + start * self.itemsize))
+        check_views(views)
+        return views
+
+    def row_views(self, rows: Tensor) -> list[Tensor]:
+        """Cut rows into the same pieces as `views` cuts cache tensors.
+
+        Args:
+            rows: uint8 `[blocks, bytes_per_block]`, rows contiguous.
+
+        Returns:
+            uint8 views `[blocks, bytes]`; view i takes the bytes of view i of the cache tensors.
+
+        Raises:
+            LayoutError: the rows have another shape, dtype or stride.
+        """
+        return cut_rows(rows, self.piece_sizes)
+
+    def fingerprint(self) -> str:
+        """Give the SHA-256, in hexadecimal, of everything here that decides the bytes of a row.
+
+        It is the same in every process; two layouts that differ in any field but `split` have different ones. It goes
+        into the namespace of keys that leave the process.
+        """
+        fields = {
+            name: getattr(self, name)
+            for name in ("kind", "num_layers", "block_size", "num_kv_heads", "head_size", "dtype", "itemsize")
+        }
+        if self.tensors_per_layer > 1:
+            fields["tensors_per_layer"] = self.tensors_per_layer
+        if self.x:
+            fields["x"] = self.x
+        described = json.dumps({"format": _ROW_FORMAT, **fields}, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(described.encode("ascii")).hexdigest()
+
+
+def interleave(keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Put separate tensors of keys and values, one a layer each, into the order that `tensors_per_layer=2` means."""
+    if len(keys) != len(values):
+        raise LayoutError(f"there are {len(keys)} tensors of keys, {len(values)} of values")
+    return [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
+
+
+def probe_kind(
+    shape_of: Callable[[int, int, int, int], Sequence[int]], *, block_size: int, num_kv_heads: int, head_size: int
+) -> str:
+    """Find a backend's layout by asking for shapes: the dimension that follows an argument is named after it.
+
+    Args:
+        shape_of: the backend's shape function of (number of blocks, block size, KV heads, head size).
+        block_size: tokens in a block, as the engine will have it.
+        num_kv_heads: heads of K.
+        head_size: elements of a head.
+
+    Returns:
+        A kind for `KVLayout`.
+
+    Raises:
+        LayoutError: dimensions follow no argument and are not K and V, or more than one could be.
+
+    Source: vLLM 0.33 finds `kv_dim_before_num_blocks` by one such probe.
+    """
+    usual = (_SENTINEL, block_size, num_kv_heads, head_size)
+    shape = tuple(shape_of(*usual))
+    names: list[list[str]] = [[] for _ in shape]
+    for argument, name in enumerate(("blocks", "tokens", "heads", "dim")):
+        other = tuple(shape_of(*(value * (1 + (at == argument)) for at, value in enumerate(usual))))
+        if len(other) != len(shape):
+            raise LayoutError(f"the backend's shapes are {list(shape)} and {list(other)}: dimensions differ")
+        for place in (place for place, size in enumerate(shape) if other[place] != size):
+            if other[place] != 2 * shape[place]:
+                raise LayoutError(f"dimension {place} of the backend's shape {list(shape)} follows {name} and more")
+            names[place].append(name)
+    # Elements of a head that are parted: what is left of them is a dimension that follows nothing.
+    heads = [place for place, found in enumerate(names) if found == ["dim"]]
+    vectors = (
+        [
+            place
+            for place, found in enumerate(names)
+            if not found and shape[heads[0]] * shape[place] == head_size > shape[heads[0]]
+        ]
+        if heads
+        else []
+    )
+    if len(heads) == 1 == len(vectors):
+        names[heads[0]], names[vectors[0]] = ["dim/x"], ["x"]
+    unnamed = [place for place, found in enumerate(names) if not found]
+    if [shape[place] for place in unnamed] not in ([], [2]):
+        raise LayoutError(
+            f"dimensions {unnamed} of the backend's shape {list(shape)}: wanted one of size 2, for K and V"
+        )
+    kind = " ".join("*".join(found) or "kv" for found in names)
+    check_kind(kind)
+    return shorten(kind)
+
+
+def _dense(sizes: Sequence[int]) -> list[int]:
+    """Strides without padding, in elements."""
+    return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
+
+
+def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Say whether no two elements share memory, if each dimension reaches beyond all those of smaller strides."""
+    reach = 1
+    if 0 in shape:
+        return True
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
+def check_views(views: Sequence[Tensor]) -> None:
+    """Refuse views of cache tensors that share memory. Raises LayoutError."""
+    if views[0].device.type != "meta":
+        check_apart("views of the cache tensors", [extent_of(view) for view in views])
+
+
+def cut_rows(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Cut rows, uint8 `[blocks, sum of sizes]`, into views `[blocks, size]`. Raises LayoutError if they do not fit."""
+    shape, name = tuple(rows.shape), str(rows.dtype).removeprefix("torch.")
+    if name != "uint8" or len(shape) != 2 or shape[1] != sum(sizes) or rows.stride(1) != 1:
+        raise LayoutError(
+            f"rows are {name} {list(shape)} with strides {list(rows.stride())}, "
+            f"wanted uint8 [blocks, {sum(sizes)}] with contiguous rows"
+        )
+    views: list[Tensor] = []
+    start = 0
+    for size in sizes:
+        views.append(rows[:, start : start + size])
+        start += size
+    return views
+
+
+def _derive_kind(shape: tuple[int, ...]) -> LayoutKind:
+    fits = [kind for kind, place in (("kv_first", 0), ("blocks_first", 1)) if shape[place] == 2]
+    if len(fits) != 1:
+        problem = "fits more than one layout, name its kind" if fits else "fits no layout"
+        raise LayoutError(f"a cache tensor of shape {list(shape)} {problem}: keys and values are a dimension of size 2")
+    return cast(LayoutKind, fits[0])
+
+
+def _byte_dtype(tensor: Tensor) -> dtype:
+    """Give uint8 of the tensor's own library: importing torch here would load it for those who only read shapes."""
+    return tensor[:0].byte().dtype

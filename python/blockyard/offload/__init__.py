@@ -1,1 +1,0 @@
-"""Joins the copy engine and the external tiers."""

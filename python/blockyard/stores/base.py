@@ -1,0 +1,317 @@
+"""What every external tier offers, and how one is opened by URL.
+
+A tier here is swap space: blocks live in numbered slots, which die with the process. It is written and read in batches
+that are submitted and collected by ticket, and a block that does not come back whole is a miss, never an exception.
+
+A plug-in subclasses `ExternalStore`, passes `blockyard.testing.store_suite.StoreSuite`, and registers a function like
+`open_store` under its URL scheme in the entry point group `blockyard.stores`.
+"""
+
+import re
+import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import Completion, StoreStats
+from blockyard.errors import InvalidArgumentError, StoreURLError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store", "parse_size"]
+
+ENTRY_POINTS = "blockyard.stores"
+MOST_BYTES = 1 << 62
+_BUILT_IN = {"file": "blockyard.stores.file"}
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
+    for power, prefix in enumerate(prefixes, 1)
+}
+
+Value = TypeVar("Value")
+
+
+class ExternalStore(ABC):
+    """Swap space for blocks, addressed by slot.
+
+    Batches run in the background. Operations on one slot keep the order in which they were submitted: a read sees the
+    last write submitted before it. Submitting never waits for the storage; a batch beyond the tier's memory for blocks
+    in flight is refused block by block, as misses with the reason `"queue_full"`.
+    """
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int:
+        """Slots, numbered from 0."""
+
+    @property
+    @abstractmethod
+    def bytes_per_block(self) -> int:
+        """Bytes that one slot holds for the caller."""
+
+    @abstractmethod
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to write blocks; the bytes are copied before this returns.
+
+        Args:
+            slots: where to, int64 `[n]`, no repeats.
+            rows: the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, on the CPU.
+
+        Returns:
+            A ticket for `wait`.
+
+        Raises:
+            MappingError: a slot is out of range or repeated; nothing was submitted.
+            InvalidArgumentError: wrong dtype or shape; nothing was submitted.
+            StoreError: the store is closed.
+        """
+
+    @abstractmethod
+    def submit_read(self, slots: NDArray[np.int64]) -> int:
+        """Start to read blocks.
+
+        Args:
+            slots: where from, int64 `[n]`, repeats allowed.
+
+        Returns:
+            A ticket for `wait`.
+
+        Raises:
+            MappingError: a slot is out of range; nothing was submitted.
+            InvalidArgumentError: wrong dtype or shape; nothing was submitted.
+            StoreError: the store is closed.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[int]:
+        """Return tickets that finished or passed their deadline since the last call, and are not collected yet.
+
+        Never waits. Each ticket is reported once.
+        """
+
+    @abstractmethod
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket, waiting until it is finished or given up.
+
+        Every ticket must be collected, once: until then it holds memory.
+
+        Args:
+            ticket: from `submit_write` or `submit_read`.
+            timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
+
+        Returns:
+            One entry a slot, in the order of the batch; what was not done in time is a miss, `"timeout"`.
+
+        Raises:
+            UnknownTicketError: the ticket was never issued or has been collected.
+            OutOfMemoryError: there is no memory for the result; the ticket can still be collected.
+        """
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Return the counters since the store was opened."""
+
+    @abstractmethod
+    def close(self, timeout: float = 5.0) -> bool:
+        """Give up what is under way and release the storage; closing again does nothing.
+
+        Args:
+            timeout: seconds to wait for storage that answers late.
+
+        Returns:
+            False if storage did not answer in time and was left behind.
+        """
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Opener(Protocol):
+    """What an entry point of the group `blockyard.stores` names."""
+
+    def __call__(self, url: str, *, bytes_per_block: int, num_slots: int | None, namespace: bytes) -> ExternalStore:
+        """Open the store that the URL names; see `open_store`."""
+
+
+def open_store(
+    url: str, *, bytes_per_block: int, num_slots: int | None = None, namespace: bytes = bytes(32)
+) -> ExternalStore:
+    """Open the external tier that a URL names.
+
+    Args:
+        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; or a plug-in's scheme.
+        bytes_per_block: bytes of one block, all layers.
+        num_slots: slots wanted; as many as fit if None.
+        namespace: 32-byte digest of all that decides the bytes; a block of another namespace is a miss.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+        StoreFullError: the storage, or the size in the URL, cannot hold what was asked for.
+        StoreError: the storage cannot be opened.
+        InvalidArgumentError: another argument is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096) as store:
+        ...         slots = np.array([3, 5])
+        ...         written = store.wait(store.submit_write(slots, np.ones((2, 4096), np.uint8)))
+        ...         read = store.wait(store.submit_read(slots))
+        >>> bool(written.ok.all()), int(read.rows.sum())
+        (True, 8192)
+    """
+    for name, value in (("bytes_per_block", bytes_per_block), ("num_slots", num_slots)):
+        if value is not None and value < 1:
+            raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
+    if len(namespace) != 32:
+        raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
+    scheme = _scheme(url)
+    if scheme in _BUILT_IN:
+        opener = cast("Opener", import_module(_BUILT_IN[scheme]).open_file)
+    else:
+        opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
+    return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace)
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL that `open_store` would refuse for how it is written, as far as that shows without a plug-in's code.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+    """
+    scheme = _scheme(url)
+    if scheme in _BUILT_IN:
+        import_module(_BUILT_IN[scheme]).read_url(url)
+
+
+def sized_url(url: str, space: int | str | None) -> str:
+    """Add a size to a URL. One that names a size too is refused by the tier: an option given twice."""
+    return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
+
+
+def _scheme(url: str) -> str:
+    _require_text(url, url, "it")
+    scheme, colon, _ = url.partition(":")
+    if not colon:
+        raise StoreURLError(f"{url!r} has no scheme; write for example file:///dir?size=2GiB")
+    known = {*_BUILT_IN, *entry_points(group=ENTRY_POINTS).names} if scheme not in _BUILT_IN else {scheme}
+    if scheme not in known:
+        raise StoreURLError(f"{url!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
+    return scheme
+
+
+def _require_text(url: str, part: str, name: str) -> None:
+    """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
+    for character in part:
+        if unicodedata.category(character) in {"Cc", "Cs"}:
+            raise StoreURLError(f"{url!r}: {name} has the character {character!r}, only printed ones are allowed")
+
+
+@dataclass
+class StoreURL:
+    """The parts of a tier's URL; every complaint shows the whole and the part that is wrong."""
+
+    url: str
+    host: str
+    path: str
+    options: dict[str, str]
+
+    @classmethod
+    def parse(cls, url: str) -> "StoreURL":
+        """Split a URL; the options are what stands after the question mark, `name=value` joined by `&`.
+
+        Raises:
+            StoreURLError: an option is malformed or repeated, or there is a fragment.
+        """
+        _require_text(url, url, "it")
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise StoreURLError(f"{url!r}: {error}") from None
+        found = cls(url, parts.netloc, _decoded(url, parts.path), {})
+        if parts.fragment:
+            found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
+        for option in filter(None, parts.query.split("&")):
+            name, equals, value = option.partition("=")
+            if not equals or not name or not value:
+                found.reject(option, "must be an option name=value")
+            if name in found.options:
+                found.reject(option, "is given twice")
+            found.options[name] = _decoded(url, value)
+        return found
+
+    def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:
+        """Read an option and strike it off.
+
+        Args:
+            name: of the option.
+            read: turns the text into a value, or raises ValueError.
+            default: if the option is not given.
+            wanted: what the value must be, for the message.
+
+        Raises:
+            StoreURLError: the option's value cannot be read.
+        """
+        text = self.options.pop(name, None)
+        if text is None:
+            return default
+        try:
+            return read(text)
+        except ValueError:
+            self.reject(f"{name}={text}", f"must be {wanted}")
+
+    def finish(self, known: str) -> None:
+        """Refuse options that nobody has struck off.
+
+        Raises:
+            StoreURLError: an option is unknown; `known` names those that exist.
+        """
+        for name, text in self.options.items():
+            self.reject(f"{name}={text}", f"is not an option of this tier; there are {known}")
+
+    def reject(self, part: str, why: str) -> NoReturn:
+        """Raise the error for a part of the URL."""
+        raise StoreURLError(f"{self.url!r}: {part!r} {why}")
+
+
+def _decoded(url: str, part: str) -> str:
+    """Decode percent signs; what comes out must be text, too."""
+    try:
+        text = unquote(part, errors="strict")
+    except UnicodeDecodeError:
+        raise StoreURLError(f"{url!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
+    _require_text(url, text, repr(part))
+    return text
+
+
+def parse_size(text: str) -> int:
+    """Read a size, such as `2GiB`, `1.5 TiB`, `500MB` or plain bytes; a fraction of a byte is cut off.
+
+    Raises:
+        ValueError: the text is no size, its unit is ambiguous (`2G`), or it is more than 2**62 bytes.
+    """
+    match = re.fullmatch(r"0*([0-9]+)(?:\.([0-9]+))? ?([A-Za-z]*)", text, flags=re.ASCII)
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    if not match or match[3] not in _UNITS:
+        raise ValueError(f"{shown} is no size; write for example 2GiB, 500MB or plain bytes")
+    whole, fraction, unit = match[1], (match[2] or "")[:40], _UNITS[match[3]]
+    size = MOST_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
+    if size > MOST_BYTES:
+        raise ValueError(f"{shown} is more than 2**62 bytes")
+    return size

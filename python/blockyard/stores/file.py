@@ -1,0 +1,127 @@
+"""The file tier: blocks in one preallocated file per process, read and written by a pool of threads.
+
+    file:///dir?size=2GiB&threads=4&direct=auto&memory=1GiB&deadline=10
+
+| option | meaning | default |
+|---|---|---|
+| `size` | hard cap of the file, headers included | what `num_slots` need |
+| `threads` | threads that read and write, 2 to 16 | 4 |
+| `direct` | bypass the page cache: `on`, `off`, or `auto`: where the file system allows it | `auto` |
+| `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
+| `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
+
+The last component of the directory is made if it is missing, and must not be a symbolic link. The file has mode 0600,
+is locked, and goes when the store is closed; what a killed process left is removed by the next one to open the
+directory.
+Its format is `docs/decisions/0002-slab-header.md`.
+"""
+
+from typing import NamedTuple, cast
+
+from blockyard._core import SlabStore
+from blockyard.errors import InvalidArgumentError
+from blockyard.stores.base import ExternalStore, StoreURL, parse_size
+
+__all__ = ["SlabStore", "open_file"]
+
+_SIZE = "a size, for example 2GiB, 500MB or plain bytes"
+
+ExternalStore.register(SlabStore)
+
+
+class FileURL(NamedTuple):
+    """What a URL of the file tier says."""
+
+    parts: StoreURL
+    size: int | None
+    threads: int
+    direct: str
+    memory: int
+    deadline: float
+
+
+def read_url(url: str) -> FileURL:
+    """Read a URL with the scheme `file`; nothing is opened.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+    """
+    parts = StoreURL.parse(url)
+    if parts.host not in {"", "localhost"}:
+        parts.reject(parts.host, "is a host; a file's URL has none: file:///dir")
+    if not parts.path.startswith("/"):
+        parts.reject(parts.path, "must be the absolute path of a directory")
+    found = FileURL(
+        parts,
+        size=parts.take("size", _positive, 0, _SIZE) or None,
+        threads=parts.take("threads", _thread_count, 4, "2 to 16"),
+        direct=parts.take("direct", _direct, "auto", "auto, on or off"),
+        memory=parts.take("memory", _positive, 1 << 30, _SIZE),
+        deadline=parts.take("deadline", _deadline, 10.0, "1 to 86400 seconds"),
+    )
+    parts.finish("size, threads, direct, memory, deadline")
+    return found
+
+
+def open_file(
+    url: str, *, bytes_per_block: int, num_slots: int | None = None, namespace: bytes = bytes(32)
+) -> ExternalStore:
+    """Open the file tier; `blockyard.stores.open_store` does, for URLs with the scheme `file`.
+
+    Args:
+        url: `file:///dir?size=2GiB`, options as the module describes them.
+        bytes_per_block: bytes of one block.
+        num_slots: slots wanted; as many as fit into `size` if None.
+        namespace: 32-byte digest of all that decides the bytes.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong.
+        StoreFullError: `size` holds too few slots, or the disk has less room than `size`.
+        StoreError: the directory or the file cannot be opened, or `direct=on` is refused.
+    """
+    found = read_url(url)
+    parts = found.parts
+    if found.size is None and num_slots is None:
+        parts.reject(parts.path, "needs ?size=, for example ?size=2GiB")
+    try:
+        store = SlabStore(
+            parts.path,
+            bytes_per_block=bytes_per_block,
+            size=found.size,
+            num_slots=num_slots,
+            threads=found.threads,
+            direct=found.direct,
+            memory=found.memory,
+            deadline=found.deadline,
+            namespace=namespace,
+        )
+    except InvalidArgumentError as error:
+        parts.reject(parts.path, f"cannot be opened so: {error}")
+    return cast("ExternalStore", store)
+
+
+def _positive(text: str) -> int:
+    size = parse_size(text)
+    if not size:
+        raise ValueError(text)
+    return size
+
+
+def _thread_count(text: str) -> int:
+    count = int(text)
+    if not 2 <= count <= 16:
+        raise ValueError(text)
+    return count
+
+
+def _direct(text: str) -> str:
+    if text not in {"auto", "on", "off"}:
+        raise ValueError(text)
+    return text
+
+
+def _deadline(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds <= 86_400:
+        raise ValueError(text)
+    return seconds

@@ -1,0 +1,27 @@
+"""Hypothesis state machines that drive a manager or a scheduler, yours or Blockyard's, and read back every token.
+
+    from blockyard.testing.machines import manager_machine, prefix_machine, scheduler_machine
+
+    TestMyManager = manager_machine(lambda config: MyManager(**config.arguments())).TestCase
+    TestMyCache = prefix_machine(lambda config, events: MyManager(**config.arguments(), events=events)).TestCase
+    TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
+
+How long they run is hypothesis' business: `TestMyManager.settings = settings(max_examples=500)`.
+"""
+
+from hypothesis.stateful import run_state_machine_as_test
+
+from blockyard.testing.machines.manager import ManagerMachine, manager_machine
+from blockyard.testing.machines.prefix import PrefixMachine, prefix_machine
+from blockyard.testing.machines.scheduler import SchedulerMachine, reference_tokens, scheduler_machine
+
+__all__ = [
+    "ManagerMachine",
+    "PrefixMachine",
+    "SchedulerMachine",
+    "manager_machine",
+    "prefix_machine",
+    "reference_tokens",
+    "run_state_machine_as_test",
+    "scheduler_machine",
+]

@@ -1,0 +1,380 @@
+"""`ManagerMachine`: a manager beside the reference model and simulated memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Literal
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from blockyard._core import AllocStatus, BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, SnapshotError
+from blockyard.testing.interfaces import Config, ManagerLike, TierName
+from blockyard.testing.machines.side_by_side import SideBySide, Tracked, can_move, handles_of, move, refuse_open, same
+from blockyard.testing.machines.strategies import configs
+from blockyard.testing.memory import LateMemory
+from blockyard.testing.model import ReferenceManager
+
+__all__ = ["ManagerMachine", "manager_machine"]
+
+TIERS: tuple[TierName, ...] = ("device", "host", "external")
+
+# Each number picks a live sequence; a few pick one that was freed. Repeated numbers make repeated handles.
+_pick = st.integers(0, 63)
+_picks = st.lists(_pick, min_size=1, max_size=4)
+_lengths = st.lists(st.integers(1, 14) | st.just(0), min_size=1, max_size=3)
+_losses = st.lists(_pick, min_size=1, max_size=2)
+_lookahead = st.integers(0, 3)
+
+
+class ManagerMachine(SideBySide, RuleBasedStateMachine):
+    """Random steps of an engine, on a manager and on the reference model.
+
+    After each rule the books are checked and compared: free blocks of each tier, and tier, length and block table of
+    each sequence. Calls must agree in result and error, decisions in every pair. Transfers run on memory that is as
+    late as the decisions allow, and every token of every sequence is read back.
+
+    Attributes:
+        make_manager: makes the manager under test; `manager_machine` sets it.
+        restore: makes a manager anew from one that has nothing under way; None for managers that cannot.
+        make_memory: makes the memory that decisions run on; override it to plant a fault.
+        same_ids: whether the manager must choose the same blocks as the model. If not, the tables, decisions and
+            errors' numbers are not compared; tokens, free blocks and lengths still are.
+    """
+
+    make_manager: ClassVar[Callable[[Config], ManagerLike]]
+    restore: ClassVar[Callable[[ManagerLike], ManagerLike] | None] = None
+    make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
+
+    @initialize(config=configs(), lengths=_lengths)
+    def start(self, config: Config, lengths: list[int]) -> None:
+        """Make manager, model and memory, and a few sequences."""
+        self.manager = type(self).make_manager(config)
+        self.model = ReferenceManager(**config.arguments())
+        self.memory = type(self).make_memory(config)
+        for length in lengths:
+            self.allocate([length])
+        self.step(everyone=True, lost=[])
+        self.settle(keep=0)
+
+    # ---- rules: admission, growth, end ----
+
+    @rule(lengths=_lengths)
+    def allocate(self, lengths: list[int]) -> None:
+        """Open sequences, all or none."""
+        longest = max(lengths, default=0)
+        self.agree(lambda m: m.can_allocate(longest), lambda m: m.can_allocate(longest))
+        real, model = self.both(lambda m: m.allocate(lengths), lambda m: m.allocate(lengths))
+        if real is not None and model is not None:
+            for handle, twin, length in zip(real, model, lengths, strict=True):
+                self.adopt(Tracked(int(handle), int(twin)), 0, length)
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, count=st.integers(0, 3))
+    def fork(self, pick: int, count: int) -> None:
+        """Share all blocks of a sequence."""
+        parent = self.one(pick)
+        if parent is None:
+            return
+        real, model = self.both(lambda m: m.fork(parent.real, count), lambda m: m.fork(parent.model, count))
+        if real is None or model is None:
+            return
+        for handle, twin in zip(real, model, strict=True):
+            self.sequences.append(Tracked(int(handle), int(twin), list(parent.tokens)))
+        if parent.real in self.written:
+            self.written |= {int(handle) for handle in real}
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, blocks=st.integers(0, 4), extra=st.integers(-1, 8), off=st.sampled_from([0] * 7 + [1]))
+    def fork_prefix(self, pick: int, blocks: int, extra: int, off: int) -> None:
+        """Share the first full blocks of a sequence."""
+        parent = self.one(pick)
+        if parent is None:
+            return
+        full = len(parent.tokens) // self.manager.block_size
+        shared = (full if blocks > full > 0 else blocks) * self.manager.block_size + off
+        length = max(0, shared + extra)
+        real, model = self.both(
+            lambda m: m.fork_prefix(parent.real, shared, length),
+            lambda m: m.fork_prefix(parent.model, shared, length),
+        )
+        if real is not None and model is not None:
+            self.adopt(Tracked(int(real), int(model), parent.tokens[:shared]), shared, length)
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks, count=st.integers(0, 6), lookahead=_lookahead, each=st.booleans())
+    def append(self, picks: list[int], count: int, lookahead: int, each: bool) -> None:  # noqa: FBT001 (drawn)
+        """Append tokens to a batch."""
+        batch = self.chosen(picks)
+        counts = [(count + i) % 7 for i in range(len(batch))] if each else [count] * len(batch)
+        given: int | list[int] = counts if each else count
+        real, model = handles_of(batch)
+        self.agree(
+            lambda m: m.blocks_to_append(real, given, lookahead=lookahead),
+            lambda m: m.blocks_to_append(model, given, lookahead=lookahead),
+        )
+        self.agree(
+            lambda m: m.can_append(real, given, lookahead=lookahead),
+            lambda m: m.can_append(model, given, lookahead=lookahead),
+        )
+        slots, expected = self.both(
+            lambda m: m.append(real, given, lookahead=lookahead), lambda m: m.append(model, given, lookahead=lookahead)
+        )
+        if slots is None or expected is None:
+            return
+        same("slots", slots.tolist(), expected.tolist(), when=self.same_ids)
+        same("number of slots", len(slots), sum(counts))
+        rest = slots.tolist()
+        size = self.manager.block_size
+        for sequence, n in zip(batch, counts, strict=True):
+            tokens = self.fresh(n)
+            self.pending += zip(rest[:n], tokens, strict=True)
+            rest = rest[n:]
+            sequence.tokens += tokens
+            self.written.add(sequence.real)
+            # Drafts, which nobody is to read.
+            table, end = self.manager.block_table(sequence.real), len(sequence.tokens)
+            drafts = [int(table[i // size]) * size + i % size for i in range(end, end + lookahead)]
+            self.pending += zip(drafts, self.fresh(lookahead), strict=True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, counts=st.lists(st.integers(0, 6), min_size=2, max_size=3), lookahead=_lookahead)
+    def append_in_parts(self, pick: int, counts: list[int], lookahead: int) -> None:
+        """Append to one sequence several times within one step."""
+        for count in counts:
+            self.append([pick], count, lookahead, each=False)
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, dropped=st.integers(-1, 9))
+    def truncate(self, pick: int, dropped: int) -> None:
+        """Take tokens back, or ask for more than there are."""
+        (sequence,) = self.chosen([pick])
+        length = max(0, len(sequence.tokens) - dropped)
+        if self.do(lambda m: m.truncate(sequence.real, length), lambda m: m.truncate(sequence.model, length)):
+            sequence.tokens = sequence.tokens[:length]
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks)
+    def free(self, picks: list[int]) -> None:
+        """Forget sequences; what only they would have read is not computed."""
+        batch = self.chosen(picks)
+        real, model = handles_of(batch)
+        if not self.do(lambda m: m.free(real), lambda m: m.free(model)):
+            return
+        self.sequences = [sequence for sequence in self.sequences if sequence not in batch]
+        self.freed = (self.freed + batch)[-8:]
+        on_device = [s for s in self.sequences if self.manager.tier(s.real) == "device"]
+        held = {int(block) for sequence in on_device for block in self.manager.block_table(sequence.real)}
+        self.pending = [(slot, token) for slot, token in self.pending if slot // self.manager.block_size in held]
+
+    # ---- rules: moves ----
+
+    @precondition(lambda self: self.sequences)
+    @rule(
+        picks=_picks,
+        way=st.sampled_from(["swap_out", "swap_in", "spill", "fetch"]),
+        lookahead=_lookahead,
+        before=st.sampled_from(["settle", "step", "nothing"]),
+    )
+    def move(self, picks: list[int], way: str, lookahead: int, before: str) -> None:
+        """Move a batch between tiers: in the middle of a step, at the start of one, or with nothing under way."""
+        if before != "nothing":
+            self.step(everyone=False, lost=[])
+        if before == "settle":
+            self.settle(keep=0)
+        real, model = handles_of(self.chosen(picks))
+        could = self.agree(lambda m: can_move(m, way, real, lookahead), lambda m: can_move(m, way, model, lookahead))
+        done = self.do(lambda m: move(m, way, real), lambda m: move(m, way, model))
+        if (could is True or could is AllocStatus.OK) and not done:
+            raise AssertionError(f"can_{way} promised what {way} refused")
+        if could is False and done:
+            raise AssertionError(f"can_{way} refused what {way} did")
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks, to=st.sampled_from(["host", "external"]))
+    def fetch_elsewhere(self, picks: list[int], to: Literal["host"]) -> None:
+        """Fetch to the host, or to where nothing is fetched."""
+        real, model = handles_of(self.chosen(picks))
+        self.do(lambda m: m.fetch(real, to=to), lambda m: m.fetch(model, to=to))
+
+    @precondition(lambda self: self.sequences)
+    @rule(
+        pick=_pick,
+        forks=st.integers(0, 2),
+        ways=st.sampled_from([("swap_out", "swap_in"), ("spill", "fetch")]),
+        lost=_pick,
+        copies=st.booleans(),
+    )
+    def preempt_and_resume(
+        self,
+        pick: int,
+        forks: int,
+        ways: tuple[str, str],
+        lost: int,
+        copies: bool,  # noqa: FBT001 (drawn)
+    ) -> None:
+        """What chance alone seldom does: a group leaves, comes back, and runs on in that step, perhaps with a loss.
+
+        Then, perhaps, a fork copies what may be lost, and its ticket ends first.
+        """
+        parent = self.one(pick)
+        if parent is None:
+            return
+        self.step(everyone=False, lost=[])
+        self.settle(keep=0)
+        before = len(self.sequences)
+        self.fork(pick, forks)
+        group = [parent, *self.sequences[before:]]
+        real, model = handles_of(group)
+        for way in ways:
+            if not self.do(partial(move, way=way, handles=real), partial(move, way=way, handles=model)):
+                return
+            if way == ways[0]:
+                self.step(everyone=False, lost=[])
+                self.settle(keep=0)
+        places = [i for i, sequence in enumerate(self.sequences) if sequence in group]
+        self.append(places[:2], 1, 0, each=False)
+        self.step(everyone=False, lost=[lost] if lost % 2 else [])
+        if copies:
+            self.fork(pick, 1)
+            self.append([len(self.sequences) - 1], 1, 0, each=False)
+            self.step(everyone=False, lost=[])
+            self.settle(keep=0)
+
+    # ---- rules: steps and tickets ----
+
+    @rule(everyone=st.booleans(), lost=st.builds(list) | st.builds(list) | _losses)
+    def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
+        """Take the decision, begin its transfers, write the step's tokens, read them through the tables."""
+        decision, expected = self.manager.take_decision(), self.model.take_decision()
+        same("ticket", decision.ticket, expected.ticket, when=self.same_ids)
+        if self.same_ids:
+            self.compare_decisions(decision, expected)
+        readers = self.readable() if everyone else [s for s in self.readable() if s.real in self.written]
+        needed = {int(block) for s in readers for block in self.manager.block_table(s.real)}
+        needed |= {slot // self.manager.block_size for slot, _ in self.pending}
+        losses = self.some_pairs(decision, lost) if self.same_ids else []
+        self.tickets.append(decision.ticket)
+        self.losses[decision.ticket] = losses
+        self.memory.submit(decision, needed, losses)
+        self.memory.write([slot for slot, _ in self.pending], [token for _, token in self.pending])
+        self.pending, self.written = [], set()
+        if not any(self.losses.values()):
+            for sequence in readers:
+                self.read_back(sequence)
+
+    @rule(pick=_pick)
+    def end_ticket(self, pick: int) -> None:
+        """End a transfer: completed, or failed where some of it was lost."""
+        if self.tickets:
+            self.end(self.tickets[pick % len(self.tickets)])
+
+    @rule(keep=st.integers(0, 2))
+    def settle(self, keep: int) -> None:
+        """End all transfers but a few, the newest first."""
+        for ticket in self.tickets[keep:][::-1]:
+            self.end(ticket)
+
+    @rule(ticket=st.integers(0, 400), pairs=st.booleans())
+    def wrong_ticket(self, ticket: int, pairs: bool) -> None:  # noqa: FBT001 (drawn)
+        """A ticket that is not open, or a loss that is not in it, is refused."""
+        if ticket not in self.tickets:
+            self.do(lambda m: m.complete(ticket), lambda m: m.complete(ticket))
+        elif pairs:
+            strange = [Pairs("device", "host", np.array([[0, 1000]]))]
+            self.both(lambda m: m.fail(ticket, strange), lambda m: m.fail(ticket, strange))
+
+    @rule(settled=st.booleans())
+    def restart(self, settled: bool) -> None:  # noqa: FBT001 (drawn)
+        """Go on with a manager made from a snapshot, if one can be taken; the model and the memory stay."""
+        restore = type(self).restore
+        if restore is None:
+            return
+        if settled:
+            self.step(everyone=False, lost=[])
+            self.settle(keep=0)
+        try:
+            self.manager = restore(self.manager)
+        except SnapshotError:
+            if settled:
+                raise
+            return
+        same("tickets in flight at a snapshot", self.tickets, [])
+
+    # ---- what must hold ----
+
+    @invariant()
+    def books_agree(self) -> None:
+        """The manager's books are sound, and say what the model's say."""
+        self.manager.check()
+        self.model.check()
+        same("sequences", self.manager.num_sequences, self.model.num_sequences)
+        for tier in TIERS:
+            same(f"free {tier} blocks", self.manager.num_free(tier), self.model.num_free(tier))
+        for s in self.sequences:
+            same("tokens", self.manager.num_tokens(s.real), len(s.tokens))
+            same("tokens", self.model.num_tokens(s.model), len(s.tokens))
+            same("tier", self.manager.tier(s.real), self.model.tier(s.model))
+            real, model = self.manager.block_table(s.real).tolist(), self.model.block_table(s.model).tolist()
+            same("block table", real, model, when=self.same_ids)
+            same("blocks", len(real), len(model))
+
+    def teardown(self) -> None:
+        """Let all transfers end, read every token of every sequence, free all."""
+        if not hasattr(self, "manager"):
+            return
+        self.step(everyone=True, lost=[])
+        self.settle(keep=0)
+        refuse_open(self.manager)
+        self.books_agree()
+        for sequence in self.sequences:
+            if not sequence.lost:
+                self.read_back(sequence)
+        self.manager.free([sequence.real for sequence in self.sequences])
+        for tier in TIERS:
+            same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
+        self.manager.check()
+
+
+def manager_machine(
+    factory: Callable[[Config], ManagerLike] | None = None,
+    *,
+    same_ids: bool = True,
+    restore: Callable[[ManagerLike], ManagerLike] | None = None,
+) -> type[ManagerMachine]:
+    """Make a machine for a manager.
+
+    Args:
+        factory: makes the manager under test; Blockyard's own if not given, which then is also restored from its
+            snapshots.
+        same_ids: whether it must choose the same block ids as the reference model, lowest first.
+        restore: makes a manager anew from one that has nothing under way, which raises `SnapshotError` if it has.
+
+    Returns:
+        A state machine; its `TestCase` runs under pytest and unittest.
+
+    Example:
+        >>> from hypothesis import settings
+        >>> from blockyard import BlockManager
+        >>> from blockyard.testing.machines import manager_machine, run_state_machine_as_test
+        >>> machine = manager_machine(lambda config: BlockManager(**config.arguments()))
+        >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
+    """
+    made = factory or (lambda config: BlockManager(**config.arguments()))
+    again = restore or (_restored if factory is None else None)
+    members = {
+        "make_manager": staticmethod(made),
+        "same_ids": same_ids,
+        "restore": staticmethod(again) if again else None,
+    }
+    return type("ManagerMachineOf", (ManagerMachine,), members)
+
+
+def _restored(manager: ManagerLike) -> ManagerLike:
+    if not isinstance(manager, BlockManager):
+        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make it anew"
+        raise InvalidArgumentError(message)
+    return BlockManager.restore(manager.snapshot())

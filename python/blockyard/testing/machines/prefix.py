@@ -1,0 +1,434 @@
+"""`PrefixMachine`: a manager with a prefix cache, beside what must hold of one and simulated memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import ClassVar, Literal
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from blockyard._core import BlockManager, Pairs, StepDecision
+from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfBlocksError, SequenceStateError, SnapshotError
+from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
+from blockyard.testing.machines.strategies import configs
+from blockyard.testing.memory import LOST, LateMemory
+from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
+
+__all__ = ["PrefixMachine", "prefix_machine"]
+
+TIERS: tuple[TierName, ...] = ("device", "host", "external")
+WAYS = ("swap_out", "swap_in", "spill", "fetch")
+
+_pick = st.integers(0, 63)
+_picks = st.lists(_pick, min_size=1, max_size=4)
+_salts = st.sampled_from([None, None, b"", b"tenant"])
+# Prompts of a family are prefixes of each other, but for their last token.
+_prompts = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3)
+_losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.lists(_pick, min_size=1, max_size=2)
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """One sequence: what it runs under, its tokens, and those blocks that must be found while it has them."""
+
+    handle: int
+    salt: bytes | None
+    tokens: list[int]  # those that the manager was not told are negative, and nobody else's
+    published: int = 0
+    lost: bool = False
+
+    def values(self) -> list[int]:
+        """What a model writes for each token: it depends on all tokens up to it, and on the salt."""
+        state, values = hashlib.sha256(repr(self.salt).encode()), []
+        for token in self.tokens:
+            state.update(token.to_bytes(8, "little", signed=True))
+            values.append(int.from_bytes(state.digest()[:7], "little"))
+        return values
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Random steps of an engine whose prompts begin alike.
+
+    Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has
+    published must be found while the sequence has it; counters, free blocks and events must say the same. Tokens that
+    are computed from garbage are garbage, so what was published too early is read back wrongly. Transfers run as late
+    as the decisions allow, and some fail. Where nothing is under way, the manager is made anew from its snapshot, and
+    must be what it was and go on.
+
+    Attributes:
+        make_manager: makes the manager under test, which keeps so many events; `prefix_machine` sets it.
+        restore: makes a manager like one that has nothing under way; None for managers that cannot.
+        make_memory: makes the memory that decisions run on; override it to plant a fault.
+    """
+
+    make_manager: ClassVar[Callable[[Config, int], PrefixManagerLike]]
+    restore: ClassVar[Callable[[PrefixManagerLike], PrefixManagerLike] | None] = None
+    make_memory: ClassVar[Callable[[Config], LateMemory]] = LateMemory
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences: list[_Tracked] = []
+        self.running: dict[int, tuple[StepDecision, list[Pairs]]] = {}
+        self.pending: dict[int, _Tracked] = {}  # slots of this step's tokens
+        self.dirty: set[int] = set()  # handles with tokens that got slots in this step
+        self.unknown = 0
+        self.replay = EventReplay()
+
+    @initialize(config=configs(device_blocks=st.integers(3, 16)), events=st.sampled_from([3, 10_000, 10_000]))
+    def start(self, config: Config, events: int) -> None:
+        """Make manager, model and memory."""
+        self.manager = type(self).make_manager(config, events)
+        self.model = ReferencePrefixCache(config.block_size)
+        self.memory = type(self).make_memory(config)
+
+    # ---- rules ----
+
+    @rule(prompts=_prompts, salt=_salts)
+    def allocate_prompts(self, prompts: list[tuple[int, int, int]], salt: bytes | None) -> None:
+        """Admit prompts with what is cached of them, all or none."""
+        batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
+        cached = [self.manager.cached_tokens(prompt, salt=salt) for prompt in batch]
+        findable = set(self.replay.blocks)
+        try:
+            handles, hits = self.manager.allocate_prompts(batch, salt=salt)
+        except OutOfBlocksError as error:
+            _same("free blocks", error.free <= self.manager.num_blocks("device"), expected=True)
+            return
+        for prompt, handle, hit, found in zip(batch, handles.tolist(), hits.tolist(), cached, strict=True):
+            _at_most("cached tokens", found, self.model.most(prompt, salt=salt))
+            _same("hit tokens", hit, self.model.usable(found, len(prompt)))
+            self.model.count(prompt, hit)
+            table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
+            if self.replay.complete and not set(table) <= findable:
+                raise AssertionError(f"hit blocks {table}, the events say that {sorted(findable)} can be found")
+            sequence = _Tracked(handle, salt, prompt, published=len(table))
+            self.sequences.append(sequence)
+            self.write(sequence, hit)
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks, count=st.integers(0, 5), told=st.booleans(), token=st.integers(0, 2))
+    def append(self, picks: list[int], count: int, told: bool, token: int) -> None:  # noqa: FBT001 (drawn)
+        """Append tokens to a batch, and tell the manager which, or not."""
+        batch = self.chosen(picks)
+        handles = [sequence.handle for sequence in batch]
+        try:
+            if told:
+                slots = self.manager.append(handles, count, token_ids=[token] * (count * len(batch)))
+            else:
+                slots = self.manager.append(handles, count)
+        except BlockyardError:
+            return
+        for sequence, mine in zip(batch, slots.reshape(len(batch), count).tolist(), strict=True):
+            sequence.tokens += [token if told else self.fresh() for _ in range(count)]
+            self.pending.update(dict.fromkeys(mine, sequence))
+            self.dirty.add(sequence.handle)
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks)
+    def mark_computed(self, picks: list[int]) -> None:
+        """Publish what sequences have computed; refused while a step is yet to write some of it."""
+        batch = self.chosen(picks)
+        refused = any(sequence.handle in self.dirty for sequence in batch)
+        try:
+            self.manager.mark_computed([sequence.handle for sequence in batch])
+        except SequenceStateError:
+            _same("refused", found=True, expected=refused)
+            return
+        _same("refused", found=False, expected=refused)
+        for sequence in batch:
+            known = list(takewhile(lambda token: token >= 0, sequence.tokens))
+            self.model.publish(known, salt=sequence.salt)
+            sequence.published = len(self.manager.common_computed_blocks([sequence.handle]))
+            if sequence.lost or self.manager.tier(sequence.handle) != "device":
+                sequence.published = 0
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, count=st.integers(1, 2))
+    def fork(self, pick: int, count: int) -> None:
+        """Share all blocks of a sequence."""
+        (parent,) = self.chosen([pick])
+        try:
+            handles = self.manager.fork(parent.handle, count)
+        except SequenceStateError:
+            _same("lost", parent.lost, expected=True)
+            return
+        for handle in handles.tolist():
+            self.sequences.append(_Tracked(handle, parent.salt, list(parent.tokens), parent.published))
+            if parent.handle in self.dirty:
+                self.dirty.add(handle)
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=_pick, dropped=st.integers(0, 6))
+    def truncate(self, pick: int, dropped: int) -> None:
+        """Take tokens back."""
+        (sequence,) = self.chosen([pick])
+        length = max(0, len(sequence.tokens) - dropped)
+        try:
+            self.manager.truncate(sequence.handle, length)
+        except SequenceStateError:
+            _same("refused", sequence.lost or sequence.handle in self.dirty, expected=True)
+            return
+        sequence.tokens = sequence.tokens[:length]
+        sequence.published = min(sequence.published, length // self.model.block_size)
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks)
+    def free(self, picks: list[int]) -> None:
+        """Forget sequences; what only they would have read is not computed."""
+        batch = self.chosen(picks)
+        self.manager.free([sequence.handle for sequence in batch])
+        self.sequences = [sequence for sequence in self.sequences if sequence not in batch]
+        held = self.held("device")
+        self.pending = {slot: s for slot, s in self.pending.items() if slot // self.model.block_size in held}
+
+    @precondition(lambda self: self.sequences)
+    @rule(picks=_picks, way=st.sampled_from(WAYS), settled=st.booleans())
+    def move(self, picks: list[int], way: str, settled: bool) -> None:  # noqa: FBT001 (drawn)
+        """Move a batch between tiers, in the middle of a step or with nothing under way."""
+        if settled:
+            self.rest()
+        batch = self.chosen(picks)
+        handles = [sequence.handle for sequence in batch]
+        moves = {
+            "swap_out": self.manager.swap_out,
+            "swap_in": self.manager.swap_in,
+            "spill": self.manager.spill,
+            "fetch": self.manager.fetch,
+        }
+        try:
+            moves[way](handles)
+        except BlockyardError:
+            return
+        for sequence in batch:
+            sequence.published = 0
+
+    @rule(
+        goal=st.sampled_from(["max_id", "free_tail", "dense", "empty_pages", "contiguous"]),
+        number=st.integers(1, 12),
+        most=st.integers(0, 6),
+        cached=st.sampled_from(["move", "drop", "exchange"]),
+    )
+    def defragment(
+        self,
+        goal: Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"],
+        number: int,
+        most: int,
+        cached: Literal["move", "drop", "exchange"],
+    ) -> None:
+        """Decide moves within the device, which nobody notices before their ticket is completed."""
+        free, tables = self.manager.num_free("device"), self.describe()[0]
+        report = self.manager.defragment(goal, number, max_moves=most, cached=cached)
+        _at_most("moves", report.planned, most)
+        _same("free device blocks", self.manager.num_free("device"), free - report.planned)
+        _same("tables", self.describe()[0], tables)
+
+    @rule(lost=_losses)
+    def step(self, lost: list[int]) -> None:
+        """Take the decision, begin its transfers, compute the step's tokens."""
+        decision = self.manager.take_decision()
+        size = self.model.block_size
+        readers = [s for s in self.sequences if s.handle in self.dirty and self.manager.tier(s.handle) == "device"]
+        needed = {int(block) for s in readers for block in self.manager.block_table(s.handle)}
+        needed |= {slot // size for slot in self.pending}
+        single = [Pairs(p.src, p.dst, ids[None]) for _, p in decision.transfers() for ids in p.ids]
+        losses = [single[n % len(single)] for n in sorted({n % len(single) for n in lost})] if single else []
+        self.running[decision.ticket] = (decision, losses)
+        self.memory.submit(decision, needed, losses)
+        for sequence in readers:
+            self.compute(sequence)
+        self.pending, self.dirty = {}, set()
+        self.compare_free()
+
+    @rule(pick=_pick)
+    def end_ticket(self, pick: int) -> None:
+        """End a ticket: completed, or failed where some of it was lost."""
+        if self.running:
+            self.end(sorted(self.running)[pick % len(self.running)])
+
+    @rule()
+    def rest(self) -> None:
+        """End the step and all tickets."""
+        self.step([])
+        for ticket in sorted(self.running, reverse=True):
+            self.end(ticket)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached, if nothing is in use."""
+        idle = self.manager.num_free("device") == self.manager.num_blocks("device")
+        _same("reset", self.manager.reset_prefix_cache(), idle)
+        if idle:
+            self.model.computed.clear()
+            _same("cached blocks", self.manager.prefix_stats.cached_blocks, 0)
+
+    @rule(settled=st.booleans())
+    def restart(self, settled: bool) -> None:  # noqa: FBT001 (drawn)
+        """Go on with a manager made from a snapshot, if one can be taken."""
+        restore = type(self).restore
+        if restore is None:
+            return
+        if settled:
+            self.rest()
+        before = self.describe()
+        try:
+            self.manager = restore(self.manager)
+        except SnapshotError:
+            if settled:
+                raise
+        _same("the manager made anew", self.describe(), before)
+
+    # ---- what must hold ----
+
+    @invariant()
+    def books_agree(self) -> None:
+        """The manager's books are sound, the counters and events are those of its answers."""
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        stats = self.manager.prefix_stats
+        self.model.check(stats)
+        self.replay.apply(self.manager.take_events())
+        if self.replay.complete:
+            _same("findable blocks", len(self.replay.blocks), stats.cached_blocks)
+        for s in self.sequences:
+            _same("tokens", self.manager.num_tokens(s.handle), len(s.tokens))
+            known = s.tokens[: s.published * self.model.block_size]
+            if known and not s.lost:
+                _at_most("tokens published", len(known), self.manager.cached_tokens([*known, 0], salt=s.salt))
+
+    def teardown(self) -> None:
+        """Let all transfers end, read every token of every sequence, free all."""
+        if not hasattr(self, "manager"):
+            return
+        self.rest()
+        self.books_agree()
+        for sequence in self.sequences:
+            if not sequence.lost:
+                self.read_back(sequence)
+        self.manager.free([sequence.handle for sequence in self.sequences])
+        for tier in TIERS:
+            _same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
+
+    # ---- helpers ----
+
+    def describe(self) -> list[object]:
+        """What a manager made anew must have kept."""
+        handles = [sequence.handle for sequence in self.sequences]
+        tables = [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
+        cached = [
+            self.manager.cached_tokens(tokens, salt=salt) for salt, tokens in sorted(self.model.computed, key=repr)
+        ]
+        return [tables, cached, self.manager.prefix_stats, [self.manager.num_free(tier) for tier in TIERS]]
+
+    def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
+        """Different live sequences for some numbers."""
+        return [self.sequences[at] for at in dict.fromkeys(pick % len(self.sequences) for pick in picks)]
+
+    def fresh(self) -> int:
+        """A token that no other sequence has."""
+        self.unknown -= 1
+        return self.unknown
+
+    def held(self, tier: TierName) -> set[int]:
+        """Blocks that tables name."""
+        there = [s for s in self.sequences if self.manager.tier(s.handle) == tier]
+        return {int(block) for s in there for block in self.manager.block_table(s.handle)}
+
+    def write(self, sequence: _Tracked, first: int) -> None:
+        """Note that this step computes the tokens of a sequence from `first` on."""
+        slots = self.manager.slot_mapping(sequence.handle, first, len(sequence.tokens))
+        self.pending.update(dict.fromkeys(slots.tolist(), sequence))
+        self.dirty.add(sequence.handle)
+
+    def compute(self, sequence: _Tracked) -> None:
+        """Write the tokens of a sequence that this step computes, each from those before it."""
+        size = self.model.block_size
+        table = self.manager.block_table(sequence.handle).tolist()
+        found, values = self.memory.read(table, len(sequence.tokens)), sequence.values()
+        slots = [table[i // size] * size + i % size for i in range(len(values))]
+        sound = True
+        for slot, value, there in zip(slots, values, found, strict=True):
+            if slot in self.pending:
+                self.memory.write([slot], [value if sound else LOST])
+                del self.pending[slot]
+            else:
+                sound = sound and value == there
+
+    def compare_free(self) -> None:
+        """After a step: free is what no table names and no running transfer uses; moves do not hold what they read."""
+        for tier in TIERS:
+            used = self.held(tier)
+            for decision, _ in self.running.values():
+                for kind, pairs in decision.transfers():
+                    for side, column in ((pairs.src, 0), (pairs.dst, 1)):
+                        if side == tier and (kind, column) != ("move", 0):
+                            used |= set(pairs.ids[:, column].tolist())
+            _same(f"free {tier} blocks", self.manager.num_free(tier), self.manager.num_blocks(tier) - len(used))
+
+    def end(self, ticket: int) -> None:
+        """Finish a ticket's transfers and tell the manager."""
+        self.memory.finish(ticket)
+        _, lost = self.running.pop(ticket)
+        if not lost:
+            self.manager.complete(ticket)
+            return
+        hit = set(self.manager.fail(ticket, lost).tolist())
+        for sequence in self.sequences:
+            sequence.lost = sequence.lost or sequence.handle in hit
+
+    def read_back(self, sequence: _Tracked) -> None:
+        """Every token of a sequence must be where its table says."""
+        table, tier = self.manager.block_table(sequence.handle), self.manager.tier(sequence.handle)
+        found = self.memory.read(table, len(sequence.tokens), tier)
+        _same(f"tokens read through {tier} blocks {table.tolist()}", found, sequence.values())
+
+
+def prefix_machine(
+    factory: Callable[[Config, int], PrefixManagerLike] | None = None,
+    *,
+    restore: Callable[[PrefixManagerLike], PrefixManagerLike] | None = None,
+) -> type[PrefixMachine]:
+    """Make a machine for a manager with a prefix cache.
+
+    Args:
+        factory: makes the manager under test, from its sizes and how many events it is to keep; Blockyard's own if not
+            given, which then is also restored from its snapshots.
+        restore: makes a manager anew from one that has nothing under way, which raises `SnapshotError` if it has.
+
+    Returns:
+        A state machine; its `TestCase` runs under pytest and unittest.
+
+    Example:
+        >>> from hypothesis import settings
+        >>> from blockyard import BlockManager
+        >>> from blockyard.testing.machines import prefix_machine, run_state_machine_as_test
+        >>> def make(config, events):
+        ...     return BlockManager(**config.arguments(), prefix_caching=True, events=events, eviction="s3fifo")
+        >>> machine = prefix_machine(make, restore=lambda manager: BlockManager.restore(manager.snapshot()))
+        >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
+    """
+    made = factory or (lambda config, events: BlockManager(**config.arguments(), prefix_caching=True, events=events))
+    again = restore or (_restored if factory is None else None)
+    members = {"make_manager": staticmethod(made), "restore": staticmethod(again) if again else None}
+    return type("PrefixMachineOf", (PrefixMachine,), members)
+
+
+def _restored(manager: PrefixManagerLike) -> PrefixManagerLike:
+    if not isinstance(manager, BlockManager):
+        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make it anew"
+        raise InvalidArgumentError(message)
+    return BlockManager.restore(manager.snapshot())
+
+
+def _same(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise AssertionError(f"{what}: found {found}, expected {expected}")
+
+
+def _at_most(what: str, found: int, most: int) -> None:
+    if found > most:
+        raise AssertionError(f"{what}: found {found}, at most {most}")

@@ -1,0 +1,349 @@
+"""`SchedulerMachine`: a scheduler over simulated memory, whose tokens must be those of endless memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from blockyard._core import BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.scheduler import Finished, Request, Scheduler, Step
+from blockyard.testing.interfaces import Config, SchedulerLike, TierName
+from blockyard.testing.machines.side_by_side import refuse_open
+from blockyard.testing.machines.strategies import VOCABULARY, configs, requests
+from blockyard.testing.memory import SimulatedMemory
+
+__all__ = [
+    "ResizingSchedulerMachine",
+    "SchedulerMachine",
+    "draw_token",
+    "draw_tokens",
+    "reference_tokens",
+    "scheduler_machine",
+]
+
+TIERS: tuple[TierName, ...] = ("device", "host", "external")
+IDLE_STEPS = 3
+"""Steps in a row that may do nothing while requests wait."""
+
+
+def draw_token(kv: Sequence[int], index: int) -> int:
+    """Draw the next token from all that a sequence has read: any wrong token before it changes it.
+
+    Args:
+        kv: tokens at positions 0, 1, ...
+        index: of the sequence in its request.
+
+    Returns:
+        A token id below `VOCABULARY`.
+    """
+    state = index * 7919 + 13
+    for token in kv:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state % VOCABULARY
+
+
+def reference_tokens(request: Request) -> tuple[tuple[int, ...], ...]:
+    """Return what each sequence of a request generates if memory is endless and nothing is ever moved."""
+    outputs = []
+    for index in range(request.n):
+        tokens = list(request.prompt)
+        while len(tokens) < len(request.prompt) + request.max_tokens:
+            tokens.append(draw_token(tokens, index))
+            if tokens[-1] in request.stop_token_ids:
+                break
+        outputs.append(tuple(tokens[len(request.prompt) :]))
+    return tuple(outputs)
+
+
+def draw_tokens(step: Step, memory: SimulatedMemory) -> list[int]:
+    """Compute a step as a model does: write its tokens, read each row through its block table, and draw.
+
+    Args:
+        step: what `settle` returned.
+        memory: after the step's transfers.
+
+    Returns:
+        What `update` wants, a token for each of the step's draws; 0 for rows that are void.
+
+    Raises:
+        AssertionError: a row does not read the tokens that it has just written.
+    """
+    memory.write(step.slot_mapping, step.token_ids.tolist())
+    texts: dict[int, list[int]] = {}
+    starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
+    for row in range(step.rows):
+        if step.void is not None and step.void[row]:
+            continue
+        texts[row] = memory.read(step.block_tables[row], ends[row])
+        first, last = step.query_start_loc[row : row + 2].tolist()
+        new = step.token_ids[first:last].tolist()
+        if texts[row][starts[row] :] != new:
+            raise AssertionError(f"row {row} reads {texts[row][starts[row] :]} where it has just written {new}")
+    return [draw_token(texts[draw.row], draw.sequence) if draw.row in texts else 0 for draw in step.draws()]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, aborts and losses, on a scheduler over simulated memory.
+
+    Each step is carried out as an engine would: transfers, writes of the new tokens, reads through the block tables.
+    What a sequence reads must be its tokens, and what it draws must be what it would have drawn in endless memory.
+    A request is aborted between any two calls of a step, and its id used again at once. At the end the scheduler must
+    come to its end within bounds, with every block free.
+
+    Attributes:
+        make_scheduler: makes the scheduler under test over a manager; `scheduler_machine` sets it.
+        make_memory: makes the memory; override it to plant a fault.
+        max_num_seqs: most sequences of a step, for the scheduler and for the check.
+    """
+
+    make_scheduler: ClassVar[Callable[[BlockManager, Config], SchedulerLike]]
+    make_manager: ClassVar[Callable[[Config], BlockManager]]
+    make_memory: ClassVar[Callable[[Config], SimulatedMemory]] = SimulatedMemory
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[str, Request] = {}
+        self.idle = 0
+
+    @initialize(
+        config=configs(device_blocks=st.integers(4, 16), host_blocks=st.integers(0, 8)),
+        first=st.lists(requests(), min_size=2, max_size=8, unique_by=lambda request: request.request_id),
+    )
+    def start(self, config: Config, first: list[Request]) -> None:
+        """Make manager, scheduler and memory, and submit a few requests."""
+        self.manager = type(self).make_manager(config)
+        self.scheduler = type(self).make_scheduler(self.manager, config)
+        self.memory = type(self).make_memory(config)
+        for request in first:
+            self.add(request)
+
+    @rule(request=requests())
+    def add(self, request: Request) -> None:
+        """Submit a request; an id in use is refused, and what could never fit, with the numbers."""
+        try:
+            self.scheduler.add(request)
+        except InvalidArgumentError as error:
+            if request.request_id not in self.live:
+                raise AssertionError(f"{request} was refused: {error}") from error
+        except OutOfBlocksError as error:
+            if not error.wanted > error.free or request.request_id in self.live:
+                raise AssertionError(f"{request} was refused: wanted {error.wanted}, free {error.free}") from error
+        else:
+            if request.request_id in self.live:
+                raise AssertionError(f"the id of {request} is in use, and was taken")
+            self.live[request.request_id] = request
+        self.manager.check()
+
+    @rule(pick=st.integers(0, 7))
+    def abort(self, pick: int) -> None:
+        """Abort a request, or one that there is not."""
+        if self.live:
+            self.drop(pick)
+        else:
+            self.refuse_abort("nobody")
+
+    @rule(
+        lost=st.builds(list) | st.builds(list) | st.lists(st.integers(0, 63), min_size=1, max_size=2),
+        when=st.sampled_from(["never", "never", "scheduled", "settled"]),
+        pick=st.integers(0, 7),
+        again=st.none() | requests(),
+    )
+    def step(self, lost: list[int], when: str, pick: int, again: Request | None) -> None:
+        """Run one step, in which pairs may be lost and a request aborted and its id used again."""
+        step = self.scheduler.schedule()
+        self.check_shape(step)
+        if when == "scheduled":
+            self.resubmit(pick, again)
+        losses = self.execute(step, lost)
+        step = self.scheduler.settle(step, losses)
+        if when == "settled":
+            self.resubmit(pick, again)
+        rows = step.rows
+        for finished in self.scheduler.update(step, self.compute(step)):
+            self.finish(finished)
+        self.manager.check()
+        busy = rows > 0 or len(step.decision) > 0 or bool(losses) or not self.live
+        self.idle = 0 if busy else self.idle + 1
+        if self.idle > IDLE_STEPS:
+            raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
+
+    @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1))
+    def run(self, count: int, lost: list[int]) -> None:
+        """Run some steps, undisturbed but for losses."""
+        for _ in range(count):
+            self.step(lost=lost, when="never", pick=0, again=None)
+
+    def teardown(self) -> None:
+        """Run to the end; every block must be free then."""
+        if not hasattr(self, "scheduler"):
+            return
+        longest = max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
+        for _ in range((longest + IDLE_STEPS + 2) * (len(self.live) + 1) * 4):
+            if not self.live:
+                break
+            self.step(lost=[], when="never", pick=0, again=None)
+        if self.live or self.scheduler.num_unfinished:
+            raise AssertionError(
+                f"{len(self.live)} requests are left, {self.scheduler.num_unfinished} in the scheduler"
+            )
+        refuse_open(self.manager)
+        for tier in TIERS:
+            free, blocks = self.manager.num_free(tier), self.manager.num_blocks(tier)
+            if free != blocks or self.manager.num_sequences:
+                raise AssertionError(
+                    f"{free} of {blocks} {tier} blocks are free, {self.manager.num_sequences} sequences"
+                )
+
+    # ---- helpers ----
+
+    def check_shape(self, step: Step) -> None:
+        """All arrays must agree on rows and tokens."""
+        tokens, rows = len(step.token_ids), step.rows
+        by_row = (len(step.seats), len(step.start), len(step.block_tables), len(step.query_start_loc) - 1)
+        if len(step.slot_mapping) != tokens or set(by_row) != {rows} or int(step.query_start_loc[-1]) != tokens:
+            raise AssertionError(
+                f"{tokens} tokens end at {step.query_start_loc[-1]} and have {len(step.slot_mapping)} slots, "
+                f"{rows} rows have arrays of {by_row}"
+            )
+        if not 0 <= step.decodes <= step.samples <= rows or (step.lengths < 1).any():
+            raise AssertionError(
+                f"{step.decodes} decodes and {step.samples} samples of {rows} rows of {step.lengths.tolist()} tokens"
+            )
+        if len(set(step.slot_mapping.tolist())) < tokens:
+            raise AssertionError(f"two tokens of a step share a slot: {step.slot_mapping.tolist()}")
+        if len(set(step.seats.tolist())) < rows:
+            raise AssertionError(f"two rows of a step share a seat: {step.seats.tolist()}")
+
+    def execute(self, step: Step, numbers: Sequence[int]) -> list[Pairs]:
+        """Carry out a decision; some transfers with the external tier are lost, before copies are made from them."""
+        transfers = [(kind, pairs) for kind, pairs in step.decision.transfers() if kind in ("spill", "fetch")]
+        single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in transfers for ids in pairs.ids]
+        losses = [single[number % len(single)] for number in sorted(set(numbers))] if single else []
+        lossy = {id(loss): loss for loss in losses}
+        for kind, pairs in step.decision.transfers():
+            self.memory.transfer(kind, pairs)
+            for loss in lossy.values():
+                if kind in ("spill", "fetch") and (loss.src, loss.dst) == (pairs.src, pairs.dst):
+                    self.memory.lose(loss)
+        return losses
+
+    def compute(self, step: Step) -> list[int]:
+        """Write the step's tokens, read each sequence through its table, and draw."""
+        return draw_tokens(step, self.memory)
+
+    def finish(self, finished: Finished) -> None:
+        """A finished request must be live, and have drawn what endless memory gives."""
+        name = finished.request.request_id
+        if self.live.get(name) is not finished.request:
+            raise AssertionError(f"{finished.request} finished and is not live")
+        expected = reference_tokens(finished.request)
+        found = tuple(tuple(int(token) for token in tokens) for tokens in finished.outputs)
+        if found != expected:
+            raise AssertionError(f"{finished.request}: drew {found}, in endless memory {expected}")
+        del self.live[name]
+
+    def drop(self, pick: int) -> str:
+        """Abort one of the live requests."""
+        name = sorted(self.live)[pick % len(self.live)]
+        self.scheduler.abort(name)
+        del self.live[name]
+        self.refuse_abort(name)
+        self.manager.check()
+        return name
+
+    def refuse_abort(self, name: str) -> None:
+        """A request that there is not cannot be aborted."""
+        try:
+            self.scheduler.abort(name)
+        except InvalidArgumentError:
+            return
+        raise AssertionError(f"request {name!r} is not there and was aborted")
+
+    def resubmit(self, pick: int, again: Request | None) -> None:
+        """Abort a request, and perhaps submit another under its id, in the middle of a step."""
+        if not self.live:
+            return
+        name = self.drop(pick)
+        if again is not None:
+            self.add(replace(again, request_id=name))
+
+
+class ResizingSchedulerMachine(SchedulerMachine):
+    """The same while the device shrinks and grows between steps, at most to what it had at first.
+
+    A request may end early then, with an `OutOfBlocksError`, if and only if the device of that step could not hold it
+    to its end; what it has drawn until then must be right, too.
+    """
+
+    room = 0  # blocks that the step at hand can give to one request
+
+    @rule(blocks=st.integers(1, 16))
+    def resize(self, blocks: int) -> None:
+        """Give the device another size."""
+        blocks = min(blocks, len(self.memory.tiers["device"]))
+        self.manager.resize_device(blocks)
+        self.manager.check()
+
+    def check_shape(self, step: Step) -> None:
+        """What has just been scheduled must fit to its end."""
+        super().check_shape(step)
+        self.room = self.manager.num_blocks("device") - self.manager.watermark_blocks
+        for name in {step.owner(row)[0] for row in range(step.rows)}:
+            needed = least_blocks(self.live[name], self.manager.block_size)
+            if needed > self.room:
+                raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")
+
+    def finish(self, finished: Finished) -> None:
+        """A request that ends early must have been too large, and have drawn right until then."""
+        if finished.error is None:
+            super().finish(finished)
+            return
+        request = finished.request
+        if self.live.pop(request.request_id, None) is not request:
+            raise AssertionError(f"{request} was refused and is not live")
+        most = request.n * least_blocks(request, self.manager.block_size)
+        if not finished.error.wanted > finished.error.free or most <= self.room:
+            raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
+        whole = reference_tokens(request)
+        if not all(tokens == right[: len(tokens)] for tokens, right in zip(finished.outputs, whole, strict=True)):
+            raise AssertionError(f"{request}: drew {finished.outputs}, in endless memory {whole}")
+
+
+def least_blocks(request: Request, block_size: int) -> int:
+    """Device blocks of one of a request's sequences at its end."""
+    return -(-(len(request.prompt) + request.max_tokens) // block_size)
+
+
+def scheduler_machine(
+    factory: Callable[[BlockManager, Config], SchedulerLike] | None = None,
+    *,
+    manager: Callable[[Config], BlockManager] | None = None,
+    resize: bool = False,
+) -> type[SchedulerMachine]:
+    """Make a machine for a scheduler.
+
+    Args:
+        factory: makes the scheduler under test over a manager; Blockyard's own if not given.
+        manager: makes that manager; Blockyard's own if not given.
+        resize: shrink and grow the device meanwhile, as `ResizingSchedulerMachine` does.
+
+    Returns:
+        A state machine; its `TestCase` runs under pytest and unittest.
+
+    Example:
+        >>> from hypothesis import settings
+        >>> from blockyard.scheduler import Scheduler
+        >>> from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
+        >>> machine = scheduler_machine(lambda manager, config: Scheduler(manager, preemption_mode="swap"))
+        >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
+    """
+    members = {
+        "make_scheduler": staticmethod(factory or (lambda manager, _: Scheduler(manager))),
+        "make_manager": staticmethod(manager or (lambda config: BlockManager(**config.arguments()))),
+    }
+    return type("SchedulerMachineOf", (ResizingSchedulerMachine if resize else SchedulerMachine,), members)

@@ -1,0 +1,201 @@
+"""A manager beside the reference model: every call goes to both, and they must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+from blockyard._core import AllocStatus, Pairs, StepDecision
+from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
+from blockyard.testing.interfaces import ManagerLike, TierName
+from blockyard.testing.memory import LateMemory
+from blockyard.testing.model import ReferenceManager
+
+__all__ = ["SideBySide", "Tracked", "can_move", "handles_of", "move", "same"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One sequence: its handle in the manager and in the model, and the tokens that must be read back."""
+
+    real: int
+    model: int
+    tokens: list[int] = field(default_factory=list)
+    lost: bool = False
+
+
+class SideBySide:
+    """A manager, the model and memory, and what a state machine keeps of their sequences and transfers.
+
+    Attributes:
+        same_ids: whether the manager must choose the same blocks as the model.
+    """
+
+    same_ids: ClassVar[bool] = True
+    manager: ManagerLike
+    model: ReferenceManager
+    memory: LateMemory
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequences: list[Tracked] = []
+        self.freed: list[Tracked] = []
+        self.tickets: list[int] = []
+        self.losses: dict[int, list[Pairs]] = {}
+        self.pending: list[tuple[int, int]] = []  # slots and tokens of this step
+        self.written: set[int] = set()  # real handles with pending tokens
+        self.waited: set[int] = set()  # tickets whose device reads some step has waited for
+        self.next_token = 0
+
+    def both(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> tuple[T | None, T | None]:
+        """Call manager and model; both must succeed, or both fail alike."""
+        found, error = _outcome(real, self.manager)
+        expected, refusal = _outcome(model, self.model)
+        if (error is None) != (refusal is None):
+            raise AssertionError(f"the manager: {error or found!r}, the model: {refusal or expected!r}")
+        if error is not None and refusal is not None:
+            if not isinstance(refusal, type(error)):
+                raise AssertionError(f"the manager: {error!r}, the model: {refusal!r}")
+            if isinstance(error, OutOfBlocksError) and isinstance(refusal, OutOfBlocksError):
+                numbers = [(e.tier, e.wanted, e.free, e.total) for e in (error, refusal)]
+                same("tier, wanted, free, total", *numbers)
+            return None, None
+        return found, expected
+
+    def do(self, real: Callable[[ManagerLike], None], model: Callable[[ManagerLike], None]) -> bool:
+        """Call manager and model for what they change; returns whether they have done it."""
+
+        def did(call: Callable[[ManagerLike], None], manager: ManagerLike) -> bool:
+            call(manager)
+            return True
+
+        return self.both(lambda m: did(real, m), lambda m: did(model, m))[0] is not None
+
+    def agree(self, real: Callable[[ManagerLike], T], model: Callable[[ManagerLike], T]) -> T | None:
+        """Call manager and model; they must answer the same."""
+        found, expected = self.both(real, model)
+        same("answer", found, expected)
+        return found
+
+    def chosen(self, picks: Sequence[int]) -> list[Tracked]:
+        """Sequences for some numbers; high ones pick a freed one, if there is any."""
+        freed, live = self.freed, self.sequences
+        stale = [freed[pick % len(freed)] if freed and (pick >= 62 or not live) else None for pick in picks]
+        return [old or live[pick % len(live)] for pick, old in zip(picks, stale, strict=True) if old or live]
+
+    def one(self, pick: int) -> Tracked | None:
+        """One sequence, if there is any."""
+        return next(iter(self.chosen([pick])), None)
+
+    def fresh(self, count: int) -> list[int]:
+        """Tokens that no sequence has had."""
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    def adopt(self, sequence: Tracked, first: int, length: int) -> None:
+        """Keep a new sequence, whose tokens from `first` on this step writes."""
+        tokens = self.fresh(length - first)
+        sequence.tokens += tokens
+        self.pending += zip(self.manager.slot_mapping(sequence.real, first, length).tolist(), tokens, strict=True)
+        self.written.add(sequence.real)
+        self.sequences.append(sequence)
+
+    def readable(self) -> list[Tracked]:
+        """Sequences whose tables the manager gives out for this step."""
+
+        def is_readable(sequence: Tracked) -> bool:
+            try:
+                self.manager.block_tables([sequence.real])
+            except SequenceStateError:
+                return False
+            return not sequence.lost
+
+        return [sequence for sequence in self.sequences if is_readable(sequence)]
+
+    def compare_decisions(self, decision: StepDecision, expected: StepDecision) -> None:
+        """Every pair must be the same; what a step need not wait for again, an earlier one has waited for."""
+        same("transfers", _plain(decision), _plain(expected))
+        missing = set(expected.after) - set(decision.after) - self.waited
+        if missing or not set(decision.after) <= {*self.tickets, decision.ticket}:
+            raise AssertionError(f"the step runs after {decision.after}, must run after {expected.after}")
+        self.waited |= set(decision.after)
+
+    def some_pairs(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
+        """Pairs of a decision that are to be lost."""
+        single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in decision.transfers() for ids in pairs.ids]
+        return [single[number % len(single)] for number in sorted(set(numbers))] if single else []
+
+    def end(self, ticket: int) -> None:
+        """Finish a ticket's transfers and tell manager and model."""
+        self.memory.finish(ticket)
+        self.tickets.remove(ticket)
+        lost = self.losses.pop(ticket)
+        if not lost:
+            self.do(lambda m: m.complete(ticket), lambda m: m.complete(ticket))
+            return
+        real, model = self.manager.fail(ticket, lost), self.model.fail(ticket, lost)
+        hit = {int(handle) for handle in real}
+        expected = {int(handle) for handle in model}
+        same("lost sequences", hit, {s.real for s in self.sequences if s.model in expected}, when=self.same_ids)
+        for sequence in self.sequences:
+            sequence.lost = sequence.lost or sequence.real in hit
+
+    def read_back(self, sequence: Tracked) -> None:
+        """Every token of a sequence must be where its table says."""
+        table, tier = self.manager.block_table(sequence.real), self.manager.tier(sequence.real)
+        found = self.memory.read(table, len(sequence.tokens), tier)
+        same(f"tokens read through {tier} blocks {table.tolist()}", found, sequence.tokens)
+
+
+def _outcome(call: Callable[[ManagerLike], T], manager: ManagerLike) -> tuple[T | None, BlockyardError | None]:
+    try:
+        return call(manager), None
+    except BlockyardError as error:
+        return None, error
+
+
+def handles_of(batch: Sequence[Tracked]) -> tuple[list[int], list[int]]:
+    """Handles of a batch in the manager and in the model."""
+    return [sequence.real for sequence in batch], [sequence.model for sequence in batch]
+
+
+def can_move(manager: ManagerLike, way: str, handles: list[int], lookahead: int) -> bool | AllocStatus:
+    """Whether a batch can move `"swap_out"`, `"swap_in"`, `"spill"` or `"fetch"`."""
+    if way == "swap_out":
+        return manager.can_swap_out(handles)
+    if way == "spill":
+        return manager.can_spill(handles)
+    if way == "swap_in":
+        return manager.can_swap_in(handles, lookahead=lookahead)
+    return manager.can_fetch(handles, lookahead=lookahead)
+
+
+def move(manager: ManagerLike, way: str, handles: list[int]) -> None:
+    """Move a batch that way."""
+    moves = {
+        "swap_out": manager.swap_out,
+        "spill": manager.spill,
+        "swap_in": manager.swap_in,
+        "fetch": manager.fetch,
+    }
+    moves[way](handles)
+
+
+def _plain(decision: StepDecision) -> list[tuple[str, TierName, TierName, list[list[int]]]]:
+    return [(kind, pairs.src, pairs.dst, pairs.ids.tolist()) for kind, pairs in decision.transfers()]
+
+
+def same(what: str, found: object, expected: object, *, when: bool = True) -> None:
+    """Fail unless two values are equal."""
+    if when and found != expected:
+        raise AssertionError(f"{what}: found {found}, expected {expected}")
+
+
+def refuse_open(manager: object) -> None:
+    """Fail if a manager has open tickets at the end; managers that do not tell which they have are not asked."""
+    tell = getattr(manager, "open_tickets", tuple)
+    if left := tuple(tell()):
+        raise AssertionError(f"tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

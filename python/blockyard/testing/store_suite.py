@@ -1,0 +1,201 @@
+# ruff: noqa: D102 (the names of the tests are sentences)
+"""The shared tier test: what every `ExternalStore` must do, as a class that a plug-in's own tests subclass.
+
+    from blockyard.testing.store_suite import StoreSuite
+
+    class TestMyStore(StoreSuite):
+        def open_store(self) -> ExternalStore:
+            return open_store("mystore://...", bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
+
+It needs no pytest; pytest finds the methods called `test_*`, and so can a loop.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
+from blockyard.stores.base import Completion, ExternalStore
+
+__all__ = ["StoreSuite"]
+
+PATIENCE = 30.0
+
+
+class StoreSuite(ABC):
+    """Tests of an `ExternalStore`; each opens its own and closes it.
+
+    Attributes:
+        bytes_per_block: of the stores that `open_store` opens; not a multiple of a page, on purpose.
+        num_slots: likewise, at least 8.
+    """
+
+    bytes_per_block = 5000
+    num_slots = 32
+
+    @abstractmethod
+    def open_store(self) -> ExternalStore:
+        """Open a fresh, empty store of `num_slots` slots of `bytes_per_block` bytes."""
+
+    def rows(self, count: int, seed: int = 0) -> NDArray[np.uint8]:
+        """Return random blocks, uint8 `[count, bytes_per_block]`."""
+        return np.random.default_rng(seed).integers(0, 256, (count, self.bytes_per_block), dtype=np.uint8)
+
+    def test_shape_is_what_was_asked_for(self) -> None:
+        with self.open_store() as store:
+            _check(isinstance(store, ExternalStore), "open_store must return an ExternalStore")
+            _equal((store.num_slots, store.bytes_per_block), (self.num_slots, self.bytes_per_block), "shape")
+
+    def test_blocks_come_back_in_any_order(self) -> None:
+        with self.open_store() as store:
+            slots, rows = np.arange(self.num_slots), self.rows(self.num_slots)
+            written = store.wait(store.submit_write(slots, rows), PATIENCE)
+            _equal(written.ok.tolist(), [True] * self.num_slots, "writes")
+            _equal(written.rows.shape, (0, self.bytes_per_block), "rows of a write")
+            order = np.random.default_rng(1).permutation(self.num_slots)
+            _read(store, order, rows[order])
+
+    def test_a_slot_may_be_read_twice_in_one_batch(self) -> None:
+        with self.open_store() as store:
+            rows = self.rows(1)
+            store.wait(store.submit_write(np.array([3]), rows), PATIENCE)
+            _read(store, np.array([3, 3]), np.concatenate([rows, rows]))
+
+    def test_bytes_are_copied_before_submit_returns(self) -> None:
+        with self.open_store() as store:
+            rows = self.rows(8)
+            before = rows.copy()
+            ticket = store.submit_write(np.arange(8), rows)
+            rows[:] = 0
+            store.wait(ticket, PATIENCE)
+            _read(store, np.arange(8), before)
+
+    def test_a_read_sees_the_write_submitted_before_it(self) -> None:
+        with self.open_store() as store:
+            slots, tickets = np.arange(4), []
+            for seed in range(20):
+                tickets.append(store.submit_write(slots, self.rows(4, seed)))
+                tickets.append(store.submit_read(slots))
+            for seed, (write, read) in enumerate(zip(tickets[::2], tickets[1::2], strict=True)):
+                _check(bool(store.wait(write, PATIENCE).ok.all()), f"write {seed} failed")
+                _whole(store.wait(read, PATIENCE), self.rows(4, seed))
+
+    def test_a_slot_never_written_is_a_miss_of_zeros(self) -> None:
+        with self.open_store() as store:
+            rows = self.rows(1)
+            store.wait(store.submit_write(np.array([1]), rows), PATIENCE)
+            read = store.wait(store.submit_read(np.array([0, 1])), PATIENCE)
+            _equal(read.ok.tolist(), [False, True], "ok")
+            _check(bool(read.reasons[0]) and not read.reasons[1], f"a miss must have a reason, found {read.reasons}")
+            _check(not read.rows[0].any(), "the row of a miss must be zero")
+            _check(np.array_equal(read.rows[1], rows[0]), "the block beside a miss is wrong")
+            _equal(sum(store.stats().misses.values()), 1, "misses counted")
+
+    def test_a_ticket_is_reported_once_and_collected_once(self) -> None:
+        with self.open_store() as store:
+            ticket = store.submit_read(np.array([0]))
+            other = store.submit_read(np.array([0]))
+            store.wait(other, PATIENCE)
+            seen: list[int] = []
+            until = time.monotonic() + PATIENCE
+            while not seen and time.monotonic() < until:
+                time.sleep(0.001)
+                seen += store.poll()
+            _equal(seen, [ticket], "poll")
+            _equal(store.poll(), [], "second poll")
+            _equal(store.wait(ticket, PATIENCE).ticket, ticket, "ticket")
+            _raises(UnknownTicketError, lambda: store.wait(ticket))
+            _raises(UnknownTicketError, lambda: store.wait(1 << 40))
+
+    def test_an_empty_batch_is_a_batch(self) -> None:
+        with self.open_store() as store:
+            none = np.zeros(0, np.int64)
+            _equal(store.wait(store.submit_write(none, self.rows(0)), PATIENCE).ok.tolist(), [], "write")
+            _equal(store.wait(store.submit_read(none), PATIENCE).rows.shape, (0, self.bytes_per_block), "read")
+
+    def test_giving_up_at_once_raises_nothing(self) -> None:
+        with self.open_store() as store:
+            completion = store.wait(store.submit_write(np.arange(8), self.rows(8)), 0.0)
+            _equal(len(completion.ok), 8, "entries")
+            reasons = {reason for ok, reason in zip(completion.ok, completion.reasons, strict=True) if not ok}
+            _check(reasons <= {"timeout"}, f"reasons must be timeout, found {reasons}")
+            read = store.wait(store.submit_read(np.arange(8)), PATIENCE)
+            _equal(read.ok.tolist(), completion.ok.tolist(), "a write that was given up must read as a miss")
+
+    def test_bad_slots_are_refused_and_change_nothing(self) -> None:
+        with self.open_store() as store:
+            rows = self.rows(2)
+            store.wait(store.submit_write(np.array([0, 1]), rows), PATIENCE)
+            for bad in ([0, self.num_slots], [0, -1], [1, 1]):
+                _raises(MappingError, partial(store.submit_write, np.array(bad), self.rows(2, 5)))
+            _raises(MappingError, lambda: store.submit_read(np.array([0, self.num_slots])))
+            _read(store, np.array([0, 1]), rows)
+            _equal(store.stats().written_blocks, 2, "written blocks")
+
+    def test_bad_arrays_are_refused(self) -> None:
+        with self.open_store() as store:
+            slots, rows = np.array([0, 1]), self.rows(2)
+            wrong: list[object] = [rows[:, :-1], rows[:1], rows.view(np.int8), rows[0], rows.astype(np.float32)]
+            for bad in cast("list[NDArray[np.uint8]]", wrong):
+                _raises(InvalidArgumentError, partial(store.submit_write, slots, bad))
+            wrong = [slots.astype(np.int32), slots.reshape(1, 2), slots.astype(np.float64)]
+            for worse in cast("list[NDArray[np.int64]]", wrong):
+                _raises(InvalidArgumentError, partial(store.submit_write, worse, rows))
+                _raises(InvalidArgumentError, partial(store.submit_read, worse))
+
+    def test_counters_count(self) -> None:
+        with self.open_store() as store:
+            store.wait(store.submit_write(np.arange(5), self.rows(5)), PATIENCE)
+            store.wait(store.submit_read(np.arange(3)), PATIENCE)
+            stats = store.stats()
+            _equal((stats.written_blocks, stats.read_blocks), (5, 3), "blocks")
+            _equal(stats.written_bytes, 5 * self.bytes_per_block, "bytes written")
+            _equal(stats.read_bytes, 3 * self.bytes_per_block, "bytes read")
+            _equal((stats.errors, stats.checksum_failures, stats.misses), (0, 0, {}), "failures")
+
+    def test_a_closed_store_refuses_batches(self) -> None:
+        store = self.open_store()
+        store.close()
+        store.close()
+        _raises(StoreError, lambda: store.submit_read(np.array([0])))
+        _raises(StoreError, lambda: store.submit_write(np.array([0]), self.rows(1)))
+
+    def test_what_was_under_way_can_be_collected_after_closing(self) -> None:
+        store = self.open_store()
+        tickets = [store.submit_write(np.arange(8), self.rows(8, seed)) for seed in range(20)]
+        store.close()
+        for ticket in tickets:
+            completion = store.wait(ticket, PATIENCE)
+            reasons = {reason for ok, reason in zip(completion.ok, completion.reasons, strict=True) if not ok}
+            _check(reasons <= {"closed"}, f"reasons must be closed, found {reasons}")
+
+
+def _check(condition: bool, message: str) -> None:  # noqa: FBT001 (reads like an assert statement)
+    if not condition:
+        raise AssertionError(message)
+
+
+def _equal(found: object, expected: object, what: str) -> None:
+    _check(found == expected, f"{what}: found {found}, expected {expected}")
+
+
+def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
+    try:
+        call()
+    except kind:
+        return
+    raise AssertionError(f"expected {kind.__name__}, nothing was raised")
+
+
+def _whole(read: Completion, rows: NDArray[np.uint8]) -> None:
+    _equal(read.ok.tolist(), [True] * len(rows), f"reads (reasons {set(read.reasons)})")
+    _check(np.array_equal(read.rows, rows), "a block came back with other bytes")
+
+
+def _read(store: ExternalStore, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+    _whole(store.wait(store.submit_read(slots), PATIENCE), rows)

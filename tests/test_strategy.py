@@ -1,0 +1,174 @@
+"""The table of ways between host and device: its file, its rules, and that the compiled library reads them alike."""
+
+import ctypes
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.engine import ops
+from blockyard.engine.ops import strategy
+from blockyard.engine.ops.library import op_library
+from blockyard.engine.ops.strategy import ALLOWED, MOST, WAYS, Rule, WayTable, read_table, table_path, use_rules
+from blockyard.errors import InvalidArgumentError, MappingError
+
+TABLE = WayTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")))
+CUDA = Path(__file__).resolve().parent.parent / "cuda"
+SHIM = """
+#include "ways.h"
+using namespace blockyard;
+extern "C" void use(const int64_t* rules, int64_t count) {
+    std::vector<WayRule> read;
+    for (int64_t n = 0; n < count; ++n, rules += 4)
+        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Way>(rules[3])});
+    set_ways(1, read);
+}
+extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count) {
+    return static_cast<int64_t>(choose_way(device, static_cast<Direction>(direction), bytes, count));
+}
+"""
+
+
+def test_the_first_rule_that_holds_decides():
+    assert TABLE.way("h2d", 8192, 1000) == "kernel"
+    assert TABLE.way("h2d", 8193, 1000) == "batch"
+    assert TABLE.way("h2d", 8192, 1001) == "batch"
+    assert TABLE.way("d2h", 1 << 30, 2) == "loop"
+    assert TABLE.way("d2h", 1 << 30, 4) == "batch"
+    assert TABLE.way("d2d", 1, 1) == "kernel"
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path):
+    path = tmp_path / "deep" / "ways.json"
+    TABLE.save(path)
+    assert read_table(path) == TABLE
+    assert [file.name for file in path.parent.iterdir()] == ["ways.json"]
+
+
+GOOD = {"version": 2, "device": "d", "torch_cuda": "13.0", "rules": []}
+BROKEN = {
+    "another version": {**GOOD, "version": 1},
+    "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
+    "an unknown way": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1, "max_count": 1, "way": "magic"}]},
+    "a way of another direction": {
+        **GOOD,
+        "rules": [{"direction": "d2d", "max_bytes": 1, "max_count": 1, "way": "batch"}],
+    },
+    "an unknown direction": {**GOOD, "rules": [{"direction": "up", "max_bytes": 1, "max_count": 1, "way": "loop"}]},
+    "a fraction": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1.5, "max_count": 1, "way": "loop"}]},
+    "a huge number": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 2**70, "max_count": 1, "way": "loop"}]},
+    "a missing field": {**GOOD, "rules": [{"direction": "h2d"}]},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_that_is_no_table_is_as_none(tmp_path: Path, case: str):
+    path = tmp_path / "ways.json"
+    path.write_text(json.dumps(GOOD))
+    assert read_table(path) is not None
+    path.write_text(json.dumps(BROKEN[case]))
+    assert read_table(path) is None
+    path.write_bytes(b"\xff{")
+    assert read_table(path) is None
+    assert read_table(tmp_path / "absent") is None
+
+
+def test_the_file_is_named_by_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
+    assert table_path("NVIDIA H200 (80/GB)") == tmp_path / "ways-nvidia-h200-80-gb.json"
+    monkeypatch.delenv("BLOCKYARD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert table_path("A").parent == tmp_path / "blockyard"
+
+
+def test_a_cached_table_is_used_with_its_cuda_release_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    for release, used in (("0.0", None), (str(torch.version.cuda), TABLE.rules)):
+        WayTable("card", release, TABLE.rules).save(table_path("card"))
+        strategy.use_cached.cache_clear()
+        table = strategy.use_cached(0)
+        assert (table.rules if table else None) == used
+    strategy.use_cached.cache_clear()
+    table_path("card").unlink()
+    with strategy.forced(0, "loop"):
+        assert strategy.use_cached(0) is None
+    strategy.use_cached.cache_clear()
+
+
+def test_rules_of_no_way_are_refused():
+    with pytest.raises(InvalidArgumentError, match="magic"):
+        use_rules(0, (Rule("h2d", 1, 1, "magic"),))
+    with pytest.raises(InvalidArgumentError, match="d2d: kernel, bulk"):
+        use_rules(0, (Rule("d2d", 1, 1, "batch"),))
+
+
+def test_one_way_is_forced_where_copies_may_go_it(monkeypatch: pytest.MonkeyPatch):
+    used: list[tuple[Rule, ...]] = []
+    monkeypatch.setattr(strategy, "use_cached", lambda index: TABLE)
+    monkeypatch.setattr(strategy, "use_rules", lambda index, rules: used.append(rules))
+    for way, directions in (("bulk", {"h2d", "d2h", "d2d"}), ("batch", {"h2d", "d2h"})):
+        with strategy.forced(0, way):
+            assert {rule.direction for rule in used[-1]} == directions
+            assert {rule.way for rule in used[-1]} == {way}
+        assert used[-1] == TABLE.rules
+
+
+@pytest.mark.parametrize(
+    ("device", "rules", "message"),
+    [
+        (-1, [[0, 1, 1, 1]], "device -1"),
+        (64, [[0, 1, 1, 1]], "device 64"),
+        (0, [[0, 1, 1, 5]], "way 5, there are 4"),
+        (0, [[3, 1, 1, 1]], "direction 3, there are 3"),
+    ],
+)
+def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list[int]], message: str):
+    if not op_library().loaded:
+        pytest.skip(op_library().explain())
+    with pytest.raises(MappingError, match=message):
+        ops._call(torch.ops.blockyard.set_ways, device, torch.tensor(rules))
+    with pytest.raises(MappingError, match="rules are not int64"):
+        ops._call(torch.ops.blockyard.set_ways, 0, torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("ways")
+    (folder / "shim.cpp").write_text(SHIM)
+    sources = [str(folder / "shim.cpp"), str(CUDA / "ways.cpp"), "-o", str(folder / "shim.so")]
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CUDA}", *sources], check=True)
+    library = ctypes.CDLL(str(folder / "shim.so"))
+    library.choose.restype = ctypes.c_int64
+    library.choose.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+def test_a_machine_without_a_device_has_no_bulk_engine():
+    if not op_library().loaded or torch.cuda.is_available():
+        pytest.skip("there is a CUDA device, or no op library")
+    assert not any(torch.ops.blockyard.has_bulk(index) for index in (-1, 0, 64))
+
+
+SMALL = st.integers(0, 6)
+DIRECTIONS = list(ALLOWED)
+RULES = st.sampled_from(DIRECTIONS).flatmap(
+    lambda direction: st.builds(Rule, st.just(direction), SMALL, SMALL, st.sampled_from(ALLOWED[direction]))
+)
+
+
+@given(st.lists(RULES, max_size=5), st.sampled_from(DIRECTIONS), SMALL, SMALL)
+def test_the_library_chooses_as_the_table_does(
+    shim: ctypes.CDLL, rules: list[Rule], direction: str, num_bytes: int, count: int
+):
+    place = DIRECTIONS.index(direction)
+    numbers = [n for r in rules for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, WAYS[r.way])]
+    shim.use((ctypes.c_int64 * max(1, len(numbers)))(*numbers), ctypes.c_int64(len(rules)))
+    wanted = WAYS[WayTable("", "", tuple(rules)).way(direction, num_bytes, count)]
+    assert shim.choose(1, place, num_bytes, count) == wanted
+    assert shim.choose(64, place, num_bytes, count) == WAYS[ALLOWED[direction][0]]
