@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from blockyard import InvalidArgumentError, MappingError
 from blockyard.engine.fill import HostFill
-from blockyard.plan import FillMap
+from blockyard._core import FillMap
 
 
 def ids(*listed: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blockyard import AllocStatus, BlockManager, CacheGroup, DecodeBatch, InvalidArgumentError, UnknownSequenceError
+from blockyard import AllocStatus, BlockManager, CacheGroup, InvalidArgumentError, UnknownSequenceError
 
 FULL = CacheGroup.full_attention()
 STATE = CacheGroup.recurrent()
@@ -102,25 +102,20 @@ def test_append_gives_each_group_its_slots() -> None:
         assert np.array_equal(tables[2 * group : 2 * group + 2, :3], manager.block_tables(sequences, group=group))
 
 
-def test_a_decode_batch_keeps_one_part_of_its_arrays_for_each_group() -> None:
+def test_append_keeps_the_table_rows_of_each_group() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6)])
-    tables, slots = np.zeros((2, 3, 8), dtype=np.int32), np.full((2, 5), -1, dtype=np.int64)
-    batch = DecodeBatch(manager, tables.reshape(6, 8), slots.reshape(10))
+    tables = np.zeros((2, 2, 8), dtype=np.int32)
     sequences = manager.allocate([5, 9])
-    batch.add(sequences)
     for _ in range(12):
         settle(manager)
-        assert batch.append() == 2
+        slots = manager.append(sequences, block_tables=tables.reshape(4, 8)).reshape(2, 2)
         for group in range(2):
             shown = manager.block_tables(sequences, group=group)
-            assert np.array_equal(tables[group, :2, : shown.shape[1]], shown)
+            assert np.array_equal(tables[group, :, : shown.shape[1]], shown)
             for row, sequence in enumerate(sequences):
                 last = manager.num_tokens(sequence)
                 assert slots[group, row] == manager.slot_mapping(sequence, last - 1, last, group=group)[0]
-    assert (slots[:, 2:] == -1).all()
     assert (tables[1, 1] == 0).sum() > (tables[0, 1] == 0).sum(), "the window gave blocks back"
-    batch.remove(0)
-    assert not tables[:, 1:].any()
 
 
 def test_a_recurrent_group_holds_two_states_at_most_and_a_fork_copies_the_one_it_writes() -> None:

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import LAYOUTS
 
-from blockyard import BlockManager, DecodeBatch, InvalidArgumentError, export_keys
+from blockyard import BlockManager, InvalidArgumentError, export_keys
 from blockyard._core import (
     BlockObserver,
-    CopyRoute,
     copy_rows,
     exchange_rows,
     expand_span,
@@ -111,15 +110,6 @@ def slot_mapping(new: Guarded) -> Case:
     return Case(lambda out: forget(manager.slot_mapping(int(handles[1]), 0, 5, out)), {"out": new(5, np.int64)})
 
 
-def route(new: Guarded) -> Case:
-    def call(regions: Array, pairs: Array, out: Array) -> list[int]:
-        return CopyRoute(regions, src_blocks=8, dst_blocks=8).compile(pairs, out).tolist()
-
-    regions = np.array([[1000, 16, 0, 5000, 16, 0, 16, 0]], np.uint64)
-    pairs = np.array([[1, 2], [2, 3], [5, 0]], np.int64)
-    return Case(call, {"out": new((3, 6), np.uint64)}, {"regions": regions, "pairs": pairs})
-
-
 def span(new: Guarded) -> Case:
     call = lambda blocks, out: expand_span(blocks, out, per_block=4, first=1, last=3)  # noqa: E731
     return Case(call, {"out": new(6, np.int64)}, {"blocks": np.array([7, 2], np.int64)})
@@ -154,7 +144,7 @@ def move(new: Guarded) -> Case:
 
 WRITERS: dict[str, Callable[[Guarded], Case]] = {
     case.__name__: case
-    for case in (append, append_with_tables, block_tables, slot_mapping, route, span, resolve, copy, exchange, move)
+    for case in (append, append_with_tables, block_tables, slot_mapping, span, resolve, copy, exchange, move)
 }
 
 
@@ -242,78 +232,6 @@ def test_an_array_changed_in_place_is_refused_or_written_within_its_bytes(writer
             assert not idle or (done, new.bytes()) == (result, plain.bytes())
 
 
-class Kept:
-    """A decode batch over guarded arrays."""
-
-    def __init__(self) -> None:
-        self.manager, self.handles = books()
-        self.new = Guarded()
-        self.table, self.slots = self.new((4, 8), np.int32), self.new(16, np.int64)
-        self.batch = DecodeBatch(self.manager, self.table, self.slots)
-        self.batch.add(self.handles[:2])
-
-    def calls(self) -> dict[str, Callable[[], object]]:
-        spare = self.handles[2:]
-        return {
-            "append": self.batch.append,
-            "append counts": lambda: self.batch.append([1] * len(self.batch)),
-            "add": lambda: self.batch.add(spare),
-            "remove": lambda: self.batch.remove(len(self.batch) - 1),
-            "refresh": self.batch.refresh,
-        }
-
-    def state(self) -> object:
-        tokens = [self.manager.num_tokens(int(handle)) for handle in self.handles]
-        return self.new.bytes(), tokens, self.batch.sequences.tolist(), self.manager.num_free()
-
-    def assert_right(self) -> None:
-        wanted = np.zeros_like(self.table)
-        self.manager.block_tables(self.batch.sequences, wanted[: len(self.batch)])
-        np.testing.assert_array_equal(self.table, wanted)
-        self.new.check()
-        self.manager.check()
-
-
-STEPS = st.tuples(
-    st.sampled_from(["append", "append counts", "add", "remove", "refresh"]),
-    st.sampled_from(["table", "slots"]),
-    st.sampled_from([None, *MUTATIONS]),
-)
-
-
-@given(st.lists(STEPS, max_size=12))
-def test_a_batch_refuses_arrays_that_are_not_what_they_were(steps: list[tuple[str, str, str | None]]) -> None:
-    kept = Kept()
-    for call, name, mutation in steps:
-        array = getattr(kept, name)
-        if mutation is not None:
-            is_used = name == "table" or call.startswith("append")
-            is_refused = is_used and not is_idle(array, mutation)
-            with changed(array, mutation):
-                before = kept.state()
-                if is_refused:
-                    with pytest.raises(InvalidArgumentError):
-                        kept.calls()[call]()
-                    assert kept.state() == before
-            continue
-        with suppress(InvalidArgumentError):
-            kept.calls()[call]()
-        kept.assert_right()
-
-
-@pytest.mark.parametrize("name", ["block_tables", "slots"])
-def test_a_batch_refuses_an_array_that_got_other_memory(name: str) -> None:
-    manager, handles = books()
-    batch = DecodeBatch(manager, np.zeros((4, 8), np.int32), np.zeros(16, np.int64))
-    batch.add(handles)
-    array = getattr(batch, name)
-    shape = array.shape
-    array.resize((*shape[:-1], 1 << 16), refcheck=False)
-    with pytest.raises(InvalidArgumentError, match=rf"{name} has shape \[.*\], must have \[{shape[0]}"):
-        batch.append()
-    assert [manager.num_tokens(int(handle)) for handle in handles] == [3, 5, 6]
-
-
 # ---- arrays with one memory ----
 
 
@@ -338,20 +256,6 @@ def test_what_is_read_may_lie_in_what_is_written(writer: str) -> None:
                     np.testing.assert_array_equal(array, wanted.written[key])
 
 
-def test_counts_in_the_memory_of_a_batch_are_read_first() -> None:
-    for name in ("table", "slots"):
-        kept = Kept()
-        counts = getattr(kept, name).reshape(-1).view(np.uint32)
-        for first in range(4):
-            counts[first : first + 2] = [2, 2]
-            before = [kept.manager.num_tokens(int(handle)) for handle in kept.handles[:2]]
-            assert kept.batch.append(counts[first : first + 2]) == 4
-            after = [kept.manager.num_tokens(int(handle)) for handle in kept.handles[:2]]
-            assert after == [tokens + 2 for tokens in before]
-            kept.manager.check()
-            kept.new.check()
-
-
 @pytest.mark.parametrize("owners", ["one", "two"])
 def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
     manager, handles = books()
@@ -359,8 +263,6 @@ def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
     first = np.frombuffer(memory, np.int32)
     other = first if owners == "one" else np.frombuffer(memory, np.int32)
     table, slots = first[:32].reshape(4, 8), other[30:62].view(np.int64)
-    with pytest.raises(InvalidArgumentError, match="shares memory"):
-        DecodeBatch(manager, table, slots)
     with pytest.raises(InvalidArgumentError, match="shares memory"):
         manager.append(handles, 1, block_tables=table, out=slots[:3])
     assert not any(memory)

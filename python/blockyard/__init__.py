@@ -10,12 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from blockyard._core import (
-    AllocatorPair,
     AllocStatus,
     BlockManager,
     BlockObserver,
     CacheGroup,
-    DecodeBatch,
     DefragReport,
     EventBatch,
     Expired,
@@ -31,8 +29,6 @@ from blockyard._core import (
     __version__,
     chain_keys,
     export_keys,
-    merge_runs,
-    plan_moves,
 )
 from blockyard.errors import (
     BlockyardError,
@@ -64,13 +60,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllocStatus",
-    "AllocatorPair",
     "BlockManager",
     "BlockObserver",
     "BlockyardError",
     "CacheGroup",
     "CaptureError",
-    "DecodeBatch",
     "DefragReport",
     "EventBatch",
     "Expired",
@@ -107,8 +101,6 @@ __all__ = [
     "__version__",
     "chain_keys",
     "export_keys",
-    "merge_runs",
-    "plan_moves",
 ]
 
 if not TYPE_CHECKING:

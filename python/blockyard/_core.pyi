@@ -16,14 +16,11 @@ from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
-    "AllocatorPair",
     "BlockAllocator",
     "BlockManager",
     "BlockObserver",
     "CacheGroup",
     "Completion",
-    "CopyRoute",
-    "DecodeBatch",
     "DefragReport",
     "EventBatch",
     "Expired",
@@ -54,11 +51,7 @@ __all__ = [
     "exchange_rows",
     "expand_span",
     "export_keys",
-    "merge_runs",
     "move_rows",
-    "order_moves",
-    "plan_moves",
-    "transfer_orders",
     "v0_hash_blocks",
 ]
 
@@ -179,72 +172,6 @@ class PrefixCachingAllocator(BlockAllocator):
         reuse: _Reuse = "lowest",
         eviction: Literal["released", "accessed"] = "released",
     ) -> PrefixCachingAllocator: ...
-
-@final
-class AllocatorPair:
-    """A device and a host allocator behind one space of ids: the device's first, then the host's.
-
-    Either side has all verbs of `BlockAllocator`, with ids from 0 on; a swap moves references from one to the other.
-
-    Args:
-        device_blocks: blocks of the device.
-        host_blocks: blocks of the host.
-        prefix_caching: whether the two are `PrefixCachingAllocator`s.
-        reuse: which free block goes next, as for `NaiveAllocator`.
-        eviction: which cached block goes once none is free, as for `PrefixCachingAllocator`.
-
-    Example:
-        >>> from blockyard import AllocatorPair
-        >>> pair = AllocatorPair(4, 8)
-        >>> table = pair.device.allocate(2)
-        >>> table, copies = pair.swap_out(table)
-        >>> copies.ids.tolist(), pair.device.num_free, pair.absolute("host", int(table[1]))
-        ([[0, 0], [1, 1]], 4, 5)
-    """
-
-    def __new__(
-        cls,
-        device_blocks: int,
-        host_blocks: int,
-        *,
-        prefix_caching: bool = False,
-        reuse: _Reuse = "lowest",
-        eviction: Literal["released", "accessed"] = "released",
-    ) -> AllocatorPair: ...
-    @property
-    def device(self) -> NaiveAllocator | PrefixCachingAllocator:
-        """The device's side; a new view at each call, over the same blocks."""
-    @property
-    def host(self) -> NaiveAllocator | PrefixCachingAllocator:
-        """The host's side; a new view at each call, over the same blocks."""
-    def locate(self, absolute: int) -> tuple[_Tier, int]:
-        """Tier of an id of the common space, and the id there.
-
-        Raises:
-            InvalidArgumentError: neither side has that many blocks.
-        """
-    def absolute(self, tier: Literal["device", "host"], block: int) -> int:
-        """Id in the common space of a block of one side.
-
-        Raises:
-            InvalidArgumentError: the side has no such block, or there is no such side.
-        """
-    def swap_out(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
-        """Exchange one reference to each device block for one to a host block, all or none.
-
-        A block that is named several times stays one block, so sharing is kept. The caller copies the bytes.
-
-        Args:
-            blocks: device ids, int32 `[n]`.
-        Returns:
-            Host ids, int32 `[n]`, and the copies to make, each source once.
-        Raises:
-            OutOfBlocksError: the host has fewer free blocks.
-            InvalidArgumentError: a block has fewer references than the call names, or is the null block.
-        """
-    def swap_in(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
-        """As `swap_out`, from host to device."""
-    def check(self) -> None: ...
 
 @final
 class FreeBlocks:
@@ -923,92 +850,6 @@ class BlockManager:
         """
 
 @final
-class DecodeBatch:
-    """The running sequences, and the block table and slot mapping that attention kernels read, kept step by step.
-
-    Row i of both arrays belongs to the batch's sequence i; there are no gaps. Whatever other calls do to the sequences
-    (copy-on-write, forks, merged prefixes, swaps) shows after the next `append` or `refresh`; one that was freed is
-    noticed. Torch CPU tensors, pinned or not, are given as their numpy views.
-
-    Args:
-        manager: the books of the sequences.
-        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here. With several cache
-            groups, one equal part for each that grows: the first group's rows, then the second's.
-        slots: int64 `[tokens]`, C-contiguous, written in place; in equal parts like the rows.
-    Raises:
-        InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap. Each call that
-            writes looks again, and refuses an array whose dtype, shape or memory has changed since.
-
-    Example:
-        >>> import numpy as np
-        >>> from blockyard import BlockManager, DecodeBatch
-        >>> books = BlockManager(block_size=16, device_blocks=64)
-        >>> batch = DecodeBatch(books, np.zeros((8, 4), np.int32), np.zeros(8, np.int64))
-        >>> batch.add(books.allocate([16, 20]))
-        0
-        >>> batch.append()
-        2
-        >>> batch.slots[:2].tolist(), batch.block_tables[:2, :2].tolist()
-        ([48, 36], [[0, 3], [1, 2]])
-    """
-
-    def __new__(
-        cls, manager: BlockManager, block_tables: NDArray[np.int32], slots: NDArray[np.int64]
-    ) -> DecodeBatch: ...
-    @property
-    def block_tables(self) -> NDArray[np.int32]: ...
-    @property
-    def slots(self) -> NDArray[np.int64]: ...
-    @property
-    def sequences(self) -> NDArray[np.uint64]:
-        """Handles, by row, uint64 `[n]`; a copy."""
-    def __len__(self) -> int: ...
-    def add(self, sequences: _Handles) -> int:
-        """Add sequences on the device at the end, write their rows, and return the first one's row.
-
-        Raises:
-            UnknownSequenceError: a handle is not in the books.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: a sequence is named twice or in the batch already, or the block table is too small.
-        """
-    def remove(self, row: int) -> int | None:
-        """Remove the sequence of a row.
-
-        The last row takes its place; its number is returned, or None if it was the one removed.
-
-        Raises:
-            InvalidArgumentError: there is no such row.
-        """
-    def find(self, sequence: int) -> int:
-        """Row of a sequence.
-
-        Raises:
-            UnknownSequenceError: the batch has no such sequence.
-        """
-    def append(self, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
-        """Append tokens to all sequences; write their slots, sequence by sequence, and what has changed of the tables.
-
-        Args:
-            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
-            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too.
-        Returns:
-            The number of tokens; slots beyond them are left as they are.
-        Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            UnknownSequenceError: a sequence was freed; `remove` its row.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: an array is too small.
-        """
-    def refresh(self) -> None:
-        """Write what has changed of the block table, without appending.
-
-        Raises:
-            UnknownSequenceError: a sequence was freed.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: the block table is too small.
-        """
-
-@final
 class EventBatch:
     """Events of the prefix cache taken in one go, one array entry an event, oldest first.
 
@@ -1311,53 +1152,6 @@ def export_keys(
     """
 
 @final
-class CopyRoute:
-    """Views of two sets of memory, joined once, so that compiling a mapping costs an addition a side and piece.
-
-    Block `id` of a side begins at `base + id // per_row * row + id % per_row * sub` bytes. Regions of one part that lie
-    side by side on both sides are one.
-
-    Args:
-        regions: uint64 `[n, 8]`: base, row and sub of the source, of the destination, bytes of a block, part; parts
-            rise from 0 one by one.
-        src_blocks: ids that are read are below it.
-        dst_blocks: ids that are written are below it.
-        src_per_row: blocks in a row of the source.
-        dst_per_row: blocks in a row of the destination.
-        in_place: source and destination are the same blocks, so none may be both read and written.
-    Raises:
-        InvalidArgumentError: blocks overlap or reach beyond the address space, or the array has another dtype or shape.
-    """
-
-    def __new__(
-        cls,
-        regions: NDArray[np.uint64],
-        *,
-        src_blocks: int,
-        dst_blocks: int,
-        src_per_row: int = 1,
-        dst_per_row: int = 1,
-        in_place: bool = False,
-    ) -> CopyRoute: ...
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def num_regions(self) -> int:
-        """Most pieces that one pair becomes."""
-    def compile(self, pairs: _IdPairs, out: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Write the pieces of a mapping, part by part and in each in the order of the pairs, runs merged.
-
-        Args:
-            pairs: `(from, to)`, int64 `[n, 2]`.
-            out: uint64 `[3, pieces]`, C-contiguous: where each piece is read, where it is written, its bytes.
-        Returns:
-            Where each part begins, and last the number of pieces: int64 `[num_parts + 1]`.
-        Raises:
-            MappingError: an id is out of range, a destination repeats, a block is read and written in place, or the
-                pieces are more than `out` holds. Nothing was written.
-        """
-
-@final
 class FillMap:
     """Which parts of the host's blocks hold bytes, where a host block holds several device blocks.
 
@@ -1446,34 +1240,6 @@ def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threa
             moved.
         MappingError: a row does not exist or is written twice; nothing was moved.
         OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
-    """
-
-def order_moves(pairs: _IdPairs, num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Order moves within one tier, such as into holes, into waves of which each is finished before the next begins.
-
-    Args:
-        pairs: `(from, to)`, int64 `[n, 2]`.
-        num_blocks: blocks in the tier.
-    Returns:
-        The pairs, and where each wave of them begins and the last ends: int64 `[waves + 1]`. No block is both read and
-        written in a wave.
-    Raises:
-        MappingError: an id is out of range, a destination repeats, or moves follow one another in a circle.
-    """
-
-def transfer_orders(decision: StepDecision) -> tuple[tuple[int, ...], ...]:
-    """For each of `decision.transfers()`, the earlier ones that must have finished before it begins.
-
-    Those are the ones that write what it reads or writes, or read what it writes; the others may run beside it.
-    """
-
-def merge_runs(ids: _IdPairs) -> NDArray[np.int64]:
-    """Merge pairs whose source and destination both continue the pair before, order kept.
-
-    Args:
-        ids: `(from, to)`, int64 `[n, 2]`.
-    Returns:
-        `(from, to, length)`, int64 `[m, 3]`.
     """
 
 # The objects of vLLM V0's block manager (0.7.3), exported by `blockyard.integrations.vllm_v0`. A device is an enum's
@@ -1813,32 +1579,6 @@ class MovePlan:
     def stuck(self) -> int: ...
     def __len__(self) -> int: ...
 
-def plan_moves(
-    goal: _Goal,
-    number: int,
-    *,
-    num_blocks: int,
-    live: _BlockIds,
-    fixed: _BlockIds | None = None,
-    moves: int | None = None,
-) -> MovePlan:
-    """Plan the fewest moves that bring live blocks where the goal wants them.
-
-    However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
-
-    Args:
-        goal: `"max_id"`: none above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as low as
-            can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-        number: see above.
-        num_blocks: blocks of the pool.
-        live: block ids in use that can be moved.
-        fixed: block ids that are neither moved nor moved into: leased, pinned, the null block.
-        moves: budget of this plan; None means all that are needed.
-
-    Raises:
-        InvalidArgumentError: the goal is unknown, its page has no blocks, or a block is out of range.
-    """
-
 @final
 class BlockObserver:
     """Where a foreign allocator's blocks lie, and where they should.
@@ -1996,11 +1736,15 @@ class BlockObserver:
         """Ids between the highest block in use and the highest there need be."""
 
     def plan(self, goal: _Goal, number: int, *, slack: int = 0, moves: int | None = None) -> MovePlan:
-        """Plan a step's moves; nothing changes until `commit`.
+        """Plan the fewest moves that meet a goal; nothing changes until `commit`.
+
+        However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
 
         Args:
-            goal: see `plan_moves`.
-            number: see `plan_moves`.
+            goal: `"max_id"`: no block in use above `number`. `"free_tail"`: none among the last `number` blocks.
+                `"dense"`: as low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number`
+                blocks as can be.
+            number: see above.
             slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
                 until the goal is met.
             moves: budget of this step.

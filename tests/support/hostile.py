@@ -80,12 +80,6 @@ def stepping() -> blockyard.BlockManager:
     return books
 
 
-def batch() -> blockyard.DecodeBatch:
-    made = blockyard.DecodeBatch(manager(), np.zeros((4, 8), np.int32), np.zeros(8, np.int64))
-    made.add([HANDLE])
-    return made
-
-
 def allocator(kind: type) -> Callable[[], Any]:
     def make() -> Any:
         made = kind(8)
@@ -98,12 +92,6 @@ def allocator(kind: type) -> Callable[[], Any]:
 def observer() -> blockyard.BlockObserver:
     made = blockyard.BlockObserver(64)
     made.use_ids([1, 2, 9])
-    return made
-
-
-def pair() -> blockyard.AllocatorPair:
-    made = blockyard.AllocatorPair(8, 8)
-    made.device.allocate(2)
     return made
 
 
@@ -129,23 +117,16 @@ def decision() -> blockyard.StepDecision:
     return blockyard.StepDecision(1, [("copy", blockyard.Pairs("device", "device", PAIR))])
 
 
-def route() -> Any:
-    return _core.CopyRoute(np.array([[0, 8, 0, 64, 8, 0, 8, 0]], np.uint64), src_blocks=4, dst_blocks=4)
-
-
 def store() -> Any:
     return _core.SlabStore(FOLDER, bytes_per_block=512, num_slots=2, threads=2)
 
 
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
-    "AllocatorPair": pair,
     "BlockAllocator": allocator(blockyard.NaiveAllocator),
     "BlockManager": manager,
     "BlockObserver": observer,
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
-    "CopyRoute": route,
-    "DecodeBatch": batch,
     "FillMap": lambda: _core.FillMap(4, 4),
     "ManagerStats": lambda: manager().stats(),
     "NaiveAllocator": allocator(blockyard.NaiveAllocator),
@@ -346,7 +327,6 @@ VALID: dict[str, Any] = {
     "wrap": None,
     "written_blocks": 0,
     "written_bytes": 0,
-    "AllocatorPair.eviction": "released",
     "BlockManager.append.token_ids": [7],
     "BlockManager.append.block_tables": lambda: np.zeros((1, 8), np.int32),
     "BlockManager.restore.data": lambda: quiet().snapshot(),
@@ -357,7 +337,6 @@ VALID: dict[str, Any] = {
     "BlockManager.defragment.number": 3,
     "BlockManager.resize_device.blocks": 12,
     "BlockManager.set_quota.blocks": 4,
-    "CopyRoute.compile.out": lambda: np.zeros((3, 4), np.uint64),
     "Completion.rows": lambda: np.zeros((1, 8), np.uint8),
     "FillMap.clear.blocks": lambda: np.array([1]),
     "FillMap.count.blocks": lambda: np.array([1]),
@@ -376,7 +355,6 @@ VALID: dict[str, Any] = {
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),
     "expand_span.parts": 4,
-    "merge_runs.ids": PAIR,
     "V0NaiveBlockAllocator.block_ids": None,
     "V0PrefixCachingBlockAllocator.block_ids": None,
     "V0NaiveBlockAllocator.mark_blocks_as_accessed.block_ids": [],
@@ -445,12 +423,8 @@ def state(this: Any) -> Any:
     match this:
         case blockyard.BlockManager():
             return this.stats().as_dict(), this.num_free(), this.num_free("host"), this.num_blocks()
-        case blockyard.DecodeBatch():
-            return this.sequences.tolist(), this.block_tables.tolist()
         case _core.BlockAllocator():
             return this.num_free, [this.refs(block) for block in range(this.num_blocks)]
-        case blockyard.AllocatorPair():
-            return this.device.num_free, this.host.num_free
         case blockyard.BlockObserver():
             return this.used().tolist(), this.forward.tolist(), this.limit
         case _:

@@ -22,7 +22,7 @@ from blockyard.engine.ops.library import check_device, op_library
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tickets import Callback, Done, MappingBuffers, OnFull, Transfers
 from blockyard.layout.kv import BlockLayout
-from blockyard.plan import CopyPlan, Ids, check_blocks
+from blockyard.engine.mapping import CopyPlan, Ids, check_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

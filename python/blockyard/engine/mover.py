@@ -11,7 +11,7 @@ from blockyard.engine import ops
 from blockyard.engine.ops.checks import PADDING
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.layout.kv import check_views
-from blockyard.plan import Ids
+from blockyard.engine.mapping import Ids
 
 # Batches are padded to one of these lengths, so that a captured graph fits many of them.
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)

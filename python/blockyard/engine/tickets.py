@@ -27,7 +27,7 @@ from blockyard.errors import (
     TransferQueueFullError,
     UnknownTicketError,
 )
-from blockyard.plan import Ids
+from blockyard.engine.mapping import Ids
 
 __all__ = ["Callback", "Done", "Mapping", "MappingBuffers", "OnFull", "Transfers"]
 

@@ -4,7 +4,6 @@
 mod allocator;
 mod args;
 mod arrays;
-mod batch;
 mod copy;
 mod decision;
 mod defrag;
@@ -18,14 +17,13 @@ mod manager;
 #[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
 mod memory;
 mod moves;
-mod pair;
 mod pin;
-mod plan;
 mod prefix;
 mod quota;
 mod resize;
 mod reuse;
 mod snapshot;
+mod span;
 mod stats;
 mod store;
 mod v0;
@@ -40,13 +38,11 @@ mod _core {
     #[pymodule_export]
     use crate::allocator::{PyBlockAllocator, PyNaiveAllocator, PyPrefixCachingAllocator, chain_keys};
     #[pymodule_export]
-    use crate::batch::PyDecodeBatch;
-    #[pymodule_export]
     use crate::copy::{py_copy_rows, py_exchange_rows, py_move_rows};
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]
-    use crate::defrag::{PyBlockObserver, PyMovePlan, plan_moves};
+    use crate::defrag::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
@@ -58,17 +54,15 @@ mod _core {
     #[pymodule_export]
     use crate::moves::{PyDefragReport, PyFragmentation};
     #[pymodule_export]
-    use crate::pair::PyAllocatorPair;
-    #[pymodule_export]
     use crate::pin::PyExpired;
-    #[pymodule_export]
-    use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
     #[pymodule_export]
     use crate::prefix::{PyPrefixStats, export_keys};
     #[pymodule_export]
     use crate::resize::PyResizeProgress;
     #[pymodule_export]
     use crate::reuse::PyFreeBlocks;
+    #[pymodule_export]
+    use crate::span::expand_span;
     #[pymodule_export]
     use crate::stats::PyManagerStats;
     #[pymodule_export]

@@ -104,10 +104,6 @@ impl PyBlockManager {
         self.inner.lock()
     }
 
-    pub(crate) fn shared(&self) -> &InnerLock<Manager> {
-        &self.inner
-    }
-
     /// Calls a batch method on handles.
     fn batch<T>(
         &self,

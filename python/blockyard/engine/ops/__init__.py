@@ -30,7 +30,7 @@ from blockyard.engine.ops.checks import CopyOps
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import use_cached
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
-from blockyard.plan import IdPairs
+from blockyard.engine.mapping import IdPairs
 
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockyard._core import copy_rows, exchange_rows, move_rows
 from blockyard.engine.ops import checks
-from blockyard.plan import Ids
+from blockyard.engine.mapping import Ids
 
 
 def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
