@@ -45,8 +45,8 @@ impl PyBlockManager {
     }
 
     fn device_uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
-        let uses = self.lock().device_uses();
-        memory::array(py, &uses, |&used| used as u8)
+        let states = self.lock().device_uses();
+        memory::array(py, &states, |state| state.number())
     }
 
     fn resize_progress(&self) -> PyResizeProgress {

@@ -5,11 +5,11 @@
 //! transfers and pins hold there is waited for. [`Resize::extent`] says how much of the caches must stay meanwhile.
 
 use super::{Manager, invalid, part_orphans};
+use crate::block::{BlockState, MAX_BLOCKS};
 use crate::error::Result;
 use crate::event::Told;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::pool::{BlockUse, MAX_BLOCKS};
 
 /// How far the device's size has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,8 +68,8 @@ impl Manager {
 
     /// What every device block is used for, by id, those in use beyond the end included.
     #[must_use]
-    pub fn device_uses(&self) -> Vec<BlockUse> {
-        (0..).map(BlockId).take(self.pools[0].extent()).map(|block| self.pools[0].usage(block)).collect()
+    pub fn device_uses(&self) -> Vec<BlockState> {
+        (0..).map(BlockId).take(self.pools[0].extent()).map(|block| self.pools[0].block(block).state()).collect()
     }
 
     /// What is in use beyond the device's blocks.
