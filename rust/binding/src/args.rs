@@ -16,7 +16,8 @@ use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-/// Most items of a sequence that is neither a list nor an array: such a one may have any length and no memory behind it.
+/// Most items of a sequence that is neither a list nor an array: such a one may have any length and no memory behind
+/// it.
 const MOST_ITEMS: usize = 1 << 24;
 
 /// What can be read from a Python object under the name of an argument.
@@ -44,7 +45,8 @@ named! {
     src_blocks src_per_row threads ticket timeout token_ids transfers watermark window written_blocks written_bytes
 }
 
-/// The error for an argument that is not what it must be; other errors than of a wrong type or value are the caller's own.
+/// The error for an argument that is not what it must be; other errors than of a wrong type or value are the caller's
+/// own.
 pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &dyn Display, must: &str) -> PyErr {
     let (py, error) = (value.py(), error.into());
     let about_value = error.is_instance_of::<PyTypeError>(py)

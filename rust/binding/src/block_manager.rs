@@ -35,8 +35,8 @@ const MANY_TICKETS: usize = 1000;
 
 /// Tracks every block of a paged KV cache: who uses it, what it holds, and which tier it is in.
 ///
-/// It decides who can run and which blocks to copy or move. `take_decision` returns those transfers once a step. It moves
-/// no bytes itself.
+/// It decides who can run and which blocks to copy or move. `take_decision` returns those transfers once a step. It
+/// moves no bytes itself.
 ///
 /// Args:
 ///     block_size: token slots in a block, 1 to 1048576.
@@ -44,11 +44,12 @@ const MANY_TICKETS: usize = 1000;
 ///     host_blocks: blocks in host memory.
 ///     external_blocks: slots of the external store.
 ///     watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
-///     reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`: ids
-///         never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use ended
-///         first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks with the fewest free ones.
-///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group; all
-///         groups share the pools. None: one group with full attention.
+///     reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
+///         ids never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use
+///         ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks with the fewest free
+///         ones.
+///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
+///         all groups share the pools. None: one group with full attention.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
 ///         `PrefixCaching` with options.
 /// Raises:
@@ -223,27 +224,28 @@ impl PyBlockManager {
 
     /// Open sequences, all or none. Each positional argument is one sequence.
     ///
-    /// With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that is
-    /// only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after it.
+    /// With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
+    /// is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
+    /// it.
     ///
     /// Args:
-    ///     prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or their number, an int. Token id
-    ///         4294967295 is reserved.
+    ///     prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or their number, an int.
+    ///         Token id 4294967295 is reserved.
     ///     counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
-    ///     salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts, or a
-    ///         list with one for each. `b""` is a salt too.
+    ///     salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
+    ///         or a list with one for each. `b""` is a salt too.
     ///     lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
-    ///     extras: what else decides a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`, by rising
-    ///         block.
-    ///     chunk_tokens: take blocks for at most so many tokens beyond the cached ones; `next_chunk` and `append` put the
-    ///         rest in. None: all at once.
+    ///     extras: what else decides a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`, by
+    ///         rising block.
+    ///     chunk_tokens: take blocks for at most so many tokens beyond the cached ones; `next_chunk` and `append` put
+    ///         the rest in. None: all at once.
     ///     encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
     /// Returns:
     ///     One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
     /// Raises:
     ///     OutOfBlocksError: the device has too few free blocks for all of them.
-    ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or there is not one salt, adapter
-    ///         or encoder length for each.
+    ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or there is not one salt,
+    ///         adapter or encoder length for each.
     #[pyo3(signature = (*prompts, counts = None, salt = None, lora_id = None, extras = Vec::new(), chunk_tokens = None,
         encoder_tokens = None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -301,8 +303,8 @@ impl PyBlockManager {
     /// Args:
     ///     sequence: handle.
     ///     count: None opens one sequence; an int opens so many.
-    ///     shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of its
-    ///         own for the rest. Together with `num_tokens`.
+    ///     shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
+    ///         its own for the rest. Together with `num_tokens`.
     ///     num_tokens: tokens of the new sequence.
     /// Returns:
     ///     `Sequence`, or uint64 `[count]`.
@@ -371,19 +373,18 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_append(sequences, counts, lookahead)).map(Into::into)
     }
 
-    /// Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written, by this
-    /// step's decision.
+    /// Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
     ///     num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
-    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. A sequence that
-    ///         gets tokens without ids is not published any more.
+    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. A sequence
+    ///         that gets tokens without ids is not published any more.
     ///     lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
-    ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i is
-    ///         sequence i. Only what changed since the sequence's last such call is written. After you move a sequence to
-    ///         another row or array, copy its row or write it with `block_tables`. With several groups the rows of one
-    ///         group follow those of another, `n` each.
+    ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
+    ///         is sequence i. Only what changed since the sequence's last such call is written. After you move a
+    ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups the
+    ///         rows of one group follow those of another, `n` each.
     ///     out: int64 array to write the slots to, C-contiguous; it shares no memory with `block_tables`.
     /// Returns:
     ///     Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, groups with
@@ -392,7 +393,8 @@ impl PyBlockManager {
     ///     OutOfBlocksError: the device has too few free blocks for the whole batch.
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-    ///     InvalidArgumentError: a handle is given twice, or an array has the wrong shape or dtype or cannot be written.
+    ///     InvalidArgumentError: a handle is given twice, or an array has the wrong shape or dtype or cannot be
+    ///         written.
     #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, block_tables = None,
         out = None))]
     fn append<'py>(
@@ -440,7 +442,8 @@ impl PyBlockManager {
 
     /// Return how many tokens of a sequence's prompt to append next.
     ///
-    /// With a recurrent group and prefix caching a chunk ends at a block's end where it can: only states there are cached.
+    /// With a recurrent group and prefix caching a chunk ends at a block's end where it can: only states there are
+    /// cached.
     ///
     /// Args:
     ///     sequence: handle of a sequence that was allocated with `chunk_tokens`.
@@ -459,8 +462,8 @@ impl PyBlockManager {
 
     /// Publish the full blocks of sequences whose tokens the model has computed.
     ///
-    /// A block that another block already duplicates is replaced by it, and blocks outside a window are given back: block
-    /// tables may change.
+    /// A block that another block already duplicates is replaced by it, and blocks outside a window are given back:
+    /// block tables may change.
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
@@ -477,8 +480,8 @@ impl PyBlockManager {
         self.lock().mark_computed_to(&sequences, computed.as_deref()).map_err(to_py)
     }
 
-    /// Cut a sequence to its first tokens, for instance after draft tokens were rejected. Blocks that hold none of them, and
-    /// those of an earlier lookahead, are freed.
+    /// Cut a sequence to its first tokens, for instance after draft tokens were rejected. Blocks that hold none of
+    /// them, and those of an earlier lookahead, are freed.
     ///
     /// Args:
     ///     sequence: handle.
@@ -511,8 +514,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_out(sequences, to)).map(Into::into)
     }
 
-    /// Move sequences away from the device, by this step's decision: `swap_out` to the host, `spill` to the external tier
-    /// from either. A block that several of them share moves once.
+    /// Move sequences away from the device, by this step's decision: `swap_out` to the host, `spill` to the external
+    /// tier from either. A block that several of them share moves once.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -528,8 +531,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.swap_out(sequences, to))
     }
 
-    /// Return whether `swap_in` can move the sequences. On the device one more token each has room then, and the watermark
-    /// stays free.
+    /// Return whether `swap_in` can move the sequences. On the device one more token each has room then, and the
+    /// watermark stays free.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -551,8 +554,8 @@ impl PyBlockManager {
         self.batch(sequences, |manager, sequences| manager.can_swap_in(sequences, to, lookahead)).map(Into::into)
     }
 
-    /// Move sequences back towards the device, by this step's decision: `swap_in` from the host, `fetch` from the external
-    /// tier.
+    /// Move sequences back towards the device, by this step's decision: `swap_in` from the host, `fetch` from the
+    /// external tier.
     ///
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
@@ -568,8 +571,8 @@ impl PyBlockManager {
     /// End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
     ///
     /// Args:
-    ///     deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at that
-    ///         time; after `submit`, it reports the ticket as overdue. None: no deadline.
+    ///     deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
+    ///         that time; after `submit`, it reports the ticket as overdue. None: no deadline.
     /// Returns:
     ///     `StepDecision`.
     /// Warns:
@@ -798,9 +801,9 @@ impl PyBlockManager {
 
     /// Return the whole state as bytes, with version and checksum, for `restore` of the same version.
     ///
-    /// The bytes describe what the caches hold; they are of use only together with the caches' memory. They contain the keys of
-    /// cached blocks: protect them as you protect the caches. The order of eviction is kept; what `"s3fifo"` and
-    /// `"adaptive"` learnt is not.
+    /// The bytes describe what the caches hold; they are of use only together with the caches' memory. They contain the
+    /// keys of cached blocks: protect them as you protect the caches. The order of eviction is kept; what `"s3fifo"`
+    /// and `"adaptive"` learnt is not.
     ///
     /// Raises:
     ///     SnapshotError: tickets are open, or this step has transfers.

@@ -114,32 +114,32 @@ impl PyDefrag {
 impl PyDefrag {
     /// Decide moves of device blocks into holes: `move` pairs of this step's decision.
     ///
-    /// Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are read and written as
-    /// before. Then each target replaces its source everywhere, unless the source was written, freed or leased meanwhile.
-    /// Targets are not free from this call on. A move that is cancelled or fails gives its target back and loses no byte.
-    /// Blocks that were written in this step or the step before move last.
+    /// Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are read and
+    /// written as before. Then each target replaces its source everywhere, unless the source was written, freed or
+    /// leased meanwhile. Targets are not free from this call on. A move that is cancelled or fails gives its target
+    /// back and loses no byte. Blocks that were written in this step or the step before move last.
     ///
     /// Args:
-    ///     goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as low as
-    ///         possible, within `number` ids. `"empty_pages"`: in as few pages of `number` blocks as possible.
-    ///         `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a list of
-    ///         `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal, number,
-    ///         slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
+    ///     goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
+    ///         low as possible, within `number` ids. `"empty_pages"`: in as few pages of `number` blocks as possible.
+    ///         `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
+    ///         list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
+    ///         number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
     ///     number: see above, in blocks or runs; None with a list of goals.
-    ///     sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache groups;
-    ///         None for all on the device.
+    ///     sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
+    ///         groups; None for all on the device.
     ///     max_moves: most blocks to move in this step; an exchange counts as two.
     ///     max_bytes: most bytes to write in this step; None for no limit.
     ///     block_bytes: bytes of a block in all layers; needed with `max_bytes`.
-    ///     cached: what happens to cached blocks that no sequence uses. `"move"`: they move like others and keep their place
-    ///         in the order of eviction. `"drop"`: they count as holes; those in the way are evicted. `"exchange"`: as
-    ///         `"drop"`, but their contents move on to a free block while there is one out of the way; they are found again
-    ///         once the ticket completes, and count as just used.
+    ///     cached: what happens to cached blocks that no sequence uses. `"move"`: they move like others and keep their
+    ///         place in the order of eviction. `"drop"`: they count as holes; those in the way are evicted.
+    ///         `"exchange"`: as `"drop"`, but their contents move on to a free block while there is one out of the way;
+    ///         they are found again once the ticket completes, and count as just used.
     /// Returns:
     ///     `DefragReport`.
     /// Raises:
-    ///     InvalidArgumentError: a goal or `cached` has another name, a number is missing or out of range, or `max_bytes`
-    ///         lacks `block_bytes`.
+    ///     InvalidArgumentError: a goal or `cached` has another name, a number is missing or out of range, or
+    ///         `max_bytes` lacks `block_bytes`.
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device.
     #[pyo3(signature = (goal, number = None, *, sequences = None, max_moves = 512, max_bytes = None,
@@ -175,16 +175,17 @@ impl PyDefrag {
 
     /// Resize the device pool while sequences run.
     ///
-    /// A larger pool is there at once. A smaller one counts at once for admission, watermark and `max_pinned`; blocks beyond
-    /// its end are not given out any more. Cached blocks there are dropped. Blocks that sequences use there leave when they are
-    /// freed or moved, and leases are waited for. A later call replaces an unfinished one.
+    /// A larger pool is there at once. A smaller one counts at once for admission, watermark and `max_pinned`; blocks
+    /// beyond its end are not given out any more. Cached blocks there are dropped. Blocks that sequences use there
+    /// leave when they are freed or moved, and leases are waited for. A later call replaces an unfinished one.
     ///
     /// Args:
     ///     blocks: of the device.
     /// Returns:
     ///     `ResizeProgress`, as of now.
     /// Raises:
-    ///     InvalidArgumentError: too many; or too few for the null block, pinned blocks, the watermark and one free block.
+    ///     InvalidArgumentError: too many; or too few for the null block, pinned blocks, the watermark and one free
+    ///         block.
     fn resize(&self, #[pyo3(from_py_with = args::blocks)] blocks: u32) -> PyResult<PyResizeProgress> {
         self.0.lock().resize_device(blocks as usize).map(Into::into).map_err(to_py)
     }

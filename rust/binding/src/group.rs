@@ -20,26 +20,34 @@ impl PyCacheGroup {
 #[pymethods]
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyCacheGroup {
+    /// All of them.
     #[staticmethod]
     fn full_attention() -> Self {
         Self(Group::Full)
     }
 
+    /// The token itself and the `window - 1` before it; blocks before those are given back.
     #[staticmethod]
     fn sliding_window(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
         Self(Group::SlidingWindow { window })
     }
 
+    /// One state, which a block holds after its last token.
+    ///
+    /// A step reads it from the block of the token before and writes it into the block of its own last token; blocks
+    /// that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
     #[staticmethod]
     fn recurrent() -> Self {
         Self(Group::Recurrent)
     }
 
+    /// The tokens of an encoder, given once; forks share them. Not together with prefix caching.
     #[staticmethod]
     fn cross_attention() -> Self {
         Self(Group::CrossAttention)
     }
 
+    /// `"full_attention"`, `"sliding_window"`, `"recurrent"` or `"cross_attention"`.
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0 {
@@ -50,6 +58,7 @@ impl PyCacheGroup {
         }
     }
 
+    /// Tokens of the window; None for other kinds.
     #[getter]
     fn window(&self) -> Option<u32> {
         match self.0 {
@@ -58,6 +67,7 @@ impl PyCacheGroup {
         }
     }
 
+    /// Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time.
     #[pyo3(signature = (num_tokens, *, block_size, lookahead = 0, chunk_tokens = None))]
     fn peak_blocks(
         &self,

@@ -1,5 +1,6 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
 #![deny(unsafe_code)]
+#![expect(clippy::doc_markdown, reason = "the docs are those of the Python module")]
 
 mod allocator;
 mod args;

@@ -141,7 +141,8 @@ pub(crate) fn array<'py, S, T: Zeroed>(
 
 // ---- arrays that are read ----
 
-/// The items of an array, in C order, and its shape; none if it is no array of that type and dimension. Any layout will do.
+/// The items of an array, in C order, and its shape; none if it is no array of that type and dimension. Any layout will
+/// do.
 pub(crate) fn copied<T: Plain, D: Dimension>(value: &Bound<'_, PyAny>) -> PyResult<Option<(Vec<T>, D)>> {
     let Ok(array) = value.cast::<PyArray<T, D>>() else { return Ok(None) };
     let (data, len) = (array.data(), array.len());
@@ -245,8 +246,8 @@ pub(crate) fn lend<T: Plain, R>(numbers: &[Numbers<'_, T>], call: impl FnOnce(&[
     Ok(call(&slices))
 }
 
-/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none if
-/// `value` is no such array.
+/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none
+/// if `value` is no such array.
 pub(crate) fn lend_rows<R: Send>(
     value: &Bound<'_, PyAny>,
     shape: [usize; 2],
@@ -295,8 +296,8 @@ struct Form {
     dtype: Py<PyArrayDescr>,
 }
 
-/// An array of the caller's that many calls write to. It stays as it was when it was handed over, or the calls fail: what they
-/// have written is nowhere else.
+/// An array of the caller's that many calls write to. It stays as it was when it was handed over, or the calls fail:
+/// what they have written is nowhere else.
 pub(crate) struct Kept<T, D> {
     pub(crate) array: Py<PyAny>,
     name: &'static str,
@@ -351,8 +352,8 @@ impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
         Ok(Kept { array: self.array.clone().unbind(), name, must, form, kind: PhantomData })
     }
 
-    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice. An array of which a form is
-    /// known must have that still.
+    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice. An array of which a
+    /// form is known must have that still.
     fn checked(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
         let Some(form) = self.form else { return self.checked_anew(whole) };
         // SAFETY: the form is that of an array with this dtype and dimension, which no other object can become.
@@ -392,9 +393,8 @@ impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
 
 /// The array as one slice.
 ///
-/// # Safety
-/// It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses them and no
-/// Python code can reach the array.
+/// # Safety It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses
+/// them and no Python code can reach the array.
 unsafe fn area<'a, T, D: Dimension>(array: &'a Bound<'_, PyArray<T, D>>) -> Area<'a, T> {
     let (data, len) = (array.data(), array.len());
     // SAFETY: as the caller says; of no items the address may be anything.
@@ -519,8 +519,8 @@ pub(crate) fn with_rows<R: Send, const N: usize>(
 /// Items of a list that are fetched before the first of them is read.
 const AHEAD: usize = 64;
 
-/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything else,
-/// or out of range: the slow way then finds what to do or to say.
+/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything
+/// else, or out of range: the slow way then finds what to do or to say.
 pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Option<Vec<T>>> {
     with_critical_section(list, || {
         let len = list.len();

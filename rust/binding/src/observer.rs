@@ -51,7 +51,14 @@ fn fresh(fresh: bool) -> Fresh {
     if fresh { Fresh::Yes } else { Fresh::No }
 }
 
-/// Moves towards goals; nothing has moved yet.
+/// Moves towards goals; nothing has moved yet. No block is named twice.
+///
+/// Attributes:
+///     pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
+///     move: those whose destination holds nothing of worth.
+///     exchange: those whose destination's bytes must be kept: the two change places.
+///     left: moves that the goals need beyond these; `contiguous` adds nothing to it.
+///     stuck: live blocks in the way of the goals for which there is no hole.
 #[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
 pub(crate) struct PyMovePlan {
     plan: Plan,
@@ -59,26 +66,31 @@ pub(crate) struct PyMovePlan {
 
 #[pymethods]
 impl PyMovePlan {
+    /// Blocks in the way that the budget leaves for later.
     #[getter]
     fn left(&self) -> usize {
         self.plan.left
     }
 
+    /// Blocks in the way that have nowhere to go.
     #[getter]
     fn stuck(&self) -> usize {
         self.plan.stuck
     }
 
+    /// Moves and exchanges as one mapping, int64 `[n, 2]`.
     #[getter]
     fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
         array(py, &self.plan.pairs)
     }
 
+    /// Moves into holes, int64 `[n, 2]`, `(from, to)`.
     #[getter]
     fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
         array(py, self.plan.moves())
     }
 
+    /// Pairs of blocks that change places, int64 `[n, 2]`.
     #[getter]
     fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
         array(py, self.plan.exchanges())
@@ -135,6 +147,15 @@ impl Books {
 }
 
 /// Where a foreign allocator's blocks lie, and where they should.
+///
+/// An *id* is what the allocator calls a block, a *block* is where the id's bytes lie: two permutations of each other.
+/// Block 0 is the null block. Where a call takes ids, an int64 array `[n]` is quickest.
+///
+/// Args:
+///     num_blocks: blocks of the pool, 1 to 2147483647; None means that ids become known as they are named.
+///
+/// Raises:
+///     InvalidArgumentError: the number of blocks is out of range.
 #[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
 pub(crate) struct PyBlockObserver {
     inner: InnerLock<Books>,
@@ -194,19 +215,33 @@ impl PyBlockObserver {
         Ok(Self { inner: InnerLock::new(Books { observer, planner: Planner::default() }) })
     }
 
+    /// Ids known so far.
     fn __len__(&self) -> usize {
         self.lock().observer.len() as usize
     }
 
+    /// Ids are below this.
     #[getter]
     fn limit(&self) -> u32 {
         self.lock().observer.limit()
     }
 
+    /// Say how many blocks there are.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: more are known.
     fn set_limit(&self, #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32) -> PyResult<()> {
         self.lock().observer.set_limit(num_blocks).map_err(to_py)
     }
 
+    /// Add a reference to the blocks of ids.
+    ///
+    /// Args:
+    ///     ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
+    ///     fresh: what they hold is of no worth: those not in use are bound to the lowest blank blocks.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range; nothing was changed.
     #[pyo3(signature = (ids, *, fresh = false))]
     fn use_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
         let Ids(ids) = ids;
@@ -214,30 +249,55 @@ impl PyBlockObserver {
         if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
     }
 
+    /// Take a reference from the blocks of ids.
+    ///
+    /// Args:
+    ///     ids: any number of times each.
+    ///     fresh: what they hold is of no worth once nobody refers to them: their blocks become blank.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: a block has fewer references; nothing was changed.
     #[pyo3(signature = (ids, *, fresh = false))]
     fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
         let Ids(ids) = ids;
         self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
     }
 
+    /// Say that ids that are not in use hold nothing of worth.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range; nothing was changed.
     fn forget_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<()> {
         let Ids(ids) = ids;
         self.lock().observer.forget_ids(&ids).map_err(to_py)
     }
 
+    /// Keep the blocks of ids where they are, bytes included, until `end_lease`.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range; nothing was changed.
     fn lease(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<u64> {
         let Ids(ids) = ids;
         Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
     }
 
+    /// End a lease.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is not held.
     fn end_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
         self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
     }
 
+    /// References to a block.
     fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> u32 {
         self.lock().observer.refs(BlockId(block))
     }
 
+    /// Set the references to a block.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is out of range.
     fn set_refs(
         &self,
         #[pyo3(from_py_with = args::block)] block: u32,
@@ -246,7 +306,10 @@ impl PyBlockObserver {
         self.lock().observer.set_refs(BlockId(block), refs).map_err(to_py)
     }
 
-    /// Adds a reference to a block, or takes one from it.
+    /// Add a reference to a block, or take one if `by` is negative.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is out of range, or has none to take.
     fn add_ref(
         &self,
         #[pyo3(from_py_with = args::block)] block: u32,
@@ -257,6 +320,10 @@ impl PyBlockObserver {
         if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id]) }.map_err(to_py)
     }
 
+    /// Exchange the references of two blocks.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: one is out of range.
     fn swap_refs(
         &self,
         #[pyo3(from_py_with = args::a)] a: u32,
@@ -265,6 +332,10 @@ impl PyBlockObserver {
         self.lock().observer.swap_refs(BlockId(a), BlockId(b)).map_err(to_py)
     }
 
+    /// Put an id into a block; the id that was there gets the place that this one had.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: one is out of range, or one of them alone is the null block.
     fn update_mapping(
         &self,
         #[pyo3(from_py_with = args::block_id)] block_id: u32,
@@ -273,6 +344,18 @@ impl PyBlockObserver {
         self.lock().observer.update_mapping(block_id, block).map_err(to_py)
     }
 
+    /// Blocks of ids.
+    ///
+    /// Args:
+    ///     ids: of any shape.
+    ///     out: of the same shape and dtype, any layout; may be `ids`.
+    ///     pass_negative: negative ids stay as they are.
+    ///
+    /// Returns:
+    ///     `out`, or a new array of the shape and dtype of `ids`.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range, or an array's shape or dtype is wrong; `out` was not written.
     #[pyo3(signature = (ids, *, out = None, pass_negative = false))]
     fn resolve<'py>(
         &self,
@@ -287,7 +370,10 @@ impl PyBlockObserver {
         blocks.ok_or_else(|| invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
     }
 
-    /// As `resolve`, for rows of ints.
+    /// Blocks of ids, for rows of ints.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range.
     #[pyo3(signature = (rows, *, pass_negative = false))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn resolve_rows(
@@ -305,6 +391,10 @@ impl PyBlockObserver {
         rows.iter().map(|row| row.iter().map(one).collect()).collect()
     }
 
+    /// The id of a block.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is out of range.
     fn unresolve(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
         let books = self.lock();
         if block >= books.observer.limit() {
@@ -313,51 +403,73 @@ impl PyBlockObserver {
         Ok(books.observer.unresolve(block))
     }
 
+    /// The block of each id known so far: a copy.
     #[getter]
     fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let blocks = self.lock().observer.forward().to_vec();
         memory::array(py, &blocks, |&block| i64::from(block))
     }
 
+    /// The id of each block known so far: a copy.
     #[getter]
     fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let ids: Vec<u32> = self.lock().observer.backward().collect();
         memory::array(py, &ids, |&id| i64::from(id))
     }
 
-    /// Blocks with references and their counts, int64 `[n, 2]`, rising.
+    /// Blocks with references, rising, and how many, int64 `[n, 2]`.
     fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
         let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
         array(py, &used)
     }
 
+    /// Blocks that nobody refers to or leases, rising, int64 `[n]`.
     fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
         memory::array(py, &holes, |hole| i64::from(hole.0))
     }
 
+    /// Ids between the highest block in use and the highest there need be.
     #[getter]
     fn gap(&self) -> u32 {
         self.lock().observer.places().gap()
     }
 
+    /// The highest block in use that can be moved, None if there is none.
     #[getter]
     fn highest(&self) -> Option<u32> {
         self.lock().observer.places().live().highest().map(|block| block.0)
     }
 
-    /// Pages of so many blocks that hold a live or fixed block.
+    /// Pages of so many blocks that hold a block in use, a leased one or the null block.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: a page has no blocks.
     fn used_pages(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<u32> {
         Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
         Ok(self.lock().observer.places().used_pages(page_blocks))
     }
 
-    /// Runs in which sequences lie, shared ones once, and those of the sequence with the most.
+    /// Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range.
     fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<(usize, usize)> {
         let sequences = taken(sequences);
         self.lock().observer.runs(&sequences).map_err(to_py)
     }
 
+    /// Plan a step's moves; nothing changes until `commit`.
+    ///
+    /// Args:
+    ///     goal: see `plan_moves`.
+    ///     number: see `plan_moves`.
+    ///     slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
+    ///         until the goal is met.
+    ///     moves: budget of this step.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: the goal is unknown, or its page has no blocks.
     #[pyo3(signature = (goal, number, *, slack = 0, moves = None))]
     fn plan(
         &self,
@@ -370,6 +482,24 @@ impl PyBlockObserver {
         self.lock().plan(&[wanted], &[], &[], Budget::of_moves(moves.unwrap_or(usize::MAX)))
     }
 
+    /// Plan a step for several goals, the most important first; nothing changes until `commit`.
+    ///
+    /// A later goal undoes nothing of an earlier one: it moves no block to where the earlier one does not want any, and
+    /// none of the sequences of `"contiguous"`. Where two contradict each other, the later is missed.
+    ///
+    /// Args:
+    ///     goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence lies in
+    ///         more than `number` runs, its slack is in runs. While the goals stay the same, each goes on where the
+    ///         step before left it.
+    ///     sequences: what `"contiguous"` is about: ids of each, in order. Those of less importance come later.
+    ///     hot: ids of sequences that run now: their blocks move when nothing else is left to move, and a sequence
+    ///         whose last id is one is put in order last.
+    ///     moves: budget of this step, in pairs.
+    ///     num_bytes: budget in bytes written: an exchange writes both of its blocks.
+    ///     bytes_per_block: of all layers; to be given with `num_bytes`.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
     #[pyo3(signature = (goals, *, sequences = None, hot = None, moves = None, num_bytes = None, bytes_per_block = 0))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python tuples")]
     fn plan_all(
@@ -391,16 +521,38 @@ impl PyBlockObserver {
         self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
     }
 
+    /// Take over a plan whose bytes have moved: the ids of each pair change places.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: the books have changed so that the plan no longer fits; nothing was changed.
     fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
         self.lock().observer.commit(&plan.plan.pairs).map_err(to_py)
     }
 
+    /// Count everything again.
+    ///
+    /// Raises:
+    ///     InvariantError: the books contradict themselves.
     fn check(&self) -> PyResult<()> {
         self.lock().observer.check().map_err(to_py)
     }
 }
 
-/// The fewest moves that bring live blocks where the goal wants them.
+/// Plan the fewest moves that bring live blocks where the goal wants them.
+///
+/// However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
+///
+/// Args:
+///     goal: `"max_id"`: none above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as low as
+///         can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
+///     number: see above.
+///     num_blocks: blocks of the pool.
+///     live: block ids in use that can be moved.
+///     fixed: block ids that are neither moved nor moved into: leased, pinned, the null block.
+///     moves: budget of this plan; None means all that are needed.
+///
+/// Raises:
+///     InvalidArgumentError: the goal is unknown, its page has no blocks, or a block is out of range.
 #[pyfunction]
 #[pyo3(signature = (goal, number, *, num_blocks, live, fixed = None, moves = None))]
 pub(crate) fn plan_moves(

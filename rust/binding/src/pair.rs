@@ -5,8 +5,8 @@ use crate::allocator::{
 };
 use crate::args;
 use crate::decision::PyPairs;
-use crate::tiers::tier_of;
 use crate::errors::{invalid, to_py};
+use crate::tiers::tier_of;
 use blockyard_core as core;
 use blockyard_core::allocator::{NaiveAllocator, PrefixCachingAllocator};
 use blockyard_core::{AllocatorPair, BlockAllocator, BlockId, Pairs, Tier};

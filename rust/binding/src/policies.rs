@@ -9,10 +9,10 @@ use std::fmt::Display;
 /// Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 ///
 /// Args:
-///     eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"s3fifo"`: blocks
-///         without a hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and, before the
-///         first hit, by how often blocks as deep in their prompts are hit. `"priority"`: by `prefix.set_priority`. Each
-///         takes a prompt's blocks from its end.
+///     eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"s3fifo"`:
+///         blocks without a hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and,
+///         before the first hit, by how often blocks as deep in their prompts are hit. `"priority"`: by
+///         `prefix.set_priority`. Each takes a prompt's blocks from its end.
 ///     host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
 ///         (`swap_in`). The least recently used copy goes first.
 ///     max_events: most events that wait for `prefix.take_events`; 0 records none.
@@ -101,7 +101,8 @@ impl<'py> Argument<'py> for CachingOptions {
         let is_on: bool = value
             .extract()
             .map_err(|_| invalid(format!("{name} is {}, must be a bool or a PrefixCaching", shown(value))))?;
-        let default = PyPrefixCaching { eviction: Eviction::default().name(), host: false, max_events: 0, max_pinned: 0.5 };
+        let default =
+            PyPrefixCaching { eviction: Eviction::default().name(), host: false, max_events: 0, max_pinned: 0.5 };
         Ok(if is_on { Self::On(default) } else { Self::Off })
     }
 }

@@ -29,9 +29,9 @@ struct State {
 
 /// An iterator over free blocks in the order in which they would be given out. Nothing is taken.
 ///
-/// It reads ids ahead in chunks, first 64, then twice as many each time, so the first few cost little in any pool. If the pool
-/// changes meanwhile, ids that were read ahead stay as they were, and the next chunk continues at the same place of the new
-/// order: an id may be missed or come twice.
+/// It reads ids ahead in chunks, first 64, then twice as many each time, so the first few cost little in any pool. If
+/// the pool changes meanwhile, ids that were read ahead stay as they were, and the next chunk continues at the same
+/// place of the new order: an id may be missed or come twice.
 #[pyclass(frozen, name = "FreeBlocks", module = "blockyard._core")]
 pub(crate) struct PyFreeBlocks {
     read: ReadFree,
@@ -131,8 +131,9 @@ impl PyPool {
     /// Return what each block is used for.
     ///
     /// Returns:
-    ///     uint8 `[num_blocks]`, while a pool shrinks `[defrag.progress().extent]`. 0: free. 1: cached; its key finds it, and
-    ///     it is given out if needed. 2: only transfers or pins hold it. 3: sequences use it; a null block counts as such.
+    ///     uint8 `[num_blocks]`, while a pool shrinks `[defrag.progress().extent]`. 0: free. 1: cached; its key finds
+    ///     it, and it is given out if needed. 2: only transfers or pins hold it. 3: sequences use it; a null block
+    ///     counts as such.
     fn uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let uses = self.shared.lock().uses(self.tier);
         memory::array(py, &uses, |&used| used as u8)

@@ -37,8 +37,8 @@ impl PyPrefixHit {
 
 /// A manager's prefix cache, as `manager.prefix`.
 ///
-/// A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after its
-/// sequences are freed, until its place is needed.
+/// A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
+/// its sequences are freed, until its place is needed.
 #[pyclass(frozen, name = "Prefix", module = "blockyard._core")]
 pub(crate) struct PyPrefix(Shared);
 
@@ -142,19 +142,15 @@ impl PyPrefix {
     /// Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
     ///
     /// The tenant's least recently used blocks beyond the quota are freed whenever sequences are freed, tickets end or
-    /// decisions are taken. If room is needed earlier, they go before the blocks of other tenants. Blocks that the tenant
-    /// published before its first quota do not count.
+    /// decisions are taken. If room is needed earlier, they go before the blocks of other tenants. Blocks that the
+    /// tenant published before its first quota do not count.
     ///
     /// Args:
     ///     salt: the tenant; None for prompts without a salt.
     ///     blocks: most such blocks; None for no limit.
     /// Raises:
     ///     InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas.
-    fn set_quota(
-        &self,
-        salt: Option<&[u8]>,
-        #[pyo3(from_py_with = args::blocks)] blocks: Option<i64>,
-    ) -> PyResult<()> {
+    fn set_quota(&self, salt: Option<&[u8]>, #[pyo3(from_py_with = args::blocks)] blocks: Option<i64>) -> PyResult<()> {
         let blocks = blocks.map(|blocks| usize::try_from(blocks).map_err(|_| blocks)).transpose();
         let blocks = blocks.map_err(|blocks| invalid(format!("blocks is {blocks}, must be at least 0")))?;
         self.0.lock().set_quota(KeySpec::new(salt, 0).salt, blocks).map_err(to_py)
@@ -189,9 +185,9 @@ impl PyPrefix {
 
 /// Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
 ///
-/// The hashed stream is a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian u32, the
-/// adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens follow as little-endian u32,
-/// padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
+/// The hashed stream is a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
+/// u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens follow as
+/// little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
 ///
 /// Args:
 ///     tokens: token ids, uint32 `[n]` or a list of ints.

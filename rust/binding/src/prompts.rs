@@ -25,7 +25,8 @@ impl<'py> PromptLike<'py> {
         if value.is_instance_of::<PyInt>() {
             return u32::read(value, &name).map(Self::Count);
         }
-        let is_list = value.cast::<PyUntypedArray>().map_or_else(|_| value.is_instance_of::<PyList>(), |a| a.ndim() > 0);
+        let is_list =
+            value.cast::<PyUntypedArray>().map_or_else(|_| value.is_instance_of::<PyList>(), |a| a.ndim() > 0);
         match value.extract() {
             Ok(count) if !is_list => Ok(Self::Count(count)),
             _ => arrays::token_ids(value, name).map(Self::Tokens),
@@ -51,7 +52,9 @@ impl<'py> Prompts<'py> {
         match (counts.is_empty(), tokens.is_empty()) {
             (false, false) => {
                 let (counts, tokens) = (counts.len(), tokens.len());
-                Err(invalid(format!("prompts are {counts} counts and {tokens} lists of token ids, must be of one kind")))
+                Err(invalid(format!(
+                    "prompts are {counts} counts and {tokens} lists of token ids, must be of one kind"
+                )))
             }
             (true, _) => Ok(Self::Tokens(tokens)),
             (false, true) => Ok(Self::Counts(counts)),
@@ -140,7 +143,8 @@ pub(crate) fn lend<R>(
     };
     memory::lend(tokens, |tokens| {
         let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
-        let prompts = tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec: specs.at(i), extras: extras(i) });
+        let prompts =
+            tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec: specs.at(i), extras: extras(i) });
         call(&prompts.collect::<Vec<_>>())
     })
 }

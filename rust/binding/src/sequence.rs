@@ -14,7 +14,8 @@ use pyo3::types::PyType;
 #[pyclass(frozen, name = "Sequence", module = "blockyard._core")]
 pub(crate) struct PySequence {
     handle: u64,
-    /// First tokens of the prompt that need not be computed: the prefix cache had them. The last token is always computed.
+    /// First tokens of the prompt that need not be computed: the prefix cache had them. The last token is always
+    /// computed.
     #[pyo3(get)]
     cached_tokens: u32,
 }

@@ -68,7 +68,11 @@ fn what_was_computed_from_a_copy_of_a_late_load_is_not_findable_before_the_load_
     manager.free(&lost).unwrap();
     let heir = admit(&mut manager, &known[..5]);
     manager.mark_computed(&[heir]).unwrap();
-    assert_eq!(manager.lookup(&prompt(&known)).map(|hit| hit.tokens), Ok(4), "the first block is new, the second must be too");
+    assert_eq!(
+        manager.lookup(&prompt(&known)).map(|hit| hit.tokens),
+        Ok(4),
+        "the first block is new, the second must be too"
+    );
     manager.check().unwrap();
 }
 

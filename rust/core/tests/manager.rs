@@ -214,7 +214,10 @@ impl World {
                 let (sequence, hit) = out[0];
                 let rest = self.manager.pool(Tier::Device).available();
                 // What is pinned or late is counted, and is not among the free ones.
-                assert!(before - rest <= wanted && (wanted <= before || chunk != u32::MAX), "{before} - {rest}, {wanted}");
+                assert!(
+                    before - rest <= wanted && (wanted <= before || chunk != u32::MAX),
+                    "{before} - {rest}, {wanted}"
+                );
                 assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
                 let (opened, most) =
                     (self.manager.num_tokens(sequence).unwrap(), tokens.min(hit.saturating_add(chunk)));

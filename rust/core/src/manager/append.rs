@@ -1,8 +1,8 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
 use super::pass::{self, Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
-use super::{Fit, 
-    Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
+use super::{
+    Fit, Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
     write_slots,
 };
 use crate::decision::Kind;
