@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "copy.h"
-#include "ways.h"
+#include "strategy.h"
 
 namespace blockyard {
 namespace {

@@ -7,7 +7,7 @@
 #include "bulk_kernel.h"
 #include "copy.h"
 #include "launch.h"
-#include "ways.h"
+#include "strategy.h"
 
 namespace blockyard {
 namespace {
@@ -128,7 +128,7 @@ cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps
         const auto chunks = static_cast<uint64_t>(widest + kStageBytes - 1) / kStageBytes;
         const uint64_t pieces = chunks * some * params.num_groups;
         if (pieces > kMostBulkPieces) return cudaErrorInvalidValue;
-        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFarBlocks, pieces));
+        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFewBlocks, pieces));
         copy_by_bulk<<<blocks, kWarp, kRingBytes, stream>>>(params, static_cast<uint32_t>(some),
                                                             static_cast<uint32_t>(chunks));
         return cudaGetLastError();

@@ -26,13 +26,13 @@ struct CopyBatch {
 // several launches. Both sides are memory of the current device; within one group of steps both may be the same.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Blocks of threads of a copy that leaves the device to its own work, at most one a multiprocessor: they keep the link
-// to the host busy, and more would take multiprocessors from compute.
-constexpr unsigned kFarBlocks = 12;
+// Blocks of threads of a copy that runs beside the device's own work, at most one a multiprocessor. They keep the link
+// to the host busy; more would take multiprocessors from compute.
+constexpr unsigned kFewBlocks = 12;
 
 // Copies every pair in every tensor between the device and page-locked memory of the host by a kernel on few
 // multiprocessors, which the device's own work hardly notices.
-cudaError_t copy_far(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
 // Whether a device has a bulk engine, and the library machine code for it.
 bool has_bulk(int device);

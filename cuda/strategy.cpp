@@ -1,4 +1,4 @@
-#include "ways.h"
+#include "strategy.h"
 
 #include <array>
 #include <mutex>
@@ -9,7 +9,7 @@ namespace {
 
 struct Table {
     std::mutex mutex;
-    std::array<std::vector<WayRule>, kMaxDevices> rules;
+    std::array<std::vector<StrategyRule>, kMaxDevices> rules;
 };
 
 Table& table() {
@@ -20,17 +20,17 @@ Table& table() {
 
 }  // namespace
 
-void set_ways(int32_t device, std::vector<WayRule> rules) {
+void set_strategies(int32_t device, std::vector<StrategyRule> rules) {
     const std::lock_guard<std::mutex> lock(table().mutex);
     table().rules.at(static_cast<size_t>(device)) = std::move(rules);
 }
 
-Way choose_way(int32_t device, Direction direction, int64_t bytes, int64_t count) {
-    const Way otherwise = direction == Direction::kWithin ? Way::kKernel : Way::kBatch;
+Strategy choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count) {
+    const Strategy otherwise = direction == Direction::kWithin ? Strategy::kKernel : Strategy::kBatch;
     if (device < 0 || device >= kMaxDevices) return otherwise;
     const std::lock_guard<std::mutex> lock(table().mutex);
-    for (const WayRule& rule : table().rules[static_cast<size_t>(device)]) {
-        if (rule.direction == direction && bytes <= rule.max_bytes && count <= rule.max_count) return rule.way;
+    for (const StrategyRule& rule : table().rules[static_cast<size_t>(device)]) {
+        if (rule.direction == direction && bytes <= rule.max_bytes && count <= rule.max_count) return rule.strategy;
     }
     return otherwise;
 }
