@@ -1,4 +1,4 @@
-// The kernels that copy blocks: all steps of all tensors in one launch.
+// The copy kernels: all steps of all tensors in one launch.
 
 #include <algorithm>
 
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kHostKernelThreads)
                              static_cast<int>(threadIdx.x % kWarp));
 }
 
-// How a launch is made of one set of parameters.
+// Launches one set of parameters.
 struct OnDevice {
     template <typename Access>
     static cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// What one thread of each copy kernel does. Plain C++ over indices, so that the tests run it on a CPU, too.
+// The work of one thread of each copy kernel. Plain C++ over indices, so tests can run it on a CPU.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ constexpr int kUnroll = 4;
 constexpr int kWarp = 32;
 // Accesses that one lane has in flight: host memory is far.
 constexpr int kHostUnroll = 8;
-// Devices from sm_70 on take this many bytes of parameters.
+// Bytes of parameters that devices from sm_70 on accept.
 constexpr size_t kMaxParams = 32764;
 
 struct CopyParams {
@@ -28,7 +28,7 @@ struct CopyParams {
 };
 static_assert(sizeof(CopyParams) <= kMaxParams, "the parameters of one launch have a limit");
 static_assert(kMaxTensors <= 65535 && kMaxSteps <= 65535, "they are the grid's second and third dimension");
-static_assert(kMaxSteps > kMaxRing, "a ring is not parted");
+static_assert(kMaxSteps > kMaxRing, "a ring stays in one part");
 
 // Bytes of a row that one block of threads moves.
 template <typename Access>
@@ -45,7 +45,7 @@ __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor
         const CopyPair pair = params.steps[step];
         const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
         auto* dst = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride);
-        // All loads are under way before the first store waits for one.
+        // All loads are in flight before the first store waits for one.
         Access values[kUnroll];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
@@ -69,8 +69,8 @@ __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor
 template <typename Access>
 constexpr int64_t kHostChunk = static_cast<int64_t>(sizeof(Access)) * kWarp * kHostUnroll;
 
-// Moves the pieces that fall to one warp, of those that a few blocks of threads share: every warp takes each
-// num_warps-th chunk. Neighbouring warps read neighbouring bytes where a row's tensors lie side by side.
+// Copies the pieces of one warp: every num_warps-th chunk. If a row's tensors are adjacent, neighbouring warps read
+// neighbouring bytes.
 template <typename Access>
 __device__ void walk_host_pieces(const CopyParams& params, uint32_t num_tensors, uint32_t chunks, uint32_t warp,
                                  uint32_t num_warps, int lane) {

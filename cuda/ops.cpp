@@ -27,7 +27,7 @@ void swap_blocks(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, T
     run(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
 }
 
-// For benchmarks alone: what the ops are compared with.
+// Only for benchmarks: the baseline.
 void bench_copy_loop(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
     const Side src("src", src_views), dst("dst", dst_views);
     check_swap(src, dst);
@@ -97,7 +97,7 @@ bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device))
 }  // namespace
 }  // namespace blockyard
 
-// It takes no tensor that would decide.
+// It takes no tensor that would select a device.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
     m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
 }

@@ -8,7 +8,7 @@
 #include "copy.h"
 #include "strategy.h"
 
-// A torch without CUDA lacks it; the library must load there too.
+// A torch without CUDA lacks it; the library must load there as well.
 #pragma weak aoti_torch_get_current_cuda_stream
 
 namespace blockyard {
@@ -29,7 +29,7 @@ cudaStream_t current_stream(int32_t device) {
     return static_cast<cudaStream_t>(stream);
 }
 
-// Pairs of views, one of each side; neighbours that lie side by side on both sides become one.
+// Pairs the views of both sides; neighbours that are adjacent on both sides become one.
 std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     std::vector<CopyTensor> tensors;
     tensors.reserve(src.views.size());
@@ -47,7 +47,7 @@ std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     return tensors;
 }
 
-// The bulk engine where it is asked for and can do it, else the kernel.
+// Uses the bulk engine if the strategy asks for it and it can, else a kernel.
 cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, Strategy strategy,
                            Direction direction, int32_t device, cudaStream_t stream) {
     if (strategy == Strategy::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) &&
@@ -62,7 +62,7 @@ bool is_dense(const CopyTensor& tensor) {
     return tensor.src_stride == tensor.width && tensor.dst_stride == tensor.width;
 }
 
-// Pieces of a copy between host and device; neighbours become one piece where rows follow one another on both sides.
+// Pieces of a copy between host and device; rows that are adjacent on both sides become one piece.
 struct Pieces {
     std::vector<void*> dsts;
     std::vector<const void*> srcs;
@@ -107,8 +107,8 @@ void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
 }
 
 struct HostMemory {
-    bool pinned = true;  // all that is copied is page-locked
-    bool mapped = true;  // and kernels reach it by the address that the host has
+    bool pinned = true;  // all copied memory is page-locked
+    bool mapped = true;  // and kernels reach it by its host address
 };
 
 HostMemory ask_pointer(uintptr_t address) {
@@ -118,7 +118,7 @@ HostMemory ask_pointer(uintptr_t address) {
     return {attributes.type != cudaMemoryTypeUnregistered, attributes.devicePointer == pointer};
 }
 
-// Asks at both ends of what is copied in each storage: memory that is page-locked chunk by chunk is so from its start.
+// Asks at both ends of the copied range of each storage. A host pool is page-locked from its start, chunk by chunk.
 HostMemory ask_host(const Side& host, uint32_t first_block, uint32_t last_block) {
     HostMemory found;
     uintptr_t low = 0, high = 0;
@@ -155,7 +155,7 @@ Strategy strategy_between(const std::vector<CopyTensor>& tensors, const std::vec
     if (!memory.pinned) return Strategy::kLoop;
     const Strategy strategy = strategy_of(tensors, pairs, device, direction);
     const bool is_kernel = strategy == Strategy::kKernel || strategy == Strategy::kBulk;
-    // Narrow accesses would waste most of what crosses the link.
+    // Narrow accesses would waste most of the link's bandwidth.
     const bool fits = memory.mapped && misalignment(tensors.data(), tensors.size()) % 16 == 0;
     return !is_kernel || fits ? strategy : Strategy::kBatch;
 }

@@ -13,7 +13,7 @@ struct Table {
 };
 
 Table& table() {
-    // Never destroyed: copies may still be made while the process leaves.
+    // Never destroyed: copies may still run while the process exits.
     static auto* const only = new Table;
     return *only;
 }
