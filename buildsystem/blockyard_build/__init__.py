@@ -36,7 +36,7 @@ prepare_metadata_for_build_editable = maturin.prepare_metadata_for_build_editabl
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
-    """Name the requirements of a build: maturin's, and the nvcc wheels unless they are of no use or CUDA_HOME has nvcc."""
+    """Name the requirements of a build: maturin's, and the nvcc wheels where they are needed and usable."""
     requirements: list[str] = maturin.get_requires_for_build_wheel(config_settings)
     if _wants_nvcc():
         requirements.append(NVCC_REQUIREMENT)
