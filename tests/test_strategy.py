@@ -33,7 +33,7 @@ using namespace blockyard;
 extern "C" void use(const int64_t* rules, int64_t count) {
     std::vector<StrategyRule> read;
     for (int64_t n = 0; n < count; ++n, rules += 4)
-        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Way>(rules[3])});
+        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Strategy>(rules[3])});
     set_strategies(1, read);
 }
 extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count) {
