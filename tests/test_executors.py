@@ -38,7 +38,7 @@ class Bench:
             block_size=2, device_blocks=DEVICE, host_blocks=HOST, external_blocks=EXTERNAL, watermark=0.0
         )
         self.executor = StepExecutor(self.engine, self.store)
-        self.sequence = self.manager.allocate([5])
+        self.sequence = self.manager.allocate(counts=[5])
         self.manager.complete(self.manager.take_decision().ticket)
         rows = np.random.default_rng(0).integers(1, 256, (3, size), dtype=np.uint8)
         self.engine.write_blocks("device", self.blocks(), rows)
@@ -145,7 +145,7 @@ def test_sabotage_drops_only_once(bench: Bench) -> None:
 
 
 def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
-    child = bench.manager.fork(int(bench.sequence[0]))
+    child = bench.manager.fork(int(bench.sequence[0]), 1)
     sabotaged = SabotagedExecutor(bench.executor, "copy")
     bench.manager.append(child)
     bench.carry_out(sabotaged)
@@ -184,7 +184,7 @@ def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
     corrupting = CorruptingExecutor(bench.executor, bench.store, count=2)
     bench.move(corrupting, "spill")
     bench.manager.free(bench.sequence)
-    bench.sequence = bench.manager.allocate([5])
+    bench.sequence = bench.manager.allocate(counts=[5])
     bench.carry_out(corrupting)
     bench.engine.write_blocks("device", bench.blocks(), bench.rows)
     assert bench.move(corrupting, "spill", "fetch") == []

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard import InvalidArgumentError, MappingError
 from blockyard.engine.fill import HostFill
+from blockyard.errors import InvalidArgumentError, MappingError
 from blockyard.plan import FillMap
 
 

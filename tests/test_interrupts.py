@@ -36,7 +36,7 @@ class Rig:
         self.books = BlockManager(
             block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0
         )
-        self.live = [int(handle) for handle in self.books.allocate([12, 8])]
+        self.live = [int(handle) for handle in self.books.allocate(counts=[12, 8])]
         self.books.complete(self.books.take_decision().ticket)
         self.rows = {}
         for seed, handle in enumerate(self.live):
@@ -101,7 +101,7 @@ class Rig:
             assert np.array_equal(self.engine.read_blocks("device", self.blocks(handle)), self.rows[handle])
         self.books.free(self.live)
         self.books.check()
-        assert all(self.books.num_free(tier) == self.books.num_blocks(tier) for tier in TIERS)
+        assert all(self.books.pool(tier).num_free == self.books.pool(tier).num_blocks for tier in TIERS)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import LAYOUTS
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, DecodeBatch, InvalidArgumentError, export_keys
+from blockyard import BlockManager
 from blockyard._core import (
     BlockObserver,
     CopyRoute,
@@ -23,6 +24,8 @@ from blockyard._core import (
     expand_span,
     move_rows,
 )
+from blockyard.errors import InvalidArgumentError
+from blockyard.events import export_keys
 
 Array = np.ndarray[Any, Any]
 GUARD = 64
@@ -69,7 +72,7 @@ class Case:
 
 def books() -> tuple[BlockManager, Array]:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0)
-    handles = manager.allocate([3, 5, 6])
+    handles = manager.allocate(counts=[3, 5, 6])
     manager.complete(manager.take_decision().ticket)
     return manager, handles
 
@@ -88,7 +91,7 @@ def append(new: Guarded) -> Case:
 def append_with_tables(new: Guarded) -> Case:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0, prefix_caching=True)
     prompts = [np.arange(5, dtype=np.uint32), np.arange(7, 13, dtype=np.uint32)]
-    handles, _ = manager.allocate_prompts(prompts)
+    handles, _ = allocate_prompts(manager, prompts)
     manager.complete(manager.take_decision().ticket)
     given = handles.copy()
 
@@ -264,7 +267,7 @@ class Kept:
 
     def state(self) -> object:
         tokens = [self.manager.num_tokens(int(handle)) for handle in self.handles]
-        return self.new.bytes(), tokens, self.batch.sequences.tolist(), self.manager.num_free()
+        return self.new.bytes(), tokens, self.batch.sequences.tolist(), self.manager.pool().num_free
 
     def assert_right(self) -> None:
         wanted = np.zeros_like(self.table)
@@ -410,8 +413,8 @@ def test_a_prompt_that_another_prompt_changes_is_refused_or_read_within_its_byte
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(InvalidArgumentError, match="was changed while"):
-            manager.allocate_prompts([tokens, [Meddler(1, lambda: MUTATIONS[mutation](tokens))]])
-    assert (manager.num_sequences, manager.num_free()) == (0, 64)
+            allocate_prompts(manager, [tokens, [Meddler(1, lambda: MUTATIONS[mutation](tokens))]])
+    assert (manager.stats().sequences, manager.pool().num_free) == (0, 64)
 
 
 def test_handles_that_the_counts_change_are_those_that_were_handed_over() -> None:

@@ -5,8 +5,16 @@ import inspect
 import numpy as np
 import pytest
 
-from blockyard import AllocStatus, BlockManager, InvalidArgumentError, InvariantError, OutOfBlocksError
-from blockyard.errors import MappingError, SequenceStateError, UnknownSequenceError, UnknownTicketError
+from blockyard import AllocStatus, BlockManager
+from blockyard.errors import (
+    InvalidArgumentError,
+    InvariantError,
+    MappingError,
+    OutOfBlocksError,
+    SequenceStateError,
+    UnknownSequenceError,
+    UnknownTicketError,
+)
 from blockyard.testing import Config, ManagerLike, ReferenceManager
 
 CONFIG = Config(block_size=4, device_blocks=8, host_blocks=4, external_blocks=4)
@@ -82,18 +90,18 @@ def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
 
 def test_the_model_gives_out_the_lowest_blocks_and_counts_what_is_left():
     books = model()
-    a, b = books.allocate([5, 4])
+    a, b = books.allocate(counts=[5, 4])
     assert (books.block_table(a).tolist(), books.block_table(b).tolist()) == ([0, 1], [2])
     books.free([a])
-    assert books.num_free("device") == 7
+    assert books.pool("device").num_free == 7
     with pytest.raises(OutOfBlocksError, match="asked for 8 device blocks, 7 of 8 are free"):
-        books.allocate([32])
-    assert books.can_allocate(32) == AllocStatus.LATER
+        books.allocate(counts=[32])
+    assert books.can_allocate(32).status == AllocStatus.LATER
 
 
 def test_the_model_refuses_what_the_manager_refuses():
     books = model()
-    (a,) = books.allocate([5])
+    (a,) = books.allocate(counts=[5])
     ticket = books.take_decision().ticket
     with pytest.raises(UnknownSequenceError):
         books.free([99])
@@ -111,7 +119,7 @@ def test_the_model_refuses_what_the_manager_refuses():
 
 def test_the_model_notices_a_broken_table():
     books = model()
-    (a,) = books.allocate([5])
+    (a,) = books.allocate(counts=[5])
     books._get(a).table[1] = 0
     with pytest.raises(InvariantError):
         books.check()
@@ -122,14 +130,14 @@ def test_the_model_notices_a_broken_table():
 
 def test_a_copy_of_a_lost_block_is_lost_even_after_the_copy_has_ended():
     books = model()
-    (a,) = books.allocate([6])
+    (a,) = books.allocate(counts=[6])
     books.complete(books.take_decision().ticket)
-    books.spill([a])
+    books.swap_out([a], to="external")
     books.complete(books.take_decision().ticket)
-    books.fetch([a])
+    books.swap_in([a])
     books.append([a], 1)
     load = books.take_decision()
-    (b,) = books.fork(a)
+    b = books.fork(a)
     books.append([b], 1)
     copy = books.take_decision()
     assert len(copy.copy) == 1

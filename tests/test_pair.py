@@ -2,14 +2,9 @@
 
 import pytest
 
-from blockyard import (
-    AllocatorPair,
-    InvalidArgumentError,
-    NaiveAllocator,
-    OutOfBlocksError,
-    PrefixCachingAllocator,
-    chain_keys,
-)
+from blockyard._core import AllocatorPair
+from blockyard.allocators import NaiveAllocator, PrefixCachingAllocator, chain_keys
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 
 kinds = pytest.mark.parametrize("prefix_caching", [False, True])
 

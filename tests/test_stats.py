@@ -1,5 +1,7 @@
 """Counters of the books, read in one call."""
 
+from prompts import allocate_prompts
+
 from blockyard import BlockManager, Pairs
 
 
@@ -21,11 +23,11 @@ def test_a_new_manager_has_counted_nothing() -> None:
 def test_hits_misses_merges_and_evictions_are_counted() -> None:
     books = manager()
     for _ in range(2):
-        handles, _ = books.allocate_prompts([list(range(9))])
+        handles, _ = allocate_prompts(books, [list(range(9))])
         step(books)
         books.mark_computed(handles)
         books.free(handles)
-    handles, _ = books.allocate_prompts([list(range(50, 82))])
+    handles, _ = allocate_prompts(books, [list(range(50, 82))])
     stats = books.stats()
     assert (stats.prompts, stats.hit_blocks, stats.missed_blocks) == (3, 2, 10)
     assert (stats.hit_tokens, stats.missed_tokens, stats.merged_blocks) == (8, 42, 0)
@@ -36,9 +38,9 @@ def test_hits_misses_merges_and_evictions_are_counted() -> None:
 
 def test_transfers_are_counted_by_kind_when_they_are_decided() -> None:
     books = manager()
-    (handle,) = books.allocate([6])
+    (handle,) = books.allocate(counts=[6])
     step(books)
-    (fork,) = books.fork(int(handle))
+    fork = books.fork(int(handle))
     books.append([int(fork)])
     assert books.stats().copied_blocks == 0
     step(books)
@@ -53,7 +55,7 @@ def test_transfers_are_counted_by_kind_when_they_are_decided() -> None:
 
 def test_open_tickets_hold_blocks_until_they_end() -> None:
     books = manager()
-    handles = books.allocate([8])
+    handles = books.allocate(counts=[8])
     step(books)
     books.swap_out(handles)
     decision = books.take_decision()
@@ -68,9 +70,9 @@ def test_open_tickets_hold_blocks_until_they_end() -> None:
 
 def test_the_peak_stays_when_the_blocks_have_gone() -> None:
     books = manager()
-    handles = books.allocate([20, 4])
+    handles = books.allocate(counts=[20, 4])
     books.free(handles)
-    books.allocate([4])
+    books.allocate(counts=[4])
     stats = books.stats()
     assert (stats.used_blocks["device"], stats.peak_blocks["device"], stats.sequences) == (1, 6, 1)
     assert stats.as_dict()["peak_blocks_device"] == 6

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from blockyard import AllocatorPair, BlockManager, DecodeBatch, OutOfBlocksError, SequenceStateError
-from blockyard._core import BlockAllocator
+from blockyard import BlockManager
+from blockyard._core import AllocatorPair, BlockAllocator
+from blockyard.errors import OutOfBlocksError, SequenceStateError
 from blockyard.integrations.vllm_v0 import BlockTable, CpuGpuBlockAllocator, Device
 
 THREADS = 8
@@ -56,7 +57,7 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
 
     def once() -> None:
         try:
-            handles = books.allocate([9, 5])
+            handles = books.allocate(counts=[9, 5])
         except OutOfBlocksError:
             return
         books.complete(books.take_decision().ticket)
@@ -71,7 +72,7 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
                 assert tables[i, : len(row)].tolist() == row.tolist()
                 assert slots[i] // 4 in row
         books.complete(books.take_decision().ticket)
-        child = books.fork(int(handles[0]))
+        child = books.fork(int(handles[0]), 1)
         assert books.block_tables(child).shape[0] == 1
         for _ in handles:
             batch.remove(0)
@@ -93,19 +94,19 @@ def test_engines_that_share_a_manager_leave_exact_books(prefix_caching: bool):
     def watch() -> None:
         books.check()
         books.stats()
-        list(books.iter_free_blocks())
+        list(iter(books.pool()))
 
     hammer(*(engine(books, swap=i % 2 == 0) for i in range(THREADS - 1)), watch)
     books.complete(books.take_decision().ticket)
     books.check()
-    assert (books.num_sequences, books.num_free(), books.num_free("host")) == (0, 96, 32)
+    assert (books.stats().sequences, books.pool().num_free, books.pool("host").num_free) == (0, 96, 32)
 
 
 def test_one_batch_shared_by_threads_stays_whole():
     books = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
     tables, slots = np.zeros((4, 1024), np.int32), np.zeros(4, np.int64)
     batch = DecodeBatch(books, tables, slots)
-    handles = books.allocate([1, 1, 1, 1])
+    handles = books.allocate(counts=[1, 1, 1, 1])
     batch.add(handles)
     appended: list[None] = []
 

@@ -5,10 +5,11 @@ kept past `free` is recognised. Where a call takes `sequences`, a uint64 array i
 will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as _Each
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +24,26 @@ __all__ = [
     "CacheGroup",
     "Completion",
     "CopyRoute",
-    "DecodeBatch",
+    "Defrag",
     "DefragReport",
     "EventBatch",
     "Expired",
     "FillMap",
+    "Fit",
     "Fragmentation",
     "FreeBlocks",
     "ManagerStats",
     "MovePlan",
     "NaiveAllocator",
     "Pairs",
+    "Pins",
+    "Pool",
+    "Prefix",
+    "PrefixCaching",
     "PrefixCachingAllocator",
-    "PrefixStats",
+    "PrefixHit",
     "ResizeProgress",
+    "Sequence",
     "SlabStore",
     "StepDecision",
     "StoreStats",
@@ -66,8 +73,10 @@ __version__: str
 
 _Tier: TypeAlias = Literal["device", "host", "external"]
 _Reuse: TypeAlias = Literal["lowest", "fifo", "lru", "lifo"]
-_Handles: TypeAlias = NDArray[np.uint64] | Sequence[int] | int
-_Counts: TypeAlias = NDArray[np.uint32] | Sequence[int] | int
+_Handle: TypeAlias = Sequence | int | np.uint64
+_Handles: TypeAlias = NDArray[np.uint64] | _Each[_Handle] | _Handle
+_TokenIds: TypeAlias = NDArray[np.uint32] | _Each[int]
+_Counts: TypeAlias = NDArray[np.uint32] | _Each[int] | int
 
 @final
 class AllocStatus:
@@ -79,9 +88,10 @@ class AllocStatus:
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+    def __bool__(self) -> bool: ...
 
-_IdPairs: TypeAlias = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
-_Blocks: TypeAlias = NDArray[np.int32] | Sequence[int] | int
+_IdPairs: TypeAlias = NDArray[np.integer[Any]] | _Each[_Each[int]]
+_Blocks: TypeAlias = NDArray[np.int32] | _Each[int] | int
 
 @disjoint_base
 class BlockAllocator:
@@ -106,7 +116,7 @@ class BlockAllocator:
     def refs(self, block: int) -> int: ...
     def allocate(self, count: int) -> NDArray[np.int32]: ...
     def allocate_keyed(
-        self, keys: Sequence[bytes], depths: Sequence[int], *, plain: int = 0
+        self, keys: _Each[bytes], depths: _Each[int], *, plain: int = 0
     ) -> tuple[NDArray[np.int32], int]:
         """Takes one block for each key, the one that has it where there is one, then `plain` more.
 
@@ -125,9 +135,9 @@ class BlockAllocator:
         """Exchanges blocks that others use for new ones; where an id differs, the caller copies the bytes."""
     def publish(self, block: int, key: bytes, depth: int = 0) -> int:
         """Gives a full block its key; returns the block to use from now on, which may be another one with that key."""
-    def find(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
+    def find(self, keys: _Each[bytes]) -> NDArray[np.int32]:
         """Blocks of the longest prefix of the keys that is computed; nothing is taken."""
-    def cost(self, keys: Sequence[bytes]) -> int:
+    def cost(self, keys: _Each[bytes]) -> int:
         """Free blocks that taking these keys would use up."""
     def has_key(self, key: bytes) -> bool: ...
     def is_computed(self, block: int) -> bool: ...
@@ -194,7 +204,7 @@ class AllocatorPair:
         eviction: which cached block goes once none is free, as for `PrefixCachingAllocator`.
 
     Example:
-        >>> from blockyard import AllocatorPair
+        >>> from blockyard._core import AllocatorPair
         >>> pair = AllocatorPair(4, 8)
         >>> table = pair.device.allocate(2)
         >>> table, copies = pair.swap_out(table)
@@ -298,9 +308,7 @@ class StepDecision:
         InvalidArgumentError: a kind has another name.
     """
 
-    def __new__(
-        cls, ticket: int, transfers: Sequence[tuple[str, Pairs]], *, after: Sequence[int] = ...
-    ) -> StepDecision: ...
+    def __new__(cls, ticket: int, transfers: _Each[tuple[str, Pairs]], *, after: _Each[int] = ...) -> StepDecision: ...
     @property
     def ticket(self) -> int: ...
     @property
@@ -388,40 +396,125 @@ class CacheGroup:
     def __hash__(self, /) -> int: ...
 
 @final
+class Fit:
+    def __new__(cls, status: AllocStatus, blocks: int, free: int) -> Fit: ...
+    def __bool__(self) -> bool: ...
+    @property
+    def status(self) -> AllocStatus: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Sequence:
+    def __new__(cls, handle: int, cached_tokens: int = 0) -> Sequence: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __lt__(self, value: int | Sequence, /) -> bool: ...
+    def __le__(self, value: int | Sequence, /) -> bool: ...
+    def __gt__(self, value: int | Sequence, /) -> bool: ...
+    def __ge__(self, value: int | Sequence, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class PrefixCaching:
+    def __new__(
+        cls,
+        *,
+        eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
+        host: bool = False,
+        max_events: int = 0,
+        max_pinned: float = 0.5,
+    ) -> PrefixCaching: ...
+    @property
+    def eviction(self) -> str: ...
+    @property
+    def host(self) -> bool: ...
+    @property
+    def max_events(self) -> int: ...
+    @property
+    def max_pinned(self) -> float: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class Pool:
+    @property
+    def tier(self) -> _Tier: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def reserved(self) -> int: ...
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]: ...
+    def free_ids(self, limit: int | None = None) -> NDArray[np.int32]: ...
+    def uses(self) -> NDArray[np.uint8]: ...
+    def quarantined_ids(self) -> NDArray[np.int32]: ...
+    def __iter__(self) -> FreeBlocks: ...
+
+@final
+class PrefixHit:
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def host_blocks(self) -> int: ...
+    def __bool__(self) -> bool: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Prefix:
+    @property
+    def enabled(self) -> bool: ...
+    def lookup(self, prompt: _TokenIds, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit: ...
+    def common_blocks(self, sequences: _Handles) -> NDArray[np.int32]: ...
+    def reset(self) -> bool: ...
+    def offload(self, max_blocks: int) -> int: ...
+    def set_priority(self, sequences: _Handles, priority: int) -> None: ...
+    def set_quota(self, salt: bytes | None, blocks: int | None) -> None: ...
+    def quota(self, salt: bytes | None) -> tuple[int, int | None] | None: ...
+    def take_events(self) -> EventBatch: ...
+
+@final
+class Pins:
+    def pin(self, sequence: _Handle, deadline: int) -> int: ...
+    def pin_prompt(
+        self, prompt: _TokenIds, deadline: int, *, salt: bytes | None = None, lora_id: int = 0
+    ) -> tuple[int, int]: ...
+    def blocks(self, pin: int) -> NDArray[np.int32]: ...
+    def submit(self, pin: int) -> None: ...
+    def unpin(self, pin: int) -> None: ...
+
+@final
+class Defrag:
+    def run(
+        self,
+        goal: _Goal | Literal["contiguous"] | Iterable[_Wanted],
+        number: int | None = None,
+        *,
+        sequences: _Handles | None = None,
+        max_moves: int = 512,
+        max_bytes: int | None = None,
+        block_bytes: int | None = None,
+        cached: Literal["move", "drop", "exchange"] = "move",
+    ) -> DefragReport: ...
+    def resize(self, blocks: int) -> ResizeProgress: ...
+    def progress(self) -> ResizeProgress: ...
+    def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation: ...
+
+@final
 class BlockManager:
-    """The books of a paged KV cache: which blocks hold whose tokens, who may run, what is to be copied or moved.
-
-    Args:
-        block_size: token slots in a block.
-        device_blocks: blocks that attention kernels read.
-        host_blocks: blocks in host memory.
-        external_blocks: slots of the external tier.
-        watermark: fraction of the device blocks that admission keeps free.
-        prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
-        reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
-            ids never used, then the one that came free first. `"lru"`: ids never used, then the one whose last use
-            ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks that has the fewest free
-            ones; pages in use are filled before one is opened, so that whole pages can be given back.
-        eviction: which cached block goes first, once none is free. `"lru"`: the least recently used. `"s3fifo"`: those
-            never hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and, before the
-            first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
-            prompt's blocks go from its end.
-        events: events of the prefix cache that wait for `take_events` at most; 0 for none at all.
-        sliding_window: tokens that a query sees, itself included, in a model whose layers are all alike: blocks that
-            fell out of the window are given back, and block 0 of each tier stands for them in block tables.
-        groups: what the layers of a hybrid model need; every sequence has a block table in each group, all over the
-            same pool. `[CacheGroup.full_attention()]` if not given.
-        host_prefix_cache: whether host copies of published blocks stay findable, the least recently used first to go. A
-            prompt finds them as if they were on the device; its step's decision loads them (`swap_in`), and they are
-            published there once the ticket is completed. A load that fails loses its prompt and the copy's key.
-        max_pinned: fraction of the device blocks that pins may hold, below 1.
-        max_open_tickets: above so many open tickets `take_decision` warns, once: a `complete` may be missing. A manager
-            that is restored has the default.
-    Raises:
-        InvalidArgumentError: a size or a fraction is out of range, a policy has another name, or events or host copies
-            are asked for without prefix caching.
-    """
-
     def __new__(
         cls,
         *,
@@ -430,583 +523,99 @@ class BlockManager:
         host_blocks: int = 0,
         external_blocks: int = 0,
         watermark: float = 0.01,
-        prefix_caching: bool = False,
         reuse_order: str = "lowest",
-        eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
-        events: int = 0,
-        sliding_window: int | None = None,
-        groups: Sequence[CacheGroup] | None = None,
-        host_prefix_cache: bool = False,
-        max_pinned: float = 0.5,
-        max_open_tickets: int = 1000,
+        groups: Iterable[CacheGroup] | None = None,
+        prefix_caching: bool | PrefixCaching = ...,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int: ...
     @property
-    def watermark_blocks(self) -> int: ...
+    def prefix(self) -> Prefix: ...
     @property
-    def num_sequences(self) -> int: ...
-    def num_blocks(self, tier: _Tier = "device") -> int:
-        """Blocks of a tier."""
-    def num_free(self, tier: _Tier = "device") -> int:
-        """Blocks of a tier that nothing references and no transfer holds."""
-    def free_block_ids(self, tier: _Tier = "device", limit: int | None = None) -> NDArray[np.int32]:
-        """Free blocks that hold nothing cached, in the order in which they are given out; nothing is taken.
-
-        Args:
-            tier: whose blocks.
-            limit: how many at most; all if not given.
-        Returns:
-            Block ids, int32 `[n]`.
-        """
-    def iter_free_blocks(self, tier: _Tier = "device") -> FreeBlocks:
-        """As `free_block_ids`, one by one: only as many are looked up as are asked for. See `FreeBlocks`."""
-    def set_priority(self, sequences: _Handles, priority: int) -> None:
-        """Set how much sequences want their cached blocks to be kept once they have gone; for `eviction="priority"`.
-
-        Each level keeps a block as long as it takes to evict the whole pool once more; then it goes like any other. A
-        shared block goes by the highest priority among its users.
-
-        Args:
-            sequences: handles, uint64 `[n]`.
-            priority: 0, the default, to 15.
-        Raises:
-            InvalidArgumentError: the priority is out of range.
-            UnknownSequenceError: a handle is not in the books.
-        """
+    def pins(self) -> Pins: ...
     @property
-    def groups(self) -> list[CacheGroup]:
-        """Cache groups, in the order of their numbers."""
+    def defrag(self) -> Defrag: ...
+    def pool(self, tier: _Tier = "device") -> Pool: ...
     def can_allocate(
-        self, num_tokens: int, *, lookahead: int = 0, encoder_tokens: int = 0, chunk_tokens: int | None = None
-    ) -> AllocStatus:
-        """Whether a new sequence may be admitted, the watermark kept.
-
-        Args:
-            num_tokens: its tokens.
-            lookahead: slots beyond them.
-            encoder_tokens: tokens of its encoder, for a group of cross attention.
-            chunk_tokens: most tokens that are put in at a time: of a window only what it holds at once counts then.
-        """
-    def allocate(self, num_tokens: _Counts, *, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]:
-        """Open one sequence for each entry, with blocks for that many tokens.
-
-        Args:
-            num_tokens: tokens of each new sequence, uint32 `[n]`.
-            encoder_tokens: tokens of each one's encoder, uint32 `[n]`; for a group of cross attention, else not given.
-        Returns:
-            Handles, uint64 `[n]`.
-        Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            InvalidArgumentError: encoder lengths are missing, too many or not asked for.
-        """
-    def allocate_prompts(
         self,
-        prompts: Sequence[NDArray[np.uint32] | Sequence[int]],
+        prompt: int | _TokenIds,
         *,
         salt: bytes | None = None,
         lora_id: int = 0,
-        extras: Sequence[tuple[int, int, int, bytes]] = ...,
+        lookahead: int = 0,
+        encoder_tokens: int = 0,
         chunk_tokens: int | None = None,
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Open one sequence for each prompt, sharing the longest prefix of it that is cached.
-
-        Args:
-            prompts: token ids of each prompt, uint32 `[tokens]`; 4294967295 is no token.
-            salt: keeps tenants apart: what has one salt never shares with what has another; `b""` is a salt, too.
-            lora_id: adapter that the prompts run with; 0 for none.
-            extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
-                rising block.
-            chunk_tokens: blocks are given to at most so many tokens of a prompt beyond the cached ones; the rest is put
-                in by `append`, as much at a time as `next_chunk` says. All at once if not given.
-
-        Returns:
-            Handles, uint64 `[n]`, and how many of each prompt's first tokens need not be computed, uint32 `[n]`; the
-            last token always is to be computed. Those tokens count that this step loads from the host: the step that
-            computes the rest runs behind its decision's `swap_in`, as it does when sequences are swapped in.
-
-        Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            InvalidArgumentError: a token id is out of range, or an extra is of no full block.
-        """
-    def cached_tokens(
-        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
-    ) -> int:
-        """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
-    def blocks_to_allocate(
-        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
-    ) -> int:
-        """Device blocks that must be free for `allocate_prompts` of one prompt.
-
-        They are new ones, those it loads into, and cached ones that nothing uses: what others use costs nothing.
-        """
-    def next_chunk(self, sequence: int, budget: int) -> int:
-        """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
-
-        With a recurrent group and prefix caching a chunk ends with a block where it can: only states there are cached.
-        """
-    def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None:
-        """Publish the full blocks of sequences whose tokens the model has computed.
-
-        A block whose key another block already has is given up for that one, and what fell out of a window is given
-        back: block tables may change.
-
-        Args:
-            sequences: handles, uint64 `[n]`, none twice.
-            num_computed: how many of each one's first tokens are computed, uint32 `[n]`; all if not given.
-
-        Raises:
-            UnknownSequenceError: a handle is not in the books.
-            InvalidArgumentError: a sequence has fewer tokens, or there is not one number a sequence.
-            SequenceStateError: a sequence has tokens that the present step is yet to write.
-        """
-    def common_computed_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
-        """Computed blocks at the start of all the sequences that they share, int32 `[blocks]`."""
-    def reset_prefix_cache(self) -> bool:
-        """Forget everything that is cached, unless a device block is in use; returns whether it did."""
-    def offload_cached(self, max_blocks: int) -> int:
-        """Copy the next `max_blocks` device blocks to be evicted to the host, those that have no copy there.
-
-        The copies are `swap_out` pairs of this step's decision. Meanwhile prompts still find the blocks, and the step's
-        own work may take them; what is left once the ticket is completed goes free, findable on the host.
-
-        Args:
-            max_blocks: cached blocks to look at, in their order of eviction.
-
-        Returns:
-            Blocks that are copied: no more than there is room for on the host, older copies given up.
-
-        Raises:
-            InvalidArgumentError: the manager has no `host_prefix_cache`.
-        """
-    def resize_device(self, blocks: int) -> ResizeProgress:
-        """Give the device so many blocks from now on, while sequences run.
-
-        Growing is done at once. Shrinking goes on: blocks beyond the end are not given out any more and what is only
-        cached there is dropped; what sequences use there leaves as they do, or is moved, and what transfers and pins
-        hold is waited for. Admission, watermark and `max_pinned` go by the new size at once, and each block that a
-        sequence still uses beyond counts as one fewer that is free. Another call, larger or smaller, changes what this
-        one has not ended; quotas stay the numbers that they were.
-
-        Args:
-            blocks: of the device.
-
-        Returns:
-            What is in use beyond the end, now.
-
-        Raises:
-            InvalidArgumentError: too many; or too few for the null block, what is pinned, the watermark, and one to
-                give out; nothing was changed.
-        """
-    def device_uses(self) -> NDArray[np.uint8]:
-        """What every device block is used for, uint8 `[resize_progress().extent]`.
-
-        0: free. 1: cached, found by its key and given out if needed. 2: only transfers or pins hold it. 3: sequences
-        use it; a null block counts as such.
-        """
-    def resize_progress(self) -> ResizeProgress:
-        """What is in use beyond the device's blocks."""
-    def defragment(
+    ) -> Fit: ...
+    @overload
+    def allocate(
         self,
-        goal: _Goal | Literal["contiguous"] | Sequence[_Wanted],
-        number: int | None = None,
+        prompt: int | _TokenIds,
+        /,
         *,
-        sequences: _Handles | None = None,
-        max_moves: int = 512,
-        max_bytes: int | None = None,
-        block_bytes: int | None = None,
-        cached: Literal["move", "drop", "exchange"] = "move",
-    ) -> DefragReport:
-        """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
-
-        Nothing else changes before the step's ticket is completed: block tables, slots and cached blocks name the old
-        blocks, which are read and written as ever. Then a target takes the place of its source in all books, unless the
-        source was written, freed or leased meanwhile. Targets are not free from this call on; a move that is cancelled,
-        or whose pair `fail` names, gives its target back and costs nobody a byte.
-
-        Blocks of sequences written in this step or the one before move last.
-
-        Args:
-            goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
-                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-                `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or
-                several, `(goal, number)` each, the most important first: none undoes what those before it have won.
-                With a third number, a slack, nothing moves for a goal until it is missed by more ids, pages or runs,
-                then until it is met; calls with the same goals count as one after the other.
-            number: see above, in blocks or runs; None where there are several goals.
-            sequences: those that `"contiguous"` is about, the first in front, with the tables of all their cache
-                groups; None for all on the device.
-            max_moves: most blocks to move in this step; an exchange takes two of them.
-            max_bytes: most bytes to write in this step; None for any number.
-            block_bytes: bytes of a block, all layers; needed for `max_bytes`.
-            cached: what becomes of cached blocks that no sequence uses. `"move"`: they move like others and keep their
-                place in the order of eviction. `"drop"`: they count as holes for every goal; those that blocks move
-                into are evicted, and so are those in the way of `"max_id"`, `"free_tail"` or `"empty_pages"`, all of
-                them at once. `"exchange"`: as `"drop"`, but what is in them moves on to a free block, as long as there
-                is one that is not in the way: nobody finds it until the ticket is completed, then it counts as just
-                used.
-
-        Returns:
-            How many moves are planned, and what stays in the way of the goals.
-
-        Raises:
-            InvalidArgumentError: there is no such goal or no such policy, a page has no blocks, a table is to lie in no
-                run, a goal lacks its number, or `max_bytes` lacks `block_bytes`.
-            UnknownSequenceError: there is no such sequence.
-            SequenceStateError: a sequence is not on the device.
-        """
-    def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation:
-        """How the device's blocks lie, for metrics: takes time that rises with the pool and the block tables.
-
-        Args:
-            page_blocks: blocks of a page, for `empty_pages`.
-
-        Raises:
-            InvalidArgumentError: a page has no blocks.
-        """
-    def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
-        """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
-
-        Held whenever sequences are freed, tickets end and decisions are taken: what is beyond goes free, the tenant's
-        least recently used first. If room is needed before that, it goes before all other tenants' blocks.
-
-        Args:
-            blocks: most such blocks; None for as many as there is room for.
-            salt: the tenant; None for the prompts without a salt. What it published before its first quota is nobody's.
-
-        Raises:
-            InvalidArgumentError: there are fewer device blocks, the prefix cache is off, or 65535 tenants have quotas.
-        """
-    def quota(self, *, salt: bytes | None = None) -> tuple[int, int | None] | None:
-        """Blocks that count towards a tenant's quota, and the quota; None for a tenant that never had one."""
-    def pin(self, sequence: int, deadline: int) -> int:
-        """Keep a sequence's published device blocks for a reader such as a connector.
-
-        Whatever becomes of the sequence, they are neither evicted nor written. The pin ends with `unpin`; without
-        `submit_pin` also with `expire(now)` at its deadline.
-
-        Args:
-            sequence: handle of a sequence on the device.
-            deadline: on the caller's clock, any unit.
-
-        Returns:
-            The pin's number.
-
-        Raises:
-            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
-            UnknownSequenceError: the handle is not in the books.
-            SequenceStateError: the sequence is not on the device, still loading or has lost bytes.
-        """
-    def pin_prompt(
+        salt: bytes | _Each[bytes | None] | None = None,
+        lora_id: int | _Each[int] | None = None,
+        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        chunk_tokens: int | None = None,
+        encoder_tokens: _Counts | None = None,
+    ) -> Sequence: ...
+    @overload
+    def allocate(self, *, counts: _Counts, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]: ...
+    @overload
+    def allocate(
         self,
-        prompt: NDArray[np.uint32] | Sequence[int],
-        deadline: int,
-        *,
-        salt: bytes | None = None,
-        lora_id: int = 0,
-    ) -> tuple[int, int]:
-        """As `pin`, for the blocks at the start of a prompt that are cached on the device.
-
-        Returns:
-            The pin's number, and how many tokens its blocks hold.
-
-        Raises:
-            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
-        """
-    def pinned_blocks(self, pin: int) -> NDArray[np.int32]:
-        """Blocks of a pin in the order of their tokens, int32 `[n]`.
-
-        Raises:
-            UnknownTicketError: the pin has ended or expired.
-        """
-    def submit_pin(self, pin: int) -> None:
-        """The reader's transfer has begun: only `unpin` ends the pin from now on.
-
-        Raises:
-            UnknownTicketError: the pin has ended or expired; the blocks must not be read.
-        """
-    def unpin(self, pin: int) -> None:
-        """The reader needs the blocks no more.
-
-        Raises:
-            UnknownTicketError: the pin has ended or expired.
-        """
-    def set_deadline(self, ticket: int, deadline: int) -> None:
-        """Give a decision's ticket a deadline, on the caller's clock: until `submit`, and from then on for its end.
-
-        Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
-        """
-    def submit(self, ticket: int) -> None:
-        """The ticket's transfers have begun: only `complete` and `fail` end it from now on.
-
-        Raises:
-            UnknownTicketError: the ticket has ended or expired; its transfers must not run.
-        """
-    def expire(self, now: int) -> Expired:
-        """End each pin and ticket whose deadline is `now` or earlier and that is not submitted.
-
-        Such a ticket ends as if all of its transfers had failed; what its step was to compute is the caller's to drop.
-        A submitted one that is late goes on holding its blocks, which are quarantined until its end, while the
-        sequences that wait for it can be freed and start again on other blocks.
-        """
-    def quarantined_blocks(self, tier: _Tier) -> NDArray[np.int32]:
-        """Blocks that late transfers and late submitted pins still hold, int32 `[n]`, rising."""
-    @property
-    def prefix_stats(self) -> PrefixStats:
-        """Counters of the prefix cache."""
-    def fork(self, sequence: int, count: int = 1) -> NDArray[np.uint64]:
-        """Open `count` sequences that share all blocks of one; a write to a shared block copies it first.
-
-        Raises:
-            UnknownSequenceError: the handle is not in the books.
-            SequenceStateError: the sequence has lost bytes.
-        """
-    def fork_prefix(self, sequence: int, shared_tokens: int, num_tokens: int) -> int:
-        """Open a sequence of `num_tokens` that shares the first `shared_tokens` of another's, whole blocks.
-
-        Raises:
-            InvalidArgumentError: `shared_tokens` is no multiple of the block size, or more than either sequence has.
-            OutOfBlocksError: the device has too few blocks for the rest.
-            SequenceStateError: the other sequence is not on the device, still loading or has lost bytes, or the step is
-                yet to write the recurrent state that the new tokens need.
-        """
-    def blocks_to_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
-        """Device blocks that `append` would take: new ones, and one for each copy-on-write."""
-    def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> bool:
-        """Whether `append` has the blocks it would take."""
+        *prompts: int | _TokenIds,
+        salt: bytes | _Each[bytes | None] | None = None,
+        lora_id: int | _Each[int] | None = None,
+        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        chunk_tokens: int | None = None,
+        encoder_tokens: _Counts | None = None,
+    ) -> tuple[Sequence, ...]: ...
+    @overload
+    def fork(self, sequence: _Handle, count: None = None) -> Sequence: ...
+    @overload
+    def fork(self, sequence: _Handle, count: int) -> NDArray[np.uint64]: ...
+    @overload
+    def fork(self, sequence: _Handle, count: None = None, *, shared_tokens: int, num_tokens: int) -> Sequence: ...
+    def free(self, sequences: _Handles) -> None: ...
+    def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> Fit: ...
     def append(
         self,
         sequences: _Handles,
         num_tokens: _Counts | None = None,
         *,
-        token_ids: NDArray[np.uint32] | Sequence[int] | None = None,
+        token_ids: _TokenIds | None = None,
         lookahead: int = 0,
         block_tables: NDArray[np.int32] | None = None,
         out: NDArray[np.int64] | None = None,
-    ) -> NDArray[np.int64]:
-        """Append tokens to a batch of sequences; shared blocks that are written are copied by this step's decision.
-
-        Args:
-            sequences: handles, uint64 `[n]`, none twice.
-            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
-            token_ids: ids of those tokens, uint32 `[tokens]`, for the prefix cache; a sequence that gets tokens
-                without ids is no longer published.
-            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too; drafts may be
-                written there.
-            block_tables: int32 `[n or more, max_blocks]`, C-contiguous, kept by the caller from call to call: row i
-                belongs to sequence i. What has changed since the sequence's last such call is written, at its first
-                one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
-                With several cache groups, the rows of one group come after those of another, `n` each.
-            out: int64 array for the slots, one for each token and group, C-contiguous. What is read may lie in arrays
-                that are written; those two may not share memory.
-        Returns:
-            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`; with several
-            cache groups `[groups, tokens]`, an encoder's left out.
-        Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            UnknownSequenceError: a handle is not in the books.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: a sequence is named twice, or an array has the wrong length or cannot be written.
-        """
-    def truncate(self, sequence: int, num_tokens: int) -> None:
-        """Cut a sequence to its first `num_tokens` tokens, after a speculative decoder's were rejected.
-
-        Blocks that hold none of them go free, those of an earlier lookahead too. The next append copies the last block
-        first if another sequence or the prefix cache has it too.
-
-        Raises:
-            UnknownSequenceError: the handle is not in the books.
-            SequenceStateError: the sequence has lost bytes, or tokens that the present step is yet to write.
-            InvalidArgumentError: the sequence is shorter.
-        """
-    def num_tokens(self, sequence: int, group: int = 0) -> int:
-        """Tokens in a sequence; those of its encoder in a group of cross attention."""
-    def tier(self, sequence: int) -> _Tier:
-        """Tier that a sequence's blocks are in."""
-    def block_table(self, sequence: int, group: int = 0) -> NDArray[np.int32]:
-        """Blocks of a sequence in its present tier and one cache group, int32 `[blocks]`; 0 for what fell out of it."""
+    ) -> NDArray[np.int64]: ...
+    def next_chunk(self, sequence: _Handle, budget: int) -> int: ...
+    def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None: ...
+    def truncate(self, sequence: _Handle, num_tokens: int) -> None: ...
+    def can_swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> Fit: ...
+    def swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> None: ...
+    def can_swap_in(
+        self, sequences: _Handles, to: Literal["device", "host"] = "device", *, lookahead: int = 0
+    ) -> Fit: ...
+    def swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device") -> None: ...
+    def take_decision(self, *, deadline: int | None = None) -> StepDecision: ...
+    def submit(self, ticket: int) -> None: ...
+    def complete(self, ticket: int) -> None: ...
+    def fail(self, ticket: int, lost: Iterable[Pairs] | None = None) -> NDArray[np.uint64]: ...
+    def expire(self, now: int) -> Expired: ...
+    def block_table(self, sequence: _Handle, group: int = 0) -> NDArray[np.int32]: ...
     def block_tables(
         self, sequences: _Handles, out: NDArray[np.int32] | None = None, *, group: int = 0
-    ) -> NDArray[np.int32]:
-        """Block tables of sequences on the device, of one cache group, int32 `[n, max_blocks]`, padded with 0.
-
-        Raises:
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: `out` has too few rows or columns.
-        """
+    ) -> NDArray[np.int32]: ...
     def slot_mapping(
-        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
-    ) -> NDArray[np.int64]:
-        """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
-    def can_swap_out(self, sequences: _Handles) -> bool:
-        """Whether the host has room and nothing moves the sequences."""
-    def swap_out(self, sequences: _Handles) -> None:
-        """Move sequences from the device to the host; a block shared among them moves once.
-
-        Raises:
-            OutOfBlocksError: the host has too few blocks for the whole batch.
-            SequenceStateError: a sequence is not on the device, moving, written in this step or has lost bytes.
-        """
-    def can_swap_in(self, sequences: _Handles, *, lookahead: int = 0) -> AllocStatus:
-        """Whether the sequences fit on the device with one more token each, the watermark kept."""
-    def swap_in(self, sequences: _Handles) -> None:
-        """Move sequences from the host to the device."""
-    def can_spill(self, sequences: _Handles) -> bool:
-        """Whether the external tier has room and nothing moves the sequences, all of one tier."""
-    def spill(self, sequences: _Handles) -> None:
-        """Move sequences, all on the device or all on the host, to the external tier."""
-    def can_fetch(self, sequences: _Handles, *, lookahead: int = 0) -> AllocStatus:
-        """Whether the sequences fit on the device with one more token each, the watermark kept."""
-    def fetch(self, sequences: _Handles, *, to: Literal["device", "host"] = "device") -> None:
-        """Move sequences from the external tier to the device, or to the host to be swapped in from there."""
-    def free(self, sequences: _Handles) -> None:
-        """Forget sequences; their blocks go free once nothing references them and no transfer holds them.
-
-        Raises:
-            UnknownSequenceError: a handle is not in the books.
-            InvalidArgumentError: a handle is named twice.
-        """
-    def take_decision(self) -> StepDecision:
-        """End the step: the transfers decided since the last call, to be carried out, then completed or failed.
-
-        Warns:
-            RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest. Where warnings
-                are errors, the step goes on and can be ended by the next call.
-        """
-    def open_tickets(self) -> tuple[int, ...]:
-        """Tickets that are neither completed nor failed, oldest first."""
-    def complete(self, ticket: int) -> None:
-        """End a ticket whose bytes have all landed.
-
-        Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
-        """
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
-        """End a ticket of which the pairs `lost` did not land.
-
-        Returns:
-            The sequences that lost bytes, uint64 `[n]`; they can only be freed.
-        Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
-            MappingError: the ticket writes no such block.
-        """
-    def stats(self) -> ManagerStats:
-        """All counters, as of now."""
-    def take_events(self) -> EventBatch:
-        """Take all events of the prefix cache that wait; none if they were not asked for."""
-    def snapshot(self) -> bytes:
-        """The whole books as bytes, versioned and checksummed, for `restore` of the same version.
-
-        They say what the caches hold and are worth nothing without the caches' bytes. They hold the in-process keys of
-        cached blocks: keep them as the caches themselves are kept. The order of eviction is kept; what `s3fifo` and
-        `adaptive` have learnt is not, so that they may evict in another order later.
-
-        Raises:
-            SnapshotError: tickets are in flight, or the open step has transfers.
-        """
+        self, sequence: _Handle, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
+    ) -> NDArray[np.int64]: ...
+    def num_tokens(self, sequence: _Handle, group: int = 0) -> int: ...
+    def tier(self, sequence: _Handle) -> _Tier: ...
+    def stats(self) -> ManagerStats: ...
+    def check(self) -> None: ...
+    def snapshot(self) -> bytes: ...
     @staticmethod
-    def restore(data: bytes) -> BlockManager:
-        """The books that `snapshot` wrote; handles, tickets and events go on as if nothing had happened.
-
-        The order of eviction is kept. What `s3fifo` and `adaptive` have learnt is not: they may evict in another order
-        later.
-
-        Raises:
-            SnapshotError: the bytes are no snapshot of this version, cut short, damaged, too long, or contradictory.
-        """
-    def check(self) -> None:
-        """Count everything again and compare.
-
-        Raises:
-            InvariantError: the books contradict themselves; a bug in Blockyard.
-        """
-
-@final
-class DecodeBatch:
-    """The running sequences, and the block table and slot mapping that attention kernels read, kept step by step.
-
-    Row i of both arrays belongs to the batch's sequence i; there are no gaps. Whatever other calls do to the sequences
-    (copy-on-write, forks, merged prefixes, swaps) shows after the next `append` or `refresh`; one that was freed is
-    noticed. Torch CPU tensors, pinned or not, are given as their numpy views.
-
-    Args:
-        manager: the books of the sequences.
-        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here. With several cache
-            groups, one equal part for each that grows: the first group's rows, then the second's.
-        slots: int64 `[tokens]`, C-contiguous, written in place; in equal parts like the rows.
-    Raises:
-        InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap. Each call that
-            writes looks again, and refuses an array whose dtype, shape or memory has changed since.
-
-    Example:
-        >>> import numpy as np
-        >>> from blockyard import BlockManager, DecodeBatch
-        >>> books = BlockManager(block_size=16, device_blocks=64)
-        >>> batch = DecodeBatch(books, np.zeros((8, 4), np.int32), np.zeros(8, np.int64))
-        >>> batch.add(books.allocate([16, 20]))
-        0
-        >>> batch.append()
-        2
-        >>> batch.slots[:2].tolist(), batch.block_tables[:2, :2].tolist()
-        ([48, 36], [[0, 3], [1, 2]])
-    """
-
-    def __new__(
-        cls, manager: BlockManager, block_tables: NDArray[np.int32], slots: NDArray[np.int64]
-    ) -> DecodeBatch: ...
-    @property
-    def block_tables(self) -> NDArray[np.int32]: ...
-    @property
-    def slots(self) -> NDArray[np.int64]: ...
-    @property
-    def sequences(self) -> NDArray[np.uint64]:
-        """Handles, by row, uint64 `[n]`; a copy."""
-    def __len__(self) -> int: ...
-    def add(self, sequences: _Handles) -> int:
-        """Add sequences on the device at the end, write their rows, and return the first one's row.
-
-        Raises:
-            UnknownSequenceError: a handle is not in the books.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: a sequence is named twice or in the batch already, or the block table is too small.
-        """
-    def remove(self, row: int) -> int | None:
-        """Remove the sequence of a row.
-
-        The last row takes its place; its number is returned, or None if it was the one removed.
-
-        Raises:
-            InvalidArgumentError: there is no such row.
-        """
-    def find(self, sequence: int) -> int:
-        """Row of a sequence.
-
-        Raises:
-            UnknownSequenceError: the batch has no such sequence.
-        """
-    def append(self, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
-        """Append tokens to all sequences; write their slots, sequence by sequence, and what has changed of the tables.
-
-        Args:
-            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
-            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too.
-        Returns:
-            The number of tokens; slots beyond them are left as they are.
-        Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            UnknownSequenceError: a sequence was freed; `remove` its row.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: an array is too small.
-        """
-    def refresh(self) -> None:
-        """Write what has changed of the block table, without appending.
-
-        Raises:
-            UnknownSequenceError: a sequence was freed.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: the block table is too small.
-        """
+    def restore(data: bytes) -> BlockManager: ...
 
 @final
 class EventBatch:
@@ -1104,11 +713,13 @@ class ManagerStats:
     """
 
     @property
+    def hit_rate(self) -> float: ...
+    @property
     def sequences(self) -> int: ...
     @property
     def steps(self) -> int: ...
     @property
-    def open_tickets(self) -> int: ...
+    def open_tickets(self) -> list[int]: ...
     @property
     def prompts(self) -> int: ...
     @property
@@ -1161,7 +772,7 @@ class ManagerStats:
 @final
 class Completion:
     def __new__(
-        cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: Sequence[str]
+        cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: _Each[str]
     ) -> Completion: ...
     def __getnewargs__(self) -> tuple[int, NDArray[np.bool_], NDArray[np.uint8], tuple[str, ...]]: ...
     @property
@@ -1251,36 +862,8 @@ class SlabStore:
     def __enter__(self) -> SlabStore: ...
     def __exit__(self, *_details: object) -> None: ...
 
-@final
-class PrefixStats:
-    """Counters of the prefix cache since the manager was made; `cached_blocks` is findable now."""
-
-    @property
-    def prompts(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def hit_blocks(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def hit_tokens(self) -> int: ...
-    @property
-    def merged(self) -> int: ...
-    @property
-    def loaded(self) -> int: ...
-    @property
-    def evicted(self) -> int: ...
-    @property
-    def cached_blocks(self) -> int: ...
-    @property
-    def hit_rate(self) -> float:
-        """Full blocks found, of all that were looked up; 0 before the first."""
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
-
 def chain_keys(
-    tokens: NDArray[np.uint32] | Sequence[int],
+    tokens: NDArray[np.uint32] | _Each[int],
     *,
     block_size: int,
     parent: bytes | None = None,
@@ -1296,7 +879,7 @@ def chain_keys(
     """
 
 def export_keys(
-    tokens: NDArray[np.uint32] | Sequence[int],
+    tokens: NDArray[np.uint32] | _Each[int],
     *,
     block_size: int,
     salt: bytes | None = None,
@@ -1401,8 +984,8 @@ def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block:
     """
 
 def copy_rows(
-    src: Sequence[NDArray[np.uint8]],
-    dst: Sequence[NDArray[np.uint8]],
+    src: _Each[NDArray[np.uint8]],
+    dst: _Each[NDArray[np.uint8]],
     pairs: _IdPairs,
     *,
     num_threads: int,
@@ -1421,7 +1004,7 @@ def copy_rows(
         MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
     """
 
-def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
+def exchange_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
     """Let two rows of each pair change places in each array.
 
     Args:
@@ -1434,7 +1017,7 @@ def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_t
         MappingError: a row does not exist or is named twice; nothing was exchanged.
     """
 
-def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
+def move_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
     """Move rows within each array, as if all were read first.
 
     Args:
@@ -1652,7 +1235,7 @@ class V0CpuGpuBlockAllocator:
     def get_and_reset_swaps(self) -> list[tuple[int, int]]: ...
     def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
     def get_num_free_blocks(self, device: Any) -> int: ...
-    def get_num_full_blocks_touched(self, blocks: Sequence[_V0Block], device: Any) -> int: ...
+    def get_num_full_blocks_touched(self, blocks: _Each[_V0Block], device: Any) -> int: ...
     def get_num_total_blocks(self, device: Any) -> int: ...
     def get_physical_block_id(self, device: Any, absolute_id: int) -> int: ...
     def get_prefix_cache_hit_rate(self, device: Any) -> float: ...
@@ -1662,7 +1245,7 @@ class V0CpuGpuBlockAllocator:
         """The allocator of one device."""
 
     def reset_prefix_cache(self) -> bool: ...
-    def swap(self, blocks: Sequence[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
+    def swap(self, blocks: _Each[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
         """Move blocks to the other device, all or none; blocks that share a physical block go on sharing one.
 
         A block that is still in prefill gets one of its own there: it must not overwrite the bytes of a block that has
@@ -1680,11 +1263,11 @@ class V0BlockTable:
         cls,
         block_size: int,
         block_allocator: V0CpuGpuBlockAllocator,
-        _blocks: Sequence[_V0Block] | None = None,
+        _blocks: _Each[_V0Block] | None = None,
         max_block_sliding_window: int | None = None,
     ) -> Self: ...
     @staticmethod
-    def get_num_required_blocks(token_ids: Sequence[int], block_size: int, num_lookahead_slots: int = 0) -> int:
+    def get_num_required_blocks(token_ids: _Each[int], block_size: int, num_lookahead_slots: int = 0) -> int:
         """Blocks for so many tokens and slots, hits left out of account."""
 
     @property
@@ -1716,7 +1299,7 @@ class V0BlockTable:
     def free(self) -> None:
         """Give all blocks back."""
 
-    def get_num_blocks_touched_by_append_slots(self, token_ids: Sequence[int], num_lookahead_slots: int) -> int:
+    def get_num_blocks_touched_by_append_slots(self, token_ids: _Each[int], num_lookahead_slots: int) -> int:
         """Blocks that appending may write or take, at worst."""
 
     def get_unseen_token_ids(self, sequence_token_ids: list[int]) -> list[int]:
@@ -1725,7 +1308,7 @@ class V0BlockTable:
     def mark_computed(self, num_tokens: int) -> None:
         """Let the full blocks be found by their keys that end within the first `num_tokens` tokens."""
 
-    def update(self, blocks: Sequence[_V0Block]) -> None:
+    def update(self, blocks: _Each[_V0Block]) -> None:
         """Take over these blocks, or their new ids."""
 
 def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
@@ -1733,7 +1316,7 @@ def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, ex
 
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
-_BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | Sequence[int]
+_BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | _Each[int]
 
 @final
 class DefragReport:
@@ -1963,7 +1546,7 @@ class BlockObserver:
             InvalidArgumentError: an id is out of range, or an array's shape or dtype is wrong; `out` was not written.
         """
 
-    def resolve_rows(self, rows: Sequence[Sequence[int]], *, pass_negative: bool = False) -> list[list[int]]:
+    def resolve_rows(self, rows: _Each[_Each[int]], *, pass_negative: bool = False) -> list[list[int]]:
         """Blocks of ids, for rows of ints.
 
         Raises:
@@ -2011,9 +1594,9 @@ class BlockObserver:
 
     def plan_all(
         self,
-        goals: Sequence[_Wanted],
+        goals: _Each[_Wanted],
         *,
-        sequences: Sequence[_BlockIds] | None = None,
+        sequences: _Each[_BlockIds] | None = None,
         hot: _BlockIds | None = None,
         moves: int | None = None,
         num_bytes: int | None = None,
@@ -2039,7 +1622,7 @@ class BlockObserver:
             InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
         """
 
-    def runs(self, sequences: Sequence[_BlockIds]) -> tuple[int, int]:
+    def runs(self, sequences: _Each[_BlockIds]) -> tuple[int, int]:
         """Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
 
         Raises:

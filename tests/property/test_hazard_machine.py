@@ -174,7 +174,7 @@ def test_a_load_that_races_a_store_is_noticed():
 
 
 def test_memory_that_goes_with_the_size_and_not_with_the_last_block_in_use_is_noticed():
-    assert_noticed(ResizingHazardMachine, needed=lambda manager: manager.num_blocks("device"))
+    assert_noticed(ResizingHazardMachine, needed=lambda manager: manager.pool("device").num_blocks)
 
 
 # ---- other ways to be wrong ----
@@ -465,10 +465,10 @@ class Defragments:
 
     def take_decision(self) -> StepDecision:
         goal = self.random.choice(("max_id", "free_tail", "dense", "empty_pages", ""))
-        blocks = self.books.num_blocks("device")
+        blocks = self.books.pool("device").num_blocks
         if goal:
             number = self.random.randrange(1, max(2, blocks // 2)) if goal != "dense" else 0
-            self.books.defragment(goal, number, max_moves=self.random.randrange(1, 5))
+            self.books.defrag.run(goal, number, max_moves=self.random.randrange(1, 5))
         decision = self.books.take_decision()
         self.moved += sum(len(pairs) for pairs in decision.move)
         return decision

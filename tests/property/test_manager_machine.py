@@ -43,9 +43,9 @@ def loses_sequences(manager: ManagerLike) -> ManagerLike:
     again = restored(manager)
     return BlockManager(
         block_size=again.block_size,
-        device_blocks=again.num_blocks(),
-        host_blocks=again.num_blocks("host"),
-        external_blocks=again.num_blocks("external"),
+        device_blocks=again.pool().num_blocks,
+        host_blocks=again.pool("host").num_blocks,
+        external_blocks=again.pool("external").num_blocks,
     )
 
 

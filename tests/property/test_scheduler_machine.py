@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, OutOfBlocksError, Pairs
+from blockyard import BlockManager, Pairs
+from blockyard.errors import OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, Defragmentation, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import DONE

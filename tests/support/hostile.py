@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prompts import allocate_prompts
 
 import blockyard
 from blockyard import _core
@@ -62,19 +63,19 @@ HOSTILE: list[Any] = [*INTS, *FLOATS, None, *SEQUENCES]
 
 def manager() -> blockyard.BlockManager:
     books = blockyard.BlockManager(
-        block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, prefix_caching=True, watermark=0.0
+        block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=True
     )
-    books.allocate_prompts([list(range(10))])
+    allocate_prompts(books, [list(range(10))])
     books.complete(books.take_decision().ticket)
     books.mark_computed([HANDLE])
-    books.pin(HANDLE, 100)
+    books.pins.pin(HANDLE, 100)
     return books
 
 
 def stepping() -> blockyard.BlockManager:
     """A manager with a ticket under way."""
     books = manager()
-    books.allocate([3])
+    books.allocate(counts=[3])
     books.swap_out([HANDLE])
     books.take_decision()
     return books
@@ -95,14 +96,14 @@ def allocator(kind: type) -> Callable[[], Any]:
     return make
 
 
-def observer() -> blockyard.BlockObserver:
-    made = blockyard.BlockObserver(64)
+def observer() -> blockyard.defrag.BlockObserver:
+    made = blockyard.defrag.BlockObserver(64)
     made.use_ids([1, 2, 9])
     return made
 
 
-def pair() -> blockyard.AllocatorPair:
-    made = blockyard.AllocatorPair(8, 8)
+def pair() -> blockyard._core.AllocatorPair:
+    made = blockyard._core.AllocatorPair(8, 8)
     made.device.allocate(2)
     return made
 
@@ -140,7 +141,7 @@ def store() -> Any:
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
     "AllocatorPair": pair,
-    "BlockAllocator": allocator(blockyard.NaiveAllocator),
+    "BlockAllocator": allocator(blockyard.allocators.NaiveAllocator),
     "BlockManager": manager,
     "BlockObserver": observer,
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
@@ -148,9 +149,9 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "DecodeBatch": batch,
     "FillMap": lambda: _core.FillMap(4, 4),
     "ManagerStats": lambda: manager().stats(),
-    "NaiveAllocator": allocator(blockyard.NaiveAllocator),
-    "OnlineDefragmenter": blockyard.OnlineDefragmenter,
-    "PrefixCachingAllocator": allocator(blockyard.PrefixCachingAllocator),
+    "NaiveAllocator": allocator(blockyard.allocators.NaiveAllocator),
+    "OnlineDefragmenter": blockyard.defrag.OnlineDefragmenter,
+    "PrefixCachingAllocator": allocator(blockyard.allocators.PrefixCachingAllocator),
     "SlabStore": store,
     "StepDecision": decision,
     "StoreStats": _core.StoreStats,
@@ -449,9 +450,9 @@ def state(this: Any) -> Any:
             return this.sequences.tolist(), this.block_tables.tolist()
         case _core.BlockAllocator():
             return this.num_free, [this.refs(block) for block in range(this.num_blocks)]
-        case blockyard.AllocatorPair():
+        case blockyard._core.AllocatorPair():
             return this.device.num_free, this.host.num_free
-        case blockyard.BlockObserver():
+        case blockyard.defrag.BlockObserver():
             return this.used().tolist(), this.forward.tolist(), this.limit
         case _:
             return None

@@ -124,7 +124,7 @@ def serve(
     tick = _tick(items)
     since, ticks, started = 0.0, 0, time.perf_counter()
     outputs: Outputs = {}
-    totals = {tier: generator.manager.num_blocks(tier) for tier in ("device", "host", "external")}
+    totals = {tier: generator.manager.pool(tier).num_blocks for tier in ("device", "host", "external")}
     while waiting or generator.num_unfinished:
         if waiting and not generator.num_unfinished and waiting[0].arrival > since + ticks * tick:
             since, ticks = waiting[0].arrival, 0
@@ -180,5 +180,5 @@ def _tick(items: Sequence[WorkItem]) -> float:
 def _note(generator: Generator) -> str:
     """Describe a step in few characters, for the progress bar."""
     manager, scheduler = generator.manager, generator.scheduler
-    used = [str(manager.num_blocks(tier) - manager.num_free(tier)) for tier in ("device", "host", "external")]
+    used = [str(manager.pool(tier).num_blocks - manager.pool(tier).num_free) for tier in ("device", "host", "external")]
     return f"{scheduler.num_running} running, {scheduler.num_swapped} swapped, blocks {'+'.join(used)}"

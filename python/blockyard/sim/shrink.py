@@ -52,7 +52,7 @@ class PoolWatch:
         self, generator: Generator, faults: Faults, *, goal: str | None = None, shrink_to: int | None = None
     ) -> None:
         self._generator, self._faults, self._goal, self._wanted = generator, faults, goal, shrink_to
-        self._capacity = generator.manager.num_blocks("device")
+        self._capacity = generator.manager.pool("device").num_blocks
         if shrink_to is not None and shrink_to >= self._capacity:
             raise InvalidArgumentError(f"the device is to shrink to {shrink_to} blocks, it has {self._capacity}")
         self._samples: list[PoolSample] = []
@@ -79,7 +79,7 @@ class PoolWatch:
             self._after, self._kept = self._measure(), given.kept
             self._returned += given.returned
             self._fell += before - self._after
-        if self._shrinking and self._generator.manager.resize_progress().done:
+        if self._shrinking and self._generator.manager.defrag.progress().done:
             self._ended = self._step
         self._sample()
 
@@ -123,8 +123,8 @@ class PoolWatch:
         self._samples.append(
             sample_pool(
                 self._step,
-                manager.device_uses(),
-                blocks=manager.num_blocks("device"),
+                manager.pool().uses(),
+                blocks=manager.pool("device").num_blocks,
                 capacity=self._capacity,
                 moves=moves,
                 block_bytes=layout.bytes_per_block,

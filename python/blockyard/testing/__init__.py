@@ -24,7 +24,7 @@ Example:
     >>> from blockyard.testing import Config, SimulatedMemory
     >>> config = Config(block_size=4, device_blocks=8, host_blocks=8)
     >>> manager, memory = BlockManager(**config.arguments()), SimulatedMemory(config)
-    >>> sequence = int(manager.allocate([6])[0])
+    >>> sequence = int(manager.allocate(counts=[6])[0])
     >>> memory.write(manager.slot_mapping(sequence, 0, 6), [11, 12, 13, 14, 15, 16])
     >>> manager.complete(manager.take_decision().ticket)
     >>> manager.swap_out([sequence])

@@ -5,11 +5,11 @@
 
 use crate::args::{self, Argument, items, refused, shown};
 use crate::arrays;
-use crate::decision::tier;
+use crate::tiers::tier_of;
 use crate::errors::{invalid, to_py};
 use crate::memory;
 use crate::pair::{Pair, PyAllocatorPair};
-use crate::reuse::{PyFreeBlocks, Source};
+use crate::pool::PyFreeBlocks;
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
@@ -277,7 +277,7 @@ impl PyBlockAllocator {
     }
 
     fn iter_upcoming(slf: Py<Self>) -> PyFreeBlocks {
-        PyFreeBlocks::new(Source::Allocator(slf))
+        PyFreeBlocks::new(Box::new(move |first, count| slf.get().lock().upcoming().skip(first).take(count).collect()))
     }
 
     fn check(&self) -> PyResult<()> {
@@ -298,7 +298,7 @@ impl PyNaiveAllocator {
         tier: &str,
         reuse: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let (tier, reuse) = (self::tier(tier)?, self::reuse(reuse)?);
+        let (tier, reuse) = (tier_of(tier)?, self::reuse(reuse)?);
         let allocator = core::NaiveAllocator::new(tier, num_blocks as usize, reuse).map_err(to_py)?;
         Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
     }
@@ -318,7 +318,7 @@ impl PyPrefixCachingAllocator {
         reuse: &str,
         eviction: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let (tier, reuse, eviction) = (self::tier(tier)?, self::reuse(reuse)?, self::eviction(eviction)?);
+        let (tier, reuse, eviction) = (tier_of(tier)?, self::reuse(reuse)?, self::eviction(eviction)?);
         let allocator = core::PrefixCachingAllocator::new(tier, num_blocks as usize, reuse, eviction).map_err(to_py)?;
         Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
     }

@@ -4,16 +4,12 @@ use crate::args;
 use crate::arrays;
 use crate::errors::{invalid, to_py};
 use crate::memory;
+use crate::tiers::tier;
 use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
-
-/// The tier of that name.
-pub(crate) fn tier(name: &str) -> PyResult<Tier> {
-    Tier::from_name(name).ok_or_else(|| invalid(format!("tier is '{name}', must be 'device', 'host' or 'external'")))
-}
 
 /// An int64 array `[n, 2]` of pairs.
 pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
@@ -46,7 +42,7 @@ impl PyPairs {
 impl PyPairs {
     #[new]
     fn new(src: &str, dst: &str, ids: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (src, dst) = (tier(src)?, tier(dst)?);
+        let (src, dst) = (tier("src", src, &Tier::ALL)?, tier("dst", dst, &Tier::ALL)?);
         let ids = array(ids.py(), &arrays::pairs(ids)?)?.unbind();
         Ok(Self { src, dst, ids })
     }

@@ -1,6 +1,5 @@
 //! Events of the prefix cache as columns: one numpy array a field, no Python object an event.
 
-use crate::manager::PyBlockManager;
 use crate::memory::{self, Zeroed};
 use blockyard_core::event::{Event, EventBatch, Reason};
 use blockyard_core::{ExportedKey, Tier};
@@ -27,7 +26,7 @@ pub(crate) struct PyEventBatch {
 }
 
 impl PyEventBatch {
-    fn new(py: Python<'_>, batch: &EventBatch) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, batch: &EventBatch) -> PyResult<Self> {
         let events = &batch.events;
         Ok(Self {
             first: batch.first,
@@ -114,13 +113,5 @@ impl PyEventBatch {
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let last = self.first + self.__len__(py)? as u64;
         Ok(format!("EventBatch({} to {last}, {} dropped before)", self.first, self.dropped))
-    }
-}
-
-#[pymethods]
-impl PyBlockManager {
-    fn take_events(&self, py: Python<'_>) -> PyResult<PyEventBatch> {
-        let batch = self.lock().take_events();
-        PyEventBatch::new(py, &batch)
     }
 }

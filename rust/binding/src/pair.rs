@@ -4,7 +4,8 @@ use crate::allocator::{
     Blocks, Ids, PyBlockAllocator, PyNaiveAllocator, PyPrefixCachingAllocator, eviction, ids, reuse,
 };
 use crate::args;
-use crate::decision::{PyPairs, tier};
+use crate::decision::PyPairs;
+use crate::tiers::tier_of;
 use crate::errors::{invalid, to_py};
 use blockyard_core as core;
 use blockyard_core::allocator::{NaiveAllocator, PrefixCachingAllocator};
@@ -63,7 +64,7 @@ impl Pair {
 
 /// The tier of that name, if a pair has it.
 fn side(name: &str) -> PyResult<Tier> {
-    match tier(name)? {
+    match tier_of(name)? {
         Tier::External => Err(invalid(format!("tier is '{name}', must be 'device' or 'host'"))),
         tier => Ok(tier),
     }

@@ -34,8 +34,8 @@ pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Cached, Config, Counts, DecodeBatch, Demand, Expired, Fragmentation, Manager, MoveStats,
-    Moves, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
+    AllocStatus, BlockExtra, Cached, Config, Counts, DecodeBatch, Demand, Expired, Fit, Fragmentation, Manager, MoveStats,
+    Moves, PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
 };
 pub use plan::{End, Pieces, Region, Route, Run, Side, Span, merge_runs, order_moves, orders};
 pub use pool::{BlockUse, Policies};
