@@ -60,8 +60,8 @@ class CudaStreams:
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
         """Queue work at the end of a stream; see `Streams.launch`.
 
-        The work runs immediately with that stream current, so what it queues runs in the stream's order. On the `"host"`
-        stream it runs later, in the thread. The call waits for events of that stream, because a device cannot.
+        The work runs immediately with that stream current, so what it queues runs in the stream's order. On the
+        `"host"` stream it runs later, in the thread. The call waits for events of that stream, because a device cannot.
         """
         if self._closed:
             raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
