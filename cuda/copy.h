@@ -26,7 +26,7 @@ struct CopyBatch {
 // several launches. Both sides are memory of the current device; within one group of steps they may be the same memory.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Blocks of threads of a copy that runs beside the device's own work, at most one a multiprocessor. They keep the link
+// Blocks of threads of a copy that overlaps the device's own work, at most one a multiprocessor. They keep the link
 // to the host busy; more would take multiprocessors from compute.
 constexpr unsigned kFewBlocks = 12;
 

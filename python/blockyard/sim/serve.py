@@ -111,8 +111,8 @@ def serve(
         generator: made with `faults.wrap` as its `wrap_executor`.
         items: the requests.
         faults: what counts, and what disturbs.
-        view: told about every step.
-        watch: told after every step.
+        view: called after every step.
+        watch: called after every step.
 
     Returns:
         Tokens and counters.

@@ -32,7 +32,7 @@ ALLOWED: Final[dict[str, tuple[StrategyName, ...]]] = {
     "d2d": ("kernel", "bulk"),
 }
 MOST: Final = 2**62
-# Goes into every file: tables of another version are measured anew.
+# Goes into every file: tables of another version must be measured again.
 _VERSION = 3
 
 
