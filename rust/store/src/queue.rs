@@ -234,7 +234,7 @@ impl Queue {
         self.stats.last_error = what;
     }
 
-    /// Records what became of a block; returns whether anybody will be told. A block that was read for nobody gives its
+    /// Records the outcome of a block; returns whether its ticket still needs it. If not, a block that was read gives its
     /// memory back.
     fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
         match self.tickets.settle(place, outcome) {
