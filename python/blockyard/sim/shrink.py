@@ -1,4 +1,4 @@
-"""Watches the device pool of a run, and makes it smaller half-way through."""
+"""Samples the device pool of a run and shrinks it half-way."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
 from blockyard.sim.serve import Faults
 
 MOVES_A_STEP: Final = 64
-# Blocks that may lie higher than they need before a dense pool is worth a move.
+# Blocks that may lie too high before a dense pool is worth a move.
 DENSE_ENOUGH: Final = 8
 GOALS: Final[dict[str, Goal]] = {"max_id": ("free_tail", 0), "dense": ("dense", DENSE_ENOUGH)}
 
 
 def defragmentation(goal: str | None) -> Defragmentation | None:
-    """Give the scheduler's part of a goal.
+    """Give the scheduler's policy for a goal.
 
     Args:
-        goal: `max_id`, so that nothing lies beyond the pool's end, or `dense`, as low as can be; None for no moves.
+        goal: `max_id` (nothing beyond the pool's end) or `dense` (as low as possible); None for no moves.
 
     Raises:
         InvalidArgumentError: there is no such goal.
@@ -36,16 +36,16 @@ def defragmentation(goal: str | None) -> Defragmentation | None:
 
 
 class PoolWatch:
-    """Samples the device pool after every step, and tells it its new size when half of the requests are done.
+    """Samples the device pool after every step, and shrinks it when half of the requests are done.
 
     Args:
-        generator: what runs; its caches are elastic if the pool is to shrink.
-        faults: whose counter knows the moves.
-        goal: what the pool is defragmented for, by name, for the report; None if it is not.
+        generator: its caches must be elastic if the pool shrinks.
+        faults: its counter counts the moves.
+        goal: name of the defragmentation goal, for the report; None for no moves.
         shrink_to: blocks of the device from the middle of the run on; None for no change.
 
     Raises:
-        InvalidArgumentError: the pool has no more blocks than that.
+        InvalidArgumentError: the pool is not larger than `shrink_to`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PoolWatch:
         self._sample()
 
     def report(self) -> PoolReport:
-        """Give what was seen."""
+        """Give the samples and the shrink."""
         shrink = None
         if self._began is not None and self._wanted is not None:
             shrink = Shrink(

@@ -14,7 +14,7 @@ A scheduler of your own, tested by pytest or unittest:
 
     from blockyard.testing.machines import scheduler_machine
 
-    TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
+    TestMyScheduler = scheduler_machine(lambda manager, config: MyScheduler(manager)).TestCase
 
 Nothing else here needs torch.
 

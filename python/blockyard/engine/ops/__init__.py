@@ -254,7 +254,7 @@ def _register() -> torch.library.Library:
         if not op_library().loaded:
             library.impl(name, _implementations(fallback.BY_TORCH)[name], "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
-    library.define("set_ways(int device, Tensor rules) -> ()")
+    library.define("set_strategies(int device, Tensor rules) -> ()")
     # Whether a device and the compiled library's code for it have the bulk engine.
     library.define("has_bulk(int device) -> bool")
     # What benchmarks compare with: one cudaMemcpyAsync for each piece. The compiled library alone has it.
