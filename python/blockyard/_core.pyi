@@ -1580,7 +1580,7 @@ class SlabStore:
     def poll(self) -> list[int]:
         """Tickets that finished or expired since the last call, not collected yet. Never waits."""
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket; waits until its deadline, or `timeout` seconds if that is sooner. See `ExternalStore.wait`."""
+        """Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`."""
     def stats(self) -> StoreStats:
         """Counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:
