@@ -11,12 +11,12 @@ from hypothesis import seed, settings
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.mapping import Ids
 from blockyard.engine.tickets import Mapping, MappingBuffers
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.executor.open_step import OpenStep
 from blockyard.layout.kv import KVLayout
-from blockyard.plan import Ids
 from blockyard.stores import ExternalStore
 from blockyard.testing import Config
 from blockyard.testing.device import SimulatedStore

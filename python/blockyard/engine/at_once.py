@@ -11,9 +11,9 @@ from torch import Tensor
 
 from blockyard.engine import ops
 from blockyard.engine.caches import Caches, EngineTier, Rows, as_tensor
+from blockyard.engine.mapping import CopyPlan, Ids, check_blocks
 from blockyard.engine.ops.checks import check_exchange
 from blockyard.engine.tickets import Transfers
-from blockyard.plan import CopyPlan, Ids, check_blocks
 
 __all__ = ["AtOnce"]
 

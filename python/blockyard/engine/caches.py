@@ -12,9 +12,9 @@ from torch import Tensor
 
 from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import HostPool, OnFailure
+from blockyard.engine.mapping import CopyPlan, Ids, check_blocks, in_runs, join
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
 from blockyard.layout.kv import BlockLayout
-from blockyard.plan import CopyPlan, Ids, check_blocks, in_runs, join
 
 __all__ = ["Caches", "EngineTier", "Rows", "Traffic", "as_tensor", "torch_dtype"]
 

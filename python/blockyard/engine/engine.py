@@ -18,11 +18,11 @@ from blockyard.engine.at_once import AtOnce
 from blockyard.engine.caches import EngineTier, Rows, Traffic, as_tensor
 from blockyard.engine.cuda.streams import CudaStreams
 from blockyard.engine.host_pool import OnFailure
+from blockyard.engine.mapping import CopyPlan, Ids, check_blocks
 from blockyard.engine.ops.library import check_device, op_library
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tickets import Callback, Done, MappingBuffers, OnFull, Transfers
 from blockyard.layout.kv import BlockLayout
-from blockyard.plan import CopyPlan, Ids, check_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blockyard.engine.mapping import Ids
 from blockyard.engine.streams import CHUNK_BYTES, STREAMS, Event, StreamName, Streams
 from blockyard.engine.workers import Process
 from blockyard.errors import (
@@ -27,7 +28,6 @@ from blockyard.errors import (
     TransferQueueFullError,
     UnknownTicketError,
 )
-from blockyard.plan import Ids
 
 __all__ = ["Callback", "Done", "Mapping", "MappingBuffers", "OnFull", "Transfers"]
 
