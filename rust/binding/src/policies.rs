@@ -44,7 +44,7 @@ impl PyPrefixCaching {
         #[pyo3(from_py_with = args::max_pinned)] max_pinned: f64,
     ) -> PyResult<Self> {
         if !(0.0..1.0).contains(&max_pinned) {
-            return Err(invalid(format!("max_pinned is {max_pinned}, must be at least 0 and below 1")));
+            return Err(invalid(format!("max_pinned is {max_pinned}, must be 0 or more and below 1")));
         }
         if max_events as usize > MAX_EVENTS {
             return Err(invalid(format!("max_events is {max_events}, must be 0 to {MAX_EVENTS}")));
