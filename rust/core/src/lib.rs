@@ -26,7 +26,7 @@ pub mod transfer;
 pub use allocator::{BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
 pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
-pub use event::{Event, EventBatch, Reason};
+pub use event::{Event, EventBatch, MAX_EVENTS, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
