@@ -6,9 +6,8 @@ from typing import Final
 
 from torch import Tensor
 
-from blockyard._core import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import InvalidArgumentError, MappingError
+from blockyard.errors import InvalidArgumentError
 from blockyard.layout.kv import KVLayout
 
 KIND: Final = "kv layers blocks tokens heads dim"
@@ -47,32 +46,7 @@ class KVTensor:
             num_device_blocks=self.num_blocks,
             num_host_blocks=host_blocks,
             device=kv_cache.device,
-            device_caches=[kv_cache],
+            tensors=[kv_cache],
         )
-        self.host_rows = engine.host_cache
-        self._calls = {
-            "swap_out": engine.swap_out,
-            "swap_in": engine.swap_in,
-            "copy": engine.copy,
-            "move": engine.move,
-            "exchange": engine.exchange,
-        }
-
-    def execute(self, decision: StepDecision) -> list[Pairs]:
-        """Carry out a decision.
-
-        Args:
-            decision: transfers within the device and between device and host.
-
-        Returns:
-            The pairs that did not land: none.
-
-        Raises:
-            MappingError: an id is out of range, or a transfer is of the external tier.
-            OutOfMemoryError, PageLockError: memory of the host cannot be made ready.
-        """
-        for kind, pairs in decision.transfers():
-            if kind not in self._calls:
-                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} cannot be carried out here")
-            self._calls[kind](pairs.ids)
-        return []
+        self.host_rows = engine.memory.host_rows
+        self.execute = engine.execute
