@@ -93,6 +93,12 @@ def test_host_blocks_may_hold_several_device_blocks(memory: Memory):
         Memory(memory.layout, num_device_blocks=5, num_host_blocks=3, blocks_per_host_block=0)
 
 
+def test_blocks_are_counted_in_the_tensors_if_no_number_is_given(memory: Memory):
+    assert CacheEngine(memory.layout, tensors=memory.tensors).num_blocks("device") == 5
+    with pytest.raises(InvalidArgumentError, match="num_device_blocks is None"):
+        CacheEngine(memory.layout)
+
+
 def test_memory_that_was_let_go_is_used_no_more(memory: Memory):
     memory.release()
     assert memory.tensors == []

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard.engine.host_pool import HostPool, OnFailure
+from blockyard.engine.mover import BlockMover
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
 from blockyard.layout.kv import BlockLayout
 
@@ -39,6 +40,8 @@ class Memory:
         tensors: the device's.
         host_pool: owns the host's memory.
         host_rows: uint8 `[host ids, bytes_per_block]`.
+        views: of both tiers; view i of one goes with view i of the other.
+        movers: what moves blocks within each tier.
 
     Raises:
         InvalidArgumentError: a number of blocks is too small, or `on_host_failure` is another word.
@@ -85,6 +88,10 @@ class Memory:
             "device": layout.views(self.tensors),
             "host": layout.row_views(self.host_rows),
         }
+        self.movers: dict[EngineTier, BlockMover] = {
+            "device": BlockMover(self.views["device"]),
+            "host": BlockMover([self.host_rows]),
+        }
         found = self.views["device"][0]
         if len(found) != num_device_blocks or found.device.type != self.device.type:
             raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
@@ -117,10 +124,6 @@ class Memory:
             return [self.host_rows], [rows]
         return self.views["device"], self.layout.row_views(rows)
 
-    def within(self, tier: EngineTier) -> list[Tensor]:
-        """Give a tier's views for work within it."""
-        return [self.host_rows] if tier == "host" else self.views["device"]
-
     def by_layer(self) -> list[list[int]]:
         """Give the places of each layer's views; none where views do not follow the layers."""
         layers = self.layout.view_layers
@@ -137,6 +140,7 @@ class Memory:
         """Let go of all memory."""
         self._closed = True
         self.views.clear()
+        self.movers.clear()
         self.tensors = []
         self.host_pool.close()
         self.host_rows = self.host_pool.rows

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockyard.engine import ops
 from blockyard.engine.memory import EngineTier, Memory, Rows, as_tensor
+from blockyard.engine.mover import BlockMover
 from blockyard.engine.ops.checks import check_exchange
 from blockyard.engine.streams import StreamName
 from blockyard.errors import InvalidArgumentError, LayoutError
@@ -20,16 +21,15 @@ __all__ = ["KINDS", "Kind", "Task", "Work", "moving", "reading", "writing"]
 
 Kind: TypeAlias = Literal["swap_out", "swap_in", "copy", "move", "exchange"]
 Work: TypeAlias = Callable[[], None]
-_Op: TypeAlias = Callable[[Sequence[Tensor], Tensor], None]
 
 _BETWEEN: Final[dict[str, tuple[EngineTier, EngineTier]]] = {
     "swap_out": ("device", "host"),
     "swap_in": ("host", "device"),
 }
-_WITHIN: Final[dict[str, _Op]] = {
-    "copy": ops.copy_blocks,
-    "move": ops.move_blocks,
-    "exchange": ops.exchange_blocks,
+_WITHIN: Final[dict[str, Callable[[BlockMover, Tensor], None]]] = {
+    "copy": BlockMover.copy,
+    "move": BlockMover.move,
+    "exchange": BlockMover.exchange,
 }
 KINDS: Final = (*_BETWEEN, *_WITHIN)
 _STREAMS: Final[dict[tuple[str, str], StreamName]] = {
@@ -113,7 +113,7 @@ def moving(
             memory.wait_for_host(pairs[:, column])
     if kind in _WITHIN:
         # In one piece: what is both read and written is seen over all of them, and so is the order of moves.
-        return Task(kind, src, dst, pairs, num_bytes, partial(_whole, _WITHIN[kind], memory.within(src)))
+        return Task(kind, src, dst, pairs, num_bytes, partial(_whole, _WITHIN[kind], memory.movers[src]))
     views = memory.views[src], memory.views[dst]
     layers = memory.by_layer() if by_layer else []
     cut = partial(_by_layer, *views, layers) if layers else partial(_chunks, *views, chunk)
@@ -145,11 +145,11 @@ def writing(memory: Memory, tier: EngineTier, blocks: Ids, rows: Rows, *, chunk:
     return Task("write", "rows", tier, pairs, source.numel(), cut, kept=(source,))
 
 
-def _whole(op: _Op, views: Sequence[Tensor], pairs: Tensor) -> list[Callable[[], None]]:
-    return [partial(op, views, pairs)]
+def _whole(move: Callable[[BlockMover, Tensor], None], mover: BlockMover, pairs: Tensor) -> list[Work]:
+    return [partial(move, mover, pairs)]
 
 
-def _chunks(src: Sequence[Tensor], dst: Sequence[Tensor], step: int | None, pairs: Tensor) -> list[Callable[[], None]]:
+def _chunks(src: Sequence[Tensor], dst: Sequence[Tensor], step: int | None, pairs: Tensor) -> list[Work]:
     """Cut a transfer into pieces of so many whole blocks."""
     if step is None or step >= len(pairs):
         return [partial(ops.swap_blocks, src, dst, pairs)]
@@ -158,7 +158,7 @@ def _chunks(src: Sequence[Tensor], dst: Sequence[Tensor], step: int | None, pair
 
 def _by_layer(
     src: Sequence[Tensor], dst: Sequence[Tensor], layers: Sequence[Sequence[int]], pairs: Tensor
-) -> list[Callable[[], None]]:
+) -> list[Work]:
     # A layer whose bytes come with those of another one has a piece too, in which nothing is left to do.
     return [partial(_swap_views, [src[i] for i in layer], [dst[i] for i in layer], pairs) for layer in layers]
 
