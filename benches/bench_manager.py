@@ -33,7 +33,7 @@ def cpu_ns(run: Callable[[], None]) -> int:
 def decode(manager: BlockManager | None = None, *, tables: bool) -> float:
     """W-decode: nanoseconds per sequence and step, over all steps; the arrays are right at the end."""
     manager = manager or BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
-    sequences = manager.allocate(np.full(SEQUENCES, PROMPT, dtype=np.uint32))
+    sequences = manager.allocate(counts=np.full(SEQUENCES, PROMPT, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
     slots = np.zeros(SEQUENCES, dtype=np.int64)
     table = np.zeros((SEQUENCES, (PROMPT + STEPS) // BLOCK_SIZE), dtype=np.int32)
@@ -58,7 +58,7 @@ def allocate_and_free() -> tuple[float, float]:
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
     lengths = np.full(SEQUENCES, PROMPT, dtype=np.uint32)
     start = time.thread_time_ns()
-    sequences = manager.allocate(lengths)
+    sequences = manager.allocate(counts=lengths)
     middle = time.thread_time_ns()
     manager.complete(manager.take_decision().ticket)
     blocks = SEQUENCES * PROMPT // BLOCK_SIZE
@@ -68,7 +68,7 @@ def allocate_and_free() -> tuple[float, float]:
 def swap() -> float:
     """W-swap: nanoseconds per block and direction, decision included."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=8192, host_blocks=8192, watermark=0.0)
-    sequences = manager.allocate(np.full(64, 2048, dtype=np.uint32))
+    sequences = manager.allocate(counts=np.full(64, 2048, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
 
     def run() -> None:
@@ -82,12 +82,12 @@ def swap() -> float:
 def fork() -> float:
     """Microseconds to fork a sequence of 1000 blocks."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
-    parent = int(manager.allocate([1000 * BLOCK_SIZE])[0])
+    parent = int(manager.allocate(counts=[1000 * BLOCK_SIZE])[0])
     manager.complete(manager.take_decision().ticket)
     costs = []
     for _ in range(100):
         start = time.thread_time_ns()
-        child = manager.fork(parent)
+        child = manager.fork(parent, 1)
         costs.append(time.thread_time_ns() - start)
         manager.free(child)
     return min(costs) / 1000
@@ -96,7 +96,7 @@ def fork() -> float:
 def scattered() -> tuple[BlockManager, float, float]:
     """A pool of 16M blocks of which each 64th is free, and nanoseconds per block to allocate and to free those."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=MANY_BLOCKS, watermark=0.0)
-    sequences = manager.allocate(np.zeros(SCATTER, dtype=np.uint32))
+    sequences = manager.allocate(counts=np.zeros(SCATTER, dtype=np.uint32))
     blocks = MANY_BLOCKS // SCATTER
     for _ in range(blocks):
         manager.append(sequences, BLOCK_SIZE)
@@ -108,7 +108,7 @@ def scattered() -> tuple[BlockManager, float, float]:
         start = time.thread_time_ns()
         manager.free(one)
         middle = time.thread_time_ns()
-        one = manager.allocate([blocks * BLOCK_SIZE])
+        one = manager.allocate(counts=[blocks * BLOCK_SIZE])
         allocated.append((time.thread_time_ns() - middle) / blocks)
         freed.append((middle - start) / blocks)
         manager.complete(manager.take_decision().ticket)

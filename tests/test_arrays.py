@@ -9,27 +9,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockyard import (
-    AllocStatus,
-    BlockManager,
-    BlockyardError,
-    CacheGroup,
-    InvalidArgumentError,
-    MappingError,
-    Pairs,
-    StepDecision,
-    UnknownSequenceError,
-    UnknownTicketError,
-    export_keys,
-)
+from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, StepDecision
 from blockyard._core import Completion, StoreStats
 from blockyard.engine.mapping import check_pairs
+from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
+from blockyard.events import export_keys
 
 
 @pytest.fixture
 def books() -> BlockManager:
     manager = BlockManager(block_size=4, device_blocks=16, host_blocks=4)
-    manager.allocate([3, 3])
+    manager.allocate(counts=[3, 3])
     manager.complete(manager.take_decision().ticket)
     return manager
 
@@ -43,14 +33,14 @@ def test_sequences_may_be_an_array_a_strided_array_a_list_or_one_int(books: Bloc
     both = handles(books)
     strided = np.repeat(both, 2)[::2]
     for sequences in (both, strided, [int(h) for h in both], tuple(int(h) for h in both)):
-        assert books.blocks_to_append(sequences, 2) == 2
-    assert books.blocks_to_append(int(both[0]), 2) == 1
+        assert books.can_append(sequences, 2).blocks == 2
+    assert books.can_append(int(both[0]), 2).blocks == 1
 
 
 def test_counts_may_be_one_int_an_array_or_a_list(books: BlockManager) -> None:
     both = handles(books)
     for counts in (2, np.array([2, 2], dtype=np.uint32), [2, 2]):
-        assert books.blocks_to_append(both, counts) == 2
+        assert books.can_append(both, counts).blocks == 2
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])
@@ -64,7 +54,7 @@ def test_a_list_of_tokens_has_the_keys_of_the_array(length: int) -> None:
 
 def test_one_numpy_number_is_a_handle_and_a_count(books: BlockManager) -> None:
     both = handles(books)
-    assert books.blocks_to_append(both[0], np.uint32(2)) == 1
+    assert books.can_append(both[0], np.uint32(2)).blocks == 1
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, 1.5, "a", None])
@@ -120,7 +110,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
         "tokens 0 to 9 of a sequence of 3",
         lambda m, h: m.slot_mapping(int(h[0]), 0, 9),
     ),
-    "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.num_free("gpu")),  # type: ignore[arg-type]
+    "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.pool("gpu").num_free),  # type: ignore[arg-type]
     "more forks than the books hold": (
         InvalidArgumentError,
         "number of new sequences is 4000000000",
@@ -138,10 +128,10 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_input_is_a_named_error_and_changes_nothing(books: BlockManager, what: str) -> None:
     error, message, call = REFUSED[what]
-    free = books.num_free()
+    free = books.pool().num_free
     with pytest.raises(error, match=message):
         call(books, handles(books))
-    assert (books.num_free(), books.num_sequences) == (free, 2)
+    assert (books.pool().num_free, books.stats().sequences) == (free, 2)
     assert [books.num_tokens(int(h)) for h in handles(books)] == [3, 3]
     books.check()
 

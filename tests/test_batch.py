@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
 
 BLOCK = 4
 
@@ -20,7 +22,7 @@ def settle(books: BlockManager) -> None:
 
 
 def started(books: BlockManager, *lengths: int) -> np.ndarray:
-    handles = books.allocate(list(lengths))
+    handles = books.allocate(counts=list(lengths))
     settle(books)
     return handles
 
@@ -67,7 +69,7 @@ def test_a_fork_and_the_copy_on_write_show():
 def test_a_merge_of_prefixes_shows_at_the_next_step():
     books = manager(prefix_caching=True)
     prompt = np.arange(9, dtype=np.uint32)
-    handles, _ = books.allocate_prompts([prompt, prompt])
+    handles, _ = allocate_prompts(books, [prompt, prompt])
     tables = np.zeros((2, 4), np.int32)
     books.append(handles, block_tables=tables)
     assert tables[0, 0] != tables[1, 0]
@@ -89,7 +91,7 @@ def test_a_sequence_that_was_swapped_comes_back_right():
     with pytest.raises(SequenceStateError, match="is in the host tier"):
         books.append(handles, block_tables=tables)
     assert tables.tolist() == before
-    books.allocate([2])
+    books.allocate(counts=[2])
     books.swap_in(handles[:1])
     settle(books)
     books.append(handles, block_tables=tables)
@@ -99,7 +101,7 @@ def test_a_sequence_that_was_swapped_comes_back_right():
 def test_without_blocks_for_all_nothing_changes():
     books = manager(device=4)
     handles, tables = started(books, 3, 8), np.zeros((2, 4), np.int32)
-    books.allocate([4])
+    books.allocate(counts=[4])
     before = (tables.tolist(), [books.num_tokens(int(handle)) for handle in handles])
     with pytest.raises(OutOfBlocksError):
         books.append(handles, block_tables=tables)
@@ -128,14 +130,14 @@ def test_tables_of_a_wrong_kind_are_refused(tables: object):
 def test_a_torch_tensor_is_written_through_its_numpy_view():
     books = manager()
     tables = torch.full((2, 4), -1, dtype=torch.int32)
-    slots = books.append(books.allocate([3, 8]), block_tables=tables.numpy())
+    slots = books.append(books.allocate(counts=[3, 8]), block_tables=tables.numpy())
     assert tables.tolist() == [[0, 0, 0, 0], [1, 2, 3, 0]]
     assert slots.tolist() == [3, 3 * BLOCK]
 
 
 def test_append_keeps_a_block_table_up_to_date():
     books = manager(device=64)
-    handles = books.allocate([3, 8, 13])
+    handles = books.allocate(counts=[3, 8, 13])
     settle(books)
     tables = np.full((4, 12), -1, dtype=np.int32)
     for counts in (9, 1, 1, 2, [3, 0, 1]):
@@ -150,7 +152,7 @@ def test_append_keeps_a_block_table_up_to_date():
 
 def test_append_with_a_table_that_is_too_small_changes_nothing():
     books = manager()
-    handles = books.allocate([3, 8])
+    handles = books.allocate(counts=[3, 8])
     settle(books)
     for bad in (np.zeros((1, 4), dtype=np.int32), np.zeros((2, 2), dtype=np.int32), np.zeros((2, 4))):
         with pytest.raises(InvalidArgumentError):

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blockyard import InvalidArgumentError, MappingError, Pairs, StepDecision
+from blockyard import Pairs, StepDecision
+from blockyard.errors import InvalidArgumentError, MappingError
 
 ORDER = ["spill", "swap_out", "swap_in", "fetch", "copy", "move", "exchange"]
 TIERS = {

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard import BlockObserver, InvalidArgumentError, OnlineDefragmenter
+from blockyard.defrag import BlockObserver, OnlineDefragmenter
+from blockyard.errors import InvalidArgumentError
 
 STATES = st.lists(st.sampled_from("hhhllllf"), min_size=1, max_size=80)
 

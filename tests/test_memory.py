@@ -13,15 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import LAYOUTS
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError, export_keys
+from blockyard import BlockManager
 from blockyard._core import (
     BlockObserver,
+    CopyRoute,
     copy_rows,
     exchange_rows,
     expand_span,
     move_rows,
 )
+from blockyard.errors import InvalidArgumentError
+from blockyard.events import export_keys
 
 Array = np.ndarray[Any, Any]
 GUARD = 64
@@ -68,7 +72,7 @@ class Case:
 
 def books() -> tuple[BlockManager, Array]:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0)
-    handles = manager.allocate([3, 5, 6])
+    handles = manager.allocate(counts=[3, 5, 6])
     manager.complete(manager.take_decision().ticket)
     return manager, handles
 
@@ -87,7 +91,7 @@ def append(new: Guarded) -> Case:
 def append_with_tables(new: Guarded) -> Case:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0, prefix_caching=True)
     prompts = [np.arange(5, dtype=np.uint32), np.arange(7, 13, dtype=np.uint32)]
-    handles, _ = manager.allocate_prompts(prompts)
+    handles, _ = allocate_prompts(manager, prompts)
     manager.complete(manager.take_decision().ticket)
     given = handles.copy()
 
@@ -108,6 +112,15 @@ def block_tables(new: Guarded) -> Case:
 def slot_mapping(new: Guarded) -> Case:
     manager, handles = books()
     return Case(lambda out: forget(manager.slot_mapping(int(handles[1]), 0, 5, out)), {"out": new(5, np.int64)})
+
+
+def route(new: Guarded) -> Case:
+    def call(regions: Array, pairs: Array, out: Array) -> list[int]:
+        return CopyRoute(regions, src_blocks=8, dst_blocks=8).compile(pairs, out).tolist()
+
+    regions = np.array([[1000, 16, 0, 5000, 16, 0, 16, 0]], np.uint64)
+    pairs = np.array([[1, 2], [2, 3], [5, 0]], np.int64)
+    return Case(call, {"out": new((3, 6), np.uint64)}, {"regions": regions, "pairs": pairs})
 
 
 def span(new: Guarded) -> Case:
@@ -144,7 +157,7 @@ def move(new: Guarded) -> Case:
 
 WRITERS: dict[str, Callable[[Guarded], Case]] = {
     case.__name__: case
-    for case in (append, append_with_tables, block_tables, slot_mapping, span, resolve, copy, exchange, move)
+    for case in (append, append_with_tables, block_tables, slot_mapping, route, span, resolve, copy, exchange, move)
 }
 
 
@@ -232,6 +245,78 @@ def test_an_array_changed_in_place_is_refused_or_written_within_its_bytes(writer
             assert not idle or (done, new.bytes()) == (result, plain.bytes())
 
 
+class Kept:
+    """A decode batch over guarded arrays."""
+
+    def __init__(self) -> None:
+        self.manager, self.handles = books()
+        self.new = Guarded()
+        self.table, self.slots = self.new((4, 8), np.int32), self.new(16, np.int64)
+        self.batch = DecodeBatch(self.manager, self.table, self.slots)
+        self.batch.add(self.handles[:2])
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        spare = self.handles[2:]
+        return {
+            "append": self.batch.append,
+            "append counts": lambda: self.batch.append([1] * len(self.batch)),
+            "add": lambda: self.batch.add(spare),
+            "remove": lambda: self.batch.remove(len(self.batch) - 1),
+            "refresh": self.batch.refresh,
+        }
+
+    def state(self) -> object:
+        tokens = [self.manager.num_tokens(int(handle)) for handle in self.handles]
+        return self.new.bytes(), tokens, self.batch.sequences.tolist(), self.manager.pool().num_free
+
+    def assert_right(self) -> None:
+        wanted = np.zeros_like(self.table)
+        self.manager.block_tables(self.batch.sequences, wanted[: len(self.batch)])
+        np.testing.assert_array_equal(self.table, wanted)
+        self.new.check()
+        self.manager.check()
+
+
+STEPS = st.tuples(
+    st.sampled_from(["append", "append counts", "add", "remove", "refresh"]),
+    st.sampled_from(["table", "slots"]),
+    st.sampled_from([None, *MUTATIONS]),
+)
+
+
+@given(st.lists(STEPS, max_size=12))
+def test_a_batch_refuses_arrays_that_are_not_what_they_were(steps: list[tuple[str, str, str | None]]) -> None:
+    kept = Kept()
+    for call, name, mutation in steps:
+        array = getattr(kept, name)
+        if mutation is not None:
+            is_used = name == "table" or call.startswith("append")
+            is_refused = is_used and not is_idle(array, mutation)
+            with changed(array, mutation):
+                before = kept.state()
+                if is_refused:
+                    with pytest.raises(InvalidArgumentError):
+                        kept.calls()[call]()
+                    assert kept.state() == before
+            continue
+        with suppress(InvalidArgumentError):
+            kept.calls()[call]()
+        kept.assert_right()
+
+
+@pytest.mark.parametrize("name", ["block_tables", "slots"])
+def test_a_batch_refuses_an_array_that_got_other_memory(name: str) -> None:
+    manager, handles = books()
+    batch = DecodeBatch(manager, np.zeros((4, 8), np.int32), np.zeros(16, np.int64))
+    batch.add(handles)
+    array = getattr(batch, name)
+    shape = array.shape
+    array.resize((*shape[:-1], 1 << 16), refcheck=False)
+    with pytest.raises(InvalidArgumentError, match=rf"{name} has shape \[.*\], must have \[{shape[0]}"):
+        batch.append()
+    assert [manager.num_tokens(int(handle)) for handle in handles] == [3, 5, 6]
+
+
 # ---- arrays with one memory ----
 
 
@@ -256,6 +341,20 @@ def test_what_is_read_may_lie_in_what_is_written(writer: str) -> None:
                     np.testing.assert_array_equal(array, wanted.written[key])
 
 
+def test_counts_in_the_memory_of_a_batch_are_read_first() -> None:
+    for name in ("table", "slots"):
+        kept = Kept()
+        counts = getattr(kept, name).reshape(-1).view(np.uint32)
+        for first in range(4):
+            counts[first : first + 2] = [2, 2]
+            before = [kept.manager.num_tokens(int(handle)) for handle in kept.handles[:2]]
+            assert kept.batch.append(counts[first : first + 2]) == 4
+            after = [kept.manager.num_tokens(int(handle)) for handle in kept.handles[:2]]
+            assert after == [tokens + 2 for tokens in before]
+            kept.manager.check()
+            kept.new.check()
+
+
 @pytest.mark.parametrize("owners", ["one", "two"])
 def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
     manager, handles = books()
@@ -263,6 +362,8 @@ def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
     first = np.frombuffer(memory, np.int32)
     other = first if owners == "one" else np.frombuffer(memory, np.int32)
     table, slots = first[:32].reshape(4, 8), other[30:62].view(np.int64)
+    with pytest.raises(InvalidArgumentError, match="shares memory"):
+        DecodeBatch(manager, table, slots)
     with pytest.raises(InvalidArgumentError, match="shares memory"):
         manager.append(handles, 1, block_tables=table, out=slots[:3])
     assert not any(memory)
@@ -312,8 +413,8 @@ def test_a_prompt_that_another_prompt_changes_is_refused_or_read_within_its_byte
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(InvalidArgumentError, match="was changed while"):
-            manager.allocate_prompts([tokens, [Meddler(1, lambda: MUTATIONS[mutation](tokens))]])
-    assert (manager.num_sequences, manager.num_free()) == (0, 64)
+            allocate_prompts(manager, [tokens, [Meddler(1, lambda: MUTATIONS[mutation](tokens))]])
+    assert (manager.stats().sequences, manager.pool().num_free) == (0, 64)
 
 
 def test_handles_that_the_counts_change_are_those_that_were_handed_over() -> None:

@@ -300,8 +300,8 @@ def check(engine: Engine) -> None:
         assert entry.sequence.block_table == books.manager.block_table(entry.handle).tolist()
     holders = [seq for seq in [*engine.running, *engine.waiting] if seq.block_table]
     assert {block for seq in holders for block in seq.block_table} == books.used_block_ids
-    assert len(books.free_block_ids) == books.manager.num_free() == BLOCKS - len(books.used_block_ids)
-    assert books.manager.num_sequences == len(holders)
+    assert len(books.free_block_ids) == books.manager.pool().num_free == BLOCKS - len(books.used_block_ids)
+    assert books.manager.stats().sequences == len(holders)
 
 
 def wanted(requests: list[Request]) -> list[tuple[int, ...]]:
@@ -412,7 +412,7 @@ class Breaking:
     def changes(self, source: int, target: int) -> bool:
         """Whether a transfer brings other bytes than are there already: only then it can be missed."""
         kv_cache = self.engine.kv_cache
-        brought = self.inner.host_rows[source] if self.kind == "swap_in" else row(kv_cache, source)
+        brought = self.inner.memory.host_rows[source] if self.kind == "swap_in" else row(kv_cache, source)
         return not torch.equal(brought, row(kv_cache, target))
 
 

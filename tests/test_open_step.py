@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from blockyard import MappingError, Pairs
+from blockyard import Pairs
 from blockyard.engine.streams import WorkerStreams
+from blockyard.errors import MappingError
 from blockyard.executor.open_step import OpenStep, cached_tier, columns
 
 

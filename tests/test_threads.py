@@ -1,4 +1,4 @@
-"""Many threads on one manager and on allocators: no deadlock, and the state is exact.
+"""Many threads on one manager, on batches over it and on allocators: no deadlock, and the books are exact.
 
 The schedules are the machine's; those that `shuttle` chooses are in `rust/locks/src/tests.rs`.
 """
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from blockyard import BlockManager, OutOfBlocksError, PrefixCachingAllocator, SequenceStateError
+from blockyard import BlockManager
+from blockyard._core import AllocatorPair, BlockAllocator
+from blockyard.errors import OutOfBlocksError, SequenceStateError
 from blockyard.integrations.vllm_v0 import BlockTable, CpuGpuBlockAllocator, Device
 
 THREADS = 8
@@ -49,18 +51,20 @@ def hammer(*work: Callable[[], None]) -> None:
 
 
 def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
-    """One engine's life on a shared manager: admit, decode, fork, perhaps swap, free."""
-    tables, slots = np.zeros((2, 16), np.int32), np.zeros(2, np.int64)
+    """One engine's life on shared books: admit, decode in a batch of its own, fork, perhaps swap, free."""
+    tables, slots = np.zeros((3, 16), np.int32), np.zeros(3, np.int64)
+    batch = DecodeBatch(books, tables, slots)
 
     def once() -> None:
         try:
-            handles = books.allocate([9, 5])
+            handles = books.allocate(counts=[9, 5])
         except OutOfBlocksError:
             return
         books.complete(books.take_decision().ticket)
+        batch.add(handles)
         for _ in range(5):
             try:
-                books.append(handles, block_tables=tables, out=slots)
+                batch.append()
             except OutOfBlocksError:
                 break
             rows = [books.block_table(int(handle)) for handle in handles]
@@ -68,8 +72,10 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
                 assert tables[i, : len(row)].tolist() == row.tolist()
                 assert slots[i] // 4 in row
         books.complete(books.take_decision().ticket)
-        child = books.fork(int(handles[0]))
+        child = books.fork(int(handles[0]), 1)
         assert books.block_tables(child).shape[0] == 1
+        for _ in handles:
+            batch.remove(0)
         group = np.concatenate([handles, child])
         if swap:
             # No room, or another thread's step is under way.
@@ -88,48 +94,64 @@ def test_engines_that_share_a_manager_leave_exact_books(prefix_caching: bool):
     def watch() -> None:
         books.check()
         books.stats()
-        list(books.iter_free_blocks())
+        list(iter(books.pool()))
 
     hammer(*(engine(books, swap=i % 2 == 0) for i in range(THREADS - 1)), watch)
     books.complete(books.take_decision().ticket)
     books.check()
-    assert (books.num_sequences, books.num_free(), books.num_free("host")) == (0, 96, 32)
+    assert (books.stats().sequences, books.pool().num_free, books.pool("host").num_free) == (0, 96, 32)
 
 
-def test_threads_that_append_to_the_same_sequences_leave_whole_tables():
+def test_one_batch_shared_by_threads_stays_whole():
     books = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
     tables, slots = np.zeros((4, 1024), np.int32), np.zeros(4, np.int64)
-    handles = books.allocate([1, 1, 1, 1])
+    batch = DecodeBatch(books, tables, slots)
+    handles = books.allocate(counts=[1, 1, 1, 1])
+    batch.add(handles)
     appended: list[None] = []
 
     def append() -> None:
         if len(appended) < 1000:
-            books.append(handles, block_tables=tables, out=slots)
+            batch.append()
             appended.append(None)
 
     def look() -> None:
-        assert books.block_tables(handles).shape[0] == 4
+        batch.find(int(handles[2]))
+        batch.refresh()
+        assert len(batch) == 4
 
     hammer(append, append, append, look)
     books.check()
     assert [books.num_tokens(int(handle)) for handle in handles] == [1 + len(appended)] * 4
+    batch.refresh()
     for row, handle in zip(tables, handles, strict=True):
         table = books.block_table(int(handle))
         assert row[: len(table)].tolist() == table.tolist()
 
 
-def test_threads_on_one_allocator_leave_it_empty():
-    allocator = PrefixCachingAllocator(64)
+def test_threads_on_both_sides_of_a_pair_leave_it_empty():
+    pair = AllocatorPair(64, 64, prefix_caching=True)
 
-    def shares() -> None:
-        blocks = allocator.allocate(2)
-        allocator.share(blocks)
-        allocator.free(blocks)
-        allocator.free(blocks)
-        list(allocator.iter_upcoming())
+    def swaps() -> None:
+        blocks = pair.device.allocate(3)
+        out, copies = pair.swap_out(blocks)
+        assert len(copies) == 3
+        back, _ = pair.swap_in(out)
+        pair.device.free(back)
 
-    hammer(shares, shares, shares, allocator.check)
-    assert allocator.num_free == 64
+    def shares(side: BlockAllocator) -> Callable[[], None]:
+        def once() -> None:
+            blocks = side.allocate(2)
+            side.share(blocks)
+            side.free(blocks)
+            side.free(blocks)
+            list(side.iter_upcoming())
+
+        return once
+
+    hammer(swaps, swaps, swaps, shares(pair.device), shares(pair.host), pair.check)
+    pair.check()
+    assert (pair.device.num_free, pair.host.num_free) == (64, 64)
 
 
 @pytest.mark.parametrize("kind", ["naive", "prefix_caching"])

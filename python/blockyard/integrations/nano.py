@@ -14,17 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from blockyard import _core
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, LayoutError, SequenceStateError, UnknownSequenceError
-from blockyard.integrations.nano_cache import KVTensor
+from blockyard.layout.kv import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BlockManager", "Fit", "Goal", "NanoSequence", "ScheduledSequence"]
 
+
+KIND: Final = "kv layers blocks tokens heads dim"
+"""Dimensions of the KV tensor, outermost first."""
 
 Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 
@@ -40,7 +44,7 @@ class NanoSequence(Protocol):
 
 
 class Carrier(Protocol):
-    """What carries decisions out: a `KVTensor`, or something around one."""
+    """What carries decisions out: a `CacheEngine`, or something around one."""
 
     def execute(self, decision: _core.StepDecision) -> list[_core.Pairs]:
         """Carry out a decision before anything else is queued; returns the pairs that did not land."""
@@ -135,13 +139,17 @@ class BlockManager:
             raise SequenceStateError(f"{len(self._running)} sequences have blocks: attach before the first one")
         if moves < 0:
             raise InvalidArgumentError(f"moves is {moves}, must be at least 0")
-        cache = KVTensor(kv_cache, host_blocks=host_blocks)
-        if (cache.num_blocks, cache.layout.block_size) != (self.num_blocks, self.block_size):
+        if host_blocks < 0:
+            raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be at least 0")
+        layout = KVLayout.from_tensors([kv_cache], kind=KIND)
+        found = layout.num_blocks(kv_cache)
+        if (found, layout.block_size) != (self.num_blocks, self.block_size):
             raise LayoutError(
-                f"the KV tensor has {cache.num_blocks} blocks of {cache.layout.block_size}, "
+                f"the KV tensor has {found} blocks of {layout.block_size}, "
                 f"the manager {self.num_blocks} of {self.block_size}"
             )
-        self.manager, self.executor, self.moves = self._books(host_blocks), cache, moves
+        engine = CacheEngine(layout, tensors=[kv_cache], num_host_blocks=host_blocks)
+        self.manager, self.executor, self.moves = self._books(host_blocks), engine, moves
 
     @property
     def free_block_ids(self) -> list[int]:
@@ -185,8 +193,8 @@ class BlockManager:
         cached = self._fit(tokens)
         if num_cached_blocks is not None and cached not in {-1, num_cached_blocks}:
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
-        handles, hits = self.manager.allocate_prompts([tokens])
-        handle, hit = int(handles[0]), int(hits[0])
+        sequence = self.manager.allocate(tokens)
+        handle, hit = int(sequence), sequence.cached_tokens
         try:
             self._land([handle])
         except BaseException:
@@ -226,7 +234,7 @@ class BlockManager:
         entry, tokens = self._entry(seq), len(seq)
         if entry.tokens <= tokens <= entry.slots:
             return True
-        return self._wanted(entry, tokens) <= self.manager.num_free()
+        return self._wanted(entry, tokens) <= self.manager.pool().num_free
 
     def may_append(self, seq: NanoSequence) -> None:
         """Make room for the tokens that a sequence got since the last call: extends its `block_table` where needed.
@@ -240,7 +248,7 @@ class BlockManager:
         certain = self._certain(entry, tokens)
         if not entry.tokens <= tokens <= entry.slots:
             wanted = self._wanted(entry, tokens)
-            if wanted <= self.manager.num_free():
+            if wanted <= self.manager.pool().num_free:
                 self._offload(wanted)
             self._tell(entry, tokens)
             self._show(entry)
@@ -290,7 +298,7 @@ class BlockManager:
         self._land(())
         self._land(())
         before = self.stats.moved_blocks
-        if not self.manager.defragment(goal, number, max_moves=max_moves).planned:
+        if not self.manager.defrag.run(goal, number, max_moves=max_moves).planned:
             return 0
         self._land(())
         for entry in self._running.values():
@@ -300,15 +308,14 @@ class BlockManager:
     # ---- below the surface ----
 
     def _books(self, host_blocks: int) -> _core.BlockManager:
-        # Pins are taken within a call alone, for a prompt's cached blocks: never for all.
+        # Pins last for one call and hold a prompt's cached blocks: never all blocks.
+        max_pinned = (self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0
         return _core.BlockManager(
             block_size=self.block_size,
             device_blocks=self.num_blocks,
             host_blocks=host_blocks,
             watermark=0.0,
-            prefix_caching=True,
-            host_prefix_cache=host_blocks > 0,
-            max_pinned=(self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0,
+            prefix_caching=_core.PrefixCaching(host=host_blocks > 0, max_pinned=max_pinned),
         )
 
     def _check_new(self, seq: NanoSequence, tokens: int) -> None:
@@ -342,27 +349,27 @@ class BlockManager:
 
     def _fit(self, tokens: list[int]) -> int:
         """Cached blocks of a prompt, or -1 if it does not fit; what it will evict is on the host then."""
-        if self.manager.blocks_to_allocate(tokens) > self.manager.num_free():
+        if not self.manager.can_allocate(tokens):
             return -1
         blocks = self._blocks(len(tokens))
         if self._short(blocks):
             # Its own cached blocks stay where they are.
-            pin, held = self.manager.pin_prompt(tokens, 0)
+            pin, held = self.manager.pins.pin_prompt(tokens, 0)
             try:
                 self._offload(blocks - held // self.block_size)
             finally:
-                self.manager.unpin(pin)
-        return self.manager.cached_tokens(tokens) // self.block_size
+                self.manager.pins.unpin(pin)
+        return self.manager.prefix.lookup(tokens).tokens // self.block_size
 
     def _short(self, blocks: int) -> int:
         """Cached blocks that taking so many would evict; none count where there is no host to copy them to."""
-        if not self.manager.num_blocks("host"):
+        if not self.manager.pool("host").num_blocks:
             return 0
-        return max(0, blocks - len(self.manager.free_block_ids(limit=blocks)))
+        return max(0, blocks - len(self.manager.pool().free_ids(blocks)))
 
     def _offload(self, blocks: int) -> None:
         """Copy to the host what taking so many blocks will evict."""
-        if (short := self._short(blocks)) and self.manager.offload_cached(short):
+        if (short := self._short(blocks)) and self.manager.prefix.offload(short):
             self._land(())
 
     def _land(self, handles: Iterable[int]) -> None:
@@ -380,7 +387,7 @@ class BlockManager:
         try:
             lost = self.executor.execute(decision)
         except BaseException:
-            self.manager.fail(decision.ticket, [pairs for _, pairs in decision.transfers()])
+            self.manager.fail(decision.ticket)
             raise
         gone = set(self.manager.fail(decision.ticket, lost).tolist()).intersection(handles)
         if gone:

@@ -28,14 +28,14 @@ pub use allocator::{BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocato
 pub use block::{Block, BlockState, LeaseKind, Leases};
 pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
-pub use event::{Event, EventBatch, Reason};
+pub use event::{Event, EventBatch, MAX_EVENTS, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Cached, Config, Counts, Demand, Expired, Fragmentation, Manager, MoveStats, Moves,
-    PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
+    AllocStatus, BlockExtra, Cached, Config, Counts, Demand, Expired, Fit, Fragmentation, Manager, MoveStats, Moves,
+    PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
 };
 pub use pool::Policies;
 pub use reuse::ReuseOrder;

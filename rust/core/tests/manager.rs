@@ -169,7 +169,7 @@ impl World {
     fn allocate(&mut self, tokens: u32) {
         let before = self.manager.pool(Tier::Device).available();
         let encoder_tokens = if self.has_encoder() { tokens % 7 } else { 0 };
-        let status = self.manager.can_admit(&Demand { tokens, encoder_tokens, ..Demand::default() });
+        let status = self.manager.can_admit(&Demand { tokens, encoder_tokens, ..Demand::default() }).status;
         let mut out = Vec::new();
         let result = if self.has_encoder() {
             self.manager.allocate_encoded(&[tokens], &[encoder_tokens], &mut out)
@@ -198,9 +198,10 @@ impl World {
     fn prompt(&mut self, tokens: u32, family: u32, chunk: u32) {
         let ids: Vec<u32> = (0..tokens).map(|i| family + i / 9).collect();
         let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[] };
-        let cached = self.manager.cached_tokens(&prompt).unwrap();
+        let cached = self.manager.lookup(&prompt).unwrap().tokens;
         let before = self.manager.pool(Tier::Device).available();
-        let wanted = self.manager.blocks_to_allocate(&prompt).unwrap();
+        let fit = self.manager.can_admit_prompt(&prompt, chunk, 0).unwrap();
+        let wanted = fit.blocks;
         let mut out = Vec::new();
         let result = self.manager.allocate_chunks(&[prompt], chunk, &mut out);
         self.trace.result(&result);
@@ -227,7 +228,9 @@ impl World {
                 self.write(sequence, hit);
             }
             Err(Error::InvalidArgument { .. }) => assert!(self.has_encoder()),
-            Err(Error::OutOfBlocks { free, .. }) => assert!(free == before && wanted > before, "{wanted} of {before}"),
+            Err(Error::OutOfBlocks { free, .. }) => {
+                assert!(free == before && wanted > before && fit.status != AllocStatus::Ok, "{wanted} of {before}");
+            }
             Err(error) => unreachable!("{error}"),
         }
     }
@@ -371,31 +374,33 @@ impl World {
             }
             Op::SwapOut(s, n) => {
                 let s = self.pick(s, n);
-                let can = self.manager.can_swap_out(&s).unwrap();
-                let result = self.manager.swap_out(&s);
+                let can = self.manager.can_swap_out(&s, Tier::Host).unwrap().status == AllocStatus::Ok;
+                let result = self.manager.swap_out(&s, Tier::Host);
                 self.trace.result(&result);
                 assert_eq!(can, result.is_ok(), "{result:?}");
             }
             Op::SwapIn(s, n) => {
                 let s = self.pick(s, n);
-                let can = self.manager.can_swap_in(&s, 0).unwrap();
-                let result = self.manager.swap_in(&s);
+                let can = self.manager.can_swap_in(&s, Tier::Device, 0).unwrap().status;
+                let result = self.manager.swap_in(&s, Tier::Device);
                 self.trace.result(&result);
                 assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
             }
             Op::Spill(s, n) => {
                 let s = self.pick(s, n);
-                let can = self.manager.can_spill(&s).unwrap();
-                let result = self.manager.spill(&s);
+                let can = self.manager.can_swap_out(&s, Tier::External).unwrap().status == AllocStatus::Ok;
+                let result = self.manager.swap_out(&s, Tier::External);
                 self.trace.result(&result);
                 assert_eq!(can, result.is_ok(), "{result:?}");
             }
             Op::Fetch(s, n, host) => {
                 let s = self.pick(s, n);
-                let can = self.manager.can_fetch(&s, 0).unwrap();
-                let result = self.manager.fetch(&s, if host { Tier::Host } else { Tier::Device });
+                let to = if host { Tier::Host } else { Tier::Device };
+                let can = self.manager.can_swap_in(&s, to, 0).unwrap().status;
+                let result = self.manager.swap_in(&s, to);
                 self.trace.result(&result);
-                assert!(host || can != AllocStatus::Ok || result.is_ok(), "{result:?}");
+                assert!(!host || (can == AllocStatus::Ok) == result.is_ok(), "{can:?} {result:?}");
+                assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
             }
             Op::AppendTwice { pick, tokens, lookahead } => {
                 let sequence = self.pick(pick, 1);

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from blockyard.engine.mapping import Ids, check_blocks, check_pairs
 from blockyard.errors import LayoutError, MappingError
 from blockyard.layout.extents import Extent, check_apart, overlap
-from blockyard.engine.mapping import Ids, check_blocks, check_pairs
 
 # A pair of these is padding: graphs want mappings of a fixed length.
 PADDING = -1

@@ -83,7 +83,7 @@ class HazardMachine(SchedulerMachine):
             num_device_blocks=config.device_blocks,
             num_host_blocks=config.host_blocks,
             streams=self.streams,
-            device_caches=self.make_caches(layout, config),
+            tensors=self.make_caches(layout, config),
         )
         size = self.engine.layout.bytes_per_block
         store = type(self).make_store(max(1, config.external_blocks), size, seed=seed, fail=fail)
@@ -146,9 +146,9 @@ class HazardMachine(SchedulerMachine):
             self.step(when="never", pick=0, again=None)
         self.end_tickets()
         refuse_open(self.manager)
-        free = {tier: self.manager.num_free(tier) for tier in TIERS}
-        blocks = {tier: self.manager.num_blocks(tier) for tier in TIERS}
-        if self.live or free != blocks or self.manager.num_sequences or self.executor.num_in_flight:
+        free = {tier: self.manager.pool(tier).num_free for tier in TIERS}
+        blocks = {tier: self.manager.pool(tier).num_blocks for tier in TIERS}
+        if self.live or free != blocks or self.manager.stats().sequences or self.executor.num_in_flight:
             raise AssertionError(f"{len(self.live)} requests are left, free blocks {free} of {blocks}, {self.executor}")
 
     # ---- helpers ----
@@ -187,7 +187,7 @@ class HazardMachine(SchedulerMachine):
 
     def compute_layer(self, step: Step, layer: int, read: list[list[Cells]]) -> None:
         """Write the new tokens' cells of a layer, then read each sequence's through its block table."""
-        cells = self.engine.device_caches[layer].view(torch.int64).numpy().reshape(2, -1)
+        cells = self.engine.tensors[layer].view(torch.int64).numpy().reshape(2, -1)
         ends = (step.start + step.lengths).tolist()
         positions = [i for first, end in zip(step.start.tolist(), ends, strict=True) for i in range(first, end)]
         cells[:, step.slot_mapping] = model_cells(step.token_ids.tolist(), positions, layer)
@@ -231,7 +231,7 @@ class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
         needed: says up to which block the manager needs memory; override it to plant a fault.
     """
 
-    needed: ClassVar[Callable[[BlockManager], int]] = lambda manager: manager.resize_progress().extent
+    needed: ClassVar[Callable[[BlockManager], int]] = lambda manager: manager.defrag.progress().extent
 
     def make_caches(self, layout: KVLayout, config: Config) -> Sequence[torch.Tensor] | None:
         """Lay the device's tensors over chunks of one token's keys or values."""
@@ -245,7 +245,7 @@ class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
     @rule(blocks=st.integers(1, 20))
     def resize(self, blocks: int) -> None:
         """Give the device another size; memory that blocks in use lie in goes when they are free."""
-        self.manager.resize_device(min(blocks, self.most))
+        self.manager.defrag.resize(min(blocks, self.most))
         self.manager.check()
         self.cache.resize(type(self).needed(self.manager))
 

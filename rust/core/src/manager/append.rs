@@ -2,7 +2,7 @@
 
 use super::pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
 use super::{
-    Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
+    Fit, Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
     write_slots,
 };
 use crate::block::LeaseKind;
@@ -77,6 +77,16 @@ impl Manager {
         let copies = result.and_then(|()| if shared.is_empty() { Ok(0) } else { self.copies(&mut shared) });
         self.scratch = shared;
         Ok(new + copies?)
+    }
+
+    /// Whether [`Manager::append`] has the blocks that it takes.
+    ///
+    /// # Errors
+    /// As [`Manager::append`], but for blocks that are short.
+    pub fn can_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<Fit> {
+        let wanted = self.blocks_to_append(sequences, counts, lookahead)?;
+        let pool = &self.pools[0];
+        Ok(Fit::new(wanted, pool.available(), pool.len() - usize::from(self.groups.slide())))
     }
 
     /// Fails unless [`Manager::append`] would find the blocks that it takes: what a caller asks before it makes slots.

@@ -66,10 +66,11 @@ impl Manager {
         Ok(self.resize_progress())
     }
 
-    /// What every device block is used for, by id, those in use beyond the end included.
+    /// What every block of a tier is used for, by id, those in use beyond the end included.
     #[must_use]
-    pub fn device_uses(&self) -> Vec<BlockState> {
-        (0..).map(BlockId).take(self.pools[0].extent()).map(|block| self.pools[0].block(block).state()).collect()
+    pub fn uses(&self, tier: Tier) -> Vec<BlockState> {
+        let pool = self.pool(tier);
+        (0..).map(BlockId).take(pool.extent()).map(|block| pool.block(block).state()).collect()
     }
 
     /// What is in use beyond the device's blocks.

@@ -50,7 +50,7 @@ impl World {
         }
         for (&sequence, ids) in &self.ids {
             let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[] };
-            let cached = self.manager.cached_tokens(&prompt).unwrap();
+            let cached = self.manager.lookup(&prompt).unwrap().tokens;
             let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
             let mut keys = Vec::new();
             for tokens in ids.chunks_exact(BLOCK as usize) {

@@ -253,11 +253,11 @@ impl World {
     /// copies what may be lost, and its ticket ends first.
     pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {
         self.settle();
-        if self.manager.swap_out(&[sequence]).is_err() {
+        if self.manager.swap_out(&[sequence], Tier::Host).is_err() {
             return;
         }
         self.settle();
-        if self.manager.swap_in(&[sequence]).is_err() {
+        if self.manager.swap_in(&[sequence], Tier::Device).is_err() {
             return;
         }
         self.append(&[sequence], 1, 0, None);
