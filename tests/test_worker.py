@@ -19,7 +19,7 @@ def test_caches_fill_the_space_they_are_given(model):
         blocks = worker.determine_num_available_blocks(kv_cache_space=10 * size + 1, swap_space=3 * size)
         assert blocks == (10, 3)
         engine = worker.initialize_cache(*blocks)
-        assert (engine.pool("device").num_blocks, engine.pool("host").num_blocks) == blocks
+        assert (engine.num_blocks("device"), engine.num_blocks("host")) == blocks
         assert worker.model.layout.num_blocks(engine.device_caches[0]) == 10
 
 
