@@ -23,7 +23,7 @@ from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-FILES = ("executor/executor.py", "executor/store_side.py", "engine/tickets.py")
+FILES = ("executor/executor.py", "executor/store_side.py", "engine/transfers.py")
 TIERS = ("device", "host", "external")
 
 
