@@ -1,0 +1,1 @@
+"""The executor before it was made of parts, for comparison."""
