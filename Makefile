@@ -8,6 +8,7 @@
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device beside one large copy and a loop of single ones
 #       both with GPU_PYTHON=DIR/bin/python: with a wheel that is installed there, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
+#   make docs                      docs/api.md and the stub's docstrings, from the code
 #   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, and forged snapshots, chosen by libFuzzer; the
 #       time is split among the two
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
@@ -38,7 +39,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-gpu bench-gpu test-rust test-python fuzz lint fmt bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -130,6 +131,10 @@ fmt: setup
 	$(if $(wildcard $(NATIVE)),$(BIN)/clang-format -i $(wildcard $(NATIVE)))
 
 # ---- packaging ----
+
+docs: dev
+	$(BIN)/python buildsystem/write_api.py
+	$(BIN)/ruff format --quiet python/blockyard/_core.pyi
 
 wheel: setup
 	BLOCKYARD_CUDA=require $(UV) build --no-build-isolation --python $(BIN)/python --out-dir dist \

@@ -21,7 +21,8 @@ import numpy as np
 from figures import keep
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, BlockObserver, merge_runs
+from blockyard import BlockManager
+from blockyard.defrag import BlockObserver
 
 Ids = NDArray[np.int64]
 Figures = dict[str, float]
@@ -171,7 +172,7 @@ def descriptors(blocks: int) -> Figures:
     books.use_ids(ids)
 
     def pieces() -> int:
-        return len(merge_runs(np.column_stack([books.resolve(ids), np.arange(len(ids))])))
+        return 1 + int((np.diff(books.resolve(ids)) != 1).sum())
 
     before, least = pieces(), float("inf")
     for _ in range(20):
@@ -193,7 +194,7 @@ def one_placement(blocks: int, steps: int, order: str) -> tuple[NDArray[np.int64
         lengths = np.array([rng.randrange(1, 2 * PROMPT_BLOCKS) for _ in range(STARTS)], np.uint32)
         tokens = lengths * np.uint32(BLOCK_SIZE)
         begin = clock()
-        new = books.allocate(tokens)
+        new = books.allocate(counts=tokens)
         allocated = clock()
         books.complete(books.take_decision().ticket)
         running += new.tolist()

@@ -1,4 +1,4 @@
-"""The books' cost per unit, from Python: thread-CPU time, minimum of repeats.
+"""The block manager's cost per unit, from Python: thread-CPU time, minimum of repeats.
 
     python benches/bench_manager.py
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from figures import keep
 
-from blockyard import BlockManager, DecodeBatch
+from blockyard import BlockManager
 
 SEQUENCES = 256
 PROMPT = 1024
@@ -30,10 +30,10 @@ def cpu_ns(run: Callable[[], None]) -> int:
     return time.thread_time_ns() - start
 
 
-def decode(kind: str, manager: BlockManager | None = None) -> float:
+def decode(manager: BlockManager | None = None, *, tables: bool) -> float:
     """W-decode: nanoseconds per sequence and step, over all steps; the arrays are right at the end."""
     manager = manager or BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
-    sequences = manager.allocate(np.full(SEQUENCES, PROMPT, dtype=np.uint32))
+    sequences = manager.allocate(counts=np.full(SEQUENCES, PROMPT, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
     slots = np.zeros(SEQUENCES, dtype=np.int64)
     table = np.zeros((SEQUENCES, (PROMPT + STEPS) // BLOCK_SIZE), dtype=np.int32)
@@ -42,20 +42,13 @@ def decode(kind: str, manager: BlockManager | None = None) -> float:
         for _ in range(STEPS):
             manager.append(sequences, out=slots)
 
-    def stateless() -> None:
+    def with_tables() -> None:
         for _ in range(STEPS):
             manager.append(sequences, block_tables=table, out=slots)
 
-    def bound() -> None:
-        for _ in range(STEPS):
-            batch.append()
-
-    if kind == "batch":
-        batch = DecodeBatch(manager, table, slots)
-        batch.add(sequences)
-    cost = cpu_ns({"append": append_alone, "stateless": stateless, "batch": bound}[kind]) / STEPS / SEQUENCES
-    if kind != "append" and not np.array_equal(table, manager.block_tables(sequences)):
-        raise AssertionError("the block table is not what the books say")
+    cost = cpu_ns(with_tables if tables else append_alone) / STEPS / SEQUENCES
+    if tables and not np.array_equal(table, manager.block_tables(sequences)):
+        raise AssertionError("the block table is not what the manager says")
     manager.free(sequences)
     return cost
 
@@ -65,7 +58,7 @@ def allocate_and_free() -> tuple[float, float]:
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
     lengths = np.full(SEQUENCES, PROMPT, dtype=np.uint32)
     start = time.thread_time_ns()
-    sequences = manager.allocate(lengths)
+    sequences = manager.allocate(counts=lengths)
     middle = time.thread_time_ns()
     manager.complete(manager.take_decision().ticket)
     blocks = SEQUENCES * PROMPT // BLOCK_SIZE
@@ -75,7 +68,7 @@ def allocate_and_free() -> tuple[float, float]:
 def swap() -> float:
     """W-swap: nanoseconds per block and direction, decision included."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=8192, host_blocks=8192, watermark=0.0)
-    sequences = manager.allocate(np.full(64, 2048, dtype=np.uint32))
+    sequences = manager.allocate(counts=np.full(64, 2048, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
 
     def run() -> None:
@@ -89,12 +82,12 @@ def swap() -> float:
 def fork() -> float:
     """Microseconds to fork a sequence of 1000 blocks."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
-    parent = int(manager.allocate([1000 * BLOCK_SIZE])[0])
+    parent = int(manager.allocate(counts=[1000 * BLOCK_SIZE])[0])
     manager.complete(manager.take_decision().ticket)
     costs = []
     for _ in range(100):
         start = time.thread_time_ns()
-        child = manager.fork(parent)
+        child = manager.fork(parent, 1)
         costs.append(time.thread_time_ns() - start)
         manager.free(child)
     return min(costs) / 1000
@@ -103,7 +96,7 @@ def fork() -> float:
 def scattered() -> tuple[BlockManager, float, float]:
     """A pool of 16M blocks of which each 64th is free, and nanoseconds per block to allocate and to free those."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=MANY_BLOCKS, watermark=0.0)
-    sequences = manager.allocate(np.zeros(SCATTER, dtype=np.uint32))
+    sequences = manager.allocate(counts=np.zeros(SCATTER, dtype=np.uint32))
     blocks = MANY_BLOCKS // SCATTER
     for _ in range(blocks):
         manager.append(sequences, BLOCK_SIZE)
@@ -115,7 +108,7 @@ def scattered() -> tuple[BlockManager, float, float]:
         start = time.thread_time_ns()
         manager.free(one)
         middle = time.thread_time_ns()
-        one = manager.allocate([blocks * BLOCK_SIZE])
+        one = manager.allocate(counts=[blocks * BLOCK_SIZE])
         allocated.append((time.thread_time_ns() - middle) / blocks)
         freed.append((middle - start) / blocks)
         manager.complete(manager.take_decision().ticket)
@@ -126,7 +119,7 @@ def scattered() -> tuple[BlockManager, float, float]:
 def many_blocks(repeats: int) -> dict[str, float]:
     """A pool of 16M blocks: W-decode in its scattered free blocks against the pool of 32k; allocate and free there."""
     manager, allocated, freed = scattered()
-    costs = [(decode("stateless", manager), decode("stateless")) for _ in range(repeats)]
+    costs = [(decode(manager, tables=True), decode(tables=True)) for _ in range(repeats)]
     large, small = (min(side) for side in zip(*costs, strict=True))
     return {
         "pool_16m_decode_ratio": large / small,
@@ -139,9 +132,8 @@ def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     repeats = 15
     figures = {
-        "append_256_ns": min(decode("append") for _ in range(repeats)),
-        "w_decode_ns": min(decode("stateless") for _ in range(repeats)),
-        "w_decode_batch_ns": min(decode("batch") for _ in range(repeats)),
+        "append_256_ns": min(decode(tables=False) for _ in range(repeats)),
+        "w_decode_ns": min(decode(tables=True) for _ in range(repeats)),
         "allocate_ns": min(allocate_and_free()[0] for _ in range(repeats)),
         "free_ns": min(allocate_and_free()[1] for _ in range(repeats)),
         "fork_1000_us": min(fork() for _ in range(repeats)),

@@ -64,7 +64,7 @@ class Churn:
         clock = time.thread_time_ns
         begin = clock()
         if self._defragment:
-            self.moves += len(manager.defragment([("dense", MARGIN, THRESHOLD)], max_moves=MOVES))
+            self.moves += len(manager.defrag.run([("dense", MARGIN, THRESHOLD)], max_moves=MOVES))
         decision = manager.take_decision()
         if self._ticket is not None:
             manager.complete(self._ticket)
@@ -78,14 +78,16 @@ class Churn:
             for _ in range(STARTS)
         ]
         if not self._shared:
-            self._running += self.manager.allocate(tokens).tolist()
+            self._running += self.manager.allocate(counts=tokens).tolist()
             return
         if number % 16 == 0:
-            before, self._prefix = self._prefix, int(self.manager.allocate([SHARED_BLOCKS * BLOCK_SIZE])[0])
+            before, self._prefix = self._prefix, int(self.manager.allocate(counts=[SHARED_BLOCKS * BLOCK_SIZE])[0])
             if before is not None:
                 self.manager.free([before])
         prefix = self._prefix or 0
-        self._running += [self.manager.fork_prefix(prefix, SHARED_BLOCKS * BLOCK_SIZE, n) for n in tokens]
+        self._running += [
+            self.manager.fork(prefix, shared_tokens=SHARED_BLOCKS * BLOCK_SIZE, num_tokens=n) for n in tokens
+        ]
 
 
 def spent(*, shared: bool, defragment: bool) -> tuple[np.ndarray, float]:
@@ -136,16 +138,16 @@ def cached_pool(seed: int = 1) -> BlockManager:
 def tidied(cached: Literal["move", "drop", "exchange"]) -> dict[str, float]:
     """Runs a table and cached blocks, before and after; moves, steps and microseconds a step."""
     manager = cached_pool()
-    before, kept = manager.fragmentation(), manager.prefix_stats.cached_blocks
+    before, kept = manager.defrag.fragmentation(), manager.prefix_stats.cached_blocks
     moves, spent = [0], 0
     while moves[-1] or len(moves) == 1:
         begin = time.thread_time_ns()
-        moves.append(len(manager.defragment("contiguous", 1, cached=cached)))
+        moves.append(len(manager.defrag.run("contiguous", 1, cached=cached)))
         decision = manager.take_decision()
         manager.complete(decision.ticket)
         spent += time.thread_time_ns() - begin
     manager.check()
-    after = manager.fragmentation()
+    after = manager.defrag.fragmentation()
     return {
         "runs_before": before.runs / before.tables,
         "runs": after.runs / after.tables,

@@ -49,7 +49,7 @@ def prompts() -> list[NDArray[np.uint32]]:
 
 def w_prefix(requests: Prompts, blocks: int, **options: str) -> tuple[float, float]:
     """Microseconds per request, and the block hit rate; 16 requests live at a time, first in, first out."""
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=True, **options)
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, **options, prefix_caching=True)
     live: deque[NDArray[np.uint64]] = deque()
     start = time.thread_time_ns()
     for prompt in requests:
@@ -103,7 +103,7 @@ def evict(evictable: int, repeats: int) -> float:
         calls = min(evictable, 50_000) // 250
         start = time.thread_time_ns()
         for _ in range(calls):
-            manager.allocate(call)
+            manager.allocate(counts=call)
         best = min(best, (time.thread_time_ns() - start) / calls / 250)
     return best
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Says in one line what is missing on this machine and how to get it. Called by the Makefile before anything else.
+# Says in one line what this machine lacks and how to get it. The Makefile calls it first.
 # Usage: check_prerequisites.sh PYTHON
 python="$1"
 

@@ -1,4 +1,4 @@
-// Batched copies between host and device. The batch call is looked up at run time: older drivers lack it.
+// Batched copies between host and device. The batch call is looked up at run time, since older drivers lack it.
 
 #include <cuda.h>
 
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "copy.h"
-#include "ways.h"
+#include "strategy.h"
 
 namespace blockyard {
 namespace {
@@ -31,7 +31,7 @@ BatchCopy find_batch_copy() {
         const cudaError_t status =
             cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &symbol, kBatchVersion, cudaEnableDefault, &result);
         if (status != cudaSuccess) {
-            cudaGetLastError();  // A missing function is no error of the caller's: clear it.
+            cudaGetLastError();  // A missing function is not the caller's error: clear it.
             return static_cast<BatchCopy>(nullptr);
         }
         return result == cudaDriverEntryPointSuccess ? reinterpret_cast<BatchCopy>(symbol) : nullptr;
@@ -65,7 +65,7 @@ cudaError_t prepare(SideStream& side) {
     return side.event != nullptr ? cudaSuccess : cudaEventCreateWithFlags(&side.event, cudaEventDisableTiming);
 }
 
-// Waiting takes an event as it was last recorded, so one event serves both directions.
+// A wait uses the event's last record, so one event serves both directions.
 cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
     const cudaError_t status = cudaEventRecord(event, earlier);
     return status != cudaSuccess ? status : cudaStreamWaitEvent(later, event, 0);
@@ -84,7 +84,7 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStre
     if (status == cudaSuccess) status = order(side.event, stream, side.stream);
     if (status != cudaSuccess) return status;
     status = submit(batch_copy, batch, side.stream);
-    // A batch that fails half-way has queued the other half: what comes later waits for that, too.
+    // A batch that fails half-way has queued its first half: later work waits for that as well.
     const cudaError_t joined = order(side.event, side.stream, stream);
     return status != cudaSuccess ? status : joined;
 }
@@ -109,7 +109,7 @@ cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream)
     const BatchCopy batch_copy = pinned && batch.count > 1 ? find_batch_copy() : nullptr;
     if (batch_copy == nullptr) return copy_one_by_one(batch, stream);
     if (stream == nullptr || stream == cudaStreamLegacy) return submit_beside(batch_copy, batch, stream);
-    // A graph takes single copies as nodes, a batch it does not.
+    // A graph accepts single copies as nodes, but no batch.
     return is_capturing(stream) ? copy_one_by_one(batch, stream) : submit(batch_copy, batch, stream);
 }
 

@@ -1,5 +1,5 @@
-// Copies by the bulk engine of devices from sm_90 on: global memory to shared memory and back, with hardly an
-// instruction a piece. Machine code for older devices holds none of it.
+// Copies by the bulk engine of devices from sm_90 on: global memory to shared memory and back, with few instructions a
+// piece. Machine code for older devices has none of it.
 
 #include <array>
 #include <atomic>
@@ -7,7 +7,7 @@
 #include "bulk_kernel.h"
 #include "copy.h"
 #include "launch.h"
-#include "ways.h"
+#include "strategy.h"
 
 namespace blockyard {
 namespace {
@@ -23,8 +23,8 @@ __device__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Stages, then one barrier for each. Only the bulk engine reads and writes the stages, so nothing has to be fenced
-// between a load and its store; one thread does everything, so no other has to be told.
+// Stages, then one barrier for each. Only the bulk engine touches the stages, so a load and its store need no fence
+// between them. One thread does everything, so no other needs a signal.
 class SharedRing {
   public:
     __device__ explicit SharedRing(const unsigned char* memory)
@@ -32,7 +32,7 @@ class SharedRing {
         for (uint32_t stage = 0; stage < kStages; ++stage) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier(stage)) : "memory");
         }
-        // The engine has to see the barriers.
+        // The engine must see the barriers.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
 
@@ -72,7 +72,7 @@ class SharedRing {
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLast) : "memory");
     }
 
-    // The stages and what was written must both outlive the block of threads.
+    // The stages must live until every store has landed.
     __device__ void drain() const { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
   private:
@@ -92,13 +92,13 @@ __global__ void __launch_bounds__(kWarp)
     SharedRing ring(memory);
     drive_ring(BulkPieces(params, num_tensors, chunks, blockIdx.x, gridDim.x), ring);
 #else
-    // has_bulk keeps launches away.
+    // has_bulk prevents launches.
     __trap();
 #endif
 }
 
-// Whether the code that this device runs was compiled for the bulk engine: PTX of an older architecture was not,
-// whatever the device can do.
+// Whether the code that this device runs was compiled for the bulk engine. PTX of an older architecture was not, even
+// if the device has the engine.
 bool prepare_bulk() {
     cudaFuncAttributes attributes{};
     return cudaFuncGetAttributes(&attributes, copy_by_bulk) == cudaSuccess && attributes.ptxVersion >= kBulkArch &&
@@ -114,11 +114,11 @@ bool has_bulk(int device) {
     std::atomic<int8_t>& state = states[static_cast<size_t>(device)];
     if (state == kUnknown) {
         int before = 0;
-        // A machine without a device is none with a bulk engine.
+        // Without a device there is no bulk engine.
         const bool entered = cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
         state = entered && prepare_bulk() ? kYes : kNo;
         if (entered) cudaSetDevice(before);
-        cudaGetLastError();  // Its absence is no error of the caller's: clear it.
+        cudaGetLastError();  // A missing engine is not the caller's error: clear it.
     }
     return state == kYes;
 }
@@ -128,7 +128,7 @@ cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps
         const auto chunks = static_cast<uint64_t>(widest + kStageBytes - 1) / kStageBytes;
         const uint64_t pieces = chunks * some * params.num_groups;
         if (pieces > kMostBulkPieces) return cudaErrorInvalidValue;
-        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFarBlocks, pieces));
+        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFewBlocks, pieces));
         copy_by_bulk<<<blocks, kWarp, kRingBytes, stream>>>(params, static_cast<uint32_t>(some),
                                                             static_cast<uint32_t>(chunks));
         return cudaGetLastError();

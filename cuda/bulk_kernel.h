@@ -1,5 +1,5 @@
-// How one thread drives bulk asynchronous copies through a ring of stages. Plain C++ over a ring: on a device that is
-// shared memory with its barriers, in the tests a model of both.
+// How one thread drives bulk asynchronous copies through a ring of stages. Plain C++ over a ring: on a device the ring
+// is shared memory with barriers, in the tests a model of both.
 #pragma once
 
 #include "copy_kernel.h"
@@ -7,10 +7,10 @@
 namespace blockyard {
 
 constexpr uint32_t kStages = 12;
-// Loads that are under way together. The other stages may still be read by stores.
+// Loads in flight. Stores may still read the other stages.
 constexpr uint32_t kAhead = 8;
 constexpr uint32_t kReading = kStages - kAhead;
-static_assert(kAhead > 0 && kReading > 0, "loads and stores run beside one another");
+static_assert(kAhead > 0 && kReading > 0, "loads and stores overlap");
 
 struct BulkPiece {
     const unsigned char* src;
@@ -18,8 +18,8 @@ struct BulkPiece {
     uint32_t bytes;
 };
 
-// The pieces, at most a stage long, that fall to one of several blocks of threads: every `stride`-th from `first`.
-// Neighbouring blocks of threads take neighbouring bytes where a row's tensors lie side by side.
+// The pieces, at most a stage long, of one of several blocks of threads: every `stride`-th from `first`. If a row's
+// tensors are adjacent, neighbouring blocks of threads copy neighbouring bytes.
 class BulkPieces {
   public:
     __device__ BulkPieces(const CopyParams& params, uint32_t num_tensors, uint32_t chunks, uint32_t first,
@@ -31,7 +31,7 @@ class BulkPieces {
           at_(first),
           stride_(stride) {}
 
-    // False where there is none left.
+    // False if none is left.
     __device__ bool next(BulkPiece& piece) {
         for (; at_ < total_; at_ += stride_) {
             const uint32_t rest = at_ % per_step_;

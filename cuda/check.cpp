@@ -18,8 +18,8 @@ int32_t device_of(const char* name, size_t index, const Tensor& tensor) {
 
 uintptr_t start_of(const View& view) { return reinterpret_cast<uintptr_t>(view.data); }
 
-// Whether any view of one side begins before one of the other ends, and the other way round. Addresses decide, not
-// storages: two storages may lie over one buffer. The addresses of host and devices are distinct.
+// Whether a view of one side overlaps a view of the other. Addresses decide, not storages: two storages may share one
+// buffer. Host and device addresses are distinct.
 bool overlap(const Side& one, const Side& other) {
     struct Reach {
         uintptr_t start, end;
@@ -96,7 +96,7 @@ void Side::check_apart() const {
     std::vector<size_t> order(views.size());
     std::iota(order.begin(), order.end(), size_t{0});
     std::sort(order.begin(), order.end(), [this](size_t a, size_t b) { return views[a].data < views[b].data; });
-    // Views that follow one another start anew; the others must alternate within one distance of rows.
+    // Views that follow one another start a new group; within a group, views alternate within one row distance.
     uintptr_t base = 0, row_end = 0, reach = 0;
     int64_t period = 0;
     size_t last = 0;

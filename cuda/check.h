@@ -1,6 +1,6 @@
-// What the ops check before anything is launched, and what they then know about their arguments.
+// The checks of the ops before a launch, and what they establish about the arguments.
 //
-// Messages start with "blockyard mapping:" or "blockyard layout:", by which Python finds the class to raise.
+// Messages start with "blockyard mapping:" or "blockyard layout:", which tells Python the class to raise.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -25,9 +25,9 @@ struct View {
     unsigned char* data;
     int64_t stride;
     int64_t width;
-    // Where its storage starts: page-locked memory is asked for once in each.
+    // Where its storage starts: whether memory is page-locked is asked once for each storage.
     uintptr_t storage;
-    // The first address that it cannot reach.
+    // One past its last byte.
     uintptr_t end;
 };
 
@@ -39,7 +39,7 @@ class Side {
     // Throws unless `tensors` are canonical views of one device; `name` is the argument's.
     Side(const char* name, const std::vector<torch::stable::Tensor>& tensors);
 
-    // The pieces of rows (a side of one view) that go with views of these widths; throws unless they fill a row.
+    // Cuts rows (a side of one view) into pieces of these views' widths; throws unless they fill a row.
     Side split(const std::vector<View>& like) const;
 
     // Throws if views share memory.

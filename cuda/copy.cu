@@ -1,4 +1,4 @@
-// The kernels that copy blocks: all steps of all tensors in one launch.
+// The copy kernels: all steps of all tensors in one launch.
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 namespace blockyard {
 namespace {
 
-constexpr unsigned kFarThreads = 512;
+constexpr unsigned kHostKernelThreads = 512;
 
 template <typename Access>
 __global__ void __launch_bounds__(kThreads) copy_groups(const __grid_constant__ CopyParams params) {
@@ -19,14 +19,14 @@ __global__ void __launch_bounds__(kThreads) copy_groups(const __grid_constant__ 
 }
 
 template <typename Access>
-__global__ void __launch_bounds__(kFarThreads)
+__global__ void __launch_bounds__(kHostKernelThreads)
     copy_pieces(const __grid_constant__ CopyParams params, uint32_t num_tensors, uint32_t chunks) {
-    const uint32_t warps = kFarThreads / kWarp;
-    move_far<Access>(params, num_tensors, chunks, blockIdx.x * warps + threadIdx.x / kWarp, gridDim.x * warps,
-                     static_cast<int>(threadIdx.x % kWarp));
+    const uint32_t warps = kHostKernelThreads / kWarp;
+    walk_host_pieces<Access>(params, num_tensors, chunks, blockIdx.x * warps + threadIdx.x / kWarp, gridDim.x * warps,
+                             static_cast<int>(threadIdx.x % kWarp));
 }
 
-// How a launch is made of one set of parameters.
+// Launches one set of parameters.
 struct OnDevice {
     template <typename Access>
     static cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) {
@@ -41,13 +41,13 @@ struct OnDevice {
 struct BesideHost {
     template <typename Access>
     static cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) {
-        const int64_t chunks = (widest + kFarChunk<Access> - 1) / kFarChunk<Access>;
+        const int64_t chunks = (widest + kHostChunk<Access> - 1) / kHostChunk<Access>;
         if (chunks > INT32_MAX / static_cast<int64_t>(kMaxTensors)) return cudaErrorInvalidValue;
         const auto total = static_cast<uint64_t>(chunks) * num_tensors * params.num_groups;
-        constexpr uint64_t kPerBlock = kFarThreads / kWarp;
-        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFarBlocks, (total + kPerBlock - 1) / kPerBlock));
-        copy_pieces<Access><<<blocks, kFarThreads, 0, stream>>>(params, static_cast<uint32_t>(num_tensors),
-                                                                static_cast<uint32_t>(chunks));
+        constexpr uint64_t kPerBlock = kHostKernelThreads / kWarp;
+        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFewBlocks, (total + kPerBlock - 1) / kPerBlock));
+        copy_pieces<Access><<<blocks, kHostKernelThreads, 0, stream>>>(params, static_cast<uint32_t>(num_tensors),
+                                                                       static_cast<uint32_t>(chunks));
         return cudaGetLastError();
     }
 };
@@ -70,7 +70,7 @@ cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const 
     return launch_all<OnDevice>(tensors, num_tensors, plan, stream);
 }
 
-cudaError_t copy_far(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
     return launch_all<BesideHost>(tensors, num_tensors, plan, stream);
 }
 

@@ -1,7 +1,7 @@
 // Copies of blocks over raw pointers. No torch here: ops.cpp checks, these launch.
 //
-// Everything a launch needs travels in its parameters, and everything a batched copy needs is read before the call
-// returns. So no mapping buffer outlives the call, and none can be overwritten while a copy still reads it.
+// A launch carries its mapping in its parameters, and a batched copy reads it before the call returns. So nobody can
+// overwrite a mapping that a copy still reads.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,33 +22,33 @@ struct CopyBatch {
     cudaMemcpyKind kind;
 };
 
-// Makes every step in every tensor with one kernel; plans of more than kMaxSteps steps or kMaxTensors tensors take
-// several launches. Both sides are memory of the current device; within one group of steps both may be the same.
+// Runs every step in every tensor with one kernel. Plans of more than kMaxSteps steps or kMaxTensors tensors take
+// several launches. Both sides are memory of the current device; within one group of steps they may be the same memory.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Blocks of threads of a copy that leaves the device to its own work, at most one a multiprocessor: they keep the link
-// to the host busy, and more would take multiprocessors from compute.
-constexpr unsigned kFarBlocks = 12;
+// Blocks of threads of a copy that overlaps the device's own work, at most one a multiprocessor. They keep the link
+// to the host busy; more would take multiprocessors from compute.
+constexpr unsigned kFewBlocks = 12;
 
-// Copies every pair in every tensor between the device and page-locked memory of the host by a kernel on few
-// multiprocessors, which the device's own work hardly notices.
-cudaError_t copy_far(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+// Copies every pair in every tensor between the device and page-locked host memory by a kernel on few multiprocessors,
+// so the device's own work hardly slows down.
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Whether a device has a bulk engine, and the library machine code for it.
+// Whether a device has a bulk engine and the library has machine code for it.
 bool has_bulk(int device);
 
-// Copies every pair in every tensor by the bulk engine, driven by few multiprocessors; pairs do not depend on one
-// another, both sides are memory of the current device or page-locked. For what has_bulk and fits_bulk allow.
+// Copies every pair in every tensor by the bulk engine, driven by few multiprocessors. Pairs must be independent; both
+// sides are memory of the current device or page-locked. Requires has_bulk and fits_bulk.
 cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Copies pieces between host and device by the copy engines: in one batch where the driver has batches and the host
-// memory is page-locked (`pinned`), else one call per piece. Sources are read in stream order.
+// Copies pieces between host and device by the copy engines: in one batch if the driver has batches and the host memory
+// is page-locked (`pinned`), else with one call a piece. Sources are read in stream order.
 cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream);
 
-// Whether work queued on this stream goes into a graph.
+// Whether this stream is being captured into a graph.
 bool is_capturing(cudaStream_t stream);
 
-// Copies the pieces one call each, as engines without batches do.
+// Copies the pieces with one call each.
 cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream);
 
 }  // namespace blockyard

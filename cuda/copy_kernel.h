@@ -1,4 +1,4 @@
-// What one thread of each copy kernel does. Plain C++ over indices, so that the tests run it on a CPU, too.
+// The work of one thread of each copy kernel. Plain C++ over indices, so tests can run it on a CPU.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ namespace blockyard {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 constexpr int kWarp = 32;
-// Accesses of one lane that are under way together: host memory is far.
-constexpr int kFarUnroll = 8;
-// Devices from sm_70 on take this many bytes of parameters.
+// Accesses that one lane has in flight: host memory is far.
+constexpr int kHostUnroll = 8;
+// Bytes of parameters that devices from sm_70 on accept.
 constexpr size_t kMaxParams = 32764;
 
 struct CopyParams {
@@ -28,7 +28,7 @@ struct CopyParams {
 };
 static_assert(sizeof(CopyParams) <= kMaxParams, "the parameters of one launch have a limit");
 static_assert(kMaxTensors <= 65535 && kMaxSteps <= 65535, "they are the grid's second and third dimension");
-static_assert(kMaxSteps > kMaxRing, "a ring is not parted");
+static_assert(kMaxSteps > kMaxRing, "a ring stays in one part");
 
 // Bytes of a row that one block of threads moves.
 template <typename Access>
@@ -45,7 +45,7 @@ __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor
         const CopyPair pair = params.steps[step];
         const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
         auto* dst = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride);
-        // All loads are under way before the first store waits for one.
+        // All loads are in flight before the first store waits for one.
         Access values[kUnroll];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
@@ -65,15 +65,15 @@ __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor
     }
 }
 
-// Bytes of a row that one warp of the far kernel moves at a time.
+// Bytes of a row that one warp of the host kernel moves at a time.
 template <typename Access>
-constexpr int64_t kFarChunk = static_cast<int64_t>(sizeof(Access)) * kWarp * kFarUnroll;
+constexpr int64_t kHostChunk = static_cast<int64_t>(sizeof(Access)) * kWarp * kHostUnroll;
 
-// Moves the pieces that fall to one warp, of those that a few blocks of threads share: every warp takes each
-// num_warps-th chunk. Neighbouring warps read neighbouring bytes where a row's tensors lie side by side.
+// Copies the pieces of one warp: every num_warps-th chunk. If a row's tensors are adjacent, neighbouring warps read
+// neighbouring bytes.
 template <typename Access>
-__device__ void move_far(const CopyParams& params, uint32_t num_tensors, uint32_t chunks, uint32_t warp,
-                         uint32_t num_warps, int lane) {
+__device__ void walk_host_pieces(const CopyParams& params, uint32_t num_tensors, uint32_t chunks, uint32_t warp,
+                                 uint32_t num_warps, int lane) {
     const uint64_t per_step = static_cast<uint64_t>(num_tensors) * chunks;
     const uint64_t total = per_step * params.num_groups;
     for (uint64_t work = warp; work < total; work += num_warps) {
@@ -81,16 +81,16 @@ __device__ void move_far(const CopyParams& params, uint32_t num_tensors, uint32_
         const auto rest = static_cast<uint32_t>(work % per_step);
         const CopyTensor& tensor = params.tensors[rest / chunks];
         const int64_t count = tensor.width / static_cast<int64_t>(sizeof(Access));
-        const int64_t first = static_cast<int64_t>(rest % chunks) * (kWarp * kFarUnroll) + lane;
+        const int64_t first = static_cast<int64_t>(rest % chunks) * (kWarp * kHostUnroll) + lane;
         const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
         auto* dst = reinterpret_cast<Access*>(tensor.dst + pair.dst * tensor.dst_stride);
-        Access values[kFarUnroll];
+        Access values[kHostUnroll];
 #pragma unroll
-        for (int i = 0; i < kFarUnroll; ++i) {
+        for (int i = 0; i < kHostUnroll; ++i) {
             if (first + i * kWarp < count) values[i] = src[first + i * kWarp];
         }
 #pragma unroll
-        for (int i = 0; i < kFarUnroll; ++i) {
+        for (int i = 0; i < kHostUnroll; ++i) {
             if (first + i * kWarp < count) dst[first + i * kWarp] = values[i];
         }
     }

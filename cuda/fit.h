@@ -1,4 +1,4 @@
-// What fits one launch, and which tensors fit which kernel.
+// Limits of one launch, and which tensors fit which kernel.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@ namespace blockyard {
 
 constexpr size_t kMaxTensors = 256;
 constexpr size_t kMaxSteps = 2048;
-// What passes through one stage of the bulk engine's ring at a time.
+// Bytes of one stage of the bulk engine's ring.
 constexpr uint32_t kStageBytes = 8192;
-// Of the addresses and sizes that the bulk engine takes.
+// Alignment of the addresses and sizes of the bulk engine.
 constexpr uint64_t kBulkAlignment = 16;
 // Pieces of one launch are counted in 32 bits, with room for a step beyond the last.
 constexpr uint64_t kMostBulkPieces = INT32_MAX;
 
-// The bits that any address, stride or width has set: an access of 2^k bytes is aligned if the low k are clear.
+// The bits set in any address, stride or width: an access of 2^k bytes is aligned if the low k bits are clear.
 inline uint64_t misalignment(const CopyTensor* tensors, size_t num_tensors) {
     uint64_t bits = 0;
     for (const CopyTensor* t = tensors; t != tensors + num_tensors; ++t) {

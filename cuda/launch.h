@@ -1,4 +1,4 @@
-// Parts a plan into launches whose parameters fit.
+// Splits a plan into launches whose parameters fit.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,12 +10,12 @@
 
 namespace blockyard {
 
-// Calls launch(params, num_tensors, widest) for each; `widest` is the greatest width and above 0.
+// Calls launch(params, num_tensors, widest) for each part; `widest` is the greatest width, above 0.
 template <typename Launch>
 cudaError_t launch_parts(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, const Launch& launch) {
     const auto params = std::make_unique<CopyParams>();
-    // Steps outside, tensors inside: a part of the steps is done in all tensors before the next one starts, and in
-    // each tensor parts follow one another in stream order.
+    // Steps outside, tensors inside: each part of the steps covers all tensors before the next one starts. In each
+    // tensor, parts run in stream order.
     for (const StepRange& part : split_steps(plan, kMaxSteps)) {
         std::copy_n(part.steps, part.num_steps, params->steps);
         std::copy(part.starts.begin(), part.starts.end(), params->starts);

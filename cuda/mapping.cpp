@@ -8,7 +8,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Which blocks were named so far.
+// The blocks named so far.
 class Named {
   public:
     explicit Named(int64_t blocks) : by_(static_cast<size_t>(blocks)) {}

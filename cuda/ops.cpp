@@ -12,7 +12,7 @@
 #include "copy.h"
 #include "mapping.h"
 #include "run.h"
-#include "ways.h"
+#include "strategy.h"
 
 namespace blockyard {
 namespace {
@@ -27,7 +27,7 @@ void swap_blocks(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, T
     run(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
 }
 
-// For benchmarks alone: what the ops are compared with.
+// Only for benchmarks: the baseline.
 void bench_copy_loop(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
     const Side src("src", src_views), dst("dst", dst_views);
     check_swap(src, dst);
@@ -71,25 +71,25 @@ void scatter_blocks(Tensor staging, std::vector<Tensor> views, Tensor blocks) {
     run(pieces, caches, pairs);
 }
 
-void set_device_ways(int64_t device, Tensor rules) {
+void set_device_strategies(int64_t device, Tensor rules) {
     if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
     if (!rules.is_cpu() || rules.scalar_type() != torch::headeronly::ScalarType::Long || rules.dim() != 2 ||
         rules.size(1) != 4 || rules.stride(1) != 1) {
         fail("mapping", "rules are not int64 [n, 4] on the CPU");
     }
     const auto* first = static_cast<const int64_t*>(rules.const_data_ptr());
-    std::vector<WayRule> read;
+    std::vector<StrategyRule> read;
     for (int64_t n = 0; n < rules.size(0); ++n) {
         const int64_t* rule = first + n * rules.stride(0);
         if (rule[0] < 0 || rule[0] >= kNumDirections) {
             fail("mapping", "rule ", n, " names direction ", rule[0], ", there are ", kNumDirections);
         }
-        if (rule[3] < 1 || rule[3] > kNumWays) {
-            fail("mapping", "rule ", n, " names way ", rule[3], ", there are ", kNumWays);
+        if (rule[3] < 1 || rule[3] > kNumStrategies) {
+            fail("mapping", "rule ", n, " names strategy ", rule[3], ", there are ", kNumStrategies);
         }
-        read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Way>(rule[3])});
+        read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Strategy>(rule[3])});
     }
-    set_ways(static_cast<int32_t>(device), read);
+    set_strategies(static_cast<int32_t>(device), read);
 }
 
 bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device)); }
@@ -97,12 +97,12 @@ bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device))
 }  // namespace
 }  // namespace blockyard
 
-// It takes no tensor that would decide.
+// It takes no tensor that would select a device.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
     m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(blockyard, CPU, m) { m.impl("set_ways", TORCH_BOX(&blockyard::set_device_ways)); }
+STABLE_TORCH_LIBRARY_IMPL(blockyard, CPU, m) { m.impl("set_strategies", TORCH_BOX(&blockyard::set_device_strategies)); }
 
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) {
     m.impl("swap_blocks", TORCH_BOX(&blockyard::swap_blocks));

@@ -6,9 +6,9 @@
 #include <algorithm>
 
 #include "copy.h"
-#include "ways.h"
+#include "strategy.h"
 
-// A torch without CUDA lacks it; the library must load there too.
+// A torch without CUDA lacks it; the library must load there as well.
 #pragma weak aoti_torch_get_current_cuda_stream
 
 namespace blockyard {
@@ -29,7 +29,7 @@ cudaStream_t current_stream(int32_t device) {
     return static_cast<cudaStream_t>(stream);
 }
 
-// Pairs of views, one of each side; neighbours that lie side by side on both sides become one.
+// Pairs the views of both sides; neighbours that are adjacent on both sides become one.
 std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     std::vector<CopyTensor> tensors;
     tensors.reserve(src.views.size());
@@ -47,21 +47,22 @@ std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     return tensors;
 }
 
-// The bulk engine where it is asked for and can do it, else the kernel.
-cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, Way way, Direction direction,
-                           int32_t device, cudaStream_t stream) {
-    if (way == Way::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) && has_bulk(device)) {
+// Uses the bulk engine if the strategy asks for it and it can, else a kernel.
+cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, Strategy strategy,
+                           Direction direction, int32_t device, cudaStream_t stream) {
+    if (strategy == Strategy::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) &&
+        has_bulk(device)) {
         return copy_bulk(tensors.data(), tensors.size(), plan, stream);
     }
     return direction == Direction::kWithin ? copy_on_device(tensors.data(), tensors.size(), plan, stream)
-                                           : copy_far(tensors.data(), tensors.size(), plan, stream);
+                                           : copy_host_kernel(tensors.data(), tensors.size(), plan, stream);
 }
 
 bool is_dense(const CopyTensor& tensor) {
     return tensor.src_stride == tensor.width && tensor.dst_stride == tensor.width;
 }
 
-// Pieces of a copy between host and device; neighbours become one piece where rows follow one another on both sides.
+// Pieces of a copy between host and device; rows that are adjacent on both sides become one piece.
 struct Pieces {
     std::vector<void*> dsts;
     std::vector<const void*> srcs;
@@ -82,8 +83,8 @@ struct Pieces {
     }
 };
 
-Way way_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
-           Direction direction) {
+Strategy strategy_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
+                     Direction direction) {
     int64_t runs = 1, bytes = 0, count = 0;
     for (size_t n = 1; n < pairs.size(); ++n) {
         runs += pairs[n].src != pairs[n - 1].src + 1 || pairs[n].dst != pairs[n - 1].dst + 1;
@@ -93,21 +94,21 @@ Way way_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& 
         bytes += tensor.width * num_pairs;
         count += is_dense(tensor) ? runs : num_pairs;
     }
-    return choose_way(device, direction, bytes / std::max<int64_t>(count, 1), count);
+    return choose_strategy(device, direction, bytes / std::max<int64_t>(count, 1), count);
 }
 
 void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(dst.device);
     const cudaStream_t stream = current_stream(dst.device);
-    const Way way = way_of(tensors, plan.steps, dst.device, Direction::kWithin);
-    check_cuda(copy_by_kernel(tensors, plan, way, Direction::kWithin, dst.device, stream),
+    const Strategy strategy = strategy_of(tensors, plan.steps, dst.device, Direction::kWithin);
+    check_cuda(copy_by_kernel(tensors, plan, strategy, Direction::kWithin, dst.device, stream),
                "copying blocks within the device");
 }
 
 struct HostMemory {
-    bool pinned = true;  // all that is copied is page-locked
-    bool mapped = true;  // and kernels reach it by the address that the host has
+    bool pinned = true;  // all copied memory is page-locked
+    bool mapped = true;  // and kernels reach it by its host address
 };
 
 HostMemory ask_pointer(uintptr_t address) {
@@ -117,7 +118,7 @@ HostMemory ask_pointer(uintptr_t address) {
     return {attributes.type != cudaMemoryTypeUnregistered, attributes.devicePointer == pointer};
 }
 
-// Asks at both ends of what is copied in each storage: memory that is page-locked chunk by chunk is so from its start.
+// Asks at both ends of the copied range of each storage. A host pool is page-locked from its start, chunk by chunk.
 HostMemory ask_host(const Side& host, uint32_t first_block, uint32_t last_block) {
     HostMemory found;
     uintptr_t low = 0, high = 0;
@@ -149,14 +150,14 @@ HostMemory ask_host(const Side& host, const std::vector<CopyPair>& pairs, bool t
     return ask_host(host, first, last);
 }
 
-Way way_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
-                Direction direction, const HostMemory& memory) {
-    if (!memory.pinned) return Way::kLoop;
-    const Way way = way_of(tensors, pairs, device, direction);
-    const bool is_kernel = way == Way::kKernel || way == Way::kBulk;
-    // Narrow accesses would waste most of what crosses the link.
+Strategy strategy_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
+                          Direction direction, const HostMemory& memory) {
+    if (!memory.pinned) return Strategy::kLoop;
+    const Strategy strategy = strategy_of(tensors, pairs, device, direction);
+    const bool is_kernel = strategy == Strategy::kKernel || strategy == Strategy::kBulk;
+    // Narrow accesses would waste most of the link's bandwidth.
     const bool fits = memory.mapped && misalignment(tensors.data(), tensors.size()) % 16 == 0;
-    return !is_kernel || fits ? way : Way::kBatch;
+    return !is_kernel || fits ? strategy : Strategy::kBatch;
 }
 
 void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
@@ -171,9 +172,9 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
         fail("capture", to_host ? dst.name : src.name,
              " is not page-locked: a graph would copy from or to memory that may move before it is replayed");
     }
-    const Way way = way_between(tensors, pairs, device, direction, memory);
-    if (way == Way::kKernel || way == Way::kBulk) {
-        check_cuda(copy_by_kernel(tensors, independent(pairs), way, direction, device, stream),
+    const Strategy strategy = strategy_between(tensors, pairs, device, direction, memory);
+    if (strategy == Strategy::kKernel || strategy == Strategy::kBulk) {
+        check_cuda(copy_by_kernel(tensors, independent(pairs), strategy, direction, device, stream),
                    "copying blocks between host and device by a kernel");
         return;
     }
@@ -183,7 +184,7 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
     }
     const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
-    check_cuda(copy_batch(batch, way == Way::kBatch, stream), "copying blocks between host and device");
+    check_cuda(copy_batch(batch, strategy == Strategy::kBatch, stream), "copying blocks between host and device");
 }
 
 }  // namespace

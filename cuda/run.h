@@ -8,13 +8,13 @@
 
 namespace blockyard {
 
-// Copies between two sides that share no byte; one of them at least is on a CUDA device, else it throws.
+// Copies between two sides that share no byte. Throws unless at least one is on a CUDA device.
 void run(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs);
 
-// Makes steps within one side, which is on a CUDA device, else it throws.
+// Runs steps within one side. Throws unless it is on a CUDA device.
 void run_within(const Side& caches, const Steps& plan);
 
-// Copies piece by piece, one call for each, as engines do that have nothing better: what benchmarks compare with.
+// Copies with one call a piece: the baseline of the benchmarks.
 void run_loop(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs);
 
 }  // namespace blockyard

@@ -8,12 +8,12 @@ namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
 
-// What each block is to a set of moves.
+// The role of each block in a set of moves.
 struct Graph {
     std::vector<CopyPair> pairs;      // without those that move a block onto itself
     std::vector<uint32_t> writer;     // the pair that writes a block, or kNone
-    std::vector<uint32_t> unread;     // pairs that have yet to read a block
-    std::vector<uint32_t> component;  // of a pair, as a tree of unions
+    std::vector<uint32_t> unread;     // pairs that still have to read a block
+    std::vector<uint32_t> component;  // of a pair, as a union-find tree
     bool independent = true;
 
     Graph(const std::vector<CopyPair>& all, size_t num_blocks) : writer(num_blocks, kNone), unread(num_blocks) {
@@ -40,7 +40,7 @@ struct Graph {
     }
 };
 
-// Emits all pairs that lie on no ring, each after those that read what it overwrites.
+// Emits all pairs outside rings, each after the pairs that read what it overwrites.
 void order_trees(Graph& graph, std::vector<bool>& done, std::vector<uint32_t>& order) {
     for (uint32_t start = 0; start < graph.pairs.size(); ++start) {
         uint32_t p = start;
@@ -63,8 +63,8 @@ std::vector<uint32_t> ring_of(const Graph& graph, uint32_t pair) {
     return blocks;
 }
 
-// A ring c0 -> c1 -> ... -> c0, given as its blocks. A long one is made of short ones that share the first block: after
-// a turn of c0 ... ck, block c0 holds what ck had.
+// Emits a ring c0 -> c1 -> ... -> c0, given as its blocks. A long ring becomes short ones that share the first block:
+// after the ring c0 ... ck, block c0 holds what ck had.
 void add_ring(const std::vector<uint32_t>& blocks, std::vector<CopyPair>& steps) {
     for (size_t first = 1; first < blocks.size(); first += kMaxRing - 1) {
         const size_t last = std::min(first + kMaxRing - 1, blocks.size()) - 1;
@@ -104,7 +104,7 @@ Steps order_moves(const std::vector<CopyPair>& pairs, size_t num_blocks) {
     std::vector<uint32_t> order;
     order.reserve(graph.pairs.size());
     order_trees(graph, done, order);
-    // What is left lies on rings: one pair of each stands for it, after the pairs that hang on it.
+    // The rest are rings: one pair represents each, after the pairs that depend on it.
     std::vector<bool> is_ring(graph.pairs.size());
     for (uint32_t p = 0; p < graph.pairs.size(); ++p) {
         if (done[p]) continue;

@@ -118,8 +118,8 @@ class Driver:
         manager, chosen = self.manager, list(self.tags)
         self.random.shuffle(chosen)
         moved = {handle for handle in chosen[:2] if self.move(handle)}
-        if manager.num_free("device") >= 4:
-            (handle,) = manager.allocate([(count := self.random.randint(1, 9))]).tolist()
+        if manager.pool("device").num_free >= 4:
+            (handle,) = manager.allocate(counts=[(count := self.random.randint(1, 9))]).tolist()
             self.tags[handle] = self.new_tags(count)
             writes += zip(manager.slot_mapping(handle, 0, count).tolist(), self.tags[handle], strict=True)
             moved.add(handle)
@@ -145,12 +145,12 @@ class Driver:
             manager.free(handles)
             del self.tags[handle]
         elif draw < 0.4 and on_device:
-            (child,) = manager.fork(handle).tolist()
+            (child,) = manager.fork(handle, 1).tolist()
             self.tags[child] = list(self.tags[handle])
             return False
         elif on_device and manager.can_swap_out(handles):
             manager.swap_out(handles)
-        elif not on_device and manager.can_swap_in(handles) == AllocStatus.OK:
+        elif not on_device and manager.can_swap_in(handles).status == AllocStatus.OK:
             manager.swap_in(handles)
         return True
 

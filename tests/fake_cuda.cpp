@@ -12,7 +12,7 @@
 #include "../cuda/mapping.cpp"
 #include "../cuda/run.cpp"
 #include "../cuda/steps.cpp"
-#include "../cuda/ways.cpp"
+#include "../cuda/strategy.cpp"
 
 namespace {
 
@@ -162,10 +162,10 @@ void fake_reset(uintptr_t host, uintptr_t host_end, uintptr_t pinned_end, bool o
 }
 int fake_faults() { return fake.faults; }
 const char* fake_calls() { return fake.calls.c_str(); }
-void fake_way(int64_t direction, int64_t way) {
+void fake_strategy(int64_t direction, int64_t strategy) {
     const int64_t most = INT64_MAX;
-    blockyard::set_ways(0,
-                        {{static_cast<blockyard::Direction>(direction), most, most, static_cast<blockyard::Way>(way)}});
+    blockyard::set_strategies(
+        0, {{static_cast<blockyard::Direction>(direction), most, most, static_cast<blockyard::Strategy>(strategy)}});
 }
 }
 
@@ -181,7 +181,7 @@ cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const 
     return cudaSuccess;
 }
 
-cudaError_t copy_far(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t) {
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t) {
     fake.calls += 'F';
     fake.faults += !is_independent(plan);
     copy_steps(tensors, num_tensors, plan);

@@ -6,15 +6,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from blockyard import (
-    InvalidArgumentError,
-    NaiveAllocator,
-    OutOfBlocksError,
-    PrefixCachingAllocator,
-    chain_keys,
-    export_keys,
-)
 from blockyard._core import BlockAllocator
+from blockyard.allocators import NaiveAllocator, PrefixCachingAllocator, chain_keys
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.events import export_keys
 
 KINDS = [NaiveAllocator, PrefixCachingAllocator]
 each = pytest.mark.parametrize("kind", KINDS)

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 from layouts import LAYOUTS, other_order
 from numpy.lib.stride_tricks import as_strided
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError, NaiveAllocator, Pairs, export_keys
+from blockyard import BlockManager, Pairs
 from blockyard._core import (
     BlockObserver,
     Completion,
     FillMap,
     chain_keys,
     copy_rows,
-    merge_runs,
-    order_moves,
-    plan_moves,
 )
+from blockyard.allocators import NaiveAllocator
+from blockyard.errors import InvalidArgumentError
+from blockyard.events import export_keys
 from blockyard.stores import open_store
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 def books() -> tuple[BlockManager, Array]:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0)
-    handles = manager.allocate([3, 5, 6])
+    handles = manager.allocate(counts=[3, 5, 6])
     manager.complete(manager.take_decision().ticket)
     return manager, handles
 
@@ -56,7 +57,7 @@ def observed(ids: Array, call: Callable[[BlockObserver, Array], object]) -> obje
 
 def prompt(tokens: Array, call: Callable[[BlockManager, Array], Any]) -> object:
     manager = BlockManager(block_size=2, device_blocks=16, watermark=0.0, prefix_caching=True)
-    known = manager.allocate_prompts([np.arange(5, dtype=np.uint32)])[0]
+    known = allocate_prompts(manager, [np.arange(5, dtype=np.uint32)])[0]
     manager.complete(manager.take_decision().ticket)
     manager.mark_computed(known)
     return np.asarray(call(manager, tokens)).tolist()
@@ -80,21 +81,19 @@ PAIRS = np.array([[4, 6], [5, 7], [0, 3]], np.int64)
 TOKENS = np.array([0, 1, 2, 3, 9, 8], np.uint32)
 ROWS = np.random.default_rng(0).integers(0, 256, (2, 4096), np.uint8)
 READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
-    "handles": (HANDLES, lambda a: with_books(a, lambda m, h: m.blocks_to_append(h, 2))),
+    "handles": (HANDLES, lambda a: with_books(a, lambda m, h: m.can_append(h, 2).blocks)),
     "handles of a batch": (HANDLES, lambda a: with_books(a, lambda m, h: m.append(h, 2))),
-    "freed": (HANDLES, lambda a: with_books(a, lambda m, h: (m.free(h), m.num_free())[1])),
+    "freed": (HANDLES, lambda a: with_books(a, lambda m, h: (m.free(h), m.pool().num_free)[1])),
     "tables": (HANDLES, lambda a: with_books(a, lambda m, h: m.block_tables(h))),
     "counts": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.append(HANDLES, c))),
-    "lengths": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.allocate(c))),
+    "lengths": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.allocate(counts=c))),
     "exported": (TOKENS, lambda a: export_keys(a, block_size=2)),
     "chained": (TOKENS, lambda a: chain_keys(a, block_size=2)),
-    "prompts": (TOKENS, lambda a: prompt(a, lambda m, t: m.allocate_prompts([t])[1])),
-    "cached": (TOKENS, lambda a: prompt(a, lambda m, t: m.cached_tokens(t))),
-    "to allocate": (TOKENS, lambda a: prompt(a, lambda m, t: m.blocks_to_allocate(t))),
-    "pinned": (TOKENS, lambda a: prompt(a, lambda m, t: m.pin_prompt(t, 9))),
+    "prompts": (TOKENS, lambda a: prompt(a, lambda m, t: allocate_prompts(m, [t])[1])),
+    "cached": (TOKENS, lambda a: prompt(a, lambda m, t: m.prefix.lookup(t).tokens)),
+    "to allocate": (TOKENS, lambda a: prompt(a, lambda m, t: m.can_allocate(t).blocks)),
+    "pinned": (TOKENS, lambda a: prompt(a, lambda m, t: m.pins.pin_prompt(t, 9))),
     "pairs": (PAIRS, lambda a: Pairs("device", "host", a).ids.tolist()),
-    "runs": (PAIRS, lambda a: merge_runs(a).tolist()),
-    "waves": (PAIRS, lambda a: [part.tolist() for part in order_moves(a, 8)]),
     "mark": (IDS, lambda a: marked(a, FillMap.mark)),
     "unmark": (IDS, lambda a: marked(a, FillMap.unmark)),
     "require": (IDS, lambda a: marked(a, FillMap.require)),
@@ -105,7 +104,6 @@ READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
     "released ids": (IDS, lambda a: observed(a, lambda o, i: o.release_ids(i))),
     "leased ids": (IDS, lambda a: observed(a, lambda o, i: o.lease(i))),
     "resolved": (PAIRS.reshape(3, 2, 1), lambda a: BlockObserver(16).resolve(a).tolist()),
-    "live": (IDS, lambda a: plan_moves("max_id", 2, num_blocks=8, live=a).pairs.tolist()),
     "shared": (IDS.astype(np.int32), lambda a: (m := new_allocator(), m.share(a), [m.refs(i) for i in range(8)])[2]),
 }
 

@@ -9,28 +9,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockyard import (
-    AllocStatus,
-    BlockManager,
-    BlockyardError,
-    CacheGroup,
-    InvalidArgumentError,
-    MappingError,
-    Pairs,
-    StepDecision,
-    UnknownSequenceError,
-    UnknownTicketError,
-    export_keys,
-    merge_runs,
-)
-from blockyard._core import Completion, StoreStats, order_moves
-from blockyard.plan import check_pairs
+from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, PrefixCaching, StepDecision
+from blockyard._core import Completion, StoreStats
+from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
+from blockyard.events import export_keys
+from blockyard.engine.mapping import check_pairs
+from blockyard.types import Fit, Sequence
 
 
 @pytest.fixture
 def books() -> BlockManager:
     manager = BlockManager(block_size=4, device_blocks=16, host_blocks=4)
-    manager.allocate([3, 3])
+    manager.allocate(counts=[3, 3])
     manager.complete(manager.take_decision().ticket)
     return manager
 
@@ -44,14 +34,14 @@ def test_sequences_may_be_an_array_a_strided_array_a_list_or_one_int(books: Bloc
     both = handles(books)
     strided = np.repeat(both, 2)[::2]
     for sequences in (both, strided, [int(h) for h in both], tuple(int(h) for h in both)):
-        assert books.blocks_to_append(sequences, 2) == 2
-    assert books.blocks_to_append(int(both[0]), 2) == 1
+        assert books.can_append(sequences, 2).blocks == 2
+    assert books.can_append(int(both[0]), 2).blocks == 1
 
 
 def test_counts_may_be_one_int_an_array_or_a_list(books: BlockManager) -> None:
     both = handles(books)
     for counts in (2, np.array([2, 2], dtype=np.uint32), [2, 2]):
-        assert books.blocks_to_append(both, counts) == 2
+        assert books.can_append(both, counts).blocks == 2
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])
@@ -65,7 +55,7 @@ def test_a_list_of_tokens_has_the_keys_of_the_array(length: int) -> None:
 
 def test_one_numpy_number_is_a_handle_and_a_count(books: BlockManager) -> None:
     both = handles(books)
-    assert books.blocks_to_append(both[0], np.uint32(2)) == 1
+    assert books.can_append(both[0], np.uint32(2)).blocks == 1
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, 1.5, "a", None])
@@ -75,10 +65,51 @@ def test_a_list_with_what_is_no_token_is_refused(token: object) -> None:
 
 
 REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.ndarray], object]]] = {
-    "a negative count": (InvalidArgumentError, "num_tokens is -1", lambda m, h: m.can_allocate(-1)),
-    "a count beyond 32 bits": (InvalidArgumentError, "num_tokens is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
-    "a float count": (InvalidArgumentError, "num_tokens is 1.5", lambda m, h: m.can_allocate(1.5)),  # type: ignore[arg-type]
-    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1)),
+    "a negative count": (InvalidArgumentError, "prompt is -1", lambda m, h: m.can_allocate(-1)),
+    "a count beyond 32 bits": (InvalidArgumentError, "prompt is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
+    "a float count": (
+        InvalidArgumentError,
+        "prompt is 1.5, must be token ids or their number",
+        lambda m, h: m.can_allocate(1.5),  # type: ignore[call-overload]
+    ),
+    "a count that is text": (
+        InvalidArgumentError,
+        "prompts.0. is 'a', must be token ids",
+        lambda m, h: m.allocate("a"),
+    ),  # type: ignore[call-overload]
+    "a salt with a count": (InvalidArgumentError, "salt, lora_id", lambda m, h: m.allocate(1, salt=b"a")),
+    "an adapter with counts": (
+        InvalidArgumentError,
+        "salt, lora_id",
+        lambda m, h: m.allocate(counts=[1], lora_id=1),  # type: ignore[call-overload]
+    ),
+    "a chunk with a count": (InvalidArgumentError, "chunk_tokens", lambda m, h: m.allocate(9, chunk_tokens=4)),
+    "extras with a count": (InvalidArgumentError, "extras", lambda m, h: m.allocate(9, extras=[(0, 0, 0, b"x")])),
+    "counts and prompts": (InvalidArgumentError, "give one of them", lambda m, h: m.allocate(1, counts=[1])),  # type: ignore[call-overload]
+    "a count beside token ids": (InvalidArgumentError, "must be of one kind", lambda m, h: m.allocate(1, [2, 3])),
+    "no prompt at all": (InvalidArgumentError, "prompts are missing", lambda m, h: m.allocate()),
+    "too few salts": (
+        InvalidArgumentError,
+        "salt has 1 values, there are 2 prompts",
+        lambda m, h: m.allocate([1], [2], salt=[b"a"]),
+    ),
+    "an encoder with token ids": (
+        InvalidArgumentError,
+        "encoder_tokens",
+        lambda m, h: m.allocate([1], encoder_tokens=[2]),
+    ),
+    "an encoder with token ids to be asked for": (
+        InvalidArgumentError,
+        "encoder_tokens is 2",
+        lambda m, h: m.can_allocate([1], encoder_tokens=2),
+    ),
+    "half of a fork's prefix": (InvalidArgumentError, "go together", lambda m, h: m.fork(int(h[0]), shared_tokens=0)),  # type: ignore[call-overload]
+    "a prefix and a number of forks": (
+        InvalidArgumentError,
+        "go together",
+        lambda m, h: m.fork(int(h[0]), 2, shared_tokens=0, num_tokens=1),  # type: ignore[call-overload]
+    ),
+    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1, 1)),
     "a handle never given out": (UnknownSequenceError, "sequence 5", lambda m, h: m.append([5])),
     "float sequences": (InvalidArgumentError, "float32", lambda m, h: m.append(h.astype(np.float32))),
     "text sequences": (InvalidArgumentError, "sequences is 'x'", lambda m, h: m.append("x")),  # type: ignore[arg-type]
@@ -118,10 +149,10 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
     ),
     "slots of tokens that are not there": (
         InvalidArgumentError,
-        "tokens 0 to 9 of a sequence of 3",
+        "first is 0 and last 9, the sequence has 3 tokens",
         lambda m, h: m.slot_mapping(int(h[0]), 0, 9),
     ),
-    "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.num_free("gpu")),  # type: ignore[arg-type]
+    "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.pool("gpu").num_free),  # type: ignore[arg-type]
     "more forks than the books hold": (
         InvalidArgumentError,
         "number of new sequences is 4000000000",
@@ -139,10 +170,10 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
 @pytest.mark.parametrize("what", REFUSED)
 def test_bad_input_is_a_named_error_and_changes_nothing(books: BlockManager, what: str) -> None:
     error, message, call = REFUSED[what]
-    free = books.num_free()
+    free = books.pool().num_free
     with pytest.raises(error, match=message):
         call(books, handles(books))
-    assert (books.num_free(), books.num_sequences) == (free, 2)
+    assert (books.pool().num_free, books.stats().sequences) == (free, 2)
     assert [books.num_tokens(int(h)) for h in handles(books)] == [3, 3]
     books.check()
 
@@ -167,6 +198,7 @@ def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
 
 NOTHING = Pairs("host", "external", [])
 VALUES = [
+    *(Fit(AllocStatus.LATER, 3, 1), Sequence(2**64 - 1, 7), PrefixCaching(), PrefixCaching(host=True, max_events=3)),
     *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
     *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), StoreStats(misses={"timeout": 2}, last_error="late")),
     StepDecision(

@@ -11,7 +11,7 @@ import torch
 from blockyard import cli
 from blockyard.engine.cuda import calibrate
 from blockyard.engine.cuda.calibrate import choose_rules
-from blockyard.engine.ops.strategy import WayTable
+from blockyard.engine.ops.strategy import StrategyTable
 
 SIZES, COUNTS = (1024, 4096, 16384, 65536), (16, 1000, 50_000)
 
@@ -23,27 +23,27 @@ def measured(size: int, count: int) -> dict[str, float]:
 
 
 def test_small_pieces_of_large_numbers_go_by_kernel():
-    table = WayTable("", "", choose_rules("h2d", measured, SIZES, COUNTS))
-    assert table.way("h2d", 4096, 1000) == "kernel"
-    assert table.way("h2d", 4096, 10**9) == "kernel"
-    assert table.way("h2d", 65536, 1000) == "batch"
-    assert table.way("h2d", 1 << 20, 50_000) == "batch"
-    assert table.way("d2h", 1024, 1000) == "batch"
+    table = StrategyTable("", "", choose_rules("h2d", measured, SIZES, COUNTS))
+    assert table.strategy("h2d", 4096, 1000) == "kernel"
+    assert table.strategy("h2d", 4096, 10**9) == "kernel"
+    assert table.strategy("h2d", 65536, 1000) == "batch"
+    assert table.strategy("h2d", 1 << 20, 50_000) == "batch"
+    assert table.strategy("d2h", 1024, 1000) == "batch"
 
 
 def test_each_count_is_judged_by_itself():
     few_by_kernel = choose_rules("h2d", lambda _, count: {"batch": float(count < 100), "kernel": 0.5}, SIZES, COUNTS)
-    table = WayTable("", "", few_by_kernel)
-    assert table.way("h2d", 65536, 16) == "kernel"
-    assert table.way("h2d", 1024, 17) == "batch"
+    table = StrategyTable("", "", few_by_kernel)
+    assert table.strategy("h2d", 65536, 16) == "kernel"
+    assert table.strategy("h2d", 1024, 17) == "batch"
 
 
 def test_the_bulk_engine_is_chosen_between_two_sizes():
     def measure(size: int, count: int) -> dict[str, float]:
         return {"batch": 1.0, "kernel": 0.5 if size < 4096 else 0.95, "bulk": 0.8 if size < 65536 else 1.2}
 
-    table = WayTable("", "", choose_rules("h2d", measure, SIZES, COUNTS))
-    assert [table.way("h2d", size, 16) for size in (1, 1024, 1025, 16384, 16385)] == [
+    table = StrategyTable("", "", choose_rules("h2d", measure, SIZES, COUNTS))
+    assert [table.strategy("h2d", size, 16) for size in (1, 1024, 1025, 16384, 16385)] == [
         "kernel",
         "kernel",
         "bulk",
@@ -55,16 +55,16 @@ def test_the_bulk_engine_is_chosen_between_two_sizes():
 
 def test_a_kernel_that_is_hardly_faster_is_left_alone():
     rules = choose_rules("h2d", lambda *_: {"batch": 1.0, "kernel": 0.95, "bulk": 0.92}, SIZES, COUNTS)
-    assert {rule.way for rule in rules} == {"batch"}
+    assert {rule.strategy for rule in rules} == {"batch"}
 
 
 def test_within_a_device_few_multiprocessors_may_be_a_little_slower():
     rules = choose_rules("d2d", lambda size, _: {"kernel": 1.0, "bulk": 1.05 if size < 5000 else 1.2}, SIZES, COUNTS)
-    table = WayTable("", "", rules)
-    assert table.way("d2d", 4096, 16) == "bulk"
-    assert table.way("d2d", 4097, 16) == "kernel"
+    table = StrategyTable("", "", rules)
+    assert table.strategy("d2d", 4096, 16) == "bulk"
+    assert table.strategy("d2d", 4097, 16) == "kernel"
     without = choose_rules("d2d", lambda *_: {"kernel": 1.0}, SIZES, COUNTS)
-    assert {rule.way for rule in without} == {"kernel"}
+    assert {rule.strategy for rule in without} == {"kernel"}
 
 
 def test_no_more_memory_is_asked_for_than_there_may_be():
@@ -76,7 +76,7 @@ def test_no_more_memory_is_asked_for_than_there_may_be():
 
     rules = choose_rules("h2d", measure, calibrate.PIECE_BYTES, calibrate.COUNTS)
     assert max(asked) <= 1 << 30
-    assert WayTable("", "", rules).way("h2d", 1 << 20, 50_000) == "batch"
+    assert StrategyTable("", "", rules).strategy("h2d", 1 << 20, 50_000) == "batch"
 
 
 def test_the_command_says_that_there_is_nothing_to_calibrate(

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tagged_cache import BLOCK_SIZE, cache_of, holds, ours, write
 
-from blockyard import InvalidArgumentError, OnlineDefragmenter
-from blockyard.errors import LayoutError
+from blockyard.defrag import OnlineDefragmenter
+from blockyard.errors import InvalidArgumentError, LayoutError
 
 
 def test_references_are_counted_and_exchanged():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tagged_cache import BLOCK_SIZE, cache_of, holds, ours, write
 
-from blockyard import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError
 
 
 class GaudiModel:

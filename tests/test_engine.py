@@ -1,6 +1,5 @@
 """The cache engine's asynchronous calls, on a worker thread and a simulated device, against plain numpy rows."""
 
-import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -24,7 +23,6 @@ from blockyard.errors import (
 )
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
-from blockyard.plan import compile_pairs, route
 from blockyard.testing.device import SimulatedFaultError, SimulatedStreams
 
 BLOCKS = 8
@@ -503,10 +501,3 @@ def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, part
         assert last.wait().error is None
         np.testing.assert_array_equal(rows_of_tensors(name, tensors), device)
         np.testing.assert_array_equal(engine.read("host", np.array([4, 1, 2])), host[[4, 1, 2]])
-        views, rows = chosen.views(tensors), torch.zeros(host.shape, dtype=torch.uint8)
-        plan = compile_pairs(
-            route(views, chosen.row_views(rows), parts=chosen.view_layers), pairs((6, 0), (7, 1), (3, 5))
-        )
-        for source, target, size in zip(*(column.tolist() for column in plan[:3]), strict=True):
-            ctypes.memmove(target, source, size)
-        np.testing.assert_array_equal(rows.numpy()[[0, 1, 5]], device[[6, 7, 3]])

@@ -2,15 +2,22 @@
 
 import numpy as np
 import pytest
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, EventBatch, InvalidArgumentError, export_keys
+from blockyard import BlockManager, PrefixCaching
+from blockyard.errors import InvalidArgumentError
+from blockyard.events import EventBatch, export_keys
 
 SIZE = 4
 
 
 def manager(device: int = 8, *, host: int = 0, events: int = 100) -> BlockManager:
     return BlockManager(
-        block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=True, events=events
+        block_size=SIZE,
+        device_blocks=device,
+        host_blocks=host,
+        watermark=0.0,
+        prefix_caching=PrefixCaching(max_events=events),
     )
 
 
@@ -20,7 +27,7 @@ def step(books: BlockManager) -> None:
 
 
 def run(books: BlockManager, prompt: list[int], **key: object) -> int:
-    handles, _ = books.allocate_prompts([prompt], **key)  # type: ignore[arg-type]
+    handles, _ = allocate_prompts(books, [prompt], **key)  # type: ignore[arg-type]
     step(books)
     books.mark_computed(handles)
     books.check()
@@ -38,7 +45,7 @@ def keys(batch: EventBatch) -> list[bytes]:
 def test_stored_blocks_have_the_keys_that_other_processes_compute() -> None:
     books = manager()
     handle = run(books, list(range(11)), salt=b"tenant", lora_id=7)
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     wanted = export_keys(list(range(11)), block_size=SIZE, salt=b"tenant", lora_id=7)
     assert names(batch) == ["stored", "stored"]
     assert keys(batch) == wanted
@@ -51,17 +58,17 @@ def test_stored_blocks_have_the_keys_that_other_processes_compute() -> None:
 
 @pytest.mark.parametrize("size", [3, 16, 20])
 def test_keys_of_blocks_found_after_generated_and_beside_extras_are_exact(size: int) -> None:
-    books = BlockManager(block_size=size, device_blocks=32, watermark=0.0, prefix_caching=True, events=100)
+    books = BlockManager(block_size=size, device_blocks=32, watermark=0.0, prefix_caching=PrefixCaching(max_events=100))
     prompt = list(range(2 * size + 1))
     first = run(books, prompt)
     for token in range(size):
         books.append(first, token_ids=[token])
         step(books)
     books.mark_computed(first)
-    assert keys(books.take_events()) == export_keys([*prompt, *range(size)], block_size=size)
+    assert keys(books.prefix.take_events()) == export_keys([*prompt, *range(size)], block_size=size)
     extras = [(0, 1, 3, b"x" * 100)]
     image = run(books, [*prompt, *range(size)], extras=extras)
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert len(batch) == 2
     plain = export_keys(prompt, block_size=size)
     assert batch.parents[0].tobytes() == plain[0]
@@ -72,19 +79,19 @@ def test_keys_of_blocks_found_after_generated_and_beside_extras_are_exact(size: 
 def test_evicted_blocks_are_removed_and_copies_in_other_tiers_are_counted() -> None:
     books = manager(device=4, host=4)
     first = run(books, list(range(8)))
-    books.take_events()
+    books.prefix.take_events()
     books.swap_out(first)
     step(books)
-    assert len(books.take_events()) == 0, "what is swapped out can still be found on the device"
+    assert len(books.prefix.take_events()) == 0, "what is swapped out can still be found on the device"
     other = run(books, list(range(50, 66)))
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert names(batch)[:2] == ["removed", "removed"]
     assert sorted(keys(batch)[:2]) == sorted(export_keys(list(range(8)), block_size=SIZE))
     assert [batch.REASONS[reason] for reason in batch.reasons[:2]] == ["evicted", "evicted"]
     assert batch.remaining[:2].tolist() == [1, 1]
     books.free([first, other])
     run(books, list(range(100, 108)))
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert batch.remaining[batch.kinds == batch.KINDS.index("removed")].tolist() == [0, 0]
 
 
@@ -94,11 +101,11 @@ def test_what_comes_back_is_stored_again() -> None:
     books.swap_out(first)
     step(books)
     books.free(run(books, list(range(50, 66))))
-    books.take_events()
+    books.prefix.take_events()
     books.swap_in(first)
     step(books)
     books.mark_computed(first)
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     stored = batch.kinds == batch.KINDS.index("stored")
     assert [key.tobytes() for key in batch.keys[stored]] == export_keys(list(range(8)), block_size=SIZE)
 
@@ -106,32 +113,32 @@ def test_what_comes_back_is_stored_again() -> None:
 def test_a_reset_is_one_event() -> None:
     books = manager()
     books.free(run(books, list(range(12))))
-    books.take_events()
-    assert books.reset_prefix_cache()
-    batch = books.take_events()
+    books.prefix.take_events()
+    assert books.prefix.reset()
+    batch = books.prefix.take_events()
     assert names(batch) == ["cleared"]
     assert (batch.blocks.tolist(), keys(batch)) == ([-1], [bytes(32)])
 
 
 def test_blocks_that_are_merged_or_found_again_are_not_stored_again() -> None:
     books = manager()
-    handles, _ = books.allocate_prompts([list(range(5)), list(range(5))])
+    handles, _ = allocate_prompts(books, [list(range(5)), list(range(5))])
     step(books)
     books.mark_computed(handles)
     run(books, list(range(5)))
-    assert len(books.take_events()) == 1
+    assert len(books.prefix.take_events()) == 1
 
 
 def test_numbers_go_on_from_batch_to_batch_and_show_what_was_dropped() -> None:
     books = manager(device=32, events=3)
     run(books, list(range(8)))
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert (batch.first, batch.dropped, len(batch)) == (0, 0, 2)
     run(books, list(range(100, 120)))
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert (batch.first, batch.dropped, len(batch)) == (4, 2, 3)
     assert keys(batch) == export_keys(list(range(100, 120)), block_size=SIZE)[2:]
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert (batch.first, batch.dropped, len(batch)) == (7, 0, 0)
     assert repr(batch) == "EventBatch(7 to 7, 0 dropped before)"
 
@@ -145,8 +152,8 @@ def test_replaying_the_events_gives_what_can_be_found() -> None:
         prompt = [int(rng.integers(4))] * int(rng.integers(1, 30))
         books.free(run(books, prompt))
         if rng.random() < 0.02:
-            books.reset_prefix_cache()
-        batch = books.take_events()
+            books.prefix.reset()
+        batch = books.prefix.take_events()
         assert (batch.first, batch.dropped) == (number, 0)
         number += len(batch)
         for kind, key, block in zip(names(batch), keys(batch), batch.blocks.tolist(), strict=True):
@@ -157,16 +164,17 @@ def test_replaying_the_events_gives_what_can_be_found() -> None:
             else:
                 found.clear()
         assert len(found) == books.stats().cached_blocks["device"]
-        longest = export_keys(prompt, block_size=SIZE)[: books.cached_tokens(prompt) // SIZE]
+        longest = export_keys(prompt, block_size=SIZE)[: books.prefix.lookup(prompt).tokens // SIZE]
         assert set(longest) <= set(found)
 
 
-def test_events_are_off_by_default_and_need_the_prefix_cache() -> None:
+def test_events_are_off_by_default_and_without_a_prefix_cache() -> None:
     books = BlockManager(block_size=SIZE, device_blocks=8, prefix_caching=True)
     run(books, list(range(8)))
-    batch = books.take_events()
+    batch = books.prefix.take_events()
     assert (len(batch), batch.first, batch.keys.shape) == (0, 0, (0, 32))
-    with pytest.raises(InvalidArgumentError, match="number of events is 5"):
-        BlockManager(block_size=SIZE, device_blocks=8, events=5)
-    with pytest.raises(InvalidArgumentError, match="number of events is 4294967295, must be 1 to 16777216"):
-        BlockManager(block_size=SIZE, device_blocks=8, prefix_caching=True, events=2**32 - 1)
+    off = BlockManager(block_size=SIZE, device_blocks=8)
+    run(off, list(range(8)))
+    assert len(off.prefix.take_events()) == 0
+    with pytest.raises(InvalidArgumentError, match="max_events is 4294967295, must be 0 to 16777216"):
+        PrefixCaching(max_events=2**32 - 1)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, UnknownTicketError
+from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import Event, StreamName
+from blockyard.errors import InvalidArgumentError, MappingError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler, Step
@@ -250,10 +252,11 @@ def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, stor
         assert executor.execute(decision) == []
         books.complete(decision.ticket)
 
-    a, b = books.allocate([12, 8])
+    a, b = books.allocate(counts=[12, 8])
     step()
     rows = content(0)[books.block_table(a).astype(np.int64)]
-    for move in (books.swap_out, books.spill, books.fetch, books.spill, books.fetch):
+    spill = partial(books.swap_out, to="external")
+    for move in (books.swap_out, spill, books.swap_in, spill, books.swap_in):
         move([a])
         if move == books.swap_out:
             books.free([b])
@@ -459,7 +462,7 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
     assert outputs == {request.request_id: reference_tokens(request) for request in requests}
     assert scheduler.stats.resumed_fetch > 0
     assert bool(scheduler.stats.resumed_swap) == bool(host_blocks)
-    assert all(books.num_free(tier) == books.num_blocks(tier) for tier in ("device", "host", "external"))
+    assert all(books.pool(tier).num_free == books.pool(tier).num_blocks for tier in ("device", "host", "external"))
 
 
 @pytest.mark.parametrize("cached", ["move", "drop", "exchange"])
@@ -479,14 +482,14 @@ def test_prompts_find_their_bytes_while_sequences_are_made_contiguous_among_cach
         for _ in range(400):
             family, blocks = int(rng.integers(9)), int(rng.integers(1, 6))
             prompt, started = [family] * (4 * blocks + 1), None
-            if len(live) > 3 or books.blocks_to_allocate(prompt) > books.num_free("device"):
+            if len(live) > 3 or books.can_allocate(prompt).blocks > books.pool("device").num_free:
                 ended = list(live)[int(rng.integers(len(live)))]
                 del live[ended]
                 books.free([ended])
             else:
-                (started,), (found,) = (each.tolist() for each in books.allocate_prompts([prompt]))
+                (started,), (found,) = (each.tolist() for each in allocate_prompts(books, [prompt]))
                 hit += found
-            books.defragment("contiguous", 1, cached=cached, max_moves=6)
+            books.defrag.run("contiguous", 1, cached=cached, max_moves=6)
             decision = books.take_decision()
             moved += sum(len(pairs.ids) for pairs in decision.move)
             assert executor.execute(decision) == []

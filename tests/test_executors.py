@@ -38,7 +38,7 @@ class Bench:
             block_size=2, device_blocks=DEVICE, host_blocks=HOST, external_blocks=EXTERNAL, watermark=0.0
         )
         self.executor = StepExecutor(self.engine, self.store)
-        self.sequence = self.manager.allocate([5])
+        self.sequence = self.manager.allocate(counts=[5])
         self.manager.complete(self.manager.take_decision().ticket)
         rows = np.random.default_rng(0).integers(1, 256, (3, size), dtype=np.uint8)
         self.engine.write("device", self.blocks(), rows)
@@ -55,8 +55,12 @@ class Bench:
         return list(lost)
 
     def move(self, executor: Executor, *moves: str) -> list[Pairs]:
+        """Move the sequence by `"swap_out"`, `"swap_in"`, `"spill"` or `"fetch"`, as decisions name what they do."""
         for name in moves:
-            getattr(self.manager, name)(self.sequence)
+            if name in ("swap_out", "spill"):
+                self.manager.swap_out(self.sequence, to="host" if name == "swap_out" else "external")
+            else:
+                self.manager.swap_in(self.sequence)
             lost = self.carry_out(executor)
         return lost
 
@@ -145,7 +149,7 @@ def test_sabotage_drops_only_once(bench: Bench) -> None:
 
 
 def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
-    child = bench.manager.fork(int(bench.sequence[0]))
+    child = bench.manager.fork(int(bench.sequence[0]), 1)
     sabotaged = SabotagedExecutor(bench.executor, "copy")
     bench.manager.append(child)
     bench.carry_out(sabotaged)
@@ -184,7 +188,7 @@ def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
     corrupting = CorruptingExecutor(bench.executor, bench.store, count=2)
     bench.move(corrupting, "spill")
     bench.manager.free(bench.sequence)
-    bench.sequence = bench.manager.allocate([5])
+    bench.sequence = bench.manager.allocate(counts=[5])
     bench.carry_out(corrupting)
     bench.engine.write("device", bench.blocks(), bench.rows)
     assert bench.move(corrupting, "spill", "fetch") == []

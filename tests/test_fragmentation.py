@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard import BlockManager, BlockObserver, InvalidArgumentError
+from blockyard import BlockManager
+from blockyard.defrag import BlockObserver
+from blockyard.errors import InvalidArgumentError
 from blockyard.fragmentation import Defragmentation, Fragmentation, Goal, measure
 
 
@@ -53,7 +55,7 @@ def test_without_sequences_and_pages() -> None:
 def holey() -> BlockManager:
     """A pool of eight blocks of which the last four are in use."""
     manager = BlockManager(block_size=4, device_blocks=8, watermark=0.0)
-    low, _ = manager.allocate([16, 16])
+    low, _ = manager.allocate(counts=[16, 16])
     manager.complete(manager.take_decision().ticket)
     manager.free([low])
     return manager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from blockyard import BlockManager, Pairs
+from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
@@ -75,8 +75,8 @@ def test_tokens_are_the_unpaged_ones_though_all_kinds_of_transfer_happen(model, 
         assert generator.generate(*work) == wanted
         assert generator.executor.kinds == set(KINDS)
         generator.manager.check()
-        assert generator.manager.num_free("device") == 40
-        assert generator.manager.num_free("external") == generator.store.num_slots
+        assert generator.manager.pool("device").num_free == 40
+        assert generator.manager.pool("external").num_free == generator.store.num_slots
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_sliding_window_keeps_no_more_blocks_than_it_needs_and_its_tokens(wind
         assert generator.generate(prompts, params) == wanted
         assert generator.scheduler.stats.preempted_swap + generator.scheduler.stats.preempted_spill > 0
         generator.manager.check()
-        assert generator.manager.num_free("device") == 39, "all but the null block"
+        assert generator.manager.pool("device").num_free == 39, "all but the null block"
 
 
 def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work, tmp_path):
@@ -105,7 +105,9 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
     greedy = replace(params[0], n=1, max_tokens=40)
     wanted = reference_generate(windowed, prompts[0], greedy)
     with open_generator(windowed, tmp_path) as generator:
-        generator.manager = BlockManager(block_size=4, device_blocks=40, host_blocks=6, sliding_window=3)
+        generator.manager = BlockManager(
+            block_size=4, device_blocks=40, host_blocks=6, groups=[CacheGroup.sliding_window(3)]
+        )
         generator.scheduler = Scheduler(generator.manager)
         assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
 
@@ -231,7 +233,7 @@ def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
         while generator.num_unfinished:
             generator.step()
         generator.drain()
-        assert generator.manager.num_free("device") == 40
+        assert generator.manager.pool("device").num_free == 40
     outputs = {done.request.request_id: [list(tokens) for tokens in done.outputs] for done in seen}
     assert outputs["first"] == wanted[1]
     assert outputs["dropped"] == [wanted[4][0][: wanted[4][0].index(stop) + 1]]
@@ -269,7 +271,7 @@ def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
         assert generator.num_unfinished == 0
         generator.drain()
         generator.manager.check()
-        assert [generator.manager.num_free(tier) for tier in ("device", "host")] == [40, 6]
+        assert [generator.manager.pool(tier).num_free for tier in ("device", "host")] == [40, 6]
 
 
 def test_a_step_that_fails_costs_no_token(model, work, wanted, tmp_path, monkeypatch):
@@ -335,7 +337,7 @@ def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, w
             generator.resize_device(41)
 
 
-def test_without_elastic_caches_the_books_alone_shrink(model, work, wanted, tmp_path):
+def test_without_elastic_caches_only_the_manager_shrinks(model, work, wanted, tmp_path):
     with open_generator(model, tmp_path) as generator:
         assert generator.resize_device(24).done
         assert generator.generate(*work) == wanted
@@ -354,7 +356,7 @@ def test_what_a_smaller_device_cannot_hold_ends_with_the_numbers_and_the_others_
             if count == 2:
                 generator.resize_device(16)
         generator.drain()
-        assert generator.manager.num_free("device") == 16
+        assert generator.manager.pool("device").num_free == 16
     refused = {name for name, finished in done.items() if finished.error is not None}
     assert 0 < len(refused) < len(done) == 8
     for name, finished in done.items():
@@ -370,12 +372,12 @@ def test_generate_raises_for_a_request_that_no_longer_fits_and_leaves_none(model
             generator.generate(*work)
         assert generator.num_unfinished == 0
         generator.drain()
-        assert generator.manager.num_free("device") == 8
+        assert generator.manager.pool("device").num_free == 8
 
 
 def test_waiting_for_ever_is_an_error(model, tmp_path):
     with open_generator(model, tmp_path) as generator:
-        held = generator.manager.allocate([39 * 4])
+        held = generator.manager.allocate(counts=[39 * 4])
         with pytest.raises(InvariantError, match="1 requests wait, 1 of 40 device blocks are free"):
             generator.generate([[1, 2, 3, 4, 5]], SamplingParams())
         generator.manager.free(held)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from prompts import allocate_prompts
 
-from blockyard import AllocStatus, BlockManager, CacheGroup, DecodeBatch, InvalidArgumentError, UnknownSequenceError
+from blockyard import AllocStatus, BlockManager, CacheGroup
+from blockyard.errors import InvalidArgumentError, UnknownSequenceError
 
 FULL = CacheGroup.full_attention()
 STATE = CacheGroup.recurrent()
@@ -17,13 +19,13 @@ def settle(manager: BlockManager) -> None:
 
 
 def test_a_window_holds_no_more_blocks_than_it_needs_however_long_it_decodes() -> None:
-    manager = BlockManager(block_size=16, device_blocks=64, watermark=0.0, sliding_window=40)
-    (sequence,) = manager.allocate([1])
+    manager = BlockManager(block_size=16, device_blocks=64, watermark=0.0, groups=[CacheGroup.sliding_window(40)])
+    (sequence,) = manager.allocate(counts=[1])
     cap = 40 // 16 + 2
     for _ in range(3000):
         settle(manager)
         manager.append([sequence])
-        assert manager.num_blocks() - 1 - manager.num_free() <= cap
+        assert manager.pool().num_blocks - 1 - manager.pool().num_free <= cap
     table = manager.block_table(sequence)
     assert len(table) == -(-3001 // 16)
     assert np.count_nonzero(table) <= cap
@@ -31,21 +33,23 @@ def test_a_window_holds_no_more_blocks_than_it_needs_however_long_it_decodes() -
 
 
 def test_what_a_window_gave_back_is_used_by_others() -> None:
-    manager = BlockManager(block_size=4, device_blocks=9, watermark=0.0, sliding_window=8)
-    (first,) = manager.allocate([32])
+    manager = BlockManager(block_size=4, device_blocks=9, watermark=0.0, groups=[CacheGroup.sliding_window(8)])
+    (first,) = manager.allocate(counts=[32])
     settle(manager)
-    assert manager.can_allocate(4) == AllocStatus.LATER
+    assert manager.can_allocate(4).status == AllocStatus.LATER
     manager.mark_computed([first])
     settle(manager)
-    (second,) = manager.allocate([20])
+    (second,) = manager.allocate(counts=[20])
     assert not set(manager.block_table(second)) & (set(manager.block_table(first)) - {0})
 
 
 def test_a_prompt_longer_than_the_device_fits_through_a_window_by_chunks() -> None:
-    manager = BlockManager(block_size=4, device_blocks=12, watermark=0.0, sliding_window=10, prefix_caching=True)
-    assert manager.can_allocate(400) == AllocStatus.NEVER
-    assert manager.can_allocate(400, chunk_tokens=16) == AllocStatus.OK
-    (sequence,), _ = manager.allocate_prompts([np.arange(400, dtype=np.uint32)], chunk_tokens=16)
+    manager = BlockManager(
+        block_size=4, device_blocks=12, watermark=0.0, groups=[CacheGroup.sliding_window(10)], prefix_caching=True
+    )
+    assert manager.can_allocate(400).status == AllocStatus.NEVER
+    assert manager.can_allocate(400, chunk_tokens=16).status == AllocStatus.OK
+    (sequence,), _ = allocate_prompts(manager, [np.arange(400, dtype=np.uint32)], chunk_tokens=16)
     while (chunk := manager.next_chunk(sequence, 16)) > 0:
         settle(manager)
         manager.mark_computed([sequence])
@@ -57,19 +61,15 @@ def test_a_prompt_longer_than_the_device_fits_through_a_window_by_chunks() -> No
 
 def test_hits_are_what_all_groups_can_serve() -> None:
     manager = BlockManager(
-        block_size=4,
-        device_blocks=64,
-        watermark=0.0,
-        prefix_caching=True,
-        groups=[FULL, CacheGroup.sliding_window(6)],
+        block_size=4, device_blocks=64, watermark=0.0, groups=[FULL, CacheGroup.sliding_window(6)], prefix_caching=True
     )
     prompt = np.arange(41, dtype=np.uint32)
-    (first,), cached = manager.allocate_prompts([prompt])
+    (first,), cached = allocate_prompts(manager, [prompt])
     assert cached[0] == 0
     settle(manager)
     manager.mark_computed([first])
     assert np.count_nonzero(manager.block_table(first, 1)) < len(manager.block_table(first, 0))
-    (second,), cached = manager.allocate_prompts([prompt])
+    (second,), cached = allocate_prompts(manager, [prompt])
     assert cached[0] == 40
     full, window = manager.block_table(second, 0), manager.block_table(second, 1)
     assert np.count_nonzero(full[:10]) == 10
@@ -79,12 +79,12 @@ def test_hits_are_what_all_groups_can_serve() -> None:
     assert slots[0][0] != slots[1][0]
     # All full blocks were cached before the window gave its own back.
     manager.free([first, second])
-    assert (manager.cached_tokens(prompt), manager.cached_tokens(prompt[:20])) == (40, 16)
+    assert (manager.prefix.lookup(prompt).tokens, manager.prefix.lookup(prompt[:20]).tokens) == (40, 16)
 
 
 def test_append_gives_each_group_its_slots() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6), STATE])
-    sequences = manager.allocate([5, 9])
+    sequences = manager.allocate(counts=[5, 9])
     settle(manager)
     slots = manager.append(sequences, [2, 1])
     assert slots.shape == (3, 3)
@@ -94,7 +94,7 @@ def test_append_gives_each_group_its_slots() -> None:
             manager.slot_mapping(sequences[1], 9, 10, group=group),
         ]
         assert np.array_equal(slots[group], np.concatenate(rows))
-    assert manager.num_sequences == 2
+    assert manager.stats().sequences == 2
     tables = np.full((6, 4), -1, dtype=np.int32)
     settle(manager)
     manager.append(sequences, block_tables=tables)
@@ -102,33 +102,28 @@ def test_append_gives_each_group_its_slots() -> None:
         assert np.array_equal(tables[2 * group : 2 * group + 2, :3], manager.block_tables(sequences, group=group))
 
 
-def test_a_decode_batch_keeps_one_part_of_its_arrays_for_each_group() -> None:
+def test_kept_tables_and_slots_have_one_part_for_each_group_while_a_window_slides() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6)])
-    tables, slots = np.zeros((2, 3, 8), dtype=np.int32), np.full((2, 5), -1, dtype=np.int64)
-    batch = DecodeBatch(manager, tables.reshape(6, 8), slots.reshape(10))
-    sequences = manager.allocate([5, 9])
-    batch.add(sequences)
+    tables, slots = np.zeros((2, 2, 8), dtype=np.int32), np.full((2, 2), -1, dtype=np.int64)
+    sequences = manager.allocate(counts=[5, 9])
     for _ in range(12):
         settle(manager)
-        assert batch.append() == 2
+        manager.append(sequences, block_tables=tables.reshape(4, 8), out=slots.reshape(4))
         for group in range(2):
             shown = manager.block_tables(sequences, group=group)
-            assert np.array_equal(tables[group, :2, : shown.shape[1]], shown)
+            assert np.array_equal(tables[group, :, : shown.shape[1]], shown)
             for row, sequence in enumerate(sequences):
                 last = manager.num_tokens(sequence)
                 assert slots[group, row] == manager.slot_mapping(sequence, last - 1, last, group=group)[0]
-    assert (slots[:, 2:] == -1).all()
     assert (tables[1, 1] == 0).sum() > (tables[0, 1] == 0).sum(), "the window gave blocks back"
-    batch.remove(0)
-    assert not tables[:, 1:].any()
 
 
 def test_a_recurrent_group_holds_two_states_at_most_and_a_fork_copies_the_one_it_writes() -> None:
     manager = BlockManager(block_size=4, device_blocks=16, groups=[STATE])
-    (sequence,) = manager.allocate([30])
+    (sequence,) = manager.allocate(counts=[30])
     assert np.count_nonzero(manager.block_table(sequence)) == 1
     settle(manager)
-    (child,) = manager.fork(sequence)
+    child = manager.fork(sequence)
     manager.append([sequence, child])
     assert len(manager.take_decision().blocks_to_copy) == 1
     manager.check()
@@ -140,7 +135,7 @@ def test_an_encoders_blocks_are_shared_by_forks_and_move_with_the_sequence() -> 
     manager = BlockManager(
         block_size=4, device_blocks=32, host_blocks=32, watermark=0.0, groups=[FULL, CacheGroup.cross_attention()]
     )
-    (sequence,) = manager.allocate([3], encoder_tokens=[10])
+    (sequence,) = manager.allocate(counts=[3], encoder_tokens=[10])
     assert (manager.num_tokens(sequence), manager.num_tokens(sequence, 1)) == (3, 10)
     settle(manager)
     children = manager.fork(sequence, 3)
@@ -160,26 +155,26 @@ def test_an_encoders_blocks_are_shared_by_forks_and_move_with_the_sequence() -> 
 def test_groups_and_lengths_that_cannot_be_are_refused_with_the_numbers() -> None:
     cross = CacheGroup.cross_attention()
     with pytest.raises(InvalidArgumentError, match="window"):
-        BlockManager(block_size=4, device_blocks=8, sliding_window=0)
-    with pytest.raises(InvalidArgumentError, match="sliding_window 4 is given, and 1 groups"):
-        BlockManager(block_size=4, device_blocks=8, sliding_window=4, groups=[FULL])
+        BlockManager(block_size=4, device_blocks=8, groups=[CacheGroup.sliding_window(0)])
     with pytest.raises(InvalidArgumentError, match="at most one of them cross attention"):
         BlockManager(block_size=4, device_blocks=8, groups=[cross])
     with pytest.raises(InvalidArgumentError, match="cross attention"):
-        BlockManager(block_size=4, device_blocks=8, prefix_caching=True, groups=[FULL, cross])
+        BlockManager(block_size=4, device_blocks=8, groups=[FULL, cross], prefix_caching=True)
     manager = BlockManager(block_size=4, device_blocks=8, watermark=0.0, groups=[FULL, cross])
     with pytest.raises(InvalidArgumentError, match="encoder"):
-        manager.allocate([3])
+        manager.allocate(counts=[3])
     with pytest.raises(InvalidArgumentError, match="encoder"):
-        manager.allocate([3, 4], encoder_tokens=[5])
+        manager.allocate(counts=[3, 4], encoder_tokens=[5])
     with pytest.raises(InvalidArgumentError, match="encoder"):
-        BlockManager(block_size=4, device_blocks=8).allocate([3], encoder_tokens=[5])
-    (sequence,) = manager.allocate([3], encoder_tokens=[5])
+        BlockManager(block_size=4, device_blocks=8).allocate(counts=[3], encoder_tokens=[5])
+    with pytest.raises(InvalidArgumentError, match="encoder_tokens are given with token ids"):
+        manager.allocate([3], encoder_tokens=[5])
+    (sequence,) = manager.allocate(counts=[3], encoder_tokens=[5])
     with pytest.raises(InvalidArgumentError, match="cache group is 2, must be below 2"):
         manager.block_table(sequence, 2)
     with pytest.raises(UnknownSequenceError):
         manager.free([int(sequence) + 1])
-    assert manager.can_allocate(16, encoder_tokens=17) == AllocStatus.NEVER
+    assert manager.can_allocate(16, encoder_tokens=17).status == AllocStatus.NEVER
     manager.check()
 
 
@@ -188,5 +183,5 @@ def test_a_group_says_what_it_is() -> None:
     assert (window.kind, window.window, repr(window)) == ("sliding_window", 9, "CacheGroup.sliding_window(9)")
     assert window == CacheGroup.sliding_window(9)
     assert len({window, CacheGroup.sliding_window(9), FULL}) == 2
-    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).groups == [FULL, window]
+    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).pool().groups == (FULL, window)
     assert window.peak_blocks(1000, block_size=4, chunk_tokens=1) == 9 // 4 + 2

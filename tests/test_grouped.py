@@ -132,12 +132,12 @@ class Served:
     def turn(self, random: np.random.Generator) -> None:
         sequence = int(random.choice(list(self.names)))
         if self.books.tier(sequence) == "host":
-            if self.books.can_swap_in([sequence]) == AllocStatus.OK:
+            if self.books.can_swap_in([sequence]).status == AllocStatus.OK:
                 self.books.swap_in([sequence])
         elif random.random() < 0.3 and self.books.can_swap_out([sequence]):
             self.books.swap_out([sequence])
         elif random.random() < 0.2 and len(self.names) < 5:
-            (child,) = self.books.fork(sequence)
+            child = self.books.fork(sequence)
             self.names[int(child)] = list(self.names[sequence])
         elif self.books.can_append([sequence]):
             self.books.append([sequence])
@@ -153,7 +153,7 @@ def test_each_groups_cells_follow_their_sequences_through_swaps_and_copies(seed:
     random = np.random.default_rng(seed)
     served = Served(seed, by_layer=seed % 3 == 0)
     for length in (11, 6):
-        (sequence,) = served.books.allocate([length])
+        (sequence,) = served.books.allocate(counts=[length])
         served.names[int(sequence)] = random.integers(1_000_000, size=length).tolist()
         served.step()
         served.write(int(sequence), 0)

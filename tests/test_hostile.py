@@ -13,15 +13,9 @@ import hostile
 import numpy as np
 import pytest
 
-from blockyard import (
-    AllocStatus,
-    BlockManager,
-    CacheGroup,
-    InvalidArgumentError,
-    OutOfBlocksError,
-    OutOfMemoryError,
-    export_keys,
-)
+from blockyard import AllocStatus, BlockManager, CacheGroup, PrefixCaching
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, OutOfMemoryError
+from blockyard.events import export_keys
 
 
 def test_every_public_callable_survives_hostile_arguments(tmp_path: Path) -> None:
@@ -74,7 +68,7 @@ def test_a_sequence_is_read_whatever_it_says_of_its_length() -> None:
 @pytest.mark.parametrize("count", [2**20, 2**31])
 def test_slots_beyond_the_pool_are_refused_before_they_take_memory(count: int) -> None:
     manager = BlockManager(block_size=4, device_blocks=16)
-    (handle,) = manager.allocate([3])
+    (handle,) = manager.allocate(counts=[3])
     manager.complete(manager.take_decision().ticket)
     with pytest.raises(OutOfBlocksError) as caught:
         manager.append([handle], count)
@@ -86,10 +80,10 @@ def test_slots_beyond_the_pool_are_refused_before_they_take_memory(count: int) -
 @pytest.mark.parametrize("tokens", [2**24 + 2, 10**8, 2**32 - 1])
 def test_a_recurrent_sequence_longer_than_any_is_refused_at_once(tokens: int) -> None:
     manager = BlockManager(block_size=1, device_blocks=64, groups=[CacheGroup.recurrent()], watermark=0)
-    assert manager.can_allocate(tokens) is AllocStatus.NEVER
+    assert manager.can_allocate(tokens).status is AllocStatus.NEVER
     with pytest.raises(InvalidArgumentError, match="passed over"):
-        manager.allocate([tokens])
-    (handle,) = manager.allocate([1])
+        manager.allocate(counts=[tokens])
+    (handle,) = manager.allocate(counts=[1])
     manager.complete(manager.take_decision().ticket)
     with pytest.raises(InvalidArgumentError):
         manager.append([handle], tokens)
@@ -99,9 +93,9 @@ def test_a_recurrent_sequence_longer_than_any_is_refused_at_once(tokens: int) ->
 
 def test_a_recurrent_sequence_may_be_far_longer_than_its_pool() -> None:
     manager = BlockManager(block_size=1, device_blocks=64, groups=[CacheGroup.recurrent()], watermark=0)
-    assert manager.can_allocate(10**6) is AllocStatus.OK
-    (handle,) = manager.allocate([10**6])
-    assert (manager.num_tokens(handle), manager.num_free()) == (10**6, 62)
+    assert manager.can_allocate(10**6).status is AllocStatus.OK
+    (handle,) = manager.allocate(counts=[10**6])
+    assert (manager.num_tokens(handle), manager.pool().num_free) == (10**6, 62)
     manager.free([handle])
     manager.check()
 
@@ -115,7 +109,8 @@ def test_memory_that_is_not_there_is_named_in_bytes() -> None:
 
 
 def test_fractions_without_meaning_are_named() -> None:
-    for name in ("watermark", "max_pinned"):
-        for value in (float("nan"), float("inf"), -0.1, 1.0):
-            with pytest.raises(InvalidArgumentError, match=f"{name} is .*, must be 0 or more and below 1"):
-                BlockManager(block_size=4, device_blocks=16, **{name: value})
+    for value in (float("nan"), float("inf"), -0.1, 1.0):
+        with pytest.raises(InvalidArgumentError, match=r"watermark is .*, must be 0 or more and below 1"):
+            BlockManager(block_size=4, device_blocks=16, watermark=value)
+        with pytest.raises(InvalidArgumentError, match=r"max_pinned is .*, must be 0 or more and below 1"):
+            PrefixCaching(max_pinned=value)

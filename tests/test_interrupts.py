@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ class Rig:
         self.books = BlockManager(
             block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0
         )
-        self.live = [int(handle) for handle in self.books.allocate([12, 8])]
+        self.live = [int(handle) for handle in self.books.allocate(counts=[12, 8])]
         self.books.complete(self.books.take_decision().ticket)
         self.rows = {}
         for seed, handle in enumerate(self.live):
@@ -51,11 +52,12 @@ class Rig:
     def run(self, interrupt: Interrupt) -> None:
         """Move both to every tier and back, with one interrupt; what is interrupted is called again."""
         first, second = self.live
+        spill, swap_in = partial(self.books.swap_out, to="external"), self.books.swap_in
         for moves in (
-            ((self.books.spill, first), (self.books.swap_out, second)),
-            ((self.books.fetch, first), (self.books.swap_in, second)),
-            ((self.books.swap_out, first), (self.books.spill, second)),
-            ((self.books.swap_in, first), (self.books.fetch, second)),
+            ((spill, first), (self.books.swap_out, second)),
+            ((swap_in, first), (swap_in, second)),
+            ((self.books.swap_out, first), (spill, second)),
+            ((swap_in, first), (swap_in, second)),
         ):
             for move, handle in moves:
                 if handle in self.live:
@@ -103,7 +105,7 @@ class Rig:
             assert np.array_equal(self.engine.read("device", self.blocks(handle)), self.rows[handle])
         self.books.free(self.live)
         self.books.check()
-        assert all(self.books.num_free(tier) == self.books.num_blocks(tier) for tier in TIERS)
+        assert all(self.books.pool(tier).num_free == self.books.pool(tier).num_blocks for tier in TIERS)
 
 
 @contextmanager

@@ -20,12 +20,12 @@ DEVICE = """
 #include "copy_kernel.h"
 using namespace blockyard;
 template <typename Access>
-static void run(const CopyParams& p, size_t tensors, int64_t widest, bool far, unsigned seed) {
-    const int64_t chunk = far ? kFarChunk<Access> : kChunk<Access>;
+static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_host, unsigned seed) {
+    const int64_t chunk = with_host ? kHostChunk<Access> : kChunk<Access>;
     const size_t chunks = (widest + chunk - 1) / chunk;
-    if (far) {
+    if (with_host) {
         for (uint32_t warp = 0; warp < 6; ++warp)
-            for (int lane = 0; lane < kWarp; ++lane) move_far<Access>(p, tensors, chunks, warp, 6, lane);
+            for (int lane = 0; lane < kWarp; ++lane) walk_host_pieces<Access>(p, tensors, chunks, warp, 6, lane);
         return;
     }
     std::vector<size_t> order(chunks * tensors * p.num_groups);

@@ -1,17 +1,12 @@
 """The manager's rules, one by one; `tests/property` drives it at random beside the reference model."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from blockyard import (
-    AllocStatus,
-    BlockManager,
-    InvalidArgumentError,
-    OutOfBlocksError,
-    Pairs,
-    SequenceStateError,
-    UnknownSequenceError,
-)
+from blockyard import AllocStatus, BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, UnknownSequenceError
 
 BLOCK = 4
 
@@ -31,15 +26,15 @@ def settle(books: BlockManager) -> dict[str, list[list[int]]]:
 
 def open_one(books: BlockManager, tokens: int) -> int:
     """A sequence whose tokens have been written."""
-    handle = int(books.allocate([tokens])[0])
+    handle = int(books.allocate(counts=[tokens])[0])
     settle(books)
     return handle
 
 
 def snapshot(books: BlockManager, *handles: int) -> tuple[object, ...]:
-    free = tuple(books.num_free(tier) for tier in ("device", "host", "external"))
+    free = tuple(books.pool(tier).num_free for tier in ("device", "host", "external"))
     rows = tuple((books.num_tokens(h), books.tier(h), books.block_table(h).tolist()) for h in handles)
-    return free, rows, books.num_sequences
+    return free, rows, books.stats().sequences
 
 
 # ---- admission ----
@@ -47,19 +42,19 @@ def snapshot(books: BlockManager, *handles: int) -> tuple[object, ...]:
 
 def test_admission_keeps_the_watermark_free():
     books = manager(device=10, watermark=0.2)
-    assert books.watermark_blocks == 2
-    assert books.can_allocate(8 * BLOCK) == AllocStatus.OK
-    assert books.can_allocate(8 * BLOCK + 1) == AllocStatus.NEVER
-    assert books.can_allocate(7 * BLOCK, lookahead=BLOCK + 1) == AllocStatus.NEVER
-    books.allocate([BLOCK])
-    assert books.can_allocate(7 * BLOCK) == AllocStatus.OK
-    assert books.can_allocate(7 * BLOCK + 1) == AllocStatus.LATER
+    assert books.pool().reserved == 2
+    assert books.can_allocate(8 * BLOCK).status == AllocStatus.OK
+    assert books.can_allocate(8 * BLOCK + 1).status == AllocStatus.NEVER
+    assert books.can_allocate(7 * BLOCK, lookahead=BLOCK + 1).status == AllocStatus.NEVER
+    books.allocate(counts=[BLOCK])
+    assert books.can_allocate(7 * BLOCK).status == AllocStatus.OK
+    assert books.can_allocate(7 * BLOCK + 1).status == AllocStatus.LATER
 
 
 def test_allocation_itself_may_use_the_watermark():
     books = manager(device=10, watermark=0.2)
-    assert len(books.allocate([10 * BLOCK])) == 1
-    assert books.num_free("device") == 0
+    assert len(books.allocate(counts=[10 * BLOCK])) == 1
+    assert books.pool("device").num_free == 0
 
 
 def test_a_batch_that_does_not_fit_is_refused_whole_with_the_numbers():
@@ -67,7 +62,7 @@ def test_a_batch_that_does_not_fit_is_refused_whole_with_the_numbers():
     first = open_one(books, BLOCK)
     before = snapshot(books, first)
     with pytest.raises(OutOfBlocksError, match="asked for 9 device blocks, 7 of 8 are free") as caught:
-        books.allocate([4 * BLOCK, 5 * BLOCK])
+        books.allocate(counts=[4 * BLOCK, 5 * BLOCK])
     error = caught.value
     assert (error.tier, error.wanted, error.free, error.total) == ("device", 9, 7, 8)
     assert snapshot(books, first) == before
@@ -76,10 +71,10 @@ def test_a_batch_that_does_not_fit_is_refused_whole_with_the_numbers():
 
 def test_blocks_are_given_out_lowest_first():
     books = manager(device=8)
-    a, b, c = (int(handle) for handle in books.allocate([2 * BLOCK, BLOCK, BLOCK]))
+    a, b, c = (int(handle) for handle in books.allocate(counts=[2 * BLOCK, BLOCK, BLOCK]))
     books.free([b])
     books.free([a])
-    assert books.block_table(int(books.allocate([3 * BLOCK])[0])).tolist() == [0, 1, 2]
+    assert books.block_table(int(books.allocate(counts=[3 * BLOCK])[0])).tolist() == [0, 1, 2]
     assert books.block_table(c).tolist() == [3]
 
 
@@ -92,7 +87,7 @@ def test_an_empty_sequence_has_no_blocks_and_can_grow():
 
 def test_a_sequence_of_a_hundred_thousand_tokens_is_as_good_as_any():
     books = BlockManager(block_size=16, device_blocks=7000, host_blocks=7000)
-    handle = int(books.allocate([100_000])[0])
+    handle = int(books.allocate(counts=[100_000])[0])
     settle(books)
     assert books.append([handle], 1000).tolist() == list(range(100_000, 101_000))
     settle(books)
@@ -106,25 +101,25 @@ def test_a_sequence_of_a_hundred_thousand_tokens_is_as_good_as_any():
 
 def test_a_shared_lookahead_block_without_tokens_is_not_copied():
     books = BlockManager(block_size=4, device_blocks=8, watermark=0.0)
-    (parent,) = books.allocate([4])
+    (parent,) = books.allocate(counts=[4])
     books.append([parent], 0, lookahead=2)
     books.complete(books.take_decision().ticket)
-    (child,) = books.fork(parent)
+    child = books.fork(parent)
     both = [parent, child]
     assert books.block_table(child).tolist() == [0, 1]
-    assert books.blocks_to_append(both, 1) == 1
+    assert books.can_append(both, 1).blocks == 1
     assert books.append(both, 1).tolist() == [8, 4]
     assert len(books.take_decision()) == 0
     assert [books.block_table(sequence).tolist() for sequence in both] == [[0, 2], [0, 1]]
     books.check()
-    (other,) = books.fork(parent)
+    other = books.fork(parent)
     books.append([other], 1)
     assert books.take_decision().blocks_to_copy.tolist() == [[2, 3]]
 
 
 def test_append_gives_slots_sequence_by_sequence():
     books = manager()
-    a, b = (int(handle) for handle in books.allocate([3, 4]))
+    a, b = (int(handle) for handle in books.allocate(counts=[3, 4]))
     settle(books)
     slots = books.append([a, b], [2, 1])
     assert slots.tolist() == [3, 2 * BLOCK, 3 * BLOCK]
@@ -134,7 +129,7 @@ def test_append_gives_slots_sequence_by_sequence():
 
 def test_append_is_all_or_nothing():
     books = manager(device=3)
-    a, b = (int(handle) for handle in books.allocate([BLOCK, BLOCK]))
+    a, b = (int(handle) for handle in books.allocate(counts=[BLOCK, BLOCK]))
     settle(books)
     before = snapshot(books, a, b)
     assert not books.can_append([a, b])
@@ -148,10 +143,10 @@ def test_append_is_all_or_nothing():
 def test_lookahead_takes_blocks_and_no_tokens():
     books = manager()
     handle = open_one(books, 3)
-    assert books.blocks_to_append([handle], lookahead=2) == 1
+    assert books.can_append([handle], lookahead=2).blocks == 1
     assert books.append([handle], lookahead=2).tolist() == [3]
     assert (books.num_tokens(handle), books.block_table(handle).tolist()) == (4, [0, 1])
-    assert books.blocks_to_append([handle], 4) == 0
+    assert books.can_append([handle], 4).blocks == 0
     assert books.append([handle]).tolist() == [4]
 
 
@@ -163,17 +158,17 @@ def test_lookahead_blocks_stay_behind_when_a_sequence_leaves():
     assert len(books.block_table(handle)) == 4
     books.swap_out([handle])
     assert settle(books) == {"swap_out": [[0, 0]]}
-    assert books.num_free("device") == 16
+    assert books.pool("device").num_free == 16
     books.check()
 
 
 def test_a_fork_shares_every_block_until_it_writes():
     books = manager()
     parent = open_one(books, 6)
-    child = int(books.fork(parent)[0])
+    child = int(books.fork(parent, 1)[0])
     assert books.block_table(child).tolist() == books.block_table(parent).tolist() == [0, 1]
-    assert books.num_free("device") == 14
-    assert books.blocks_to_append([child]) == 1
+    assert books.pool("device").num_free == 14
+    assert books.can_append([child]).blocks == 1
     assert books.append([child]).tolist() == [2 * BLOCK + 2]
     assert settle(books) == {"copy": [[1, 2]]}
     assert books.block_table(parent).tolist() == [0, 1]
@@ -183,7 +178,7 @@ def test_the_last_owner_writes_in_place():
     books = manager()
     parent = open_one(books, 6)
     children = [int(handle) for handle in books.fork(parent, 2)]
-    assert books.blocks_to_append([parent, *children]) == 2
+    assert books.can_append([parent, *children]).blocks == 2
     slots = books.append([parent, *children])
     assert settle(books) == {"copy": [[1, 2], [1, 3]]}
     assert slots.tolist() == [2 * BLOCK + 2, 3 * BLOCK + 2, BLOCK + 2]
@@ -193,7 +188,7 @@ def test_the_last_owner_writes_in_place():
 def test_a_fork_at_a_block_boundary_copies_nothing():
     books = manager()
     parent = open_one(books, 2 * BLOCK)
-    books.append([parent, int(books.fork(parent)[0])])
+    books.append([parent, int(books.fork(parent, 1)[0])])
     assert settle(books) == {}
 
 
@@ -201,19 +196,19 @@ def test_a_fork_of_a_thousand_blocks_and_of_a_fork_needs_no_recursion():
     books = BlockManager(block_size=1, device_blocks=1000)
     handle = open_one(books, 1000)
     for _ in range(2000):
-        child = int(books.fork(handle)[0])
+        child = int(books.fork(handle, 1)[0])
         books.free([handle])
         handle = child
-    assert books.num_sequences == 1
+    assert books.stats().sequences == 1
     books.free([handle])
-    assert books.num_free("device") == 1000
+    assert books.pool("device").num_free == 1000
     books.check()
 
 
 def test_a_block_that_this_step_writes_is_not_copied_in_it():
     books = manager()
-    parent = int(books.allocate([6])[0])
-    child = int(books.fork(parent)[0])
+    parent = int(books.allocate(counts=[6])[0])
+    child = int(books.fork(parent, 1)[0])
     with pytest.raises(SequenceStateError, match="this step is yet to write"):
         books.append([child])
     settle(books)
@@ -224,13 +219,13 @@ def test_a_block_that_this_step_writes_is_not_copied_in_it():
 def test_a_prefix_is_shared_in_whole_blocks():
     books = manager()
     parent = open_one(books, 11)
-    child = books.fork_prefix(parent, 8, 13)
+    child = books.fork(parent, shared_tokens=8, num_tokens=13)
     assert books.block_table(child).tolist() == [0, 1, 3, 4]
     for shared, tokens in ((3, 13), (12, 13), (8, 7)):
         with pytest.raises(InvalidArgumentError, match="shared_tokens"):
-            books.fork_prefix(parent, shared, tokens)
+            books.fork(parent, shared_tokens=shared, num_tokens=tokens)
     with pytest.raises(OutOfBlocksError):
-        books.fork_prefix(parent, 4, 16 * BLOCK)
+        books.fork(parent, shared_tokens=4, num_tokens=16 * BLOCK)
     books.check()
 
 
@@ -263,22 +258,23 @@ def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
     books = manager()
     handle = open_one(books, 3)
     before = snapshot(books, handle)
-    for call in (books.append, books.can_append, books.blocks_to_append, books.free, books.swap_out, books.spill):
+    spill = partial(books.swap_out, to="external")
+    for call in (books.append, books.can_append, books.free, books.can_swap_out, books.swap_out, spill):
         with pytest.raises(InvalidArgumentError, match="named twice"):
             call([handle, handle])
     assert snapshot(books, handle) == before
 
 
-def test_abort_and_resubmit_in_one_step_leaves_the_books_exact():
+def test_abort_and_resubmit_in_one_step_leaves_the_manager_exact():
     books = manager(device=2)
     old = open_one(books, 2 * BLOCK)
     books.free([old])
-    new = int(books.allocate([2 * BLOCK])[0])
+    new = int(books.allocate(counts=[2 * BLOCK])[0])
     with pytest.raises(UnknownSequenceError):
         books.free([old])
     settle(books)
     books.free([new])
-    assert books.num_free("device") == 2
+    assert books.pool("device").num_free == 2
     books.check()
 
 
@@ -287,7 +283,7 @@ def test_an_empty_sequence_is_refused_where_any_other_is():
     handle = open_one(books, 0)
     books.swap_out([handle])
     settle(books)
-    for call in (books.append, books.blocks_to_append, books.can_append):
+    for call in (books.append, books.can_append):
         with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
             call([handle], 0)
 
@@ -319,7 +315,8 @@ def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
 def test_handles_of_a_wrong_kind_are_refused(bad: object):
     books = manager()
     open_one(books, 3)
-    for call in (books.append, books.free, books.swap_out, books.can_swap_in, books.fetch, books.block_tables):
+    fetch = partial(books.swap_in, to="host")
+    for call in (books.append, books.free, books.swap_out, books.can_swap_in, fetch, books.block_tables):
         with pytest.raises((InvalidArgumentError, UnknownSequenceError)):
             call(bad)
     books.check()
@@ -340,9 +337,9 @@ def test_an_unknown_tier_is_refused_by_name():
     books = manager()
     handle = open_one(books, 3)
     with pytest.raises(InvalidArgumentError, match="gpu"):
-        books.num_free("gpu")
+        books.pool("gpu")
     with pytest.raises(InvalidArgumentError, match="disk"):
-        books.fetch([handle], to="disk")
+        books.swap_in([handle], to="disk")
     with pytest.raises(InvalidArgumentError, match="disk"):
         Pairs("device", "disk", np.zeros((0, 2), dtype=np.int64))
 

@@ -300,8 +300,8 @@ def check(engine: Engine) -> None:
         assert entry.sequence.block_table == books.manager.block_table(entry.handle).tolist()
     holders = [seq for seq in [*engine.running, *engine.waiting] if seq.block_table]
     assert {block for seq in holders for block in seq.block_table} == books.used_block_ids
-    assert len(books.free_block_ids) == books.manager.num_free() == BLOCKS - len(books.used_block_ids)
-    assert books.manager.num_sequences == len(holders)
+    assert len(books.free_block_ids) == books.manager.pool().num_free == BLOCKS - len(books.used_block_ids)
+    assert books.manager.stats().sequences == len(holders)
 
 
 def wanted(requests: list[Request]) -> list[tuple[int, ...]]:
@@ -335,7 +335,7 @@ def engine_of(kind: type[Engine], *, host: int = HOST, moves: int = 4, attached:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_tokens_are_those_of_the_unpaged_model_with_the_books_alone(kind: type[Engine]):
+def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engine]):
     engine = engine_of(kind, attached=False)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
     stats = engine.books.stats

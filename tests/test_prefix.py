@@ -5,8 +5,11 @@ import struct
 
 import numpy as np
 import pytest
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, SequenceStateError, export_keys
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard.events import export_keys
 
 SIZE = 4
 
@@ -22,7 +25,7 @@ def step(books: BlockManager) -> None:
 
 def run(books: BlockManager, prompt: list[int], **key: object) -> tuple[int, int]:
     """Admit a prompt and compute it: its handle, and how many tokens were cached."""
-    handles, cached = books.allocate_prompts([prompt], **key)  # type: ignore[arg-type]
+    handles, cached = allocate_prompts(books, [prompt], **key)  # type: ignore[arg-type]
     step(books)
     books.mark_computed(handles)
     books.check()
@@ -36,17 +39,17 @@ def test_a_prompt_shares_the_computed_blocks_of_an_earlier_one() -> None:
     second, cached = run(books, [*range(8), 99, 98, 97])
     assert cached == 8
     assert list(books.block_table(first))[:2] == list(books.block_table(second))[:2]
-    assert list(books.common_computed_blocks([first, second])) == list(books.block_table(first))[:2]
+    assert list(books.prefix.common_blocks([first, second])) == list(books.block_table(first))[:2]
 
 
 def test_blocks_stay_findable_after_their_sequence_has_gone_until_they_are_evicted() -> None:
     books = manager(device=4)
     first, _ = run(books, list(range(16)))
     books.free(first)
-    assert books.num_free() == 4
-    assert books.cached_tokens(list(range(16))) == 12
+    assert books.pool().num_free == 4
+    assert books.prefix.lookup(list(range(16))).tokens == 12
     other, _ = run(books, list(range(100, 108)))
-    assert books.cached_tokens(list(range(16))) == 8, "the chain is evicted from its end"
+    assert books.prefix.lookup(list(range(16))).tokens == 8, "the chain is evicted from its end"
     books.free(other)
     books.check()
 
@@ -55,12 +58,12 @@ def test_a_prompt_takes_new_blocks_and_cached_ones_that_nothing_uses() -> None:
     books = manager()
     first, _ = run(books, list(range(8)))
     longer = [*range(8), 99, 98, 97, 96, 95]
-    assert books.blocks_to_allocate(longer) == 2, "two of its four blocks are in use"
+    assert books.can_allocate(longer).blocks == 2, "two of its four blocks are in use"
     books.free(first)
-    assert books.blocks_to_allocate(longer) == 4, "all four are free now"
-    free = books.num_free()
+    assert books.can_allocate(longer).blocks == 4, "all four are free now"
+    free = books.pool().num_free
     run(books, longer)
-    assert free - books.num_free() == 4
+    assert free - books.pool().num_free == 4
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -71,18 +74,18 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
 
 def test_nothing_is_found_before_it_is_computed() -> None:
     books = manager()
-    handles, _ = books.allocate_prompts([list(range(8))])
+    handles, _ = allocate_prompts(books, [list(range(8))])
     with pytest.raises(SequenceStateError, match="yet to write"):
         books.mark_computed(handles)
     step(books)
-    assert books.cached_tokens(list(range(9))) == 0
+    assert books.prefix.lookup(list(range(9))).tokens == 0
     books.mark_computed(handles)
-    assert books.cached_tokens(list(range(9))) == 8
+    assert books.prefix.lookup(list(range(9))).tokens == 8
 
 
 def test_blocks_computed_twice_are_merged() -> None:
     books = manager()
-    handles, cached = books.allocate_prompts([list(range(9)), list(range(9))])
+    handles, cached = allocate_prompts(books, [list(range(9)), list(range(9))])
     assert list(cached) == [0, 0]
     step(books)
     books.mark_computed(handles)
@@ -90,7 +93,7 @@ def test_blocks_computed_twice_are_merged() -> None:
     first, second = (list(books.block_table(int(h))) for h in handles)
     assert first[:2] == second[:2]
     assert first[2] != second[2]
-    assert books.prefix_stats.merged == 2
+    assert books.stats().merged_blocks == 2
 
 
 def test_salt_and_adapter_keep_tenants_apart() -> None:
@@ -115,7 +118,7 @@ def test_generated_tokens_are_published_too() -> None:
         books.append(handle, token_ids=[token])
         step(books)
     books.mark_computed(handle)
-    assert books.cached_tokens([1, 2, 3, 4, 5]) == 4
+    assert books.prefix.lookup([1, 2, 3, 4, 5]).tokens == 4
 
 
 def test_tokens_without_ids_end_the_publishing_of_a_sequence() -> None:
@@ -127,7 +130,7 @@ def test_tokens_without_ids_end_the_publishing_of_a_sequence() -> None:
     step(books)
     books.mark_computed(handle)
     books.check()
-    assert books.prefix_stats.cached_blocks == 0
+    assert books.stats().cached_blocks["device"] == 0
 
 
 def test_what_comes_back_from_the_host_finds_its_cached_device_blocks() -> None:
@@ -146,11 +149,11 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
     books = manager(device=4)
     first, _ = run(books, list(range(12)))
     books.free(first)
-    before = books.prefix_stats
+    before = books.stats()
     with pytest.raises(OutOfBlocksError, match="asked for 6 device blocks, 4 of 4 are free"):
-        books.allocate_prompts([list(range(12)), list(range(50, 62))])
-    assert books.prefix_stats == before
-    assert books.cached_tokens(list(range(13))) == 12
+        allocate_prompts(books, [list(range(12)), list(range(50, 62))])
+    assert books.stats() == before
+    assert books.prefix.lookup(list(range(13))).tokens == 12
     books.check()
 
 
@@ -166,10 +169,10 @@ def test_a_cached_block_that_is_hit_is_not_evicted_for_the_same_prompt() -> None
 def test_the_cache_is_reset_only_when_nothing_is_in_use() -> None:
     books = manager()
     handle, _ = run(books, list(range(8)))
-    assert not books.reset_prefix_cache()
+    assert not books.prefix.reset()
     books.free(handle)
-    assert books.reset_prefix_cache()
-    assert books.cached_tokens(list(range(9))) == 0
+    assert books.prefix.reset()
+    assert books.prefix.lookup(list(range(9))).tokens == 0
     books.check()
 
 
@@ -177,14 +180,14 @@ def test_the_reserved_token_is_refused_with_its_position() -> None:
     books = manager()
     for prompt in ([1, 2, 2**32 - 1], [2**32 - 1, 2, 3, 4, 5]):
         with pytest.raises(InvalidArgumentError, match="token id is 4294967295"):
-            books.allocate_prompts([prompt])
+            allocate_prompts(books, [prompt])
     with pytest.raises(InvalidArgumentError, match="must be uint32"):
-        books.allocate_prompts([[1, -1]])
+        allocate_prompts(books, [[1, -1]])
     with pytest.raises(InvalidArgumentError, match="block of an extra key is 2"):
-        books.allocate_prompts([list(range(8))], extras=[(0, 2, 0, b"x")])
+        allocate_prompts(books, [list(range(8))], extras=[(0, 2, 0, b"x")])
     with pytest.raises(InvalidArgumentError, match="prompt 5"):
-        books.allocate_prompts([list(range(8))], extras=[(5, 0, 0, b"x")])
-    assert books.num_sequences == 0
+        allocate_prompts(books, [list(range(8))], extras=[(5, 0, 0, b"x")])
+    assert books.stats().sequences == 0
     books.check()
 
 
@@ -204,9 +207,9 @@ def test_exported_keys_are_plain_sha256_of_the_documented_stream() -> None:
 
 def test_the_hit_rate_counts_full_blocks() -> None:
     books = manager()
-    assert books.prefix_stats.hit_rate == 0.0
+    assert books.stats().hit_rate == 0.0
     run(books, list(range(9)))
     run(books, list(range(9)))
-    stats = books.prefix_stats
-    assert (stats.prompts, stats.blocks, stats.hit_blocks, stats.hit_tokens) == (2, 4, 2, 8)
+    stats = books.stats()
+    assert (stats.prompts, stats.hit_blocks, stats.missed_blocks, stats.hit_tokens) == (2, 2, 2, 8)
     assert stats.hit_rate == 0.5

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from managers import make_manager
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError
 
 SIZE = 4
 POLICIES = ("lru", "s3fifo", "adaptive", "priority")
@@ -12,7 +15,7 @@ A, B = b"tenant a", b"tenant b"
 
 
 def manager(device: int = 16, **options: str) -> BlockManager:
-    return BlockManager(block_size=SIZE, device_blocks=device, watermark=0.0, prefix_caching=True, **options)  # type: ignore[arg-type]
+    return make_manager(block_size=SIZE, device_blocks=device, watermark=0.0, **options)
 
 
 def prompt(first: int, blocks: int) -> list[int]:
@@ -20,7 +23,7 @@ def prompt(first: int, blocks: int) -> list[int]:
 
 
 def run(books: BlockManager, tokens: list[int], salt: bytes | None) -> int:
-    handles, _ = books.allocate_prompts([tokens], salt=salt)
+    handles, _ = allocate_prompts(books, [tokens], salt=salt)
     books.complete(books.take_decision().ticket)
     books.mark_computed(handles)
     books.check()
@@ -35,61 +38,61 @@ def leave(books: BlockManager, tokens: list[int], salt: bytes | None) -> None:
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_beyond_its_quota_a_tenants_own_least_recently_used_blocks_go(eviction: str) -> None:
     books = manager(eviction=eviction)
-    books.set_quota(3, salt=A)
+    books.prefix.set_quota(A, 3)
     leave(books, prompt(9, 2), B)
     leave(books, prompt(1, 2), A)
     leave(books, prompt(2, 2), A)
-    assert books.quota(salt=A) == (3, 3)
-    assert books.cached_tokens(prompt(1, 2), salt=A) == 4, "the end of the older chain went"
-    assert books.cached_tokens(prompt(2, 2), salt=A) == 8
-    assert books.cached_tokens(prompt(9, 2), salt=B) == 8
+    assert books.prefix.quota(A) == (3, 3)
+    assert books.prefix.lookup(prompt(1, 2), salt=A).tokens == 4, "the end of the older chain went"
+    assert books.prefix.lookup(prompt(2, 2), salt=A).tokens == 8
+    assert books.prefix.lookup(prompt(9, 2), salt=B).tokens == 8
     assert books.stats().evicted_blocks["device"] == 1
 
 
 def test_blocks_in_use_do_not_count() -> None:
     books = manager()
-    books.set_quota(1, salt=A)
+    books.prefix.set_quota(A, 1)
     handle = run(books, prompt(1, 4), A)
-    assert books.quota(salt=A) == (0, 1)
+    assert books.prefix.quota(A) == (0, 1)
     other = run(books, prompt(1, 4), A)
     books.free([handle])
-    assert books.cached_tokens(prompt(1, 4), salt=A) == 16
+    assert books.prefix.lookup(prompt(1, 4), salt=A).tokens == 16
     books.free([other])
-    assert books.quota(salt=A) == (1, 1)
-    assert books.cached_tokens(prompt(1, 4), salt=A) == 4
+    assert books.prefix.quota(A) == (1, 1)
+    assert books.prefix.lookup(prompt(1, 4), salt=A).tokens == 4
 
 
 def test_a_lower_quota_holds_at_once_and_none_lets_everything_stay() -> None:
     books = manager()
-    books.set_quota(None, salt=A)
+    books.prefix.set_quota(A, None)
     leave(books, prompt(1, 6), A)
-    assert books.quota(salt=A) == (6, None)
-    books.set_quota(2, salt=A)
-    assert books.quota(salt=A) == (2, 2)
-    books.set_quota(0, salt=A)
-    assert books.quota(salt=A) == (0, 0)
+    assert books.prefix.quota(A) == (6, None)
+    books.prefix.set_quota(A, 2)
+    assert books.prefix.quota(A) == (2, 2)
+    books.prefix.set_quota(A, 0)
+    assert books.prefix.quota(A) == (0, 0)
     assert books.stats().cached_blocks["device"] == 0
     books.check()
 
 
 def test_quotas_outlive_a_snapshot() -> None:
     books = manager()
-    books.set_quota(4, salt=A)
-    books.set_quota(2)
+    books.prefix.set_quota(A, 4)
+    books.prefix.set_quota(None, 2)
     leave(books, prompt(1, 3), A)
     leave(books, prompt(2, 3), None)
     other = BlockManager.restore(books.snapshot())
-    assert (other.quota(salt=A), other.quota(), other.quota(salt=B)) == ((3, 4), (2, 2), None)
+    assert (other.prefix.quota(A), other.prefix.quota(None), other.prefix.quota(B)) == ((3, 4), (2, 2), None)
     leave(other, prompt(3, 3), A)
-    assert other.quota(salt=A) == (4, 4)
+    assert other.prefix.quota(A) == (4, 4)
 
 
 def test_a_quota_out_of_range_is_refused_with_the_numbers() -> None:
     books = manager(device=8)
     with pytest.raises(InvalidArgumentError, match="quota is 9, must be at most the device's 8 blocks"):
-        books.set_quota(9)
-    with pytest.raises(InvalidArgumentError, match="quota is -1"):
-        books.set_quota(-1)
+        books.prefix.set_quota(None, 9)
+    with pytest.raises(InvalidArgumentError, match="blocks is -1, must be at least 0"):
+        books.prefix.set_quota(None, -1)
     with pytest.raises(InvalidArgumentError, match="with prefix caching"):
-        BlockManager(block_size=SIZE, device_blocks=8).set_quota(1)
-    assert books.quota() is None
+        BlockManager(block_size=SIZE, device_blocks=8).prefix.set_quota(None, 1)
+    assert books.prefix.quota(None) is None

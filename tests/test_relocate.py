@@ -1,15 +1,15 @@
 """Moves between tiers: sharing kept, leases held, losses reported; every move is carried out and read back."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from blockyard import (
-    AllocStatus,
-    BlockManager,
+from blockyard import AllocStatus, BlockManager, Pairs
+from blockyard.errors import (
     InvalidArgumentError,
     MappingError,
     OutOfBlocksError,
-    Pairs,
     SequenceStateError,
     UnknownTicketError,
 )
@@ -33,13 +33,13 @@ class Engine:
         return list(range(self.drawn - count, self.drawn))
 
     def open(self, count: int) -> int:
-        handle = int(self.books.allocate([count])[0])
+        handle = int(self.books.allocate(counts=[count])[0])
         self.tokens[handle] = self.draw(count)
         self.memory.write(self.books.slot_mapping(handle, 0, count), self.tokens[handle])
         self.step()
         return handle
 
-    def fork(self, parent: int, count: int) -> list[int]:
+    def fork(self, parent: int, count: int = 1) -> list[int]:
         children = [int(handle) for handle in self.books.fork(parent, count)]
         self.tokens.update({child: list(self.tokens[parent]) for child in children})
         return children
@@ -69,7 +69,7 @@ class Engine:
 
 
 def refs_free(engine: Engine) -> tuple[int, ...]:
-    return tuple(engine.books.num_free(tier) for tier in ("device", "host", "external"))
+    return tuple(engine.books.pool(tier).num_free for tier in ("device", "host", "external"))
 
 
 # ---- sharing ----
@@ -96,7 +96,7 @@ def test_a_block_shared_with_a_sequence_that_stays_is_copied_once_and_shared_aga
     assert engine.step() == {"swap_out": [[0, 0], [1, 1]]}
     engine.books.swap_out([b])
     assert engine.step() == {}, "its bytes are on the host already"
-    assert engine.books.can_swap_in([a, b]) == AllocStatus.OK
+    assert engine.books.can_swap_in([a, b]).status == AllocStatus.OK
     engine.books.swap_in([a, b])
     assert engine.step() == {}, "its bytes are still on the device"
     assert engine.books.block_table(a).tolist() == engine.books.block_table(stays).tolist()
@@ -108,7 +108,7 @@ def test_a_block_shared_with_a_sequence_that_stays_is_copied_once_and_shared_aga
 def test_a_twin_is_forgotten_when_its_block_is_given_to_another():
     engine = Engine(device=3)
     stays = engine.open(BLOCK)
-    (leaves,) = engine.fork(stays, 1)
+    (leaves,) = engine.fork(stays)
     engine.books.swap_out([leaves])
     engine.step()
     engine.books.free([stays])
@@ -124,7 +124,7 @@ def test_a_twin_is_forgotten_when_its_block_is_given_to_another():
 def test_a_partly_filled_block_is_not_shared_with_a_sequence_that_writes_on():
     engine = Engine()
     stays = engine.open(BLOCK + 2)
-    (leaves,) = engine.fork(stays, 1)
+    (leaves,) = engine.fork(stays)
     engine.books.swap_out([leaves])
     assert engine.step() == {"swap_out": [[0, 0], [1, 1]]}
     assert engine.append(stays) == {}
@@ -143,11 +143,11 @@ def test_spilled_sequences_come_back_with_their_tokens(by_host: bool, to_host: b
     if by_host:
         engine.books.swap_out(group)
         engine.step()
-    engine.books.spill(group)
+    engine.books.swap_out(group, to="external")
     assert len(engine.step()["spill"]) == 3
     assert [engine.books.tier(handle) for handle in group] == ["external", "external"]
     engine.verify()
-    engine.books.fetch(group, to="host" if to_host else "device")
+    engine.books.swap_in(group, to="host" if to_host else "device")
     assert len(engine.step()["fetch"]) == 3
     if to_host:
         engine.books.swap_in(group)
@@ -169,7 +169,7 @@ def test_a_full_tier_refuses_the_whole_batch_with_the_numbers():
         engine.books.swap_out([a, b])
     assert (caught.value.tier, caught.value.wanted, caught.value.free, caught.value.total) == ("host", 4, 3, 3)
     with pytest.raises(OutOfBlocksError, match="asked for 4 external blocks, 2 of 2 are free"):
-        engine.books.spill([a, b])
+        engine.books.swap_out([a, b], to="external")
     assert refs_free(engine) == before
     engine.books.check()
 
@@ -179,11 +179,11 @@ def test_swapping_in_keeps_the_watermark_and_counts_the_next_token():
     a = engine.open(2 * BLOCK)
     engine.books.swap_out([a])
     engine.step()
-    assert engine.books.can_swap_in([a]) == AllocStatus.OK
-    assert engine.books.can_swap_in([a], lookahead=BLOCK) == AllocStatus.OK
-    assert engine.books.can_swap_in([a], lookahead=2 * BLOCK) == AllocStatus.NEVER
+    assert engine.books.can_swap_in([a]).status == AllocStatus.OK
+    assert engine.books.can_swap_in([a], lookahead=BLOCK).status == AllocStatus.OK
+    assert engine.books.can_swap_in([a], lookahead=2 * BLOCK).status == AllocStatus.NEVER
     engine.open(2 * BLOCK)
-    assert engine.books.can_swap_in([a]) == AllocStatus.LATER
+    assert engine.books.can_swap_in([a]).status == AllocStatus.LATER
 
 
 def test_a_returning_group_needs_one_copy_less_than_it_has_owners():
@@ -192,7 +192,7 @@ def test_a_returning_group_needs_one_copy_less_than_it_has_owners():
     group = [parent, *engine.fork(parent, 2)]
     engine.books.swap_out(group)
     engine.step()
-    assert engine.books.can_swap_in(group) == AllocStatus.OK
+    assert engine.books.can_swap_in(group).status == AllocStatus.OK
     engine.books.swap_in(group)
     assert engine.append(*group) == {"swap_in": [[0, 0], [1, 1]], "copy": [[1, 2], [1, 3]]}
     engine.verify()
@@ -201,7 +201,7 @@ def test_a_returning_group_needs_one_copy_less_than_it_has_owners():
 def test_a_sequence_in_the_wrong_tier_is_refused_by_name():
     engine = Engine()
     a = engine.open(3)
-    for call in (engine.books.swap_in, engine.books.fetch):
+    for call in (engine.books.swap_in, partial(engine.books.swap_in, to="host")):
         with pytest.raises(SequenceStateError, match="is in the device tier"):
             call([a])
     engine.books.swap_out([a])
@@ -210,14 +210,14 @@ def test_a_sequence_in_the_wrong_tier_is_refused_by_name():
         with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
             call([a])
     with pytest.raises(SequenceStateError):
-        engine.books.fork_prefix(a, 0, 3)
-    assert (engine.books.can_swap_out([a]), engine.books.can_swap_in([a])) == (False, AllocStatus.OK)
+        engine.books.fork(a, shared_tokens=0, num_tokens=3)
+    assert (bool(engine.books.can_swap_out([a])), engine.books.can_swap_in([a]).status) == (False, AllocStatus.OK)
     engine.books.check()
 
 
 def test_a_step_moves_nothing_that_it_has_yet_to_write():
     engine = Engine()
-    fresh = int(engine.books.allocate([3])[0])
+    fresh = int(engine.books.allocate(counts=[3])[0])
     assert not engine.books.can_swap_out([fresh])
     with pytest.raises(SequenceStateError, match="yet to write"):
         engine.books.swap_out([fresh])
@@ -231,11 +231,11 @@ def test_a_moving_sequence_is_not_moved_again_before_its_ticket_ends():
     a = engine.open(3)
     engine.books.swap_out([a])
     decision = engine.books.take_decision()
-    assert engine.books.can_swap_in([a]) == AllocStatus.LATER
+    assert engine.books.can_swap_in([a]).status == AllocStatus.LATER
     with pytest.raises(SequenceStateError, match=f"still moving .ticket {decision.ticket}"):
         engine.books.swap_in([a])
     engine.books.complete(decision.ticket)
-    assert engine.books.can_swap_in([a]) == AllocStatus.OK
+    assert engine.books.can_swap_in([a]).status == AllocStatus.OK
 
 
 # ---- leases ----
@@ -258,11 +258,11 @@ def test_a_block_being_read_is_given_to_device_work_that_is_ordered_after_the_re
     a = engine.open(2 * BLOCK)
     engine.books.swap_out([a])
     out = engine.books.take_decision()
-    assert (engine.books.num_free("device"), engine.books.can_allocate(2 * BLOCK)) == (0, AllocStatus.OK)
-    engine.books.allocate([BLOCK])
+    assert (engine.books.pool("device").num_free, engine.books.can_allocate(2 * BLOCK).status) == (0, AllocStatus.OK)
+    engine.books.allocate(counts=[BLOCK])
     assert engine.books.take_decision().after == (out.ticket,)
     engine.books.complete(out.ticket)
-    engine.books.allocate([BLOCK])
+    engine.books.allocate(counts=[BLOCK])
     assert engine.books.take_decision().after == ()
     engine.books.check()
 
@@ -270,17 +270,17 @@ def test_a_block_being_read_is_given_to_device_work_that_is_ordered_after_the_re
 def test_a_block_being_read_is_given_to_a_swap_in_of_the_same_step_but_never_to_a_fetch():
     engine = Engine(device=2, host=4, external=4)
     a = engine.open(2 * BLOCK)
-    engine.books.spill([a])
+    engine.books.swap_out([a], to="external")
     engine.step()
     b = engine.open(2 * BLOCK)
     engine.books.swap_out([b])
-    assert engine.books.can_fetch([a]) != AllocStatus.OK
+    assert engine.books.can_swap_in([a]).status != AllocStatus.OK
     with pytest.raises(OutOfBlocksError):
-        engine.books.fetch([a])
+        engine.books.swap_in([a])
     engine.step()
-    engine.books.fetch([a])
+    engine.books.swap_in([a])
     engine.step()
-    engine.books.spill([a])
+    engine.books.swap_out([a], to="external")
     engine.books.swap_in([b])
     decision = engine.books.take_decision()
     assert decision.after == (decision.ticket,)
@@ -293,7 +293,7 @@ def test_a_block_being_read_is_given_to_a_swap_in_of_the_same_step_but_never_to_
 def test_writing_in_place_waits_for_a_reader_of_the_block():
     engine = Engine()
     stays = engine.open(2)
-    (leaves,) = engine.fork(stays, 1)
+    (leaves,) = engine.fork(stays)
     engine.books.swap_out([leaves])
     out = engine.books.take_decision()
     engine.books.append([stays])
@@ -305,9 +305,9 @@ def test_writing_in_place_waits_for_a_reader_of_the_block():
 
 def loaded(engine: Engine, *handles: int) -> tuple[int, Pairs]:
     """Spill and fetch sequences; returns the open ticket of the fetch and its pairs."""
-    engine.books.spill(list(handles))
+    engine.books.swap_out(list(handles), to="external")
     engine.step()
-    engine.books.fetch(list(handles))
+    engine.books.swap_in(list(handles))
     decision = engine.books.take_decision()
     return decision.ticket, decision.fetch[0]
 
@@ -315,16 +315,17 @@ def loaded(engine: Engine, *handles: int) -> tuple[int, Pairs]:
 def test_fail_names_exactly_the_sequences_that_were_hit():
     engine = Engine()
     a, b, c = engine.open(BLOCK), engine.open(BLOCK), engine.open(BLOCK)
-    (d,) = engine.fork(c, 1)
+    (d,) = engine.fork(c)
     ticket, pairs = loaded(engine, a, b, c, d)
     hit = engine.books.fail(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
     assert sorted(hit.tolist()) == sorted([a, c, d])
     for handle in (a, c, d):
-        for call in (engine.books.append, engine.books.swap_out, engine.books.block_tables, engine.books.spill):
+        spill = partial(engine.books.swap_out, to="external")
+        for call in (engine.books.append, engine.books.swap_out, engine.books.block_tables, spill):
             with pytest.raises(SequenceStateError, match="can only be freed"):
                 call([handle])
         with pytest.raises(SequenceStateError):
-            engine.books.fork(handle)
+            engine.books.fork(handle, 1)
     engine.books.append([b])
     engine.books.free([a, c, d])
     engine.books.check()
@@ -333,10 +334,10 @@ def test_fail_names_exactly_the_sequences_that_were_hit():
 def test_a_copy_made_from_what_did_not_land_is_lost_too():
     engine = Engine()
     a = engine.open(BLOCK + 2)
-    (b,) = engine.fork(a, 1)
-    engine.books.spill([a, b])
+    (b,) = engine.fork(a)
+    engine.books.swap_out([a, b], to="external")
     engine.step()
-    engine.books.fetch([a, b])
+    engine.books.swap_in([a, b])
     engine.books.append([a])
     decision = engine.books.take_decision()
     assert len(decision.copy) == 1
@@ -347,12 +348,12 @@ def test_a_copy_made_from_what_did_not_land_is_lost_too():
 def test_a_copy_of_what_did_not_land_is_lost_even_after_the_copy_has_ended():
     engine = Engine()
     a = engine.open(BLOCK + 2)
-    engine.books.spill([a])
+    engine.books.swap_out([a], to="external")
     engine.step()
-    engine.books.fetch([a])
+    engine.books.swap_in([a])
     engine.books.append([a])
     load = engine.books.take_decision()
-    (b,) = engine.fork(a, 1)
+    (b,) = engine.fork(a)
     engine.books.append([b])
     copy = engine.books.take_decision()
     assert len(copy.copy) == 1
@@ -365,10 +366,10 @@ def test_a_lost_copy_is_not_shared_again():
     engine = Engine()
     stays = engine.open(BLOCK)
     a, b = engine.fork(stays, 2)
-    engine.books.spill([a])
+    engine.books.swap_out([a], to="external")
     decision = engine.books.take_decision()
     assert engine.books.fail(decision.ticket, [decision.spill[0]]).tolist() == [a]
-    engine.books.spill([b])
+    engine.books.swap_out([b], to="external")
     assert len(engine.step()["spill"]) == 1
     del engine.tokens[a]
     engine.verify()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from blockyard import BlockManager, InvalidArgumentError
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError
 
 
 def manager(order: str, host: int = 0) -> BlockManager:
@@ -11,11 +12,11 @@ def manager(order: str, host: int = 0) -> BlockManager:
 
 
 def one_block_each(books: BlockManager, count: int) -> list[int]:
-    return [int(handle) for handle in books.allocate(np.full(count, 4, dtype=np.uint32))]
+    return [int(handle) for handle in books.allocate(counts=np.full(count, 4, dtype=np.uint32))]
 
 
 def ids(books: BlockManager, limit: int | None = None) -> list[int]:
-    return books.free_block_ids("device", limit).tolist()
+    return books.pool("device").free_ids(limit).tolist()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str,
     handles = one_block_each(books, 4)
     for i in (3, 0, 2):
         books.free(handles[i])
-    assert ids(books) == list(books.iter_free_blocks()) == wanted
+    assert ids(books) == list(iter(books.pool())) == wanted
     assert ids(books, 2) == wanted[:2]
     assert ids(books, 0) == []
     assert [int(books.block_table(handle)[0]) for handle in one_block_each(books, 5)] == wanted
@@ -66,13 +67,13 @@ def test_pages_without_a_size_are_refused(order: str) -> None:
 def test_listing_takes_nothing(order: str) -> None:
     books = manager(order)
     assert ids(books) == ids(books) == [0, 1, 2, 3, 4, 5]
-    assert books.free_block_ids().dtype == np.int32
-    assert books.num_free() == 6
-    assert len(books.free_block_ids("host")) == 0
-    assert list(books.iter_free_blocks("host")) == []
-    assert next(books.iter_free_blocks()) == 0
+    assert books.pool().free_ids().dtype == np.int32
+    assert books.pool().num_free == 6
+    assert len(books.pool("host").free_ids()) == 0
+    assert list(iter(books.pool("host"))) == []
+    assert next(iter(books.pool())) == 0
     with pytest.raises(InvalidArgumentError):
-        books.iter_free_blocks("tape")  # type: ignore[arg-type]
+        iter(books.pool("tape"))  # type: ignore[arg-type]
 
 
 def test_a_transfer_delays_a_block_in_fifo_order_and_not_in_lru_order() -> None:

@@ -1,4 +1,4 @@
-"""The op library chooses a way and makes batches, over a runtime that stands for a device: every way, every memory."""
+"""The op library chooses a copy strategy and makes batches, over a stand-in for a device."""
 
 import ctypes
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.engine.ops.strategy import ALLOWED, WAYS
+from blockyard.engine.ops.strategy import ALLOWED, STRATEGIES
 from blockyard.layout.kv import KVLayout
 from blockyard_build.toolchain import MissingError, find_toolchain
 
@@ -38,7 +38,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.fake_calls.restype = ctypes.c_char_p
     loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 3, *[ctypes.c_bool] * 4]
-    loaded.fake_way.argtypes = [ctypes.c_int64] * 2
+    loaded.fake_strategy.argtypes = [ctypes.c_int64] * 2
     return loaded
 
 
@@ -57,12 +57,12 @@ class Case:
     def go(
         self,
         direction: str,
-        way: str,
+        strategy: str,
         pairs: np.ndarray,
         cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda rows: [rows],
     ) -> str:
         """Copy, and compare the whole destination; gives the calls that were made."""
-        self.fake.fake_way(DIRECTIONS[direction], WAYS[way])
+        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES[strategy])
         src = self.host if direction == "h2d" else self.device
         dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
         wanted = dst.clone()
@@ -88,15 +88,15 @@ def scattered(count: int = 20, below: int = BLOCKS) -> np.ndarray:
 CALLS = {"batch": "B", "loop": "m" * 20, "kernel": "F", "bulk": "U"}
 
 
-@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("strategy", CALLS)
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_copies_go_the_way_of_the_table(fake: ctypes.CDLL, direction: str, way: str):
-    assert Case(fake).go(direction, way, scattered()) == CALLS[way]
+def test_copies_use_the_strategy_of_the_table(fake: ctypes.CDLL, direction: str, strategy: str):
+    assert Case(fake).go(direction, strategy, scattered()) == CALLS[strategy]
 
 
-@pytest.mark.parametrize(("way", "calls"), [("kernel", "K"), ("bulk", "U")])
-def test_copies_within_the_device_go_the_way_of_the_table(fake: ctypes.CDLL, way: str, calls: str):
-    assert Case(fake).go("d2d", way, scattered()) == calls
+@pytest.mark.parametrize(("strategy", "calls"), [("kernel", "K"), ("bulk", "U")])
+def test_copies_within_the_device_use_the_strategy_of_the_table(fake: ctypes.CDLL, strategy: str, calls: str):
+    assert Case(fake).go("d2d", strategy, scattered()) == calls
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
@@ -117,43 +117,43 @@ def test_without_a_bulk_engine_it_is_the_kernel(fake: ctypes.CDLL):
         assert Case(fake, has_bulk=False).go(direction, "bulk", scattered()) == calls
 
 
-@pytest.mark.parametrize("way", ["kernel", "bulk"])
-def test_rows_that_are_not_aligned_go_by_batch_or_kernel(fake: ctypes.CDLL, way: str):
+@pytest.mark.parametrize("strategy", ["kernel", "bulk"])
+def test_rows_that_are_not_aligned_go_by_batch_or_kernel(fake: ctypes.CDLL, strategy: str):
     def inner(rows: torch.Tensor) -> list[torch.Tensor]:
         return [rows[:, 8:40]]
 
-    assert Case(fake).go("h2d", way, scattered(), inner) == "B"
-    assert Case(fake).go("d2d", way, scattered(), inner) == "K"
-    assert Case(fake, width=24).go("d2h", way, scattered()) == "B"
+    assert Case(fake).go("h2d", strategy, scattered(), inner) == "B"
+    assert Case(fake).go("d2d", strategy, scattered(), inner) == "K"
+    assert Case(fake, width=24).go("d2h", strategy, scattered()) == "B"
 
 
-@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("strategy", CALLS)
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_memory_that_is_not_page_locked_goes_by_single_copies(fake: ctypes.CDLL, direction: str, way: str):
-    assert Case(fake, pinned=0).go(direction, way, scattered()) == "m" * 20
+def test_memory_that_is_not_page_locked_goes_by_single_copies(fake: ctypes.CDLL, direction: str, strategy: str):
+    assert Case(fake, pinned=0).go(direction, strategy, scattered()) == "m" * 20
     # All but the last block that is named.
     case = Case(fake, pinned=BLOCKS - 1)
-    assert case.go(direction, way, np.array([[3, 5], [BLOCKS - 1, BLOCKS - 1]])) == "mm"
+    assert case.go(direction, strategy, np.array([[3, 5], [BLOCKS - 1, BLOCKS - 1]])) == "mm"
 
 
-@pytest.mark.parametrize("way", CALLS)
-def test_blocks_of_a_pool_that_is_half_ready_go_every_way(fake: ctypes.CDLL, way: str):
-    assert Case(fake, pinned=25).go("h2d", way, scattered(below=25)) == CALLS[way]
+@pytest.mark.parametrize("strategy", CALLS)
+def test_blocks_of_a_half_ready_pool_are_copied_by_every_strategy(fake: ctypes.CDLL, strategy: str):
+    assert Case(fake, pinned=25).go("h2d", strategy, scattered(below=25)) == CALLS[strategy]
 
 
-@pytest.mark.parametrize("way", ["kernel", "bulk"])
-def test_memory_with_another_address_on_the_device_goes_by_batch(fake: ctypes.CDLL, way: str):
-    assert Case(fake, mapped=False).go("h2d", way, scattered()) == "B"
+@pytest.mark.parametrize("strategy", ["kernel", "bulk"])
+def test_memory_with_another_address_on_the_device_goes_by_batch(fake: ctypes.CDLL, strategy: str):
+    assert Case(fake, mapped=False).go("h2d", strategy, scattered()) == "B"
 
 
 def test_a_batch_for_the_default_stream_is_tied_to_it_on_both_sides(fake: ctypes.CDLL):
     assert Case(fake, own_stream=False).go("h2d", "batch", scattered()) == "r0w1Br1w0"
 
 
-@pytest.mark.parametrize(("way", "calls"), [*CALLS.items()])
-def test_a_graph_takes_every_way_but_single_copies_for_a_batch(fake: ctypes.CDLL, way: str, calls: str):
-    expected = "m" * 20 if way == "batch" else calls
-    assert Case(fake, capturing=True).go("h2d", way, scattered()) == expected
+@pytest.mark.parametrize(("strategy", "calls"), [*CALLS.items()])
+def test_a_graph_takes_every_strategy_but_single_copies_for_a_batch(fake: ctypes.CDLL, strategy: str, calls: str):
+    expected = "m" * 20 if strategy == "batch" else calls
+    assert Case(fake, capturing=True).go("h2d", strategy, scattered()) == expected
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
@@ -185,7 +185,7 @@ def test_no_pairs_and_no_bytes_make_no_call(fake: ctypes.CDLL):
 )
 def test_moves_that_depend_on_one_another_go_by_kernel(fake: ctypes.CDLL, pairs: list[list[int]], calls: str):
     case = Case(fake)
-    fake.fake_way(WITHIN, WAYS["bulk"])
+    fake.fake_strategy(WITHIN, STRATEGIES["bulk"])
     wanted, ids = case.device.clone(), torch.tensor(pairs)
     wanted[ids[:, 1]] = wanted[ids[:, 0]]
     torch.ops.blockyard_fake.move([case.device], ids)
@@ -202,7 +202,7 @@ def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
 
 
 @given(
-    st.sampled_from([(d, way) for d, ways in ALLOWED.items() for way in ways]),
+    st.sampled_from([(d, strategy) for d, strategies in ALLOWED.items() for strategy in strategies]),
     st.integers(0, BLOCKS),
     st.lists(st.booleans(), min_size=3, max_size=3),
     st.integers(0, 30),

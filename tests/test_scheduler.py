@@ -3,7 +3,8 @@
 import pytest
 from token_engine import BLOCK, Engine
 
-from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError, Pairs
+from blockyard import BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import Request, Scheduler
 from blockyard.testing.machines.scheduler import reference_tokens
 
@@ -76,10 +77,10 @@ def test_parallel_samples_share_their_prompt_and_copy_on_write():
     engine = Engine(16)
     request = engine.add("a", 6, 4, n=3)
     assert engine.step() == ["a"]
-    assert engine.manager.num_free("device") == 14
+    assert engine.manager.pool("device").num_free == 14
     assert engine.step() == ["a:0", "a:1", "a:2"]
     assert engine.kinds[-1] == ["copy"]
-    assert engine.manager.num_free("device") == 12
+    assert engine.manager.pool("device").num_free == 12
     engine.run(request)
 
 
@@ -173,7 +174,7 @@ def test_a_recomputed_group_shares_only_its_common_full_blocks():
     for _ in range(5):
         engine.step()
     engine.scheduler._preempt(engine.scheduler._rows.worst())
-    assert engine.manager.num_free("device") == 16
+    assert engine.manager.pool("device").num_free == 16
     assert engine.step() == ["a"], "the first alone: the second shares its blocks once they are computed"
     step = engine.scheduler.schedule()
     assert [step.owner(row) for row in range(2)] == [("a", 0), ("a", 1)]
@@ -363,10 +364,10 @@ def test_a_request_can_be_aborted_while_it_is_fetched_and_its_blocks_come_free_w
     fetch = engine.scheduler.schedule()
     engine.scheduler.abort("b")
     assert engine.scheduler.num_unfinished == 0
-    assert engine.manager.num_free("device") < 4
+    assert engine.manager.pool("device").num_free < 4
     engine.scheduler.finish(fetch.decision.ticket)
-    assert engine.manager.num_free("device") == 4
-    assert engine.manager.num_free("external") == 8
+    assert engine.manager.pool("device").num_free == 4
+    assert engine.manager.pool("external").num_free == 8
 
 
 def test_tokens_of_a_request_that_lost_bytes_meanwhile_are_passed_over():

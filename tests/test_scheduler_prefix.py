@@ -5,7 +5,8 @@ import random
 import pytest
 from token_engine import BLOCK, Engine, ran
 
-from blockyard import BlockManager, InvalidArgumentError, Pairs
+from blockyard import BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Request, Scheduler, Step
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 
@@ -49,7 +50,7 @@ def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
     for _ in range(3):
         engine.step()
     engine.scheduler._preempt(engine.scheduler._rows.worst())
-    engine.manager.reset_prefix_cache()
+    engine.manager.prefix.reset()
     assert [len(engine.step()) for _ in range(3)] == [1, 2, 3], "one after the other, each once the last is computed"
     assert engine.scheduler.stats.cached_tokens == 2 * 2 * BLOCK
     engine.run(request)
@@ -130,7 +131,7 @@ class Crowd:
     def step(self) -> None:
         engine, draw = self.engine, self.random
         if draw.random() < 0.05:
-            engine.manager.resize_device(draw.randint(24, 40))
+            engine.manager.defrag.resize(draw.randint(24, 40))
         step = engine.scheduler.schedule()
         if draw.random() < 0.05:
             self.abort()
@@ -157,7 +158,7 @@ class Crowd:
                 break
         expected = {r.request_id: reference_tokens(r) for r in self.requests if r.request_id not in self.gone}
         assert self.engine.done == expected
-        assert self.engine.manager.num_sequences == 0
+        assert self.engine.manager.stats().sequences == 0
         assert self.engine.scheduler._rows.seats_left == 8
 
 

@@ -3,7 +3,8 @@
 import pytest
 from token_engine import Engine
 
-from blockyard import BlockManager, InvalidArgumentError, OutOfBlocksError
+from blockyard import BlockManager, CacheGroup
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import Defragmentation, Request, Scheduler
 from blockyard.testing.machines.scheduler import reference_tokens
 
@@ -29,7 +30,7 @@ def test_what_waits_and_is_larger_than_a_device_that_shrank_is_refused_and_other
     engine = Engine(10)
     first, large, small = engine.add("a", 16, 8), engine.add("b", 28, 5), engine.add("c", 4, 8)
     assert engine.step() == ["a"]
-    engine.manager.resize_device(8)
+    engine.manager.defrag.resize(8)
     assert engine.step() == ["a:0", "c"]
     assert_refused(engine, large, 9, 0, 8)
     assert engine.refused["b"].outputs == ((),)
@@ -42,7 +43,7 @@ def test_what_runs_and_cannot_fit_any_more_ends_with_the_tokens_it_has():
     large, small = engine.add("a", 12, 20), engine.add("b", 4, 4)
     for _ in range(3):
         engine.step()
-    engine.manager.resize_device(7)
+    engine.manager.defrag.resize(7)
     assert engine.step() == ["b:0"]
     assert_refused(engine, large, 8, 0, 7)
     assert [len(tokens) for tokens in engine.refused["a"].outputs] == [3]
@@ -56,9 +57,9 @@ def test_what_is_swapped_and_cannot_fit_any_more_leaves_the_host():
     engine.step()
     engine.step()
     assert engine.scheduler.num_swapped == 1
-    engine.manager.resize_device(4)
+    engine.manager.defrag.resize(4)
     engine.step()
-    assert (engine.scheduler.num_swapped, engine.manager.num_free("host")) == (0, 8)
+    assert (engine.scheduler.num_swapped, engine.manager.pool("host").num_free) == (0, 8)
     assert_refused(engine, large, 5, 0, 4)
     engine.run(*stay)
 
@@ -71,9 +72,11 @@ def test_what_is_on_its_way_back_and_cannot_fit_any_more_leaves_its_blocks_to_th
     while not any(kind == "fetch" for kind, _ in step.decision.transfers()):
         engine.finish(step)
         step = engine.scheduler.schedule()
-    engine.manager.resize_device(4)
+    engine.manager.defrag.resize(4)
     late = engine.scheduler.schedule()
-    assert engine.manager.resize_progress().held + 4 - engine.manager.num_free() > 0, "the fetch still writes there"
+    assert engine.manager.defrag.progress().held + 4 - engine.manager.pool().num_free > 0, (
+        "the fetch still writes there"
+    )
     engine.finish(late)
     assert_refused(engine, large, 5, 0, 4)
     engine.finish(step)
@@ -85,7 +88,7 @@ def test_a_device_that_grew_again_before_the_next_step_keeps_everyone():
     requests = [engine.add("a", 12, 20), engine.add("b", 24, 9)]
     engine.step()
     for blocks in (4, 9):
-        engine.manager.resize_device(blocks)
+        engine.manager.defrag.resize(blocks)
     engine.run(*requests)
     assert not engine.refused
 
@@ -93,9 +96,9 @@ def test_a_device_that_grew_again_before_the_next_step_keeps_everyone():
 def test_what_was_refused_can_be_added_once_the_device_has_grown():
     engine = Engine(10)
     request = engine.add("a", 24, 9)
-    engine.manager.resize_device(8)
+    engine.manager.defrag.resize(8)
     engine.step()
-    engine.manager.resize_device(9)
+    engine.manager.defrag.resize(9)
     assert list(engine.refused) == ["a"]
     engine.scheduler.add(request)
     engine.run(request)
@@ -103,12 +106,12 @@ def test_what_was_refused_can_be_added_once_the_device_has_grown():
 
 def test_what_was_added_to_a_larger_device_between_two_steps_is_refused_by_the_smaller_one():
     engine = Engine(10)
-    engine.manager.resize_device(4)
+    engine.manager.defrag.resize(4)
     small = engine.add("a", 4, 4)
     engine.step()
-    engine.manager.resize_device(10)
+    engine.manager.defrag.resize(10)
     large = engine.add("b", 24, 9)
-    engine.manager.resize_device(4)
+    engine.manager.defrag.resize(4)
     engine.step()
     assert_refused(engine, large, 9, 0, 4)
     engine.run(small)
@@ -117,7 +120,7 @@ def test_what_was_added_to_a_larger_device_between_two_steps_is_refused_by_the_s
 def test_the_watermark_is_kept_as_by_add():
     engine = Engine(10, watermark=0.2)
     fits, large = engine.add("a", 12, 12), engine.add("b", 12, 13)
-    engine.manager.resize_device(7)
+    engine.manager.defrag.resize(7)
     engine.step()
     assert_refused(engine, large, 7, 1, 7)
     engine.run(fits)
@@ -129,9 +132,9 @@ def test_sequences_that_have_ended_need_no_room_any_more():
     one, other = reference_tokens(Request("a", prompt, 11, n=2))
     stop = next(token for token in one if token not in other)
     request = engine.add("a", 5, 11, n=2, stop_token_ids=frozenset({stop}))
-    while not (engine.scheduler.num_unfinished and engine.manager.num_sequences == 1 and len(engine.kinds) > 1):
+    while not (engine.scheduler.num_unfinished and engine.manager.stats().sequences == 1 and len(engine.kinds) > 1):
         engine.step()
-    engine.manager.resize_device(4)
+    engine.manager.defrag.resize(4)
     engine.run(request)
     assert not engine.refused
 
@@ -139,7 +142,7 @@ def test_sequences_that_have_ended_need_no_room_any_more():
 def test_a_request_is_in_the_scheduler_until_its_refusal_is_reported():
     engine = Engine(10)
     request = engine.add("a", 24, 9)
-    engine.manager.resize_device(8)
+    engine.manager.defrag.resize(8)
     step = engine.scheduler.schedule()
     assert engine.scheduler.num_unfinished == 1
     with pytest.raises(InvalidArgumentError, match="already in the scheduler"):
@@ -154,7 +157,7 @@ def test_tokens_of_what_was_refused_meanwhile_are_passed_over():
     large, small = engine.add("a", 12, 20), engine.add("b", 4, 4)
     engine.step()
     step = engine.scheduler.schedule()
-    engine.manager.resize_device(7)
+    engine.manager.defrag.resize(7)
     after = engine.scheduler.schedule()
     assert [after.owner(row) for row in range(after.rows)] == [("b", 0)], "which starts again: its step was given up"
     with pytest.raises(InvalidArgumentError, match="is not in flight"):
@@ -172,12 +175,12 @@ def test_moves_are_decided_with_every_step_until_nothing_lies_beyond_the_end():
     stays = engine.add("b", 20, 12, arrival=1.0)
     engine.step()
     assert engine.kinds == [[]], "nothing lies beyond the end"
-    engine.manager.resize_device(8)
-    assert engine.manager.resize_progress().live == 1
+    engine.manager.defrag.resize(8)
+    assert engine.manager.defrag.progress().live == 1
     engine.step()
     engine.step()
     assert engine.kinds[1:] == [[], ["move"]], "a block that was just filled stays for a step"
-    assert engine.manager.resize_progress().done
+    assert engine.manager.defrag.progress().done
     engine.step()
     assert engine.kinds[-1] == []
     engine.run(first, stays)
@@ -193,7 +196,7 @@ def test_moves_take_only_the_blocks_that_the_step_leaves():
 
 
 def test_the_null_block_of_a_window_is_no_room():
-    manager = BlockManager(block_size=4, device_blocks=4, sliding_window=64, watermark=0.0)
+    manager = BlockManager(block_size=4, device_blocks=4, groups=[CacheGroup.sliding_window(64)], watermark=0.0)
     scheduler = Scheduler(manager)
     with pytest.raises(OutOfBlocksError, match="needs up to 4 device blocks and 1 kept free, there are 4"):
         scheduler.add(Request("a", [1] * 12, 4))

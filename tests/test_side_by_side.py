@@ -2,7 +2,8 @@
 
 import pytest
 
-from blockyard import BlockManager, OutOfBlocksError
+from blockyard import BlockManager
+from blockyard.errors import OutOfBlocksError
 from blockyard.testing import Config, LateMemory, ReferenceManager
 from blockyard.testing.interfaces import ManagerLike
 from blockyard.testing.machines.side_by_side import SideBySide, Tracked, same
@@ -17,23 +18,23 @@ def pair(blocks: int = 4, *, model_blocks: int = 4) -> SideBySide:
 
 
 def test_calls_that_agree_give_both_answers():
-    real, model = pair().both(lambda m: m.allocate([5]), lambda m: m.allocate([5]))
+    real, model = pair().both(lambda m: m.allocate(counts=[5]), lambda m: m.allocate(counts=[5]))
     assert real is not None
     assert model is not None
     assert (len(real), len(model)) == (1, 1)
 
 
 def test_a_call_that_both_refuse_alike_is_no_failure():
-    assert pair().both(lambda m: m.allocate([99]), lambda m: m.allocate([99])) == (None, None)
+    assert pair().both(lambda m: m.allocate(counts=[99]), lambda m: m.allocate(counts=[99])) == (None, None)
 
 
 def test_answers_and_errors_that_differ_are_failures():
     with pytest.raises(AssertionError, match="answer: found 4, expected 5"):
-        pair(model_blocks=5).agree(lambda m: m.num_free(), lambda m: m.num_free())
+        pair(model_blocks=5).agree(lambda m: m.pool().num_free, lambda m: m.pool().num_free)
     with pytest.raises(AssertionError, match="the manager: OutOfBlocksError"):
-        pair(model_blocks=5).both(lambda m: m.allocate([20]), lambda m: m.allocate([20]))
+        pair(model_blocks=5).both(lambda m: m.allocate(counts=[20]), lambda m: m.allocate(counts=[20]))
     with pytest.raises(AssertionError, match="tier, wanted, free, total"):
-        pair(model_blocks=5).both(lambda m: m.allocate([40]), lambda m: m.allocate([40]))
+        pair(model_blocks=5).both(lambda m: m.allocate(counts=[40]), lambda m: m.allocate(counts=[40]))
 
     def wrong_kind(manager: ManagerLike) -> None:
         raise OutOfBlocksError("none left", "device", 1, 0, 4)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from blockyard import MappingError, Pairs, StepDecision
+from blockyard import Pairs, StepDecision
+from blockyard.errors import MappingError
 from blockyard.testing import EMPTY, LOST, Config, LateMemory, SimulatedMemory
 
 CONFIG = Config(block_size=2, device_blocks=4, host_blocks=4, external_blocks=4)

@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, BlockyardError, CacheGroup, InvariantError, SnapshotError
+from blockyard import BlockManager, BlockyardError, CacheGroup, PrefixCaching
+from blockyard.errors import InvariantError, SnapshotError
 
 
 def step(books: BlockManager) -> None:
@@ -15,13 +17,15 @@ def step(books: BlockManager) -> None:
 
 def used() -> tuple[BlockManager, list[int]]:
     """Books with a shared prefix, a fork, a swapped sequence, cached blocks and events."""
-    books = BlockManager(block_size=4, device_blocks=16, host_blocks=8, watermark=0.1, prefix_caching=True, events=50)
+    books = BlockManager(
+        block_size=4, device_blocks=16, host_blocks=8, watermark=0.1, prefix_caching=PrefixCaching(max_events=50)
+    )
     prompts = [list(range(10)), [*range(8), 99, 98, 97], list(range(50, 59))]
-    handles = [int(h) for h in books.allocate_prompts(prompts)[0]]
+    handles = [int(h) for h in allocate_prompts(books, prompts)[0]]
     step(books)
     books.mark_computed(handles)
     books.free(handles.pop(0))
-    handles += [int(h) for h in books.fork(handles[0])]
+    handles += [int(h) for h in books.fork(handles[0], 1)]
     books.swap_out(handles[1])
     step(books)
     return books, handles
@@ -32,7 +36,7 @@ def seen(books: BlockManager, handles: list[int]) -> list[object]:
     return [tables, [books.tier(h) for h in handles], [books.num_tokens(h) for h in handles], books.stats()]
 
 
-def test_restored_books_go_on_where_the_others_stopped() -> None:
+def test_a_restored_manager_goes_on_where_the_other_stopped() -> None:
     books, handles = used()
     data = books.snapshot()
     again = BlockManager.restore(data)
@@ -45,14 +49,14 @@ def test_restored_books_go_on_where_the_others_stopped() -> None:
         step(one)
         one.mark_computed(handles)
     assert seen(again, handles) == seen(books, handles)
-    assert again.cached_tokens(list(range(10))) == books.cached_tokens(list(range(10))) == 8
-    theirs, ours = again.take_events(), books.take_events()
+    assert again.prefix.lookup(list(range(10))).tokens == books.prefix.lookup(list(range(10))).tokens == 8
+    theirs, ours = again.prefix.take_events(), books.prefix.take_events()
     assert (theirs.first, len(theirs)) == (ours.first, len(ours))
     assert np.array_equal(theirs.keys, ours.keys)
-    assert again.allocate([5]).tolist() == books.allocate([5]).tolist()
+    assert again.allocate(counts=[5]).tolist() == books.allocate(counts=[5]).tolist()
 
 
-def test_books_in_motion_are_not_written_and_the_error_says_why() -> None:
+def test_a_manager_with_open_tickets_is_not_written_and_the_error_says_why() -> None:
     books, handles = used()
     books.swap_in(handles[1])
     with pytest.raises(SnapshotError, match="0 tickets are in flight, 1 pairs of the open step"):
@@ -86,18 +90,18 @@ def sealed(payload: bytes) -> bytes:
 def hybrid() -> BlockManager:
     """Books of two groups, with null blocks, a fork and a swapped sequence."""
     groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(5)]
-    books = BlockManager(block_size=4, device_blocks=32, host_blocks=16, prefix_caching=True, groups=groups)
-    handles = books.allocate_prompts([list(range(18)), list(range(30, 35))])[0]
+    books = BlockManager(block_size=4, device_blocks=32, host_blocks=16, groups=groups, prefix_caching=True)
+    handles = allocate_prompts(books, [list(range(18)), list(range(30, 35))])[0]
     step(books)
     books.mark_computed(handles)
-    books.fork(handles[0])
+    books.fork(handles[0], 1)
     books.swap_out(handles[1])
     step(books)
     return books
 
 
 @pytest.mark.parametrize("books", [used()[0], hybrid()])
-def test_a_forged_payload_is_refused_or_gives_sound_books(books: BlockManager) -> None:
+def test_a_forged_payload_is_refused_or_gives_a_sound_manager(books: BlockManager) -> None:
     data = books.snapshot()
     assert sealed(data[20:-32]) == data
     for at in range(20, len(data) - 32):
@@ -112,7 +116,7 @@ def test_a_forged_payload_is_refused_or_gives_sound_books(books: BlockManager) -
 def recurrent() -> BlockManager:
     """Books of a recurrent group: null blocks stand before the state."""
     books = BlockManager(block_size=1, device_blocks=8, groups=[CacheGroup.recurrent()], watermark=0)
-    books.allocate([2])
+    books.allocate(counts=[2])
     step(books)
     return books
 
@@ -124,13 +128,10 @@ def two_caches() -> BlockManager:
         device_blocks=4,
         host_blocks=4,
         watermark=0,
-        prefix_caching=True,
-        host_prefix_cache=True,
-        events=8,
-        max_pinned=0.25,
+        prefix_caching=PrefixCaching(host=True, max_events=8, max_pinned=0.25),
     )
-    books.set_quota(2, salt=b"one")
-    handles = books.allocate_prompts([[1, 2]], salt=b"one")[0]
+    books.prefix.set_quota(b"one", 2)
+    handles = allocate_prompts(books, [[1, 2]], salt=b"one")[0]
     step(books)
     books.mark_computed(handles)
     books.swap_out([int(handles[0])])
@@ -147,7 +148,7 @@ def use(books: BlockManager, handle: int) -> None:
         lambda: books.truncate(handle, 0),
         lambda: books.append([handle], 1),
         lambda: books.swap_in([handle]),
-        lambda: books.allocate_prompts([[1, 2, 9]]),
+        lambda: allocate_prompts(books, [[1, 2, 9]]),
         lambda: books.free([handle]),
     ]
     for call in calls:
@@ -162,7 +163,7 @@ def use(books: BlockManager, handle: int) -> None:
 
 
 @pytest.mark.parametrize("make", [recurrent, two_caches, hybrid])
-def test_books_of_a_forged_payload_hold_while_they_are_used(make: Callable[[], BlockManager]) -> None:
+def test_a_manager_of_a_forged_payload_holds_while_it_is_used(make: Callable[[], BlockManager]) -> None:
     data = make().snapshot()
     payload = data[20:-32]
     accepted = 0

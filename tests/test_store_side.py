@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, InvalidArgumentError, MappingError, Pairs, StepDecision, StoreError
+from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
+from blockyard.errors import InvalidArgumentError, MappingError, StoreError
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
@@ -85,13 +86,16 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
                     table = books.block_table(handle).astype(np.int64)
                     assert np.array_equal(engine.read("device", table), rows[handle])
             while len(rows) < 2:
-                (handle,) = books.allocate([4 * int(random.integers(1, 4))]).tolist()
+                (handle,) = books.allocate(counts=[4 * int(random.integers(1, 4))]).tolist()
                 books.complete(books.take_decision().ticket)
                 table = books.block_table(handle).astype(np.int64)
                 rows[handle] = random.integers(0, 256, (len(table), SIZE), dtype=np.uint8)
                 engine.write("device", table, rows[handle])
             handle = list(rows)[random.integers(2)]
-            (books.spill if books.tier(handle) == "device" else books.fetch)([handle])
+            if books.tier(handle) == "device":
+                books.swap_out([handle], to="external")
+            else:
+                books.swap_in([handle])
             decision = books.take_decision()
             executor.submit(decision)
             done = finish(executor, decision.ticket, polls=bool(random.integers(2)))
@@ -104,7 +108,7 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
             books.check()
             assert (executor.num_in_flight, executor.staged_bytes, executor.poll()) == (0, 0, [])
         books.free(list(rows))
-    assert all(books.num_free(tier) == books.num_blocks(tier) for tier in TIERS)
+    assert all(books.pool(tier).num_free == books.pool(tier).num_blocks for tier in TIERS)
     assert store.broken > 5
 
 

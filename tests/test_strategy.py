@@ -1,4 +1,4 @@
-"""The table of ways between host and device: its file, its rules, and that the compiled library reads them alike."""
+"""The table of copy strategies: its file, its rules, and that the compiled library reads them alike."""
 
 import ctypes
 import json
@@ -13,54 +13,64 @@ from hypothesis import strategies as st
 from blockyard.engine import ops
 from blockyard.engine.ops import strategy
 from blockyard.engine.ops.library import op_library
-from blockyard.engine.ops.strategy import ALLOWED, MOST, WAYS, Rule, WayTable, read_table, table_path, use_rules
+from blockyard.engine.ops.strategy import (
+    ALLOWED,
+    MOST,
+    STRATEGIES,
+    Rule,
+    StrategyTable,
+    read_table,
+    table_path,
+    use_rules,
+)
 from blockyard.errors import InvalidArgumentError, MappingError
 
-TABLE = WayTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")))
+TABLE = StrategyTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")))
 CUDA = Path(__file__).resolve().parent.parent / "cuda"
 SHIM = """
-#include "ways.h"
+#include "strategy.h"
 using namespace blockyard;
 extern "C" void use(const int64_t* rules, int64_t count) {
-    std::vector<WayRule> read;
+    std::vector<StrategyRule> read;
     for (int64_t n = 0; n < count; ++n, rules += 4)
-        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Way>(rules[3])});
-    set_ways(1, read);
+        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Strategy>(rules[3])});
+    set_strategies(1, read);
 }
 extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count) {
-    return static_cast<int64_t>(choose_way(device, static_cast<Direction>(direction), bytes, count));
+    return static_cast<int64_t>(choose_strategy(device, static_cast<Direction>(direction), bytes, count));
 }
 """
 
 
 def test_the_first_rule_that_holds_decides():
-    assert TABLE.way("h2d", 8192, 1000) == "kernel"
-    assert TABLE.way("h2d", 8193, 1000) == "batch"
-    assert TABLE.way("h2d", 8192, 1001) == "batch"
-    assert TABLE.way("d2h", 1 << 30, 2) == "loop"
-    assert TABLE.way("d2h", 1 << 30, 4) == "batch"
-    assert TABLE.way("d2d", 1, 1) == "kernel"
+    assert TABLE.strategy("h2d", 8192, 1000) == "kernel"
+    assert TABLE.strategy("h2d", 8193, 1000) == "batch"
+    assert TABLE.strategy("h2d", 8192, 1001) == "batch"
+    assert TABLE.strategy("d2h", 1 << 30, 2) == "loop"
+    assert TABLE.strategy("d2h", 1 << 30, 4) == "batch"
+    assert TABLE.strategy("d2d", 1, 1) == "kernel"
 
 
 def test_a_table_comes_back_from_its_file(tmp_path: Path):
-    path = tmp_path / "deep" / "ways.json"
+    path = tmp_path / "deep" / "strategies.json"
     TABLE.save(path)
     assert read_table(path) == TABLE
-    assert [file.name for file in path.parent.iterdir()] == ["ways.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["strategies.json"]
 
 
-GOOD = {"version": 2, "device": "d", "torch_cuda": "13.0", "rules": []}
+def with_rule(direction: str, max_bytes: float, strategy: str) -> dict[str, object]:
+    return {**GOOD, "rules": [{"direction": direction, "max_bytes": max_bytes, "max_count": 1, "strategy": strategy}]}
+
+
+GOOD = {"version": 3, "device": "d", "torch_cuda": "13.0", "rules": []}
 BROKEN = {
-    "another version": {**GOOD, "version": 1},
+    "another version": {**GOOD, "version": 2},
     "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
-    "an unknown way": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1, "max_count": 1, "way": "magic"}]},
-    "a way of another direction": {
-        **GOOD,
-        "rules": [{"direction": "d2d", "max_bytes": 1, "max_count": 1, "way": "batch"}],
-    },
-    "an unknown direction": {**GOOD, "rules": [{"direction": "up", "max_bytes": 1, "max_count": 1, "way": "loop"}]},
-    "a fraction": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 1.5, "max_count": 1, "way": "loop"}]},
-    "a huge number": {**GOOD, "rules": [{"direction": "h2d", "max_bytes": 2**70, "max_count": 1, "way": "loop"}]},
+    "an unknown strategy": with_rule("h2d", 1, "magic"),
+    "a strategy of another direction": with_rule("d2d", 1, "batch"),
+    "an unknown direction": with_rule("up", 1, "loop"),
+    "a fraction": with_rule("h2d", 1.5, "loop"),
+    "a huge number": with_rule("h2d", 2**70, "loop"),
     "a missing field": {**GOOD, "rules": [{"direction": "h2d"}]},
     "a list": [],
 }
@@ -68,7 +78,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_file_that_is_no_table_is_as_none(tmp_path: Path, case: str):
-    path = tmp_path / "ways.json"
+    path = tmp_path / "strategies.json"
     path.write_text(json.dumps(GOOD))
     assert read_table(path) is not None
     path.write_text(json.dumps(BROKEN[case]))
@@ -80,7 +90,7 @@ def test_a_file_that_is_no_table_is_as_none(tmp_path: Path, case: str):
 
 def test_the_file_is_named_by_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
-    assert table_path("NVIDIA H200 (80/GB)") == tmp_path / "ways-nvidia-h200-80-gb.json"
+    assert table_path("NVIDIA H200 (80/GB)") == tmp_path / "copy-strategy-nvidia-h200-80-gb.json"
     monkeypatch.delenv("BLOCKYARD_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert table_path("A").parent == tmp_path / "blockyard"
@@ -90,32 +100,32 @@ def test_a_cached_table_is_used_with_its_cuda_release_alone(monkeypatch: pytest.
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
     for release, used in (("0.0", None), (str(torch.version.cuda), TABLE.rules)):
-        WayTable("card", release, TABLE.rules).save(table_path("card"))
+        StrategyTable("card", release, TABLE.rules).save(table_path("card"))
         strategy.use_cached.cache_clear()
         table = strategy.use_cached(0)
         assert (table.rules if table else None) == used
     strategy.use_cached.cache_clear()
     table_path("card").unlink()
-    with strategy.forced(0, "loop"):
+    with strategy.force_strategy(0, "loop"):
         assert strategy.use_cached(0) is None
     strategy.use_cached.cache_clear()
 
 
-def test_rules_of_no_way_are_refused():
+def test_rules_of_an_unknown_strategy_are_refused():
     with pytest.raises(InvalidArgumentError, match="magic"):
         use_rules(0, (Rule("h2d", 1, 1, "magic"),))
     with pytest.raises(InvalidArgumentError, match="d2d: kernel, bulk"):
         use_rules(0, (Rule("d2d", 1, 1, "batch"),))
 
 
-def test_one_way_is_forced_where_copies_may_go_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_strategy_is_forced_in_the_directions_that_allow_it(monkeypatch: pytest.MonkeyPatch):
     used: list[tuple[Rule, ...]] = []
     monkeypatch.setattr(strategy, "use_cached", lambda index: TABLE)
     monkeypatch.setattr(strategy, "use_rules", lambda index, rules: used.append(rules))
-    for way, directions in (("bulk", {"h2d", "d2h", "d2d"}), ("batch", {"h2d", "d2h"})):
-        with strategy.forced(0, way):
+    for name, directions in (("bulk", {"h2d", "d2h", "d2d"}), ("batch", {"h2d", "d2h"})):
+        with strategy.force_strategy(0, name):
             assert {rule.direction for rule in used[-1]} == directions
-            assert {rule.way for rule in used[-1]} == {way}
+            assert {rule.strategy for rule in used[-1]} == {name}
         assert used[-1] == TABLE.rules
 
 
@@ -124,7 +134,7 @@ def test_one_way_is_forced_where_copies_may_go_it(monkeypatch: pytest.MonkeyPatc
     [
         (-1, [[0, 1, 1, 1]], "device -1"),
         (64, [[0, 1, 1, 1]], "device 64"),
-        (0, [[0, 1, 1, 5]], "way 5, there are 4"),
+        (0, [[0, 1, 1, 5]], "strategy 5, there are 4"),
         (0, [[3, 1, 1, 1]], "direction 3, there are 3"),
     ],
 )
@@ -132,16 +142,16 @@ def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list
     if not op_library().loaded:
         pytest.skip(op_library().explain())
     with pytest.raises(MappingError, match=message):
-        ops._call(torch.ops.blockyard.set_ways, device, torch.tensor(rules))
+        ops._call(torch.ops.blockyard.set_strategies, device, torch.tensor(rules))
     with pytest.raises(MappingError, match="rules are not int64"):
-        ops._call(torch.ops.blockyard.set_ways, 0, torch.zeros(4, dtype=torch.int64))
+        ops._call(torch.ops.blockyard.set_strategies, 0, torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("ways")
+    folder = tmp_path_factory.mktemp("strategies")
     (folder / "shim.cpp").write_text(SHIM)
-    sources = [str(folder / "shim.cpp"), str(CUDA / "ways.cpp"), "-o", str(folder / "shim.so")]
+    sources = [str(folder / "shim.cpp"), str(CUDA / "strategy.cpp"), "-o", str(folder / "shim.so")]
     subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CUDA}", *sources], check=True)
     library = ctypes.CDLL(str(folder / "shim.so"))
     library.choose.restype = ctypes.c_int64
@@ -167,8 +177,10 @@ def test_the_library_chooses_as_the_table_does(
     shim: ctypes.CDLL, rules: list[Rule], direction: str, num_bytes: int, count: int
 ):
     place = DIRECTIONS.index(direction)
-    numbers = [n for r in rules for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, WAYS[r.way])]
+    numbers = [
+        n for r in rules for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy])
+    ]
     shim.use((ctypes.c_int64 * max(1, len(numbers)))(*numbers), ctypes.c_int64(len(rules)))
-    wanted = WAYS[WayTable("", "", tuple(rules)).way(direction, num_bytes, count)]
+    wanted = STRATEGIES[StrategyTable("", "", tuple(rules)).strategy(direction, num_bytes, count)]
     assert shim.choose(1, place, num_bytes, count) == wanted
-    assert shim.choose(64, place, num_bytes, count) == WAYS[ALLOWED[direction][0]]
+    assert shim.choose(64, place, num_bytes, count) == STRATEGIES[ALLOWED[direction][0]]

@@ -1,4 +1,4 @@
-"""Many threads on one manager, on batches over it and on allocators: no deadlock, and the books are exact.
+"""Many threads on one manager and on allocators: no deadlock, and the state is exact.
 
 The schedules are the machine's; those that `shuttle` chooses are in `rust/locks/src/tests.rs`.
 """
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from blockyard import AllocatorPair, BlockManager, DecodeBatch, OutOfBlocksError, SequenceStateError
-from blockyard._core import BlockAllocator
+from blockyard import BlockManager
+from blockyard._core import AllocatorPair, BlockAllocator
+from blockyard.errors import OutOfBlocksError, SequenceStateError
 from blockyard.integrations.vllm_v0 import BlockTable, CpuGpuBlockAllocator, Device
 
 THREADS = 8
@@ -50,20 +51,18 @@ def hammer(*work: Callable[[], None]) -> None:
 
 
 def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
-    """One engine's life on shared books: admit, decode in a batch of its own, fork, perhaps swap, free."""
-    tables, slots = np.zeros((3, 16), np.int32), np.zeros(3, np.int64)
-    batch = DecodeBatch(books, tables, slots)
+    """One engine's life on a shared manager: admit, decode with tables of its own, fork, perhaps swap, free."""
+    tables, slots = np.zeros((2, 16), np.int32), np.zeros(2, np.int64)
 
     def once() -> None:
         try:
-            handles = books.allocate([9, 5])
+            handles = books.allocate(counts=[9, 5])
         except OutOfBlocksError:
             return
         books.complete(books.take_decision().ticket)
-        batch.add(handles)
         for _ in range(5):
             try:
-                batch.append()
+                books.append(handles, block_tables=tables, out=slots)
             except OutOfBlocksError:
                 break
             rows = [books.block_table(int(handle)) for handle in handles]
@@ -71,10 +70,8 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
                 assert tables[i, : len(row)].tolist() == row.tolist()
                 assert slots[i] // 4 in row
         books.complete(books.take_decision().ticket)
-        child = books.fork(int(handles[0]))
+        child = books.fork(int(handles[0]), 1)
         assert books.block_tables(child).shape[0] == 1
-        for _ in handles:
-            batch.remove(0)
         group = np.concatenate([handles, child])
         if swap:
             # No room, or another thread's step is under way.
@@ -87,42 +84,38 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_engines_that_share_a_manager_leave_exact_books(prefix_caching: bool):
+def test_engines_that_share_a_manager_leave_it_exact(prefix_caching: bool):
     books = BlockManager(block_size=4, device_blocks=96, host_blocks=32, watermark=0.0, prefix_caching=prefix_caching)
 
     def watch() -> None:
         books.check()
         books.stats()
-        list(books.iter_free_blocks())
+        list(iter(books.pool()))
 
     hammer(*(engine(books, swap=i % 2 == 0) for i in range(THREADS - 1)), watch)
     books.complete(books.take_decision().ticket)
     books.check()
-    assert (books.num_sequences, books.num_free(), books.num_free("host")) == (0, 96, 32)
+    assert (books.stats().sequences, books.pool().num_free, books.pool("host").num_free) == (0, 96, 32)
 
 
-def test_one_batch_shared_by_threads_stays_whole():
+def test_tables_that_threads_keep_together_stay_whole():
     books = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
-    tables, slots = np.zeros((4, 1024), np.int32), np.zeros(4, np.int64)
-    batch = DecodeBatch(books, tables, slots)
-    handles = books.allocate([1, 1, 1, 1])
-    batch.add(handles)
+    tables = np.zeros((4, 1024), np.int32)
+    handles = books.allocate(counts=[1, 1, 1, 1])
     appended: list[None] = []
 
     def append() -> None:
         if len(appended) < 1000:
-            batch.append()
+            books.append(handles, block_tables=tables)
             appended.append(None)
 
     def look() -> None:
-        batch.find(int(handles[2]))
-        batch.refresh()
-        assert len(batch) == 4
+        shown = books.block_tables(handles)
+        assert len(np.unique(shown[shown > 0])) == np.count_nonzero(shown)
 
     hammer(append, append, append, look)
     books.check()
     assert [books.num_tokens(int(handle)) for handle in handles] == [1 + len(appended)] * 4
-    batch.refresh()
     for row, handle in zip(tables, handles, strict=True):
         table = books.block_table(int(handle))
         assert row[: len(table)].tolist() == table.tolist()

@@ -198,11 +198,42 @@ def test_each_python_module_has_a_test_file():
     assert not untested
 
 
-def test_contributing_names_only_paths_that_exist():
-    quoted = re.findall(r"`([^`\s]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    paths = [path for path in quoted if "/" in path or (ROOT / path).suffix in TEXT]
+# Where a document's paths start.
+BASES = (ROOT, ROOT / "rust", ROOT / "rust" / "core" / "src", ROOT / "python" / "blockyard")
+
+
+def found(path: str) -> Path | None:
+    return next((base / path for base in BASES if (base / path).exists()), None)
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_documents_name_only_paths_that_exist(document: str):
+    quoted = re.findall(r"`([^`\s:]+)(?:::[\w.]+)?`", (ROOT / document).read_text(encoding="utf-8"))
+    paths = [path for path in quoted if "/" in path or Path(path).suffix in TEXT]
     assert paths
-    assert not [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+    assert not [path for path in paths if not found(path)]
+
+
+def test_architecture_names_only_functions_that_exist():
+    named = re.findall(r"`([^`\s:]+)::([\w.]+)`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert named
+    missing = []
+    for path, dotted in named:
+        source = found(path)
+        text = source.read_text(encoding="utf-8") if source else ""
+        # A method is named with its class in Python; Rust's own are found by their name alone.
+        wanted = [rf"\b(?:def|class|fn|struct|enum|trait) {part}\b" for part in dotted.split(".")]
+        if not all(re.search(pattern, text) for pattern in wanted):
+            missing.append(f"{path}::{dotted}")
+    assert not missing
+
+
+def test_decision_records_are_short_and_in_the_usual_form():
+    for record in (ROOT / "docs" / "decisions").glob("*.md"):
+        text = record.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 30, name(record)
+        assert max(map(len, text.splitlines())) <= 120, name(record)
+        assert all(f"**{part}" in text for part in ("Context", "Decision", "Consequences")), name(record)
 
 
 def test_make_targets_named_in_documents_exist():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from prompts import allocate_prompts
 
-from blockyard import BlockManager, InvalidArgumentError, SequenceStateError, UnknownSequenceError
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError, SequenceStateError, UnknownSequenceError
 from blockyard.testing import ReferenceManager
 
 BLOCK = 4
@@ -22,13 +24,13 @@ def settle(books: BlockManager) -> list[list[int]]:
 
 
 def open_one(books: BlockManager, tokens: int) -> int:
-    handle = int(books.allocate([tokens])[0])
+    handle = int(books.allocate(counts=[tokens])[0])
     settle(books)
     return handle
 
 
 def open_prompt(books: BlockManager, tokens: list[int]) -> tuple[int, int]:
-    handles, cached = books.allocate_prompts([tokens])
+    handles, cached = allocate_prompts(books, [tokens])
     settle(books)
     books.mark_computed(handles)
     return int(handles[0]), int(cached[0])
@@ -41,7 +43,7 @@ def test_rejected_tokens_go_with_their_blocks_and_those_of_lookahead():
     settle(books)
     books.truncate(handle, 7)
     assert (books.num_tokens(handle), books.block_table(handle).tolist()) == (7, [0, 1])
-    assert books.num_free() == 14
+    assert books.pool().num_free == 14
     assert books.append([handle], 2).tolist() == [7, 8]
     books.check()
 
@@ -54,7 +56,7 @@ def test_truncation_to_the_same_length_only_frees_lookahead():
     books.truncate(handle, 4)
     assert books.block_table(handle).tolist() == [0]
     books.truncate(handle, 0)
-    assert (books.num_free(), books.append([handle]).tolist()) == (16, [0])
+    assert (books.pool().num_free, books.append([handle]).tolist()) == (16, [0])
 
 
 def test_tokens_that_this_step_writes_cannot_be_taken_back_in_it():
@@ -81,9 +83,9 @@ def test_a_longer_or_an_unknown_sequence_is_refused():
 def test_a_shared_block_that_became_partial_is_copied_before_it_is_written():
     books = manager()
     parent = open_one(books, 8)
-    child = int(books.fork(parent)[0])
+    child = int(books.fork(parent, 1)[0])
     books.truncate(child, 6)
-    assert books.blocks_to_append([child]) == 1
+    assert books.can_append([child]).blocks == 1
     assert books.append([child]).tolist() == [2 * BLOCK + 2]
     assert settle(books) == [[1, 2]]
     assert books.block_table(parent).tolist() == [0, 1]
@@ -94,7 +96,7 @@ def test_a_shared_block_that_became_partial_is_copied_before_it_is_written():
 def test_a_shared_block_of_which_one_holds_a_part_leaves_once_and_the_longer_one_first(make: type[BlockManager]):
     books = make(block_size=BLOCK, device_blocks=8, host_blocks=1, watermark=0.0)
     parent = open_one(books, 4)
-    child = int(books.fork(parent)[0])
+    child = int(books.fork(parent, 1)[0])
     books.truncate(child, 3)
     for handle in (parent, child):
         books.swap_out([handle])
@@ -110,8 +112,8 @@ def test_a_published_block_that_became_partial_is_copied_and_stays_cached():
     assert books.append([handle], 2, token_ids=[60, 70]).tolist() == [2 * BLOCK + 2, 2 * BLOCK + 3]
     assert settle(books) == [[1, 2]]
     books.mark_computed([handle])
-    assert books.cached_tokens([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
-    assert books.cached_tokens([1, 2, 3, 4, 5, 6, 60, 70, 9]) == 8
+    assert books.prefix.lookup([1, 2, 3, 4, 5, 6, 7, 8, 9]).tokens == 8
+    assert books.prefix.lookup([1, 2, 3, 4, 5, 6, 60, 70, 9]).tokens == 8
     books.check()
 
 
@@ -124,8 +126,8 @@ def test_keys_are_right_after_a_cut_into_the_last_full_block():
     books.append([handle], 5, token_ids=[40, 50, 60, 70, 80])
     settle(books)
     books.mark_computed([handle])
-    assert books.cached_tokens([1, 2, 3, 40, 50, 60, 70, 80, 0]) == 8
-    assert books.cached_tokens([1, 2, 3, 4, 5]) == 0
+    assert books.prefix.lookup([1, 2, 3, 40, 50, 60, 70, 80, 0]).tokens == 8
+    assert books.prefix.lookup([1, 2, 3, 4, 5]).tokens == 0
 
 
 def test_a_cut_further_back_publishes_nothing_more_and_nothing_wrong():
@@ -135,15 +137,15 @@ def test_a_cut_further_back_publishes_nothing_more_and_nothing_wrong():
     books.append([handle], 3, token_ids=[60, 70, 80])
     settle(books)
     books.mark_computed([handle])
-    assert books.cached_tokens([1, 2, 3, 4, 5, 60, 70, 80, 0]) == 4
-    assert books.cached_tokens([*range(1, 14), 0]) == 12
+    assert books.prefix.lookup([1, 2, 3, 4, 5, 60, 70, 80, 0]).tokens == 4
+    assert books.prefix.lookup([*range(1, 14), 0]).tokens == 12
     books.check()
 
 
 def test_a_truncated_block_is_parted_from_its_copy_in_the_host():
     books = manager()
     parent = open_one(books, 8)
-    child = int(books.fork(parent)[0])
+    child = int(books.fork(parent, 1)[0])
     books.swap_out([parent])
     settle(books)
     books.truncate(child, 6)
@@ -162,14 +164,14 @@ def test_a_sequence_in_the_host_can_be_truncated():
     books.swap_out([handle])
     settle(books)
     books.truncate(handle, 2)
-    assert (books.num_free("host"), books.tier(handle)) == (7, "host")
+    assert (books.pool("host").num_free, books.tier(handle)) == (7, "host")
     books.swap_in([handle])
     settle(books)
     assert books.append([handle]).tolist() == [2]
     books.check()
 
 
-def test_speculative_decoding_in_step_leaves_the_books_exact():
+def test_speculative_decoding_in_step_leaves_the_manager_exact():
     books = manager(device=64, prefix_caching=True)
     rng = np.random.default_rng(0)
     handle, _ = open_prompt(books, list(range(1, 7)))
@@ -183,4 +185,4 @@ def test_speculative_decoding_in_step_leaves_the_books_exact():
         books.truncate(handle, len(tokens))
         books.mark_computed([handle])
         books.check()
-    assert books.cached_tokens([*tokens, 0]) == len(tokens) // BLOCK * BLOCK
+    assert books.prefix.lookup([*tokens, 0]).tokens == len(tokens) // BLOCK * BLOCK

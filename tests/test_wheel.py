@@ -21,13 +21,13 @@ import blockyard
 from blockyard._core import BlockManager
 assert blockyard.__file__.startswith(sys.prefix), blockyard.__file__
 manager = BlockManager(block_size=4, device_blocks=8)
-sequences = manager.allocate([5, 3])
-assert manager.num_free("device") == 5
+sequences = manager.allocate(counts=[5, 3])
+assert manager.pool("device").num_free == 5
 slots = manager.append(sequences, 1)
 assert len(slots) == 2
 manager.free(sequences)
 manager.check()
-assert manager.num_free("device") == 8
+assert manager.pool("device").num_free == 8
 assert "torch" not in sys.modules
 """
 

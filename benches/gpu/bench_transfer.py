@@ -5,8 +5,8 @@
 Directions: d2h, h2d (page-locked memory), both (d2h and h2d at once, on two streams; bytes of both count), d2d. Ratios:
 `to_large` to one copy of the same bytes (d2d: `copy_`; both: two large copies at once), `to_loop` to one
 cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time until the call returns, for a hundred pieces;
-`loop_host_us_per_100` the loop's. `way` is what the calibrated table chose, `sms` how many multiprocessors that way may
-take, and `ways` has the GB/s of each way that the direction knows. `compute_kept` is the rate of matrix products on
+`loop_host_us_per_100` the loop's. `strategy` is the calibrated table's choice, `sms` how many multiprocessors it may
+take, and `strategies` the GB/s of each strategy of the direction. `compute_kept` is the rate of matrix products on
 another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is
 the rate at which host memory is touched and page-locked.
 
@@ -25,8 +25,8 @@ import torch
 from blockyard.engine import ops
 from blockyard.engine.cuda.calibrate import calibrate_device
 from blockyard.engine.host_pool import HostPool
-from blockyard.engine.ops import strategy
 from blockyard.engine.ops.library import op_library
+from blockyard.engine.ops.strategy import ALLOWED, StrategyTable, force_strategy, use_cached
 
 SIZES = tuple(4096 << step for step in range(11))
 COUNTS = (16, 128, 1024, 8192, 50_000)
@@ -57,7 +57,7 @@ def main() -> int:
     device = torch.cuda.current_device()
     if not arguments.no_calibrate:
         calibrate_device(device, lambda line: print(f"calibrating {line}"))
-    table = strategy.use_cached(device)
+    table = use_cached(device)
     results = []
     for size, count in shapes(quick=arguments.quick):
         for direction in DIRECTIONS:
@@ -115,8 +115,8 @@ class Case:
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         self.compute = torch.cuda.Stream()
 
-    def measure(self, repeat: int, table: strategy.WayTable | None) -> dict[str, object]:
-        """Time ours, the large copy and the loop by turns, then each way, then compute beside ours."""
+    def measure(self, repeat: int, table: StrategyTable | None) -> dict[str, object]:
+        """Time ours, the large copy and the loop by turns, then each strategy, then compute beside ours."""
         routes = self.routes()
         works: dict[str, Work] = {
             "ours": self.ours,
@@ -135,9 +135,13 @@ class Case:
         if "loop" in taken:
             result["to_loop"] = taken["loop"] / taken["ours"]
             result["loop_host_us_per_100"] = host["loop"] * 1e8 / pieces
-        if self.direction in strategy.ALLOWED:
-            way = table.way(self.direction, self.size, self.count) if table else strategy.ALLOWED[self.direction][0]
-            result |= {"way": way, "sms": self.multiprocessors(way), "ways": self.by_way(repeat, moved)}
+        if self.direction in ALLOWED:
+            strategy = table.strategy(self.direction, self.size, self.count) if table else ALLOWED[self.direction][0]
+            result |= {
+                "strategy": strategy,
+                "sms": self.multiprocessors(strategy),
+                "strategies": self.by_strategy(repeat, moved),
+            }
         # Where calls return long before the copies end: else none would be left to run beside anything.
         if taken["ours"] > max(1e-3, 2 * host["ours"]):
             result["compute_kept"] = self.compute_kept(taken["ours"])
@@ -152,27 +156,29 @@ class Case:
                 taken[name], host[name] = min(taken[name], seconds), min(host[name], returned)
         return taken, host
 
-    def by_way(self, repeat: int, moved: int) -> dict[str, float]:
-        """GB/s of every way that copies in this direction may take on this device."""
+    def by_strategy(self, repeat: int, moved: int) -> dict[str, float]:
+        """GB/s of every strategy that copies in this direction may take on this device."""
         rates = {}
-        for way in strategy.ALLOWED[self.direction]:
-            if (way == "loop" and self.count > MOST_LOOPED) or (way == "bulk" and not self.has_bulk()):
+        for strategy in ALLOWED[self.direction]:
+            if (strategy == "loop" and self.count > MOST_LOOPED) or (strategy == "bulk" and not self.has_bulk()):
                 continue
-            with strategy.forced(self.device, way):
-                taken, _ = self.best({way: self.ours}, repeat)
-            rates[way] = moved / taken[way] / 1e9
+            with force_strategy(self.device, strategy):
+                taken, _ = self.best({strategy: self.ours}, repeat)
+            rates[strategy] = moved / taken[strategy] / 1e9
         return rates
 
     def has_bulk(self) -> bool:
         """Whether this device and the library have the bulk engine."""
         return bool(torch.ops.blockyard.has_bulk(self.device))
 
-    def multiprocessors(self, way: str) -> int:
-        """How many multiprocessors a way may take."""
-        if way in {"batch", "loop"}:
+    def multiprocessors(self, strategy: str) -> int:
+        """How many multiprocessors a strategy may take."""
+        if strategy in {"batch", "loop"}:
             return 0
         every = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return every if self.direction == "d2d" and (way == "kernel" or not self.has_bulk()) else min(FEW_SMS, every)
+        return (
+            every if self.direction == "d2d" and (strategy == "kernel" or not self.has_bulk()) else min(FEW_SMS, every)
+        )
 
     def compute_kept(self, seconds: float) -> float:
         """Rate of matrix products while copies run without a pause, as a part of their rate alone."""

@@ -1,7 +1,7 @@
 """The build backend (PEP 517 and 660): compiles the op library with nvcc and g++, then hands over to maturin.
 
 Settings, as environment variables:
-    BLOCKYARD_CUDA: `auto` (default: with the op library where it can be built), `require`, `off`.
+    BLOCKYARD_CUDA: `auto` (default: build the op library if possible), `require`, `off`.
     BLOCKYARD_CUDA_ARCHS: `80,90,100,120` by default; machine code for each, PTX for the lowest.
     CUDA_HOME: a toolkit to take nvcc from, instead of the wheels on PyPI.
 """
@@ -36,7 +36,7 @@ prepare_metadata_for_build_editable = maturin.prepare_metadata_for_build_editabl
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
-    """Name what a build needs beside maturin: the nvcc wheels, unless they could not be used or CUDA_HOME has nvcc."""
+    """Name the requirements of a build: maturin's, and the nvcc wheels where they are needed and usable."""
     requirements: list[str] = maturin.get_requires_for_build_wheel(config_settings)
     if _wants_nvcc():
         requirements.append(NVCC_REQUIREMENT)
@@ -49,7 +49,7 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the op library and the wheel; the wheel is checked to hold what was built."""
+    """Build the op library and the wheel, and check the wheel's contents."""
     manifest = build_op_library(Path(), os.environ)
     name: str = maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
     check_wheel(Path(wheel_directory) / name, Path(), with_library=manifest["built"])
@@ -66,7 +66,7 @@ def build_editable(
 
 
 def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Build the source archive; it is checked to hold the op library's sources and this backend."""
+    """Build the source archive, and check that it holds the op library's sources and this backend."""
     name: str = maturin.build_sdist(sdist_directory, config_settings)
     backend = Path(__file__).resolve().parent.relative_to(Path.cwd().resolve())
     check_sdist(Path(sdist_directory) / name, [*SOURCES.iterdir(), *backend.glob("*.py")])

@@ -1,6 +1,6 @@
-"""Checks that finished archives hold what was built, and that a wheel's tag promises no more than the op library keeps.
+"""Checks that archives hold what was built, and that the op library fits the wheel's platform tag.
 
-maturin leaves out a file that it does not find without a word, and audits `_core` alone.
+maturin silently leaves out missing files, and audits only `_core`.
 """
 
 import re
@@ -19,11 +19,11 @@ def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
 
     Args:
         wheel: the wheel's file.
-        root: the source tree, whose op library was packed.
+        root: the source tree with the packed op library.
         with_library: whether the op library was built.
 
     Raises:
-        BuildError: the wheel is not what was built.
+        BuildError: the wheel does not match the build.
     """
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
@@ -38,7 +38,7 @@ def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
 
 
 def check_sdist(sdist: Path, needed: Iterable[Path]) -> None:
-    """Check that a source archive holds all files named.
+    """Check that a source archive holds all given files.
 
     Args:
         sdist: the archive's file.

@@ -1,6 +1,6 @@
-"""Builds `python/blockyard/_ops.so` from `cuda/` and writes down beside it what it was built for.
+"""Builds `python/blockyard/_ops.so` from `cuda/`, with a record of its targets in `_ops.json`.
 
-`_ops.json` is written in every case: where there is no op library it holds the reason, for `blockyard doctor`.
+`_ops.json` is always written: without an op library it holds the reason, for `blockyard doctor`.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ MANIFEST = Path("python/blockyard/_ops.json")
 
 
 class Manifest(TypedDict):
-    """What `_ops.json` holds: `reason` is empty and the rest filled in iff the library was built."""
+    """Contents of `_ops.json`. If the library was built, `reason` is empty and the rest is filled in."""
 
     built: bool
     reason: str
@@ -35,7 +35,7 @@ class Manifest(TypedDict):
 
 
 def build_op_library(root: Path, environ: Mapping[str, str]) -> Manifest:
-    """Build the op library in place, or write down why it is not built.
+    """Build the op library in place, or record why not.
 
     Args:
         root: the source tree; `cuda/` is read, `python/blockyard/` written.
@@ -45,7 +45,7 @@ def build_op_library(root: Path, environ: Mapping[str, str]) -> Manifest:
         The manifest that was written.
 
     Raises:
-        BuildError: a setting is wrong, a compiler failed, or the library is required and cannot be built.
+        BuildError: a setting is invalid, a compiler failed, or the required library cannot be built.
     """
     settings = read_settings(environ)
     try:
@@ -57,7 +57,7 @@ def build_op_library(root: Path, environ: Mapping[str, str]) -> Manifest:
             raise BuildError(f"BLOCKYARD_CUDA=require, but there is {missing}") from missing
         _say(f"building without the op library: {missing}")
         manifest = _without(str(missing))
-        # One left over from an earlier build would be packed silently.
+        # A library of an earlier build would be packed silently.
         (root / LIBRARY).unlink(missing_ok=True)
     _write_if_changed(root / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return manifest
@@ -68,12 +68,12 @@ def compile_commands(root: Path, settings: Settings, tools: Toolchain, scratch: 
 
     Args:
         root: the source tree.
-        settings: what the user asked for.
+        settings: the user's settings.
         tools: compilers and headers.
         scratch: folder for object files and the linked library, `_ops.so`.
 
     Returns:
-        One command line each, to be run in order; the last one links.
+        One command line each, in order; the last one links.
     """
     commands = []
     objects = []
@@ -121,18 +121,18 @@ def _build(root: Path, settings: Settings, tools: Toolchain) -> Manifest:
     )
     if _is_current(root, manifest["key"]):
         return manifest
-    # Inside the package folder, so that the finished library moves into its place in one step.
+    # Inside the package folder, so that the finished library moves into place in one step.
     with tempfile.TemporaryDirectory(dir=(root / LIBRARY).parent, prefix=".ops-") as name:
         for command in compile_commands(root, settings, tools, Path(name)):
             _run(command, root)
-        # A build that is cut off here must not leave a stamp that names another library.
+        # A build interrupted here must not leave a record of another library.
         (root / MANIFEST).unlink(missing_ok=True)
         (Path(name) / LIBRARY.name).replace(root / LIBRARY)
     return manifest
 
 
 def _key(root: Path, settings: Settings, tools: Toolchain) -> str:
-    """Digest all that decides the library's bytes: sources, command lines, compiler versions."""
+    """Digest everything that decides the library's bytes: sources, command lines, compiler versions."""
     digest = hashlib.sha256(repr(tools).encode())
     for command in compile_commands(root, settings, tools, Path("scratch")):
         digest.update(shlex.join(command).encode() + b"\0")
@@ -151,7 +151,7 @@ def _is_current(root: Path, key: str) -> bool:
 
 
 def _sources(root: Path) -> list[Path]:
-    """List what is compiled, relative to the tree (commands run there, so that no path gets into the library)."""
+    """List the sources, relative to the tree: commands run there, so the library contains no path."""
     folder = root / SOURCES
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return [SOURCES / name for name in names if name.endswith((".cu", ".cpp"))]

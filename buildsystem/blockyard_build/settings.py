@@ -1,4 +1,4 @@
-"""What the user asks of the build: `BLOCKYARD_CUDA` and `BLOCKYARD_CUDA_ARCHS`."""
+"""The user's build settings: `BLOCKYARD_CUDA` and `BLOCKYARD_CUDA_ARCHS`."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ DEFAULT_ARCHS = "80,90,100,120"
 
 
 class BuildError(RuntimeError):
-    """The build cannot go on; the message says what to do."""
+    """The build failed; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class Settings:
     """The build's settings.
 
     Attributes:
-        mode: "auto" builds the op library where it can be built, "require" fails where it cannot, "off" leaves it out.
-        archs: compute capabilities without their dot, ascending: machine code for each, PTX for the first.
+        mode: "auto" builds the op library if possible, "require" fails if not, "off" leaves it out.
+        archs: compute capabilities without the dot, ascending: machine code for each, PTX for the first.
     """
 
     mode: str
     archs: tuple[str, ...]
 
     def gencode(self) -> list[str]:
-        """Give nvcc's architecture flags: PTX only of the lowest, so that every later device can run it."""
+        """Give nvcc's architecture flags: PTX only for the lowest, which every later device can run."""
         flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
         lowest = self.archs[0]
         flags[0] = f"-gencode=arch=compute_{lowest},code=[sm_{lowest},compute_{lowest}]"
@@ -42,7 +42,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         The settings, defaults filled in.
 
     Raises:
-        BuildError: a variable has a value that is not understood.
+        BuildError: a variable has an invalid value.
     """
     mode = environ.get("BLOCKYARD_CUDA", "") or "auto"
     if mode not in MODES:

@@ -1,4 +1,4 @@
-"""Finds what the op library is compiled with: nvcc, g++ and torch's headers."""
+"""Finds the tools of the op library: nvcc, g++ and torch's headers."""
 
 import importlib.util
 import re
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# The toolkit whose nvcc the wheels on PyPI carry; torch 2.11 is built against the same CUDA release.
+# The toolkit of the nvcc wheels on PyPI; torch 2.11 is built against the same CUDA release.
 NVCC_REQUIREMENT = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.0.2"
-# torch's stable ABI as of 2.11: one library then serves every later torch.
+# torch's stable ABI of 2.11: one library serves every later torch.
 TORCH_TARGET = (2, 11)
 
 
 class MissingError(Exception):
-    """A part of the tool chain is not there; the message says which."""
+    """A part of the toolchain is missing; the message says which."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Everything that the compile commands need.
+    """Inputs of the compile commands.
 
     Attributes:
         cuda_home: folder that holds `bin/nvcc`.
@@ -42,13 +42,13 @@ class Toolchain:
 
 
 def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
-    """Find the whole tool chain.
+    """Find the whole toolchain.
 
     Args:
         environ: `os.environ` or a stand-in; CUDA_HOME and CXX are read.
 
     Returns:
-        The tool chain.
+        The toolchain.
 
     Raises:
         MissingError: a part is missing.
@@ -88,7 +88,7 @@ def find_torch() -> tuple[Path, str]:
         Its package folder and its version.
 
     Raises:
-        MissingError: there is no torch, or one without the stable ABI that the op library is written for.
+        MissingError: torch is missing, or lacks the stable ABI of the op library.
     """
     spec = importlib.util.find_spec("torch")
     home = Path(spec.origin).parent if spec and spec.origin else None
@@ -103,7 +103,7 @@ def find_torch() -> tuple[Path, str]:
 
 
 def _find_cudart(cuda_home: Path) -> Path:
-    # The PyPI wheels say lib, an installed toolkit lib64.
+    # The PyPI wheels have lib, an installed toolkit lib64.
     for name in ("lib", "lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
         if (cuda_home / name / "libcudart_static.a").is_file():
             return cuda_home / name

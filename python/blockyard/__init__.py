@@ -1,120 +1,69 @@
-"""Blockyard keeps the books of a paged KV cache and moves its blocks.
+"""Blockyard tracks the blocks of a paged KV cache for LLM engines, and moves them.
 
-    ids -> pool -> table -> manager -> decision | plan -> transfer | tiers -> offload -> integrations -> cli
-    ^------------------ Rust ------------------^ ^------------------------ Python ------------------------^
+`BlockManager` decides who can run, and which blocks to copy or move. `CacheEngine` and `StepExecutor` carry decisions
+out between device, host and external storage. `KVCache` makes them all from one set of sizes.
 
-Importing it loads neither torch nor CUDA.
+    scheduler -> BlockManager -> StepDecision -> StepExecutor -> CacheEngine (device, host), store (external)
+
+`import blockyard` loads neither torch nor CUDA. Errors are in `blockyard.errors`, result types in `blockyard.types`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from blockyard._core import (
-    AllocatorPair,
     AllocStatus,
     BlockManager,
-    BlockObserver,
     CacheGroup,
-    DecodeBatch,
-    DefragReport,
-    EventBatch,
-    Expired,
-    Fragmentation,
-    ManagerStats,
-    MovePlan,
-    NaiveAllocator,
     Pairs,
-    PrefixCachingAllocator,
-    PrefixStats,
-    ResizeProgress,
+    PrefixCaching,
     StepDecision,
     __version__,
-    chain_keys,
-    export_keys,
-    merge_runs,
-    plan_moves,
 )
-from blockyard.errors import (
-    BlockyardError,
-    CaptureError,
-    ForkedError,
-    InvalidArgumentError,
-    InvariantError,
-    LayoutError,
-    MappingError,
-    OpLibraryError,
-    OutOfBlocksError,
-    OutOfMemoryError,
-    PageLockError,
-    SequenceStateError,
-    SnapshotError,
-    StoreError,
-    StoreFullError,
-    StoreURLError,
-    TraceError,
-    TransferCancelledError,
-    TransferQueueFullError,
-    UnknownSequenceError,
-    UnknownTicketError,
-    UnsupportedModelError,
-)
+from blockyard.errors import BlockyardError
 
 if TYPE_CHECKING:
-    from blockyard.defrag import OnlineDefragmenter
+    from blockyard.cache import KVCache
+    from blockyard.engine import CacheEngine
+    from blockyard.executor import StepExecutor
+    from blockyard.layout import KVLayout
+    from blockyard.scheduler import Request, Scheduler
+    from blockyard.stores import open_store
 
 __all__ = [
     "AllocStatus",
-    "AllocatorPair",
     "BlockManager",
-    "BlockObserver",
     "BlockyardError",
+    "CacheEngine",
     "CacheGroup",
-    "CaptureError",
-    "DecodeBatch",
-    "DefragReport",
-    "EventBatch",
-    "Expired",
-    "ForkedError",
-    "Fragmentation",
-    "InvalidArgumentError",
-    "InvariantError",
-    "LayoutError",
-    "ManagerStats",
-    "MappingError",
-    "MovePlan",
-    "NaiveAllocator",
-    "OnlineDefragmenter",
-    "OpLibraryError",
-    "OutOfBlocksError",
-    "OutOfMemoryError",
-    "PageLockError",
+    "KVCache",
+    "KVLayout",
     "Pairs",
-    "PrefixCachingAllocator",
-    "PrefixStats",
-    "ResizeProgress",
-    "SequenceStateError",
-    "SnapshotError",
+    "PrefixCaching",
+    "Request",
+    "Scheduler",
     "StepDecision",
-    "StoreError",
-    "StoreFullError",
-    "StoreURLError",
-    "TraceError",
-    "TransferCancelledError",
-    "TransferQueueFullError",
-    "UnknownSequenceError",
-    "UnknownTicketError",
-    "UnsupportedModelError",
+    "StepExecutor",
     "__version__",
-    "chain_keys",
-    "export_keys",
-    "merge_runs",
-    "plan_moves",
+    "open_store",
 ]
 
 if not TYPE_CHECKING:
+    # Loaded at their first use: some need torch, all stand above this module.
+    _MODULES = {
+        "CacheEngine": "blockyard.engine",
+        "KVCache": "blockyard.cache",
+        "KVLayout": "blockyard.layout",
+        "Request": "blockyard.scheduler",
+        "Scheduler": "blockyard.scheduler",
+        "StepExecutor": "blockyard.executor",
+        "open_store": "blockyard.stores",
+    }
 
     def __getattr__(name: str) -> object:
-        # It stands above modules that import this one.
-        if name == "OnlineDefragmenter":
-            return import_module("blockyard.defrag").OnlineDefragmenter
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted(__all__)

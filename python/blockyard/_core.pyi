@@ -5,10 +5,11 @@ kept past `free` is recognised. Where a call takes `sequences`, a uint64 array i
 will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as _Each
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,27 +17,31 @@ from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
-    "AllocatorPair",
     "BlockAllocator",
     "BlockManager",
     "BlockObserver",
     "CacheGroup",
     "Completion",
-    "CopyRoute",
-    "DecodeBatch",
+    "Defrag",
     "DefragReport",
     "EventBatch",
     "Expired",
     "FillMap",
+    "Fit",
     "Fragmentation",
     "FreeBlocks",
     "ManagerStats",
     "MovePlan",
     "NaiveAllocator",
     "Pairs",
+    "Pins",
+    "Pool",
+    "Prefix",
+    "PrefixCaching",
     "PrefixCachingAllocator",
-    "PrefixStats",
+    "PrefixHit",
     "ResizeProgress",
+    "Sequence",
     "SlabStore",
     "StepDecision",
     "StoreStats",
@@ -54,11 +59,7 @@ __all__ = [
     "exchange_rows",
     "expand_span",
     "export_keys",
-    "merge_runs",
     "move_rows",
-    "order_moves",
-    "plan_moves",
-    "transfer_orders",
     "v0_hash_blocks",
 ]
 
@@ -66,12 +67,14 @@ __version__: str
 
 _Tier: TypeAlias = Literal["device", "host", "external"]
 _Reuse: TypeAlias = Literal["lowest", "fifo", "lru", "lifo"]
-_Handles: TypeAlias = NDArray[np.uint64] | Sequence[int] | int
-_Counts: TypeAlias = NDArray[np.uint32] | Sequence[int] | int
+_Handle: TypeAlias = Sequence | int | np.uint64
+_Handles: TypeAlias = NDArray[np.uint64] | _Each[_Handle] | _Handle
+_TokenIds: TypeAlias = NDArray[np.uint32] | _Each[int]
+_Counts: TypeAlias = NDArray[np.uint32] | _Each[int] | int
 
 @final
 class AllocStatus:
-    """Whether something fits: `OK` now, `LATER` once other sequences have left, `NEVER` even into an empty tier."""
+    """Whether a request fits: now, later or never. Only `OK` is true."""
 
     OK: AllocStatus
     LATER: AllocStatus
@@ -79,9 +82,10 @@ class AllocStatus:
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+    def __bool__(self) -> bool: ...
 
-_IdPairs: TypeAlias = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
-_Blocks: TypeAlias = NDArray[np.int32] | Sequence[int] | int
+_IdPairs: TypeAlias = NDArray[np.integer[Any]] | _Each[_Each[int]]
+_Blocks: TypeAlias = NDArray[np.int32] | _Each[int] | int
 
 @disjoint_base
 class BlockAllocator:
@@ -96,17 +100,32 @@ class BlockAllocator:
     """
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Blocks of the tier."""
     @property
     def num_free(self) -> int:
         """Blocks that nothing references, cached ones included."""
     @property
     def lookups(self) -> tuple[int, int] | None:
         """Keys asked for and keys found since the last reset; None without a prefix cache."""
-    def refs(self, block: int) -> int: ...
-    def allocate(self, count: int) -> NDArray[np.int32]: ...
+    def refs(self, block: int) -> int:
+        """Return how many references a block has.
+
+        Args:
+            block: its id.
+        """
+    def allocate(self, count: int) -> NDArray[np.int32]:
+        """Take free blocks, one reference each. Cached blocks are evicted if needed.
+
+        Args:
+            count: how many.
+        Returns:
+            Block ids, int32 `[count]`.
+        Raises:
+            OutOfBlocksError: fewer blocks are free.
+        """
     def allocate_keyed(
-        self, keys: Sequence[bytes], depths: Sequence[int], *, plain: int = 0
+        self, keys: _Each[bytes], depths: _Each[int], *, plain: int = 0
     ) -> tuple[NDArray[np.int32], int]:
         """Takes one block for each key, the one that has it where there is one, then `plain` more.
 
@@ -117,20 +136,40 @@ class BlockAllocator:
         Returns:
             The blocks, int32 `[keys + plain]`, and how many keys had one.
         """
-    def share(self, blocks: _Blocks) -> None: ...
+    def share(self, blocks: _Blocks) -> None:
+        """Add one reference to each block.
+
+        Args:
+            blocks: ids, int32 `[n]`, a list, or one.
+        """
     def require(self, blocks: _Blocks) -> None:
         """Raises what `free` would raise, and changes nothing."""
-    def free(self, blocks: _Blocks) -> None: ...
+    def free(self, blocks: _Blocks) -> None:
+        """Give one reference to each block back.
+
+        Args:
+            blocks: ids, int32 `[n]`, a list, or one.
+        """
     def make_writable(self, blocks: _Blocks) -> NDArray[np.int32]:
         """Exchanges blocks that others use for new ones; where an id differs, the caller copies the bytes."""
     def publish(self, block: int, key: bytes, depth: int = 0) -> int:
         """Gives a full block its key; returns the block to use from now on, which may be another one with that key."""
-    def find(self, keys: Sequence[bytes]) -> NDArray[np.int32]:
+    def find(self, keys: _Each[bytes]) -> NDArray[np.int32]:
         """Blocks of the longest prefix of the keys that is computed; nothing is taken."""
-    def cost(self, keys: Sequence[bytes]) -> int:
+    def cost(self, keys: _Each[bytes]) -> int:
         """Free blocks that taking these keys would use up."""
-    def has_key(self, key: bytes) -> bool: ...
-    def is_computed(self, block: int) -> bool: ...
+    def has_key(self, key: bytes) -> bool:
+        """Return whether a cached block has this key.
+
+        Args:
+            key: 32 bytes.
+        """
+    def is_computed(self, block: int) -> bool:
+        """Return whether the block's contents are computed: `publish` gave it a key, or it came from a hit.
+
+        Args:
+            block: its id.
+        """
     def mark_computed(self, blocks: _Blocks | None = None) -> None:
         """These blocks, or all in use, count as computed where they have a key: the step that writes them is over."""
     def touch(self, blocks: _Blocks, now: float) -> None:
@@ -146,7 +185,12 @@ class BlockAllocator:
         """
     def iter_upcoming(self) -> FreeBlocks:
         """As `upcoming`, one by one: only as many are looked up as are asked for. See `FreeBlocks`."""
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Recount the whole state and compare.
+
+        Raises:
+            InvariantError: the state contradicts itself, which is a bug in Blockyard.
+        """
 
 @final
 class NaiveAllocator(BlockAllocator):
@@ -181,79 +225,12 @@ class PrefixCachingAllocator(BlockAllocator):
     ) -> PrefixCachingAllocator: ...
 
 @final
-class AllocatorPair:
-    """A device and a host allocator behind one space of ids: the device's first, then the host's.
-
-    Either side has all verbs of `BlockAllocator`, with ids from 0 on; a swap moves references from one to the other.
-
-    Args:
-        device_blocks: blocks of the device.
-        host_blocks: blocks of the host.
-        prefix_caching: whether the two are `PrefixCachingAllocator`s.
-        reuse: which free block goes next, as for `NaiveAllocator`.
-        eviction: which cached block goes once none is free, as for `PrefixCachingAllocator`.
-
-    Example:
-        >>> from blockyard import AllocatorPair
-        >>> pair = AllocatorPair(4, 8)
-        >>> table = pair.device.allocate(2)
-        >>> table, copies = pair.swap_out(table)
-        >>> copies.ids.tolist(), pair.device.num_free, pair.absolute("host", int(table[1]))
-        ([[0, 0], [1, 1]], 4, 5)
-    """
-
-    def __new__(
-        cls,
-        device_blocks: int,
-        host_blocks: int,
-        *,
-        prefix_caching: bool = False,
-        reuse: _Reuse = "lowest",
-        eviction: Literal["released", "accessed"] = "released",
-    ) -> AllocatorPair: ...
-    @property
-    def device(self) -> NaiveAllocator | PrefixCachingAllocator:
-        """The device's side; a new view at each call, over the same blocks."""
-    @property
-    def host(self) -> NaiveAllocator | PrefixCachingAllocator:
-        """The host's side; a new view at each call, over the same blocks."""
-    def locate(self, absolute: int) -> tuple[_Tier, int]:
-        """Tier of an id of the common space, and the id there.
-
-        Raises:
-            InvalidArgumentError: neither side has that many blocks.
-        """
-    def absolute(self, tier: Literal["device", "host"], block: int) -> int:
-        """Id in the common space of a block of one side.
-
-        Raises:
-            InvalidArgumentError: the side has no such block, or there is no such side.
-        """
-    def swap_out(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
-        """Exchange one reference to each device block for one to a host block, all or none.
-
-        A block that is named several times stays one block, so sharing is kept. The caller copies the bytes.
-
-        Args:
-            blocks: device ids, int32 `[n]`.
-        Returns:
-            Host ids, int32 `[n]`, and the copies to make, each source once.
-        Raises:
-            OutOfBlocksError: the host has fewer free blocks.
-            InvalidArgumentError: a block has fewer references than the call names, or is the null block.
-        """
-    def swap_in(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
-        """As `swap_out`, from host to device."""
-    def check(self) -> None: ...
-
-@final
 class FreeBlocks:
-    """Free blocks in the order in which they would be given out, one by one; nothing is taken.
+    """An iterator over free blocks in the order in which they would be given out. Nothing is taken.
 
-    Ids are read ahead in chunks, 64 first and each chunk twice the one before, so the first few cost little in a pool
-    of any size. Where the pool changes meanwhile, ids read ahead are those of before the change, and the next chunk
-    goes on at the same place of the order that is then in force: ids may be missed or come twice. For one moment's
-    whole take `free_block_ids` or `upcoming`.
+    It reads ids ahead in chunks, first 64, then twice as many each time, so the first few cost little in any pool. If
+    the pool changes meanwhile, ids that were read ahead stay as they were, and the next chunk continues at the same
+    place of the new order: an id may be missed or come twice.
     """
 
     def __iter__(self) -> FreeBlocks: ...
@@ -274,11 +251,14 @@ class Pairs:
 
     def __new__(cls, src: _Tier, dst: _Tier, ids: _IdPairs) -> Pairs: ...
     @property
-    def src(self) -> _Tier: ...
+    def src(self) -> _Tier:
+        """Tier that is read."""
     @property
-    def dst(self) -> _Tier: ...
+    def dst(self) -> _Tier:
+        """Tier that is written."""
     @property
-    def ids(self) -> NDArray[np.int64]: ...
+    def ids(self) -> NDArray[np.int64]:
+        """Block ids `(from, to)`, int64 `[n, 2]`."""
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
@@ -298,27 +278,34 @@ class StepDecision:
         InvalidArgumentError: a kind has another name.
     """
 
-    def __new__(
-        cls, ticket: int, transfers: Sequence[tuple[str, Pairs]], *, after: Sequence[int] = ...
-    ) -> StepDecision: ...
+    def __new__(cls, ticket: int, transfers: _Each[tuple[str, Pairs]], *, after: _Each[int] = ...) -> StepDecision: ...
     @property
-    def ticket(self) -> int: ...
+    def ticket(self) -> int:
+        """Number to complete or fail."""
     @property
-    def after(self) -> tuple[int, ...]: ...
+    def after(self) -> tuple[int, ...]:
+        """Tickets whose device reads must end before this step writes to the device, a tuple of ints."""
     @property
-    def spill(self) -> tuple[Pairs, ...]: ...
+    def spill(self) -> tuple[Pairs, ...]:
+        """Device or host to external: a tuple with one `Pairs` for each source tier."""
     @property
-    def swap_out(self) -> tuple[Pairs, ...]: ...
+    def swap_out(self) -> tuple[Pairs, ...]:
+        """Device to host: a tuple of `Pairs`."""
     @property
-    def swap_in(self) -> tuple[Pairs, ...]: ...
+    def swap_in(self) -> tuple[Pairs, ...]:
+        """Host to device: a tuple of `Pairs`."""
     @property
-    def fetch(self) -> tuple[Pairs, ...]: ...
+    def fetch(self) -> tuple[Pairs, ...]:
+        """External to device or host: a tuple with one `Pairs` for each target tier."""
     @property
-    def copy(self) -> tuple[Pairs, ...]: ...
+    def copy(self) -> tuple[Pairs, ...]:
+        """Copy-on-write on the device: a tuple of `Pairs`."""
     @property
-    def move(self) -> tuple[Pairs, ...]: ...
+    def move(self) -> tuple[Pairs, ...]:
+        """Moves of defragmentation on the device: a tuple of `Pairs`."""
     @property
-    def exchange(self) -> tuple[Pairs, ...]: ...
+    def exchange(self) -> tuple[Pairs, ...]:
+        """Exchanges of defragmentation on the device: a tuple of `Pairs`."""
     @property
     def blocks_to_swap_in(self) -> NDArray[np.int64]:
         """Host to device, int64 `[n, 2]`; vLLM's name."""
@@ -377,9 +364,11 @@ class CacheGroup:
     def cross_attention() -> CacheGroup:
         """The tokens of an encoder, given once; forks share them. Not together with prefix caching."""
     @property
-    def kind(self) -> Literal["full_attention", "sliding_window", "recurrent", "cross_attention"]: ...
+    def kind(self) -> Literal["full_attention", "sliding_window", "recurrent", "cross_attention"]:
+        """`"full_attention"`, `"sliding_window"`, `"recurrent"` or `"cross_attention"`."""
     @property
-    def window(self) -> int | None: ...
+    def window(self) -> int | None:
+        """Tokens of the window; None for other kinds."""
     def peak_blocks(
         self, num_tokens: int, *, block_size: int, lookahead: int = 0, chunk_tokens: int | None = None
     ) -> int:
@@ -388,38 +377,418 @@ class CacheGroup:
     def __hash__(self, /) -> int: ...
 
 @final
-class BlockManager:
-    """The books of a paged KV cache: which blocks hold whose tokens, who may run, what is to be copied or moved.
+class Fit:
+    """Whether a request for blocks fits, and the numbers that decide it. True only where `status` is `OK`.
 
     Args:
-        block_size: token slots in a block.
+        status: `AllocStatus`.
+        blocks: blocks that the request takes.
+        free: blocks that can be given out.
+    """
+
+    def __new__(cls, status: AllocStatus, blocks: int, free: int) -> Fit: ...
+    def __bool__(self) -> bool: ...
+    @property
+    def status(self) -> AllocStatus:
+        """`AllocStatus.OK`, `LATER` or `NEVER`."""
+    @property
+    def blocks(self) -> int:
+        """Blocks that the request takes; 0 for sequences that cannot move as they are."""
+    @property
+    def free(self) -> int:
+        """Blocks that can be given out now; where the request must keep the watermark, without the watermark's."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Sequence:
+    """The handle of one sequence. Every call that takes a handle takes it; so does numpy.
+
+    It equals and hashes as its number, and prints as that number.
+
+    Args:
+        handle: the number, uint64.
+        cached_tokens: first tokens of the prompt that need not be computed.
+    """
+
+    def __new__(cls, handle: int, cached_tokens: int = 0) -> Sequence: ...
+    @property
+    def cached_tokens(self) -> int:
+        """First tokens of the prompt that need not be computed: the prefix cache had them. The last token is always
+        computed.
+        """
+    def __index__(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __lt__(self, value: int | Sequence, /) -> bool: ...
+    def __le__(self, value: int | Sequence, /) -> bool: ...
+    def __gt__(self, value: int | Sequence, /) -> bool: ...
+    def __ge__(self, value: int | Sequence, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class PrefixCaching:
+    """Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
+
+    Args:
+        eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"s3fifo"`:
+            blocks without a hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and,
+            before the first hit, by how often blocks as deep in their prompts are hit. `"priority"`: by
+            `prefix.set_priority`. Each takes a prompt's blocks from its end.
+        host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
+            (`swap_in`). The least recently used copy goes first.
+        max_events: most events that wait for `prefix.take_events`; 0 records none.
+        max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
+    Raises:
+        InvalidArgumentError: an option is out of range or has another name.
+    """
+
+    def __new__(
+        cls,
+        *,
+        eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
+        host: bool = False,
+        max_events: int = 0,
+        max_pinned: float = 0.5,
+    ) -> PrefixCaching: ...
+    @property
+    def eviction(self) -> str:
+        """Name of the eviction policy."""
+    @property
+    def host(self) -> bool:
+        """Whether copies on the host can be found."""
+    @property
+    def max_events(self) -> int:
+        """Most events that wait."""
+    @property
+    def max_pinned(self) -> float:
+        """Fraction of the device blocks that pins may hold."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class Pool:
+    """The blocks of one tier, as `manager.pool("device")`. Iterate over it for the free blocks, one by one."""
+
+    @property
+    def tier(self) -> _Tier:
+        """`"device"`, `"host"` or `"external"`."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the tier."""
+    @property
+    def num_free(self) -> int:
+        """Blocks that nothing references and no transfer leases; cached ones count."""
+    @property
+    def reserved(self) -> int:
+        """Blocks that admission keeps free: the device's watermark, 0 in the other tiers."""
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Cache groups whose block tables use the pool, a tuple of `CacheGroup` in the order of their numbers."""
+    def free_ids(self, limit: int | None = None) -> NDArray[np.int32]:
+        """Return the free blocks that hold nothing cached, in the order in which they are given out. Nothing is taken.
+
+        Args:
+            limit: how many at most; None for all.
+        Returns:
+            Block ids, int32 `[n]`.
+        """
+    def uses(self) -> NDArray[np.uint8]:
+        """Return what each block is used for.
+
+        Returns:
+            uint8 `[num_blocks]`, while a pool shrinks `[defrag.progress().extent]`. 0: free. 1: cached; its key finds
+            it, and it is given out if needed. 2: only transfers or pins hold it. 3: sequences use it; a null block
+            counts as such.
+        """
+    def quarantined_ids(self) -> NDArray[np.int32]:
+        """Return the blocks that overdue transfers and overdue submitted pins still hold.
+
+        Returns:
+            Block ids, int32 `[n]`, rising.
+        """
+    def __iter__(self) -> FreeBlocks: ...
+
+@final
+class PrefixHit:
+    """What the prefix cache holds of the start of a prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed: whole blocks, and never the prompt's last token."""
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of them that only the host has; `allocate` loads them."""
+    def __bool__(self) -> bool: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Prefix:
+    """A manager's prefix cache, as `manager.prefix`.
+
+    A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
+    its sequences are freed, until its place is needed.
+    """
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the manager was made with prefix caching."""
+    def lookup(self, prompt: _TokenIds, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
+        """Look up how much of a prompt is cached. Nothing is taken.
+
+        Args:
+            prompt: token ids, uint32 `[tokens]` or a list of ints.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+        Returns:
+            `PrefixHit`, true if anything is cached.
+        Raises:
+            InvalidArgumentError: a token id is out of range.
+        """
+    def common_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
+        """Return the computed blocks that all the sequences share at their start, as cascade attention wants them.
+
+        Args:
+            sequences: handles, uint64 `[n]` or a list.
+        Returns:
+            Block ids, int32 `[blocks]`.
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+    def reset(self) -> bool:
+        """Forget everything that is cached, for instance after the model's weights changed.
+
+        Returns:
+            False, and nothing is forgotten, while a block is in use.
+        """
+    def offload(self, max_blocks: int) -> int:
+        """Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
+
+        Prompts still find the blocks meanwhile, and this step's own work may take them. When the ticket completes, the
+        remaining device blocks are freed and found on the host. Older copies there make room.
+
+        Args:
+            max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are skipped.
+        Returns:
+            Blocks that are copied.
+        Raises:
+            InvalidArgumentError: the manager was made without `PrefixCaching(host=True)`.
+        """
+    def set_priority(self, sequences: _Handles, priority: int) -> None:
+        """Set how long the cached blocks of sequences are kept once they are freed, for `eviction="priority"`.
+
+        Each level keeps a block for as long as it takes to evict the whole pool once more. A shared block counts by its
+        highest priority.
+
+        Args:
+            sequences: handles, uint64 `[n]`, a list, or one.
+            priority: 0, the default, to 15.
+        Raises:
+            InvalidArgumentError: the priority is out of range.
+            UnknownSequenceError: there is no such sequence.
+        """
+    def set_quota(self, salt: bytes | None, blocks: int | None) -> None:
+        """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
+
+        The tenant's least recently used blocks beyond the quota are freed whenever sequences are freed, tickets end or
+        decisions are taken. If room is needed earlier, they go before the blocks of other tenants. Blocks that the
+        tenant published before its first quota do not count.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+            blocks: most such blocks; None for no limit.
+        Raises:
+            InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas.
+        """
+    def quota(self, salt: bytes | None) -> tuple[int, int | None] | None:
+        """Return the blocks that count towards a tenant's quota, and the quota.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+        Returns:
+            `(blocks, quota)`; None for a tenant that never had a quota.
+        """
+    def take_events(self) -> EventBatch:
+        """Take all events that wait: blocks stored, removed, the cache cleared. A router follows the cache with them.
+
+        Returns:
+            `EventBatch`, empty without `PrefixCaching(max_events=...)`.
+        """
+
+@final
+class Pins:
+    """A manager's pins, as `manager.pins`. A pin keeps cached device blocks for a reader such as a connector.
+
+    Pinned blocks are neither evicted nor written, whatever becomes of their sequences. A pin ends with `unpin`, or with
+    `manager.expire(now)` at its deadline if it was not submitted. Deadlines are numbers of a clock of yours.
+    """
+
+    def pin(self, sequence: _Handle, deadline: int) -> int:
+        """Pin the published device blocks of a sequence.
+
+        Args:
+            sequence: handle of a sequence on the device.
+            deadline: time on the caller's clock, 0 to 2^64 - 1.
+        Returns:
+            The pin's number.
+        Raises:
+            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: the sequence is not on the device, is still loading, or has lost bytes.
+        """
+    def pin_prompt(
+        self, prompt: _TokenIds, deadline: int, *, salt: bytes | None = None, lora_id: int = 0
+    ) -> tuple[int, int]:
+        """Pin the blocks at the start of a prompt that are cached on the device.
+
+        Args:
+            prompt: token ids, uint32 `[tokens]` or a list of ints.
+            deadline: time on the caller's clock, 0 to 2^64 - 1.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+        Returns:
+            The pin's number, and the tokens in its blocks.
+        Raises:
+            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
+            InvalidArgumentError: a token id is out of range.
+        """
+    def blocks(self, pin: int) -> NDArray[np.int32]:
+        """Return the blocks of a pin, in the order of their tokens.
+
+        Args:
+            pin: its number.
+        Returns:
+            Block ids, int32 `[n]`.
+        Raises:
+            UnknownTicketError: the pin has ended or expired.
+        """
+    def submit(self, pin: int) -> None:
+        """Note that the reader's transfer has begun: from now on only `unpin` ends the pin.
+
+        Args:
+            pin: its number.
+        Raises:
+            UnknownTicketError: the pin has ended or expired; its blocks must not be read.
+        """
+    def unpin(self, pin: int) -> None:
+        """End a pin: its reader is done.
+
+        Args:
+            pin: its number.
+        Raises:
+            UnknownTicketError: the pin has ended or expired.
+        """
+
+@final
+class Defrag:
+    """Defragmentation of a manager's device pool, as `manager.defrag`."""
+
+    def run(
+        self,
+        goal: _Goal | Literal["contiguous"] | Iterable[_Wanted],
+        number: int | None = None,
+        *,
+        sequences: _Handles | None = None,
+        max_moves: int = 512,
+        max_bytes: int | None = None,
+        block_bytes: int | None = None,
+        cached: Literal["move", "drop", "exchange"] = "move",
+    ) -> DefragReport:
+        """Decide moves of device blocks into holes: `move` pairs of this step's decision.
+
+        Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are read and
+        written as before. Then each target replaces its source everywhere, unless the source was written, freed or
+        leased meanwhile. Targets are not free from this call on. A move that is cancelled or fails gives its target
+        back and loses no byte. Blocks that were written in this step or the step before move last.
+
+        Args:
+            goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
+                low as possible, within `number` ids. `"empty_pages"`: in as few pages of `number` blocks as possible.
+                `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
+                list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
+                number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
+            number: see above, in blocks or runs; None with a list of goals.
+            sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
+                groups; None for all on the device.
+            max_moves: most blocks to move in this step; an exchange counts as two.
+            max_bytes: most bytes to write in this step; None for no limit.
+            block_bytes: bytes of a block in all layers; needed with `max_bytes`.
+            cached: what happens to cached blocks that no sequence uses. `"move"`: they move like others and keep their
+                place in the order of eviction. `"drop"`: they count as holes; those in the way are evicted.
+                `"exchange"`: as `"drop"`, but their contents move on to a free block while there is one out of the way;
+                they are found again once the ticket completes, and count as just used.
+        Returns:
+            `DefragReport`.
+        Raises:
+            InvalidArgumentError: a goal or `cached` has another name, a number is missing or out of range, or
+                `max_bytes` lacks `block_bytes`.
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: a sequence is not on the device.
+        """
+    def resize(self, blocks: int) -> ResizeProgress:
+        """Resize the device pool while sequences run.
+
+        A larger pool is there at once. A smaller one counts at once for admission, watermark and `max_pinned`; blocks
+        beyond its end are not given out any more. Cached blocks there are dropped. Blocks that sequences use there
+        leave when they are freed or moved, and leases are waited for. A later call replaces an unfinished one.
+
+        Args:
+            blocks: of the device.
+        Returns:
+            `ResizeProgress`, as of now.
+        Raises:
+            InvalidArgumentError: too many; or too few for the null block, pinned blocks, the watermark and one free
+                block.
+        """
+    def progress(self) -> ResizeProgress:
+        """Return what is still in use beyond the end of the device pool: `ResizeProgress`."""
+    def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation:
+        """Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
+
+        Args:
+            page_blocks: blocks of a page, for `empty_pages`.
+        Returns:
+            `Fragmentation`.
+        Raises:
+            InvalidArgumentError: `page_blocks` is 0.
+        """
+
+@final
+class BlockManager:
+    """Tracks every block of a paged KV cache: who uses it, what it holds, and which tier it is in.
+
+    It decides who can run and which blocks to copy or move. `take_decision` returns those transfers once a step. It
+    moves no bytes itself.
+
+    Args:
+        block_size: token slots in a block, 1 to 1048576.
         device_blocks: blocks that attention kernels read.
         host_blocks: blocks in host memory.
-        external_blocks: slots of the external tier.
-        watermark: fraction of the device blocks that admission keeps free.
-        prefix_caching: whether full device blocks stay findable by their keys after their sequences have gone.
+        external_blocks: slots of the external store.
+        watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
         reuse_order: which free block is taken next. `"lowest"`: the lowest id, which keeps the pool dense. `"fifo"`:
-            ids never used, then the one that came free first. `"lru"`: ids never used, then the one whose last use
-            ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks that has the fewest free
-            ones; pages in use are filled before one is opened, so that whole pages can be given back.
-        eviction: which cached block goes first, once none is free. `"lru"`: the least recently used. `"s3fifo"`: those
-            never hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and, before the
-            first, by how often blocks as deep in their prompts are hit. `"priority"`: by `set_priority`. With each, a
-            prompt's blocks go from its end.
-        events: events of the prefix cache that wait for `take_events` at most; 0 for none at all.
-        sliding_window: tokens that a query sees, itself included, in a model whose layers are all alike: blocks that
-            fell out of the window are given back, and block 0 of each tier stands for them in block tables.
-        groups: what the layers of a hybrid model need; every sequence has a block table in each group, all over the
-            same pool. `[CacheGroup.full_attention()]` if not given.
-        host_prefix_cache: whether host copies of published blocks stay findable, the least recently used first to go. A
-            prompt finds them as if they were on the device; its step's decision loads them (`swap_in`), and they are
-            published there once the ticket is completed. A load that fails loses its prompt and the copy's key.
-        max_pinned: fraction of the device blocks that pins may hold, below 1.
-        max_open_tickets: above so many open tickets `take_decision` warns, once: a `complete` may be missing. A manager
-            that is restored has the default.
+            ids never used, then the block that came free first. `"lru"`: ids never used, then the block whose last use
+            ended first. `"pages:N"`, N from 1 to 65536: the lowest id of the page of N blocks with the fewest free
+            ones.
+        groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
+            all groups share the pools. None: one group with full attention.
+        prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
+            `PrefixCaching` with options.
     Raises:
-        InvalidArgumentError: a size or a fraction is out of range, a policy has another name, or events or host copies
-            are asked for without prefix caching.
+        InvalidArgumentError: a size or fraction is out of range, or an option has another name.
+
+    Example:
+        >>> from blockyard import BlockManager
+        >>> manager = BlockManager(block_size=16, device_blocks=1024, host_blocks=4096)
+        >>> sequence = manager.allocate(100)
+        >>> manager.append([sequence]).tolist()
+        [100]
+        >>> manager.block_table(sequence).tolist()
+        [0, 1, 2, 3, 4, 5, 6]
     """
 
     def __new__(
@@ -430,582 +799,420 @@ class BlockManager:
         host_blocks: int = 0,
         external_blocks: int = 0,
         watermark: float = 0.01,
-        prefix_caching: bool = False,
         reuse_order: str = "lowest",
-        eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
-        events: int = 0,
-        sliding_window: int | None = None,
-        groups: Sequence[CacheGroup] | None = None,
-        host_prefix_cache: bool = False,
-        max_pinned: float = 0.5,
-        max_open_tickets: int = 1000,
+        groups: Iterable[CacheGroup] | None = None,
+        prefix_caching: bool | PrefixCaching = ...,
     ) -> BlockManager: ...
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Token slots in a block."""
     @property
-    def watermark_blocks(self) -> int: ...
+    def prefix(self) -> Prefix:
+        """The prefix cache: lookup, priorities, quotas, events."""
     @property
-    def num_sequences(self) -> int: ...
-    def num_blocks(self, tier: _Tier = "device") -> int:
-        """Blocks of a tier."""
-    def num_free(self, tier: _Tier = "device") -> int:
-        """Blocks of a tier that nothing references and no transfer holds."""
-    def free_block_ids(self, tier: _Tier = "device", limit: int | None = None) -> NDArray[np.int32]:
-        """Free blocks that hold nothing cached, in the order in which they are given out; nothing is taken.
+    def pins(self) -> Pins:
+        """Pins: cached blocks that a reader outside keeps, such as a connector."""
+    @property
+    def defrag(self) -> Defrag:
+        """Defragmentation of the device pool, and its size."""
+    def pool(self, tier: _Tier = "device") -> Pool:
+        """Return the blocks of one tier: how many there are, which are free.
 
         Args:
-            tier: whose blocks.
-            limit: how many at most; all if not given.
-        Returns:
-            Block ids, int32 `[n]`.
+            tier: `"device"`, `"host"` or `"external"`.
         """
-    def iter_free_blocks(self, tier: _Tier = "device") -> FreeBlocks:
-        """As `free_block_ids`, one by one: only as many are looked up as are asked for. See `FreeBlocks`."""
-    def set_priority(self, sequences: _Handles, priority: int) -> None:
-        """Set how much sequences want their cached blocks to be kept once they have gone; for `eviction="priority"`.
-
-        Each level keeps a block as long as it takes to evict the whole pool once more; then it goes like any other. A
-        shared block goes by the highest priority among its users.
-
-        Args:
-            sequences: handles, uint64 `[n]`.
-            priority: 0, the default, to 15.
-        Raises:
-            InvalidArgumentError: the priority is out of range.
-            UnknownSequenceError: a handle is not in the books.
-        """
-    @property
-    def groups(self) -> list[CacheGroup]:
-        """Cache groups, in the order of their numbers."""
     def can_allocate(
-        self, num_tokens: int, *, lookahead: int = 0, encoder_tokens: int = 0, chunk_tokens: int | None = None
-    ) -> AllocStatus:
-        """Whether a new sequence may be admitted, the watermark kept.
-
-        Args:
-            num_tokens: its tokens.
-            lookahead: slots beyond them.
-            encoder_tokens: tokens of its encoder, for a group of cross attention.
-            chunk_tokens: most tokens that are put in at a time: of a window only what it holds at once counts then.
-        """
-    def allocate(self, num_tokens: _Counts, *, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]:
-        """Open one sequence for each entry, with blocks for that many tokens.
-
-        Args:
-            num_tokens: tokens of each new sequence, uint32 `[n]`.
-            encoder_tokens: tokens of each one's encoder, uint32 `[n]`; for a group of cross attention, else not given.
-        Returns:
-            Handles, uint64 `[n]`.
-        Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            InvalidArgumentError: encoder lengths are missing, too many or not asked for.
-        """
-    def allocate_prompts(
         self,
-        prompts: Sequence[NDArray[np.uint32] | Sequence[int]],
+        prompt: int | _TokenIds,
         *,
         salt: bytes | None = None,
         lora_id: int = 0,
-        extras: Sequence[tuple[int, int, int, bytes]] = ...,
+        lookahead: int = 0,
+        encoder_tokens: int = 0,
         chunk_tokens: int | None = None,
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Open one sequence for each prompt, sharing the longest prefix of it that is cached.
+    ) -> Fit:
+        """Return whether a new sequence can be admitted while the watermark stays free.
+
+        The whole prompt is counted, even if `chunk_tokens` puts it in step by step. Nothing is taken.
 
         Args:
-            prompts: token ids of each prompt, uint32 `[tokens]`; 4294967295 is no token.
-            salt: keeps tenants apart: what has one salt never shares with what has another; `b""` is a salt, too.
-            lora_id: adapter that the prompts run with; 0 for none.
-            extras: `(prompt, block, kind, bytes)` of what else decides a block's bytes, such as an image's hash, by
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or their number, an int. Only token ids find cached
+                blocks.
+            salt: keeps tenants apart, bytes; see `allocate`.
+            lora_id: adapter of the prompt; 0 for none.
+            lookahead: slots beyond the prompt.
+            encoder_tokens: tokens of its encoder, where there is a group with cross attention.
+            chunk_tokens: most tokens that go in at a time; a sliding window then needs fewer blocks at once.
+        Returns:
+            `Fit`, true if the sequence fits now.
+        Raises:
+            InvalidArgumentError: a number or a token id is out of range.
+        """
+    @overload
+    def allocate(
+        self,
+        prompt: int | _TokenIds,
+        /,
+        *,
+        counts: None = None,
+        salt: bytes | _Each[bytes | None] | None = None,
+        lora_id: int | _Each[int] | None = None,
+        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        chunk_tokens: int | None = None,
+        encoder_tokens: _Counts | None = None,
+    ) -> Sequence:
+        """Open sequences, all or none. Each positional argument is one sequence.
+
+        With prefix caching a prompt shares the longest cached prefix; its last token is always computed. A prefix that
+        is only on the host is loaded by this step's decision (`swap_in`): the step that computes the rest runs after
+        it.
+
+        Args:
+            prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or their number, an int.
+                Token id 4294967295 is reserved.
+            counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
+            salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
+                or a list with one for each. `b""` is a salt too.
+            lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
+            extras: what else decides a block's bytes, such as an image's hash: `(prompt, block, kind, bytes)`, by
                 rising block.
-            chunk_tokens: blocks are given to at most so many tokens of a prompt beyond the cached ones; the rest is put
-                in by `append`, as much at a time as `next_chunk` says. All at once if not given.
-
+            chunk_tokens: take blocks for at most so many tokens beyond the cached ones; `next_chunk` and `append` put
+                the rest in. None: all at once.
+            encoder_tokens: tokens of each sequence's encoder, where there is a group with cross attention.
         Returns:
-            Handles, uint64 `[n]`, and how many of each prompt's first tokens need not be computed, uint32 `[n]`; the
-            last token always is to be computed. Those tokens count that this step loads from the host: the step that
-            computes the rest runs behind its decision's `swap_in`, as it does when sequences are swapped in.
-
+            One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
         Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            InvalidArgumentError: a token id is out of range, or an extra is of no full block.
+            OutOfBlocksError: the device has too few free blocks for all of them.
+            InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or there is not one salt,
+                adapter or encoder length for each.
         """
-    def cached_tokens(
-        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
-    ) -> int:
-        """Tokens at the start of a prompt whose blocks are cached; nothing is taken."""
-    def blocks_to_allocate(
-        self, prompt: NDArray[np.uint32] | Sequence[int], *, salt: bytes | None = None, lora_id: int = 0
-    ) -> int:
-        """Device blocks that must be free for `allocate_prompts` of one prompt.
-
-        They are new ones, those it loads into, and cached ones that nothing uses: what others use costs nothing.
-        """
-    def next_chunk(self, sequence: int, budget: int) -> int:
-        """Tokens of a sequence's prompt to append next, at most `budget`; 0 once all are in.
-
-        With a recurrent group and prefix caching a chunk ends with a block where it can: only states there are cached.
-        """
-    def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None:
-        """Publish the full blocks of sequences whose tokens the model has computed.
-
-        A block whose key another block already has is given up for that one, and what fell out of a window is given
-        back: block tables may change.
-
-        Args:
-            sequences: handles, uint64 `[n]`, none twice.
-            num_computed: how many of each one's first tokens are computed, uint32 `[n]`; all if not given.
-
-        Raises:
-            UnknownSequenceError: a handle is not in the books.
-            InvalidArgumentError: a sequence has fewer tokens, or there is not one number a sequence.
-            SequenceStateError: a sequence has tokens that the present step is yet to write.
-        """
-    def common_computed_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
-        """Computed blocks at the start of all the sequences that they share, int32 `[blocks]`."""
-    def reset_prefix_cache(self) -> bool:
-        """Forget everything that is cached, unless a device block is in use; returns whether it did."""
-    def offload_cached(self, max_blocks: int) -> int:
-        """Copy the next `max_blocks` device blocks to be evicted to the host, those that have no copy there.
-
-        The copies are `swap_out` pairs of this step's decision. Meanwhile prompts still find the blocks, and the step's
-        own work may take them; what is left once the ticket is completed goes free, findable on the host.
-
-        Args:
-            max_blocks: cached blocks to look at, in their order of eviction.
-
-        Returns:
-            Blocks that are copied: no more than there is room for on the host, older copies given up.
-
-        Raises:
-            InvalidArgumentError: the manager has no `host_prefix_cache`.
-        """
-    def resize_device(self, blocks: int) -> ResizeProgress:
-        """Give the device so many blocks from now on, while sequences run.
-
-        Growing is done at once. Shrinking goes on: blocks beyond the end are not given out any more and what is only
-        cached there is dropped; what sequences use there leaves as they do, or is moved, and what transfers and pins
-        hold is waited for. Admission, watermark and `max_pinned` go by the new size at once, and each block that a
-        sequence still uses beyond counts as one fewer that is free. Another call, larger or smaller, changes what this
-        one has not ended; quotas stay the numbers that they were.
-
-        Args:
-            blocks: of the device.
-
-        Returns:
-            What is in use beyond the end, now.
-
-        Raises:
-            InvalidArgumentError: too many; or too few for the null block, what is pinned, the watermark, and one to
-                give out; nothing was changed.
-        """
-    def device_uses(self) -> NDArray[np.uint8]:
-        """What every device block is used for, uint8 `[resize_progress().extent]`.
-
-        0: free. 1: cached, found by its key and given out if needed. 2: only transfers or pins hold it. 3: sequences
-        use it; a null block counts as such.
-        """
-    def resize_progress(self) -> ResizeProgress:
-        """What is in use beyond the device's blocks."""
-    def defragment(
+    @overload
+    def allocate(self, *, counts: _Counts, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]: ...
+    @overload
+    def allocate(
         self,
-        goal: _Goal | Literal["contiguous"] | Sequence[_Wanted],
-        number: int | None = None,
+        *prompts: int | _TokenIds,
+        counts: None = None,
+        salt: bytes | _Each[bytes | None] | None = None,
+        lora_id: int | _Each[int] | None = None,
+        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        chunk_tokens: int | None = None,
+        encoder_tokens: _Counts | None = None,
+    ) -> tuple[Sequence, ...]: ...
+    @overload
+    def fork(
+        self,
+        sequence: _Handle,
+        count: None = None,
         *,
-        sequences: _Handles | None = None,
-        max_moves: int = 512,
-        max_bytes: int | None = None,
-        block_bytes: int | None = None,
-        cached: Literal["move", "drop", "exchange"] = "move",
-    ) -> DefragReport:
-        """Decide moves of device blocks into holes, as `move` pairs of this step's decision.
-
-        Nothing else changes before the step's ticket is completed: block tables, slots and cached blocks name the old
-        blocks, which are read and written as ever. Then a target takes the place of its source in all books, unless the
-        source was written, freed or leased meanwhile. Targets are not free from this call on; a move that is cancelled,
-        or whose pair `fail` names, gives its target back and costs nobody a byte.
-
-        Blocks of sequences written in this step or the one before move last.
+        shared_tokens: int | None = None,
+        num_tokens: int | None = None,
+    ) -> Sequence:
+        """Open sequences that share the blocks of one. A write to a shared block copies it first.
 
         Args:
-            goal: `"max_id"`: no block above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as
-                low as can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-                `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or
-                several, `(goal, number)` each, the most important first: none undoes what those before it have won.
-                With a third number, a slack, nothing moves for a goal until it is missed by more ids, pages or runs,
-                then until it is met; calls with the same goals count as one after the other.
-            number: see above, in blocks or runs; None where there are several goals.
-            sequences: those that `"contiguous"` is about, the first in front, with the tables of all their cache
-                groups; None for all on the device.
-            max_moves: most blocks to move in this step; an exchange takes two of them.
-            max_bytes: most bytes to write in this step; None for any number.
-            block_bytes: bytes of a block, all layers; needed for `max_bytes`.
-            cached: what becomes of cached blocks that no sequence uses. `"move"`: they move like others and keep their
-                place in the order of eviction. `"drop"`: they count as holes for every goal; those that blocks move
-                into are evicted, and so are those in the way of `"max_id"`, `"free_tail"` or `"empty_pages"`, all of
-                them at once. `"exchange"`: as `"drop"`, but what is in them moves on to a free block, as long as there
-                is one that is not in the way: nobody finds it until the ticket is completed, then it counts as just
-                used.
-
+            sequence: handle.
+            count: None opens one sequence; an int opens so many.
+            shared_tokens: share only the first tokens, a multiple of the block size; the new sequence gets blocks of
+                its own for the rest. Together with `num_tokens`.
+            num_tokens: tokens of the new sequence.
         Returns:
-            How many moves are planned, and what stays in the way of the goals.
-
+            `Sequence`, or uint64 `[count]`.
         Raises:
-            InvalidArgumentError: there is no such goal or no such policy, a page has no blocks, a table is to lie in no
-                run, a goal lacks its number, or `max_bytes` lacks `block_bytes`.
             UnknownSequenceError: there is no such sequence.
-            SequenceStateError: a sequence is not on the device.
+            SequenceStateError: the sequence has lost bytes; or, with `shared_tokens`, it is not on the device, is still
+                loading, or this step is yet to write the recurrent state that the new tokens need.
+            InvalidArgumentError: `shared_tokens` is no multiple of the block size or more than either sequence has.
+            OutOfBlocksError: the device has too few free blocks for the rest.
         """
-    def fragmentation(self, *, page_blocks: int = 64) -> Fragmentation:
-        """How the device's blocks lie, for metrics: takes time that rises with the pool and the block tables.
+    @overload
+    def fork(
+        self, sequence: _Handle, count: int, *, shared_tokens: None = None, num_tokens: None = None
+    ) -> NDArray[np.uint64]: ...
+    def free(self, sequences: _Handles) -> None:
+        """Free sequences. Their blocks are free once nothing references them and no transfer leases them.
 
         Args:
-            page_blocks: blocks of a page, for `empty_pages`.
-
+            sequences: handles, uint64 `[n]`, a list, or one.
         Raises:
-            InvalidArgumentError: a page has no blocks.
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: a handle is given twice.
         """
-    def set_quota(self, blocks: int | None, *, salt: bytes | None = None) -> None:
-        """Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
-
-        Held whenever sequences are freed, tickets end and decisions are taken: what is beyond goes free, the tenant's
-        least recently used first. If room is needed before that, it goes before all other tenants' blocks.
+    def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> Fit:
+        """Return whether `append` has the blocks it takes: new ones, and one for each copy-on-write.
 
         Args:
-            blocks: most such blocks; None for as many as there is room for.
-            salt: the tenant; None for the prompts without a salt. What it published before its first quota is nobody's.
-
-        Raises:
-            InvalidArgumentError: there are fewer device blocks, the prefix cache is off, or 65535 tenants have quotas.
-        """
-    def quota(self, *, salt: bytes | None = None) -> tuple[int, int | None] | None:
-        """Blocks that count towards a tenant's quota, and the quota; None for a tenant that never had one."""
-    def pin(self, sequence: int, deadline: int) -> int:
-        """Keep a sequence's published device blocks for a reader such as a connector.
-
-        Whatever becomes of the sequence, they are neither evicted nor written. The pin ends with `unpin`; without
-        `submit_pin` also with `expire(now)` at its deadline.
-
-        Args:
-            sequence: handle of a sequence on the device.
-            deadline: on the caller's clock, any unit.
-
+            sequences: handles, uint64 `[n]`, a list, or one.
+            num_tokens: tokens for each sequence, one int or uint32 `[n]`.
+            lookahead: slots beyond those tokens for which each sequence gets blocks too.
         Returns:
-            The pin's number.
-
+            `Fit`, true if `append` finds its blocks.
         Raises:
-            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
-            UnknownSequenceError: the handle is not in the books.
-            SequenceStateError: the sequence is not on the device, still loading or has lost bytes.
+            UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `append`.
         """
-    def pin_prompt(
-        self,
-        prompt: NDArray[np.uint32] | Sequence[int],
-        deadline: int,
-        *,
-        salt: bytes | None = None,
-        lora_id: int = 0,
-    ) -> tuple[int, int]:
-        """As `pin`, for the blocks at the start of a prompt that are cached on the device.
-
-        Returns:
-            The pin's number, and how many tokens its blocks hold.
-
-        Raises:
-            OutOfBlocksError: pins would hold more device blocks than `max_pinned` allows.
-        """
-    def pinned_blocks(self, pin: int) -> NDArray[np.int32]:
-        """Blocks of a pin in the order of their tokens, int32 `[n]`.
-
-        Raises:
-            UnknownTicketError: the pin has ended or expired.
-        """
-    def submit_pin(self, pin: int) -> None:
-        """The reader's transfer has begun: only `unpin` ends the pin from now on.
-
-        Raises:
-            UnknownTicketError: the pin has ended or expired; the blocks must not be read.
-        """
-    def unpin(self, pin: int) -> None:
-        """The reader needs the blocks no more.
-
-        Raises:
-            UnknownTicketError: the pin has ended or expired.
-        """
-    def set_deadline(self, ticket: int, deadline: int) -> None:
-        """Give a decision's ticket a deadline, on the caller's clock: until `submit`, and from then on for its end.
-
-        Raises:
-            UnknownTicketError: the ticket was never handed out, or has ended.
-        """
-    def submit(self, ticket: int) -> None:
-        """The ticket's transfers have begun: only `complete` and `fail` end it from now on.
-
-        Raises:
-            UnknownTicketError: the ticket has ended or expired; its transfers must not run.
-        """
-    def expire(self, now: int) -> Expired:
-        """End each pin and ticket whose deadline is `now` or earlier and that is not submitted.
-
-        Such a ticket ends as if all of its transfers had failed; what its step was to compute is the caller's to drop.
-        A submitted one that is late goes on holding its blocks, which are quarantined until its end, while the
-        sequences that wait for it can be freed and start again on other blocks.
-        """
-    def quarantined_blocks(self, tier: _Tier) -> NDArray[np.int32]:
-        """Blocks that late transfers and late submitted pins still hold, int32 `[n]`, rising."""
-    @property
-    def prefix_stats(self) -> PrefixStats:
-        """Counters of the prefix cache."""
-    def fork(self, sequence: int, count: int = 1) -> NDArray[np.uint64]:
-        """Open `count` sequences that share all blocks of one; a write to a shared block copies it first.
-
-        Raises:
-            UnknownSequenceError: the handle is not in the books.
-            SequenceStateError: the sequence has lost bytes.
-        """
-    def fork_prefix(self, sequence: int, shared_tokens: int, num_tokens: int) -> int:
-        """Open a sequence of `num_tokens` that shares the first `shared_tokens` of another's, whole blocks.
-
-        Raises:
-            InvalidArgumentError: `shared_tokens` is no multiple of the block size, or more than either sequence has.
-            OutOfBlocksError: the device has too few blocks for the rest.
-            SequenceStateError: the other sequence is not on the device, still loading or has lost bytes, or the step is
-                yet to write the recurrent state that the new tokens need.
-        """
-    def blocks_to_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
-        """Device blocks that `append` would take: new ones, and one for each copy-on-write."""
-    def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> bool:
-        """Whether `append` has the blocks it would take."""
     def append(
         self,
         sequences: _Handles,
         num_tokens: _Counts | None = None,
         *,
-        token_ids: NDArray[np.uint32] | Sequence[int] | None = None,
+        token_ids: _TokenIds | None = None,
         lookahead: int = 0,
         block_tables: NDArray[np.int32] | None = None,
         out: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
-        """Append tokens to a batch of sequences; shared blocks that are written are copied by this step's decision.
+        """Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
 
         Args:
-            sequences: handles, uint64 `[n]`, none twice.
-            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
-            token_ids: ids of those tokens, uint32 `[tokens]`, for the prefix cache; a sequence that gets tokens
-                without ids is no longer published.
-            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too; drafts may be
-                written there.
-            block_tables: int32 `[n or more, max_blocks]`, C-contiguous, kept by the caller from call to call: row i
-                belongs to sequence i. What has changed since the sequence's last such call is written, at its first
-                one the whole row. Who moves a sequence to another row or array writes that with `block_tables` first.
-                With several cache groups, the rows of one group come after those of another, `n` each.
-            out: int64 array for the slots, one for each token and group, C-contiguous. What is read may lie in arrays
-                that are written; those two may not share memory.
+            sequences: handles, uint64 `[n]`, none twice; a list, or one.
+            num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
+            token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. A sequence
+                that gets tokens without ids is not published any more.
+            lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
+            block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
+                is sequence i. Only what changed since the sequence's last such call is written. After you move a
+                sequence to another row or array, copy its row or write it with `block_tables`. With several groups the
+                rows of one group follow those of another, `n` each.
+            out: int64 array to write the slots to, C-contiguous; it shares no memory with `block_tables`.
         Returns:
-            Slot (`block * block_size + offset`) of each token, sequence by sequence, int64 `[tokens]`; with several
-            cache groups `[groups, tokens]`, an encoder's left out.
+            Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, groups with
+            cross attention left out.
         Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            UnknownSequenceError: a handle is not in the books.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: a sequence is named twice, or an array has the wrong length or cannot be written.
+            OutOfBlocksError: the device has too few free blocks for the whole batch.
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
+            InvalidArgumentError: a handle is given twice, or an array has the wrong shape or dtype or cannot be
+                written.
         """
-    def truncate(self, sequence: int, num_tokens: int) -> None:
-        """Cut a sequence to its first `num_tokens` tokens, after a speculative decoder's were rejected.
+    def next_chunk(self, sequence: _Handle, budget: int) -> int:
+        """Return how many tokens of a sequence's prompt to append next.
 
-        Blocks that hold none of them go free, those of an earlier lookahead too. The next append copies the last block
-        first if another sequence or the prefix cache has it too.
+        With a recurrent group and prefix caching a chunk ends at a block's end where it can: only states there are
+        cached.
 
+        Args:
+            sequence: handle of a sequence that was allocated with `chunk_tokens`.
+            budget: most tokens.
+        Returns:
+            Tokens, at most `budget`; 0 once the whole prompt is in.
         Raises:
-            UnknownSequenceError: the handle is not in the books.
-            SequenceStateError: the sequence has lost bytes, or tokens that the present step is yet to write.
-            InvalidArgumentError: the sequence is shorter.
+            UnknownSequenceError: there is no such sequence.
         """
-    def num_tokens(self, sequence: int, group: int = 0) -> int:
-        """Tokens in a sequence; those of its encoder in a group of cross attention."""
-    def tier(self, sequence: int) -> _Tier:
-        """Tier that a sequence's blocks are in."""
-    def block_table(self, sequence: int, group: int = 0) -> NDArray[np.int32]:
-        """Blocks of a sequence in its present tier and one cache group, int32 `[blocks]`; 0 for what fell out of it."""
-    def block_tables(
-        self, sequences: _Handles, out: NDArray[np.int32] | None = None, *, group: int = 0
-    ) -> NDArray[np.int32]:
-        """Block tables of sequences on the device, of one cache group, int32 `[n, max_blocks]`, padded with 0.
+    def mark_computed(self, sequences: _Handles, num_computed: _Counts | None = None) -> None:
+        """Publish the full blocks of sequences whose tokens the model has computed.
 
+        A block that another block already duplicates is replaced by it, and blocks outside a window are given back:
+        block tables may change.
+
+        Args:
+            sequences: handles, uint64 `[n]`, none twice; a list, or one.
+            num_computed: how many of each sequence's first tokens are computed, uint32 `[n]`; all by default.
         Raises:
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: `out` has too few rows or columns.
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: a sequence has fewer tokens, or there is not one number for each.
+            SequenceStateError: a sequence has tokens that this step is yet to write.
         """
-    def slot_mapping(
-        self, sequence: int, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
-    ) -> NDArray[np.int64]:
-        """Slots of tokens `first` to `last` (not included) of a sequence on the device, int64 `[last - first]`."""
-    def can_swap_out(self, sequences: _Handles) -> bool:
-        """Whether the host has room and nothing moves the sequences."""
-    def swap_out(self, sequences: _Handles) -> None:
-        """Move sequences from the device to the host; a block shared among them moves once.
+    def truncate(self, sequence: _Handle, num_tokens: int) -> None:
+        """Cut a sequence to its first tokens, for instance after draft tokens were rejected. Blocks that hold none of
+        them, and those of an earlier lookahead, are freed.
 
+        Args:
+            sequence: handle.
+            num_tokens: tokens to keep.
         Raises:
-            OutOfBlocksError: the host has too few blocks for the whole batch.
-            SequenceStateError: a sequence is not on the device, moving, written in this step or has lost bytes.
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: the sequence has lost bytes, or tokens that this step is yet to write.
+            InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be taken back.
         """
-    def can_swap_in(self, sequences: _Handles, *, lookahead: int = 0) -> AllocStatus:
-        """Whether the sequences fit on the device with one more token each, the watermark kept."""
-    def swap_in(self, sequences: _Handles) -> None:
-        """Move sequences from the host to the device."""
-    def can_spill(self, sequences: _Handles) -> bool:
-        """Whether the external tier has room and nothing moves the sequences, all of one tier."""
-    def spill(self, sequences: _Handles) -> None:
-        """Move sequences, all on the device or all on the host, to the external tier."""
-    def can_fetch(self, sequences: _Handles, *, lookahead: int = 0) -> AllocStatus:
-        """Whether the sequences fit on the device with one more token each, the watermark kept."""
-    def fetch(self, sequences: _Handles, *, to: Literal["device", "host"] = "device") -> None:
-        """Move sequences from the external tier to the device, or to the host to be swapped in from there."""
-    def free(self, sequences: _Handles) -> None:
-        """Forget sequences; their blocks go free once nothing references them and no transfer holds them.
+    def can_swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> Fit:
+        """Return whether `swap_out` can move the sequences: nothing else moves them, and the tier has room.
 
+        Args:
+            sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
+            to: `"host"` or `"external"`.
+        Returns:
+            `Fit`, true if they can move now.
         Raises:
-            UnknownSequenceError: a handle is not in the books.
-            InvalidArgumentError: a handle is named twice.
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: a handle is given twice, or `to` is another tier.
         """
-    def take_decision(self) -> StepDecision:
-        """End the step: the transfers decided since the last call, to be carried out, then completed or failed.
+    def swap_out(self, sequences: _Handles, to: Literal["host", "external"] = "host") -> None:
+        """Move sequences away from the device, by this step's decision: `swap_out` to the host, `spill` to the external
+        tier from either. A block that several of them share moves once.
 
+        Args:
+            sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
+            to: `"host"` or `"external"`.
+        Raises:
+            OutOfBlocksError: the tier has too few free blocks for all of them.
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: a sequence is in another tier, moving, written in this step, or has lost bytes.
+            InvalidArgumentError: a handle is given twice, or `to` is another tier.
+        """
+    def can_swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device", *, lookahead: int = 0) -> Fit:
+        """Return whether `swap_in` can move the sequences. On the device one more token each has room then, and the
+        watermark stays free.
+
+        Args:
+            sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
+            to: `"device"` or `"host"`.
+            lookahead: slots beyond that token.
+        Returns:
+            `Fit`, true if they can move now.
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: a handle is given twice, or `to` is another tier.
+        """
+    def swap_in(self, sequences: _Handles, to: Literal["device", "host"] = "device") -> None:
+        """Move sequences back towards the device, by this step's decision: `swap_in` from the host, `fetch` from the
+        external tier.
+
+        Args:
+            sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
+            to: `"device"`, or `"host"` for sequences in the external tier.
+        Raises:
+            OutOfBlocksError, UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `swap_out`.
+        """
+    def take_decision(self, *, deadline: int | None = None) -> StepDecision:
+        """End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
+
+        Args:
+            deadline: time on the caller's clock, any unit, 0 to 2^64 - 1. Until `submit`, `expire` ends the ticket at
+                that time; after `submit`, it reports the ticket as overdue. None: no deadline.
+        Returns:
+            `StepDecision`.
         Warns:
-            RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest. Where warnings
-                are errors, the step goes on and can be ended by the next call.
+            RuntimeWarning: once, if more than 1000 tickets are open; it names the oldest.
         """
-    def open_tickets(self) -> tuple[int, ...]:
-        """Tickets that are neither completed nor failed, oldest first."""
+    def submit(self, ticket: int) -> None:
+        """Note that a ticket's transfers have begun: from now on only `complete` and `fail` end it.
+
+        Only tickets with a deadline need this call.
+
+        Args:
+            ticket: `decision.ticket`.
+        Raises:
+            UnknownTicketError: the ticket has ended or expired; its transfers must not run.
+        """
     def complete(self, ticket: int) -> None:
         """End a ticket whose bytes have all landed.
 
+        Args:
+            ticket: `decision.ticket`.
         Raises:
             UnknownTicketError: the ticket was never handed out, or has ended.
         """
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
-        """End a ticket of which the pairs `lost` did not land.
+    def fail(self, ticket: int, lost: Iterable[Pairs] | None = None) -> NDArray[np.uint64]:
+        """End a ticket of which some transfers did not land.
 
+        Args:
+            ticket: `decision.ticket`.
+            lost: the `Pairs` that did not land; `[]` completes the ticket; None means that nothing landed.
         Returns:
-            The sequences that lost bytes, uint64 `[n]`; they can only be freed.
+            Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
             UnknownTicketError: the ticket was never handed out, or has ended.
             MappingError: the ticket writes no such block.
         """
-    def stats(self) -> ManagerStats:
-        """All counters, as of now."""
-    def take_events(self) -> EventBatch:
-        """Take all events of the prefix cache that wait; none if they were not asked for."""
-    def snapshot(self) -> bytes:
-        """The whole books as bytes, versioned and checksummed, for `restore` of the same version.
+    def expire(self, now: int) -> Expired:
+        """End every ticket and pin whose deadline has passed and that was not submitted.
 
-        They say what the caches hold and are worth nothing without the caches' bytes. They hold the in-process keys of
-        cached blocks: keep them as the caches themselves are kept. The order of eviction is kept; what `s3fifo` and
-        `adaptive` have learnt is not, so that they may evict in another order later.
+        Such a ticket ends as if all its transfers had failed. A submitted one that is late keeps its blocks, which are
+        quarantined until it ends; the sequences that wait for it can be freed and start again on other blocks.
+
+        Args:
+            now: time on the caller's clock.
+        Returns:
+            `Expired`.
+        """
+    def block_table(self, sequence: _Handle, group: int = 0) -> NDArray[np.int32]:
+        """Return the blocks of a sequence in its present tier.
+
+        Args:
+            sequence: handle.
+            group: cache group.
+        Returns:
+            Block ids, int32 `[blocks]`; 0 for blocks that fell out of a window.
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: there is no such group.
+        """
+    def block_tables(
+        self, sequences: _Handles, out: NDArray[np.int32] | None = None, *, group: int = 0
+    ) -> NDArray[np.int32]:
+        """Return the block tables of sequences on the device, padded with 0, as attention kernels read them.
+
+        Args:
+            sequences: handles, uint64 `[n]`, a list, or one.
+            out: int32 array `[n or more, max_blocks or more]` to write to, C-contiguous.
+            group: cache group.
+        Returns:
+            Block ids, int32 `[n, max_blocks]`, or `out`.
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
+            InvalidArgumentError: `out` has too few rows or columns, or there is no such group.
+        """
+    def slot_mapping(
+        self, sequence: _Handle, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
+    ) -> NDArray[np.int64]:
+        """Return the slots of some tokens of a sequence on the device.
+
+        Args:
+            sequence: handle.
+            first: first token.
+            last: token after the last.
+            out: int64 array `[last - first]` to write to, C-contiguous.
+            group: cache group.
+        Returns:
+            Slots, `block * block_size + offset`, int64 `[last - first]`, or `out`.
+        Raises:
+            UnknownSequenceError, SequenceStateError: as `block_tables`.
+            InvalidArgumentError: the sequence has fewer tokens, `out` another length, or there is no such group.
+        """
+    def num_tokens(self, sequence: _Handle, group: int = 0) -> int:
+        """Return the number of tokens in a sequence.
+
+        Args:
+            sequence: handle.
+            group: cache group; one with cross attention has the encoder's tokens.
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            InvalidArgumentError: there is no such group.
+        """
+    def tier(self, sequence: _Handle) -> _Tier:
+        """Return the tier that a sequence's blocks are in: `"device"`, `"host"` or `"external"`.
+
+        Args:
+            sequence: handle.
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+    def stats(self) -> ManagerStats:
+        """Return all counters, as of now: `ManagerStats`."""
+    def check(self) -> None:
+        """Recount the whole state and compare. For tests and debugging; it takes time in proportion to the pools.
 
         Raises:
-            SnapshotError: tickets are in flight, or the open step has transfers.
+            InvariantError: the state contradicts itself, which is a bug in Blockyard.
+        """
+    def snapshot(self) -> bytes:
+        """Return the whole state as bytes, with version and checksum, for `restore` of the same version.
+
+        The bytes describe what the caches hold; they are of use only together with the caches' memory. They contain the
+        keys of cached blocks: protect them as you protect the caches. The order of eviction is kept; what `"s3fifo"`
+        and `"adaptive"` learnt is not.
+
+        Raises:
+            SnapshotError: tickets are open, or this step has transfers.
         """
     @staticmethod
     def restore(data: bytes) -> BlockManager:
-        """The books that `snapshot` wrote; handles, tickets and events go on as if nothing had happened.
-
-        The order of eviction is kept. What `s3fifo` and `adaptive` have learnt is not: they may evict in another order
-        later.
-
-        Raises:
-            SnapshotError: the bytes are no snapshot of this version, cut short, damaged, too long, or contradictory.
-        """
-    def check(self) -> None:
-        """Count everything again and compare.
-
-        Raises:
-            InvariantError: the books contradict themselves; a bug in Blockyard.
-        """
-
-@final
-class DecodeBatch:
-    """The running sequences, and the block table and slot mapping that attention kernels read, kept step by step.
-
-    Row i of both arrays belongs to the batch's sequence i; there are no gaps. Whatever other calls do to the sequences
-    (copy-on-write, forks, merged prefixes, swaps) shows after the next `append` or `refresh`; one that was freed is
-    noticed. Torch CPU tensors, pinned or not, are given as their numpy views.
-
-    Args:
-        manager: the books of the sequences.
-        block_tables: int32 `[sequences, max_blocks]`, C-contiguous, written in place; zeroed here. With several cache
-            groups, one equal part for each that grows: the first group's rows, then the second's.
-        slots: int64 `[tokens]`, C-contiguous, written in place; in equal parts like the rows.
-    Raises:
-        InvalidArgumentError: an array has another dtype or shape, cannot be written, or they overlap. Each call that
-            writes looks again, and refuses an array whose dtype, shape or memory has changed since.
-
-    Example:
-        >>> import numpy as np
-        >>> from blockyard import BlockManager, DecodeBatch
-        >>> books = BlockManager(block_size=16, device_blocks=64)
-        >>> batch = DecodeBatch(books, np.zeros((8, 4), np.int32), np.zeros(8, np.int64))
-        >>> batch.add(books.allocate([16, 20]))
-        0
-        >>> batch.append()
-        2
-        >>> batch.slots[:2].tolist(), batch.block_tables[:2, :2].tolist()
-        ([48, 36], [[0, 3], [1, 2]])
-    """
-
-    def __new__(
-        cls, manager: BlockManager, block_tables: NDArray[np.int32], slots: NDArray[np.int64]
-    ) -> DecodeBatch: ...
-    @property
-    def block_tables(self) -> NDArray[np.int32]: ...
-    @property
-    def slots(self) -> NDArray[np.int64]: ...
-    @property
-    def sequences(self) -> NDArray[np.uint64]:
-        """Handles, by row, uint64 `[n]`; a copy."""
-    def __len__(self) -> int: ...
-    def add(self, sequences: _Handles) -> int:
-        """Add sequences on the device at the end, write their rows, and return the first one's row.
-
-        Raises:
-            UnknownSequenceError: a handle is not in the books.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: a sequence is named twice or in the batch already, or the block table is too small.
-        """
-    def remove(self, row: int) -> int | None:
-        """Remove the sequence of a row.
-
-        The last row takes its place; its number is returned, or None if it was the one removed.
-
-        Raises:
-            InvalidArgumentError: there is no such row.
-        """
-    def find(self, sequence: int) -> int:
-        """Row of a sequence.
-
-        Raises:
-            UnknownSequenceError: the batch has no such sequence.
-        """
-    def append(self, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> int:
-        """Append tokens to all sequences; write their slots, sequence by sequence, and what has changed of the tables.
+        """Return the manager that `snapshot` wrote. Handles, ticket numbers and event numbers go on.
 
         Args:
-            num_tokens: tokens for each sequence, one number or uint32 `[n]`; 1 if not given.
-            lookahead: slots beyond those tokens for which each sequence gets blocks of its own too.
-        Returns:
-            The number of tokens; slots beyond them are left as they are.
+            data: what `snapshot` returned.
         Raises:
-            OutOfBlocksError: the device has too few blocks for the whole batch.
-            UnknownSequenceError: a sequence was freed; `remove` its row.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: an array is too small.
-        """
-    def refresh(self) -> None:
-        """Write what has changed of the block table, without appending.
-
-        Raises:
-            UnknownSequenceError: a sequence was freed.
-            SequenceStateError: a sequence is not on the device, still loading or has lost bytes.
-            InvalidArgumentError: the block table is too small.
+            SnapshotError: the bytes are of another version, cut short, damaged, too long, or contradict themselves.
         """
 
 @final
@@ -1030,151 +1237,198 @@ class EventBatch:
     TIERS: tuple[str, str, str]
     REASONS: tuple[str, str, str, str, str]
     @property
-    def first(self) -> int: ...
+    def first(self) -> int:
+        """Number of the first event."""
     @property
-    def dropped(self) -> int: ...
+    def dropped(self) -> int:
+        """Events before `first` that had no room."""
     @property
-    def kinds(self) -> NDArray[np.uint8]: ...
+    def kinds(self) -> NDArray[np.uint8]:
+        """uint8 `[n]`, index of `KINDS`."""
     @property
-    def tiers(self) -> NDArray[np.uint8]: ...
+    def tiers(self) -> NDArray[np.uint8]:
+        """uint8 `[n]`, index of `TIERS`."""
     @property
-    def blocks(self) -> NDArray[np.int32]: ...
+    def blocks(self) -> NDArray[np.int32]:
+        """Block ids, int32 `[n]`; -1 for `cleared`."""
     @property
-    def keys(self) -> NDArray[np.uint8]: ...
+    def keys(self) -> NDArray[np.uint8]:
+        """Exported keys, uint8 `[n, 32]`, as `export_keys` returns them."""
     @property
-    def parents(self) -> NDArray[np.uint8]: ...
+    def parents(self) -> NDArray[np.uint8]:
+        """For `stored`, the key of the block before, uint8 `[n, 32]`; zeros for the first block of a sequence."""
     @property
-    def tokens(self) -> NDArray[np.uint32]: ...
+    def tokens(self) -> NDArray[np.uint32]:
+        """For `stored`, tokens in the block, uint32 `[n]`."""
     @property
-    def lora_ids(self) -> NDArray[np.uint64]: ...
+    def lora_ids(self) -> NDArray[np.uint64]:
+        """For `stored`, the adapter, uint64 `[n]`."""
     @property
-    def reasons(self) -> NDArray[np.uint8]: ...
+    def reasons(self) -> NDArray[np.uint8]:
+        """For `removed`, index of `REASONS`, uint8 `[n]`."""
     @property
-    def remaining(self) -> NDArray[np.uint8]: ...
+    def remaining(self) -> NDArray[np.uint8]:
+        """For `removed`, copies of the bytes that are left in other tiers, uint8 `[n]`."""
     @property
-    def groups(self) -> NDArray[np.uint8]: ...
+    def groups(self) -> NDArray[np.uint8]:
+        """Cache group of the block, uint8 `[n]`; blocks of several groups have the same key."""
     def __len__(self) -> int: ...
 
 @final
 class Expired:
-    """What `BlockManager.expire` has put an end to, or found to be late for the first time."""
+    """What `BlockManager.expire` ended or found to be late for the first time."""
 
     @property
     def tickets(self) -> list[int]:
-        """Tickets that are closed; their transfers must not run any more."""
+        """Tickets that ended, a list of ints. Their transfers must not run any more."""
     @property
     def pins(self) -> list[int]:
-        """Pins that are gone."""
+        """Pins that ended, a list of ints."""
     @property
     def overdue(self) -> list[int]:
-        """Submitted tickets whose blocks are quarantined from now on."""
+        """Submitted tickets that are late, a list of ints. Their blocks are quarantined from now on."""
     @property
     def sequences(self) -> NDArray[np.uint64]:
-        """Sequences that waited for either kind of ticket, uint64 `[n]`: they can only be freed."""
+        """Sequences that waited for either kind of ticket, uint64 `[n]`. They can only be freed."""
 
 @final
 class ResizeProgress:
-    """How far the device's size has changed.
-
-    Counts blocks: `blocks` of the device, `live` beyond them that sequences use, `held` beyond them that only transfers
-    and pins hold. `extent` is one past the highest block in use, and at least `blocks`: memory behind it can go.
-    """
+    """How far a resize of the device pool has come."""
 
     @property
-    def blocks(self) -> int: ...
+    def blocks(self) -> int:
+        """Blocks of the device."""
     @property
-    def live(self) -> int: ...
+    def live(self) -> int:
+        """Blocks beyond them that sequences use."""
     @property
-    def held(self) -> int: ...
+    def held(self) -> int:
+        """Blocks beyond them that only transfers and pins hold."""
     @property
-    def extent(self) -> int: ...
+    def extent(self) -> int:
+        """One past the highest block in use, at least `blocks`: memory behind it can be given back."""
     @property
     def done(self) -> bool:
-        """Whether nothing is in use beyond the end."""
+        """Whether nothing is in use beyond `blocks`."""
 
 @final
 class ManagerStats:
-    """Counters since the manager was made, and what is the case now: `sequences`, `open_tickets`, and of each tier the
-    blocks that are `used` (referenced, or held by a transfer), `leased` (held by a transfer), `cached` (findable),
-    `pinned`, and `quarantined` (held past a deadline).
-
-    Transfers count when they are decided; `loaded` blocks were found on the host alone. Blocks and tokens are missed if
-    a prompt did not find them. Moves of `defragment` count when they end: `moved` blocks lie elsewhere now; `cancelled`
-    ones were written, freed or leased meanwhile, and the bytes of `failed` ones did not land.
-    """
+    """Counters since the manager was made, and the state of each tier now. Transfers count when they are decided."""
 
     @property
-    def sequences(self) -> int: ...
+    def hit_rate(self) -> float:
+        """Hit blocks of all full blocks that were looked up; 0 before the first."""
     @property
-    def steps(self) -> int: ...
+    def sequences(self) -> int:
+        """Sequences that are open now."""
     @property
-    def open_tickets(self) -> int: ...
+    def steps(self) -> int:
+        """Decisions taken."""
     @property
-    def prompts(self) -> int: ...
+    def open_tickets(self) -> list[int]:
+        """Tickets that are neither completed nor failed, a list of ints, oldest first."""
     @property
-    def hit_blocks(self) -> int: ...
+    def prompts(self) -> int:
+        """Prompts admitted with their token ids."""
     @property
-    def missed_blocks(self) -> int: ...
+    def hit_blocks(self) -> int:
+        """Full blocks of those prompts that were cached."""
     @property
-    def hit_tokens(self) -> int: ...
+    def missed_blocks(self) -> int:
+        """Full blocks of those prompts that were not."""
     @property
-    def missed_tokens(self) -> int: ...
+    def hit_tokens(self) -> int:
+        """Tokens that need not be computed."""
     @property
-    def merged_blocks(self) -> int: ...
+    def missed_tokens(self) -> int:
+        """Tokens that must be computed."""
     @property
-    def loaded_blocks(self) -> int: ...
+    def merged_blocks(self) -> int:
+        """Blocks that were computed twice and merged into one."""
     @property
-    def copied_blocks(self) -> int: ...
+    def loaded_blocks(self) -> int:
+        """Hit blocks that only the host had."""
     @property
-    def swapped_out_blocks(self) -> int: ...
+    def copied_blocks(self) -> int:
+        """Copies on write that were decided."""
     @property
-    def swapped_in_blocks(self) -> int: ...
+    def swapped_out_blocks(self) -> int:
+        """Blocks moved from device to host."""
     @property
-    def spilled_blocks(self) -> int: ...
+    def swapped_in_blocks(self) -> int:
+        """Blocks moved from host to device."""
     @property
-    def fetched_blocks(self) -> int: ...
+    def spilled_blocks(self) -> int:
+        """Blocks moved to the external tier."""
     @property
-    def moved_blocks(self) -> int: ...
+    def fetched_blocks(self) -> int:
+        """Blocks moved from the external tier."""
     @property
-    def cancelled_moves(self) -> int: ...
+    def moved_blocks(self) -> int:
+        """Moves by defragmentation that ended."""
     @property
-    def failed_moves(self) -> int: ...
+    def cancelled_moves(self) -> int:
+        """Moves given up because the block was written, freed or leased meanwhile."""
     @property
-    def used_blocks(self) -> dict[_Tier, int]: ...
+    def failed_moves(self) -> int:
+        """Moves whose bytes did not land."""
     @property
-    def peak_blocks(self) -> dict[_Tier, int]: ...
+    def used_blocks(self) -> dict[_Tier, int]:
+        """For each tier, blocks that are referenced or leased now."""
     @property
-    def leased_blocks(self) -> dict[_Tier, int]: ...
+    def peak_blocks(self) -> dict[_Tier, int]:
+        """For each tier, the most blocks ever used at once."""
     @property
-    def cached_blocks(self) -> dict[_Tier, int]: ...
+    def leased_blocks(self) -> dict[_Tier, int]:
+        """For each tier, blocks that transfers lease now."""
     @property
-    def evicted_blocks(self) -> dict[_Tier, int]: ...
+    def cached_blocks(self) -> dict[_Tier, int]:
+        """For each tier, blocks whose key finds them now."""
     @property
-    def pinned_blocks(self) -> dict[_Tier, int]: ...
+    def evicted_blocks(self) -> dict[_Tier, int]:
+        """For each tier, cached blocks that were evicted."""
     @property
-    def quarantined_blocks(self) -> dict[_Tier, int]: ...
+    def pinned_blocks(self) -> dict[_Tier, int]:
+        """For each tier, blocks that pins keep now."""
+    @property
+    def quarantined_blocks(self) -> dict[_Tier, int]:
+        """For each tier, blocks that overdue transfers hold now."""
     def as_dict(self) -> dict[str, int]:
-        """All counters by name; those of a tier as `used_blocks_device` and so on."""
+        """Return all counters by name, for metrics.
+
+        Returns:
+            A dict of ints; those of a tier as `used_blocks_device` and so on, and the number of `open_tickets`.
+        """
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class Completion:
+    """What became of one batch."""
+
     def __new__(
-        cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: Sequence[str]
+        cls, ticket: int, ok: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: _Each[str]
     ) -> Completion: ...
     def __getnewargs__(self) -> tuple[int, NDArray[np.bool_], NDArray[np.uint8], tuple[str, ...]]: ...
     @property
-    def ticket(self) -> int: ...
+    def ticket(self) -> int:
+        """The ticket that was collected."""
     @property
-    def ok(self) -> NDArray[np.bool_]: ...
+    def ok(self) -> NDArray[np.bool_]:
+        """Whether each block came back or went in, bool `[n]`."""
     @property
-    def rows(self) -> NDArray[np.uint8]: ...
+    def rows(self) -> NDArray[np.uint8]:
+        """The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses are zero. `[0, bytes_per_block]` for
+        writes.
+        """
     @property
-    def reasons(self) -> tuple[str, ...]: ...
+    def reasons(self) -> tuple[str, ...]:
+        """Why a block is a miss, one string a block; empty where it is not."""
 
 @final
 class StoreStats:
+    """Counters of a tier since it was opened."""
+
     def __new__(
         cls,
         *,
@@ -1188,32 +1442,45 @@ class StoreStats:
         pending_bytes: int = 0,
     ) -> StoreStats: ...
     @property
-    def written_blocks(self) -> int: ...
+    def written_blocks(self) -> int:
+        """Blocks whose write completed."""
     @property
-    def written_bytes(self) -> int: ...
+    def written_bytes(self) -> int:
+        """Bytes of those, headers not counted."""
     @property
-    def read_blocks(self) -> int: ...
+    def read_blocks(self) -> int:
+        """Blocks whose read was checked and accepted."""
     @property
-    def read_bytes(self) -> int: ...
+    def read_bytes(self) -> int:
+        """Bytes of those, headers not counted."""
     @property
-    def misses(self) -> dict[str, int]: ...
+    def misses(self) -> dict[str, int]:
+        """Blocks that did not come back or go in, by reason."""
     @property
-    def errors(self) -> int: ...
+    def errors(self) -> int:
+        """Operations that the system answered with an error."""
     @property
-    def last_error(self) -> str: ...
+    def last_error(self) -> str:
+        """The last of those errors, in words."""
     @property
-    def pending_bytes(self) -> int: ...
+    def pending_bytes(self) -> int:
+        """Bytes of blocks in flight and of results not yet collected."""
     @property
-    def checksum_failures(self) -> int: ...
+    def checksum_failures(self) -> int:
+        """Reads whose header or payload checksum did not match."""
     @property
-    def damaged_blocks(self) -> int: ...
+    def damaged_blocks(self) -> int:
+        """Reads that came back from storage and were refused, for any reason."""
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
-    def as_dict(self) -> dict[str, int | str | dict[str, int]]: ...
+    def as_dict(self) -> dict[str, int | str | dict[str, int]]:
+        """All counters, for JSON."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class SlabStore:
+    """Slot-addressed swap space in one preallocated file; `blockyard.stores.open_store` opens it by URL."""
+
     def __new__(
         cls,
         directory: str | PathLike[str],
@@ -1228,59 +1495,49 @@ class SlabStore:
         namespace: bytes = ...,
     ) -> SlabStore: ...
     @property
-    def num_slots(self) -> int: ...
+    def num_slots(self) -> int:
+        """Slots, numbered from 0."""
     @property
-    def bytes_per_block(self) -> int: ...
+    def bytes_per_block(self) -> int:
+        """Bytes that one slot holds for the caller."""
     @property
-    def slot_bytes(self) -> int: ...
+    def slot_bytes(self) -> int:
+        """Bytes from slot to slot in the file, header and padding included."""
     @property
-    def file_bytes(self) -> int: ...
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The slab's file."""
     @property
-    def direct(self) -> bool: ...
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
     @property
-    def notes(self) -> tuple[str, ...]: ...
-    def slot_offset(self, slot: int) -> int: ...
-    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int: ...
-    def submit_read(self, slots: NDArray[np.int64]) -> int: ...
-    def poll(self) -> list[int]: ...
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion: ...
-    def stats(self) -> StoreStats: ...
-    def close(self, timeout: float = 5.0) -> bool: ...
+    def notes(self) -> tuple[str, ...]:
+        """What the file system did not allow, in words."""
+    def slot_offset(self, slot: int) -> int:
+        """Where a slot's header begins in the file, in bytes."""
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`, of any layout. The bytes are
+        copied before this returns a ticket. See `ExternalStore.submit_write`.
+        """
+    def submit_read(self, slots: NDArray[np.int64]) -> int:
+        """Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`."""
+    def poll(self) -> list[int]:
+        """Tickets that finished or expired since the last call, not collected yet. Never waits."""
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`."""
+    def stats(self) -> StoreStats:
+        """Counters since the store was opened."""
+    def close(self, timeout: float = 5.0) -> bool:
+        """Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout`
+        seconds.
+        """
     def __enter__(self) -> SlabStore: ...
     def __exit__(self, *_details: object) -> None: ...
 
-@final
-class PrefixStats:
-    """Counters of the prefix cache since the manager was made; `cached_blocks` is findable now."""
-
-    @property
-    def prompts(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def hit_blocks(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def hit_tokens(self) -> int: ...
-    @property
-    def merged(self) -> int: ...
-    @property
-    def loaded(self) -> int: ...
-    @property
-    def evicted(self) -> int: ...
-    @property
-    def cached_blocks(self) -> int: ...
-    @property
-    def hit_rate(self) -> float:
-        """Full blocks found, of all that were looked up; 0 before the first."""
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
-
 def chain_keys(
-    tokens: NDArray[np.uint32] | Sequence[int],
+    tokens: NDArray[np.uint32] | _Each[int],
     *,
     block_size: int,
     parent: bytes | None = None,
@@ -1296,66 +1553,30 @@ def chain_keys(
     """
 
 def export_keys(
-    tokens: NDArray[np.uint32] | Sequence[int],
+    tokens: NDArray[np.uint32] | _Each[int],
     *,
     block_size: int,
     salt: bytes | None = None,
     lora_id: int = 0,
     cache_group: int = 0,
 ) -> list[bytes]:
-    """Keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
+    """Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
 
-    The stream hashed is a 64-byte header (`BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
-    u32, the adapter as u64, 32 bytes of salt: its SHA-256, or zeros for none), then each block's tokens as
-    little-endian u32, padded to 64 bytes with 0xFF; a block's key is the digest of the stream up to its end.
-    """
-
-@final
-class CopyRoute:
-    """Views of two sets of memory, joined once, so that compiling a mapping costs an addition a side and piece.
-
-    Block `id` of a side begins at `base + id // per_row * row + id % per_row * sub` bytes. Regions of one part that lie
-    side by side on both sides are one.
+    The hashed stream is a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
+    u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens follow as
+    little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
 
     Args:
-        regions: uint64 `[n, 8]`: base, row and sub of the source, of the destination, bytes of a block, part; parts
-            rise from 0 one by one.
-        src_blocks: ids that are read are below it.
-        dst_blocks: ids that are written are below it.
-        src_per_row: blocks in a row of the source.
-        dst_per_row: blocks in a row of the destination.
-        in_place: source and destination are the same blocks, so none may be both read and written.
+        tokens: token ids, uint32 `[n]` or a list of ints.
+        block_size: tokens in a block.
+        salt: of the tenant, bytes.
+        lora_id: adapter; 0 for none.
+        cache_group: number of the cache group.
+    Returns:
+        A key for each full block, bytes.
     Raises:
-        InvalidArgumentError: blocks overlap or reach beyond the address space, or the array has another dtype or shape.
+        InvalidArgumentError: a token id or `block_size` is out of range.
     """
-
-    def __new__(
-        cls,
-        regions: NDArray[np.uint64],
-        *,
-        src_blocks: int,
-        dst_blocks: int,
-        src_per_row: int = 1,
-        dst_per_row: int = 1,
-        in_place: bool = False,
-    ) -> CopyRoute: ...
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def num_regions(self) -> int:
-        """Most pieces that one pair becomes."""
-    def compile(self, pairs: _IdPairs, out: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Write the pieces of a mapping, part by part and in each in the order of the pairs, runs merged.
-
-        Args:
-            pairs: `(from, to)`, int64 `[n, 2]`.
-            out: uint64 `[3, pieces]`, C-contiguous: where each piece is read, where it is written, its bytes.
-        Returns:
-            Where each part begins, and last the number of pieces: int64 `[num_parts + 1]`.
-        Raises:
-            MappingError: an id is out of range, a destination repeats, a block is read and written in place, or the
-                pieces are more than `out` holds. Nothing was written.
-        """
 
 @final
 class FillMap:
@@ -1373,9 +1594,11 @@ class FillMap:
 
     def __new__(cls, num_blocks: int, per_block: int) -> FillMap: ...
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Large blocks."""
     @property
-    def per_block(self) -> int: ...
+    def per_block(self) -> int:
+        """Parts in a large block."""
     def mark(self, parts: NDArray[np.int64]) -> None:
         """Note that parts, int64 `[n]`, hold bytes. Raises: MappingError, and notes nothing."""
     def unmark(self, parts: NDArray[np.int64]) -> None:
@@ -1388,21 +1611,11 @@ class FillMap:
         """Parts of each of the blocks, int64 `[n]`, that hold bytes."""
 
 def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:
-    """Write the ids of the small blocks of a stretch of large ones, which may begin and end within one.
-
-    Args:
-        blocks: the large blocks, int64 `[m]`.
-        out: int64 `[n]`, of any stride: takes `block * per_block + offset`.
-        per_block: small blocks in a large one.
-        first: offset in the first large block where the stretch begins.
-        last: offset in the last large block before which it ends, 1 to `per_block`.
-    Raises:
-        MappingError: an offset or id is out of range, or `n` is not what the stretch holds. Nothing was written.
-    """
+    """Writes the ids of the small blocks of a stretch of large ones."""
 
 def copy_rows(
-    src: Sequence[NDArray[np.uint8]],
-    dst: Sequence[NDArray[np.uint8]],
+    src: _Each[NDArray[np.uint8]],
+    dst: _Each[NDArray[np.uint8]],
     pairs: _IdPairs,
     *,
     num_threads: int,
@@ -1421,7 +1634,7 @@ def copy_rows(
         MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
     """
 
-def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
+def exchange_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
     """Let two rows of each pair change places in each array.
 
     Args:
@@ -1434,7 +1647,7 @@ def exchange_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_t
         MappingError: a row does not exist or is named twice; nothing was exchanged.
     """
 
-def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
+def move_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
     """Move rows within each array, as if all were read first.
 
     Args:
@@ -1448,41 +1661,9 @@ def move_rows(arrays: Sequence[NDArray[np.uint8]], pairs: _IdPairs, *, num_threa
         OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
     """
 
-def order_moves(pairs: _IdPairs, num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Order moves within one tier, such as into holes, into waves of which each is finished before the next begins.
-
-    Args:
-        pairs: `(from, to)`, int64 `[n, 2]`.
-        num_blocks: blocks in the tier.
-    Returns:
-        The pairs, and where each wave of them begins and the last ends: int64 `[waves + 1]`. No block is both read and
-        written in a wave.
-    Raises:
-        MappingError: an id is out of range, a destination repeats, or moves follow one another in a circle.
-    """
-
-def transfer_orders(decision: StepDecision) -> tuple[tuple[int, ...], ...]:
-    """For each of `decision.transfers()`, the earlier ones that must have finished before it begins.
-
-    Those are the ones that write what it reads or writes, or read what it writes; the others may run beside it.
-    """
-
-def merge_runs(ids: _IdPairs) -> NDArray[np.int64]:
-    """Merge pairs whose source and destination both continue the pair before, order kept.
-
-    Args:
-        ids: `(from, to)`, int64 `[n, 2]`.
-    Returns:
-        `(from, to, length)`, int64 `[m, 3]`.
-    """
-
-# The objects of vLLM V0's block manager (0.7.3), exported by `blockyard.integrations.vllm_v0`. A device is an enum's
-# member named `GPU` or `CPU`. Raises, as V0 does: `NoFreeBlocksError` where fewer blocks are free, AssertionError for a
-# broken rule of the call, ValueError for an id of nobody's; a failed call changes nothing.
-
 @disjoint_base
 class V0NaiveBlock:
-    """A block of token ids without a key."""
+    """A block of token ids without a key, and what a block with one is built on."""
 
     def __new__(
         cls,
@@ -1498,24 +1679,32 @@ class V0NaiveBlock:
     computed: bool
     last_accessed: float
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Token slots in the block."""
     @property
     def content_hash(self) -> int | None:
-        """The block's key, a SHA-256 chaining value; None until the block and those before it are full."""
+        """Hash of the contents; None without one."""
 
     @property
-    def extra_hash(self) -> int | None: ...
+    def extra_hash(self) -> int | None:
+        """What else the contents depend on; None for nothing."""
     @property
-    def is_full(self) -> bool: ...
+    def is_full(self) -> bool:
+        """Whether all slots hold tokens."""
     @property
-    def num_empty_slots(self) -> int: ...
+    def num_empty_slots(self) -> int:
+        """Slots without a token."""
     @property
-    def num_tokens_total(self) -> int | None: ...
+    def num_tokens_total(self) -> int | None:
+        """Tokens up to the end of this block."""
     @property
-    def prev_block(self) -> Any | None: ...
+    def prev_block(self) -> Any | None:
+        """The block before; None for the first."""
     @property
-    def token_ids(self) -> list[int]: ...
-    def append_token_ids(self, token_ids: list[int]) -> None: ...
+    def token_ids(self) -> list[int]:
+        """Token ids in the block, a list of ints."""
+    def append_token_ids(self, token_ids: list[int]) -> None:
+        """Append token ids to the block; a shared block is copied first."""
 
 class V0PrefixCachingBlock(V0NaiveBlock):
     """A block that others find by its key once it is full."""
@@ -1538,7 +1727,7 @@ class V0PrefixCachingBlock(V0NaiveBlock):
         cur_block_token_ids: list[int],
         extra_hash: int | None = None,
     ) -> int:
-        """Key of a full block, from that of the block before it, its tokens and what else decides its bytes."""
+        """Return the hash of a block from the one before and its tokens."""
 
 @final
 class V0NullBlock:
@@ -1546,52 +1735,73 @@ class V0NullBlock:
 
     def __new__(cls, proxy: Any) -> V0NullBlock: ...
     block_id: int | None
-    def append_token_ids(self, token_ids: list[int]) -> None: ...
+    def append_token_ids(self, token_ids: list[int]) -> None:
+        """Refuse: nothing is written to the null block."""
 
 _V0Block: TypeAlias = V0NaiveBlock | V0NullBlock
 
 @disjoint_base
 class V0PoolAllocator:
-    """What the two allocators of one device share."""
+    """What both allocators share."""
 
     @property
-    def all_block_ids(self) -> frozenset[int]: ...
+    def all_block_ids(self) -> frozenset[int]:
+        """Ids of all blocks, a frozenset."""
     def allocate_immutable_block(
         self,
         prev_block: Any | None,
         token_ids: list[int],
         extra_hash: int | None = None,
         device: None = None,
-    ) -> V0NaiveBlock: ...
+    ) -> V0NaiveBlock:
+        """Take a full block, a cached one if there is one."""
     def allocate_immutable_blocks(
         self,
         prev_block: Any | None,
         block_token_ids: list[list[int]],
         extra_hash: int | None = None,
         device: None = None,
-    ) -> list[V0NaiveBlock]: ...
+    ) -> list[V0NaiveBlock]:
+        """Take several full blocks."""
     def allocate_mutable_block(
         self, prev_block: Any | None, extra_hash: int | None = None, device: None = None
-    ) -> V0NaiveBlock: ...
-    def clear_copy_on_writes(self) -> list[tuple[int, int]]: ...
-    def cow_block_if_not_appendable(self, block: V0NaiveBlock) -> int: ...
-    def find_cached_blocks_prefix(self, block_hashes: list[int]) -> list[int]: ...
-    def fork(self, last_block: V0NaiveBlock) -> list[V0NaiveBlock]: ...
-    def free(self, block: V0NaiveBlock, keep_block_object: bool = False) -> None: ...
-    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
-    def get_num_free_blocks(self, device: None = None) -> int: ...
-    def get_num_full_blocks_touched(self, blocks: list[V0NaiveBlock]) -> int: ...
-    def get_num_total_blocks(self) -> int: ...
-    def get_physical_block_id(self, absolute_id: int) -> int: ...
-    def get_prefix_cache_hit_rate(self) -> float: ...
-    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None: ...
+    ) -> V0NaiveBlock:
+        """Take an empty block."""
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]:
+        """Return the copies since the last call, `(from, to)`, and forget them."""
+    def cow_block_if_not_appendable(self, block: V0NaiveBlock) -> int:
+        """Return the id to write to, of a copy if the block is shared."""
+    def find_cached_blocks_prefix(self, block_hashes: list[int]) -> list[int]:
+        """Return how many of the hashes are cached, from the first on."""
+    def fork(self, last_block: V0NaiveBlock) -> list[V0NaiveBlock]:
+        """Return the blocks up to this one, shared."""
+    def free(self, block: V0NaiveBlock, keep_block_object: bool = False) -> None:
+        """Give a block back."""
+    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]:
+        """Return the computed blocks that all lists share."""
+    def get_num_free_blocks(self, device: None = None) -> int:
+        """Return how many blocks are free."""
+    def get_num_full_blocks_touched(self, blocks: list[V0NaiveBlock]) -> int:
+        """Return how many full blocks a swap would take."""
+    def get_num_total_blocks(self) -> int:
+        """Return how many blocks there are."""
+    def get_physical_block_id(self, absolute_id: int) -> int:
+        """Return the id within the device of a block."""
+    def get_prefix_cache_hit_rate(self) -> float:
+        """Return the share of lookups that hit; -1 without a prefix cache."""
+    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None:
+        """Note when blocks were used."""
     def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
-        """Let blocks be found by their keys, those of these ids; all in use for an empty list, as V0 does."""
+        """Do nothing: blocks are computed once they are full."""
 
-    def promote_to_immutable_block(self, block: V0NaiveBlock) -> int: ...
-    def reset_prefix_cache(self) -> bool: ...
-    def swap_in(self, blocks: list[V0NaiveBlock]) -> None: ...
-    def swap_out(self, blocks: list[V0NaiveBlock]) -> None: ...
+    def promote_to_immutable_block(self, block: V0NaiveBlock) -> int:
+        """Return the id of a full block, of its cached twin if there is one."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; return whether it did."""
+    def swap_in(self, blocks: list[V0NaiveBlock]) -> None:
+        """Take blocks for a list that comes back."""
+    def swap_out(self, blocks: list[V0NaiveBlock]) -> None:
+        """Give the blocks of a list back."""
 
 class V0NaiveBlockAllocator(V0PoolAllocator):
     """Blocks without keys; ids that were freed last are reused first."""
@@ -1615,8 +1825,10 @@ class V0PrefixCachingBlockAllocator(V0PoolAllocator):
         block_ids: Iterable[int] | None = None,
         eviction_policy: Any | None = None,
     ) -> Self: ...
-    def block_is_computed(self, block_id: int) -> bool: ...
-    def is_block_cached(self, block: V0NaiveBlock) -> bool: ...
+    def block_is_computed(self, block_id: int) -> bool:
+        """Return whether a block's contents are computed."""
+    def is_block_cached(self, block: V0NaiveBlock) -> bool:
+        """Return whether the contents of a block are cached."""
 
 @disjoint_base
 class V0CpuGpuBlockAllocator:
@@ -1627,49 +1839,63 @@ class V0CpuGpuBlockAllocator:
     def create(
         allocator_type: str, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int
     ) -> V0CpuGpuBlockAllocator:
-        """Make both allocators, `naive` or `prefix_caching`."""
+        """Makes both allocators, `naive` or `prefix_caching`."""
 
     @property
-    def all_block_ids(self) -> frozenset[int]: ...
+    def all_block_ids(self) -> frozenset[int]:
+        """Ids of all blocks, a frozenset."""
     def allocate_immutable_block(
         self, prev_block: Any | None, token_ids: list[int], device: Any, extra_hash: int | None = None
-    ) -> V0NaiveBlock: ...
+    ) -> V0NaiveBlock:
+        """Take a full block, a cached one if there is one."""
     def allocate_immutable_blocks(
         self, prev_block: Any | None, block_token_ids: list[list[int]], device: Any, extra_hash: int | None = None
-    ) -> list[V0NaiveBlock]: ...
+    ) -> list[V0NaiveBlock]:
+        """Take several full blocks."""
     def allocate_mutable_block(
         self, prev_block: Any | None, device: Any, extra_hash: int | None = None
-    ) -> V0NaiveBlock: ...
-    def allocate_or_get_null_block(self) -> V0NullBlock: ...
-    def clear_copy_on_writes(self) -> list[tuple[int, int]]: ...
+    ) -> V0NaiveBlock:
+        """Take an empty block."""
+    def allocate_or_get_null_block(self) -> V0NullBlock:
+        """Return the null block."""
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]:
+        """Return the copies since the last call, `(from, to)`, and forget them."""
     def find_cached_blocks_prefix(self, block_hashes: list[int], device: Any | None = None) -> list[int]:
-        """The first of these keys, as many as computed blocks have; on the GPU if no device is named."""
+        """Return how many of the hashes are cached, from the first on."""
 
-    def fork(self, last_block: _V0Block) -> list[V0NaiveBlock]: ...
+    def fork(self, last_block: _V0Block) -> list[V0NaiveBlock]:
+        """Return the blocks up to this one, shared."""
     def free(self, block: _V0Block) -> None:
-        """Give back one reference; a null block stays."""
+        """Give a block back."""
 
-    def get_and_reset_swaps(self) -> list[tuple[int, int]]: ...
-    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]: ...
-    def get_num_free_blocks(self, device: Any) -> int: ...
-    def get_num_full_blocks_touched(self, blocks: Sequence[_V0Block], device: Any) -> int: ...
-    def get_num_total_blocks(self, device: Any) -> int: ...
-    def get_physical_block_id(self, device: Any, absolute_id: int) -> int: ...
-    def get_prefix_cache_hit_rate(self, device: Any) -> float: ...
-    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None: ...
-    def mark_blocks_as_computed(self, block_ids: list[int]) -> None: ...
+    def get_and_reset_swaps(self) -> list[tuple[int, int]]:
+        """Return the swaps since the last call, `(from, to)`, and forget them."""
+    def get_common_computed_block_ids(self, computed_seq_block_ids: list[list[int]]) -> list[int]:
+        """Return the computed blocks that all lists share."""
+    def get_num_free_blocks(self, device: Any) -> int:
+        """Return how many blocks are free."""
+    def get_num_full_blocks_touched(self, blocks: _Each[_V0Block], device: Any) -> int:
+        """Return how many full blocks a swap would take."""
+    def get_num_total_blocks(self, device: Any) -> int:
+        """Return how many blocks there are."""
+    def get_physical_block_id(self, device: Any, absolute_id: int) -> int:
+        """Return the id within the device of a block."""
+    def get_prefix_cache_hit_rate(self, device: Any) -> float:
+        """Return the share of lookups that hit; -1 without a prefix cache."""
+    def mark_blocks_as_accessed(self, block_ids: list[int], now: float) -> None:
+        """Note when blocks were used."""
+    def mark_blocks_as_computed(self, block_ids: list[int]) -> None:
+        """Do nothing: blocks are computed once they are full."""
     def of(self, device: Any) -> V0PoolAllocator:
         """The allocator of one device."""
 
-    def reset_prefix_cache(self) -> bool: ...
-    def swap(self, blocks: Sequence[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
-        """Move blocks to the other device, all or none; blocks that share a physical block go on sharing one.
-
-        A block that is still in prefill gets one of its own there: it must not overwrite the bytes of a block that has
-        its key and is complete.
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; return whether it did."""
+    def swap(self, blocks: _Each[_V0Block], src_device: Any, dst_device: Any) -> dict[int, int]:
+        """Move blocks to the other device, all or none. Blocks that share a physical block go on sharing one.
 
         Returns:
-            Physical block there for each one here, in the order of first use.
+            The physical block there for each one here, in the order of first use.
         """
 
 @disjoint_base
@@ -1680,23 +1906,26 @@ class V0BlockTable:
         cls,
         block_size: int,
         block_allocator: V0CpuGpuBlockAllocator,
-        _blocks: Sequence[_V0Block] | None = None,
+        _blocks: _Each[_V0Block] | None = None,
         max_block_sliding_window: int | None = None,
     ) -> Self: ...
     @staticmethod
-    def get_num_required_blocks(token_ids: Sequence[int], block_size: int, num_lookahead_slots: int = 0) -> int:
+    def get_num_required_blocks(token_ids: _Each[int], block_size: int, num_lookahead_slots: int = 0) -> int:
         """Blocks for so many tokens and slots, hits left out of account."""
 
     @property
     def _num_empty_slots(self) -> int: ...
     @property
-    def blocks(self) -> list[_V0Block]: ...
+    def blocks(self) -> list[_V0Block]:
+        """The blocks, a list."""
     @property
-    def num_full_slots(self) -> int: ...
+    def num_full_slots(self) -> int:
+        """Tokens in the table."""
     @property
-    def physical_block_ids(self) -> list[int]: ...
+    def physical_block_ids(self) -> list[int]:
+        """Ids of the blocks, a list of ints."""
     def allocate(self, token_ids: list[int], device: Any | None = None, extra_hash: int | None = None) -> None:
-        """Take blocks for all tokens, or none; on the GPU if no device is named."""
+        """Takes blocks for all tokens, or none."""
 
     def append_token_ids(
         self,
@@ -1705,87 +1934,81 @@ class V0BlockTable:
         num_computed_slots: int | None = None,
         extra_hash: int | None = None,
     ) -> None:
-        """Append tokens and make room for more, all or nothing; shared blocks that are written are copied."""
+        """Appends tokens and makes room for more, all or nothing; shared blocks that are written are copied."""
 
     def ensure_num_empty_slots(self, num_empty_slots: int, extra_hash: int | None = None) -> None:
-        """Take blocks until so many slots are empty, or none."""
+        """Takes blocks until so many slots are empty, or none."""
 
     def fork(self) -> V0BlockTable:
-        """Table over the same physical blocks."""
+        """A table over the same physical blocks."""
 
     def free(self) -> None:
-        """Give all blocks back."""
+        """Gives all blocks back."""
 
-    def get_num_blocks_touched_by_append_slots(self, token_ids: Sequence[int], num_lookahead_slots: int) -> int:
+    def get_num_blocks_touched_by_append_slots(self, token_ids: _Each[int], num_lookahead_slots: int) -> int:
         """Blocks that appending may write or take, at worst."""
 
     def get_unseen_token_ids(self, sequence_token_ids: list[int]) -> list[int]:
         """Tokens that the table does not have yet."""
 
     def mark_computed(self, num_tokens: int) -> None:
-        """Let the full blocks be found by their keys that end within the first `num_tokens` tokens."""
+        """Lets the blocks be found by their keys whose tokens are among the first `num_tokens`."""
 
-    def update(self, blocks: Sequence[_V0Block]) -> None:
-        """Take over these blocks, or their new ids."""
+    def update(self, blocks: _Each[_V0Block]) -> None:
+        """Takes over these blocks, or their new ids."""
 
 def v0_hash_blocks(parent: int | None, token_ids: list[int], block_size: int, extra_hash: int | None) -> list[int]:
     """Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet."""
 
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
-_BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | Sequence[int]
+_BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | _Each[int]
 
 @final
 class DefragReport:
-    """What one `BlockManager.defragment` has decided, in blocks.
-
-    Attributes:
-        planned: moves that the step's decision is going to have; also the report's length.
-        left: moves that the goals need beyond these; `contiguous` adds none.
-        stuck: blocks in the way for which there is no hole.
-        held: blocks in the way that cannot be moved now: they are being filled, or what they hold may turn out lost.
-        dropped: cached blocks that were evicted.
-    """
+    """What one call of `defrag.run` decided."""
 
     @property
-    def planned(self) -> int: ...
+    def planned(self) -> int:
+        """Moves planned, the same as `len(report)`."""
     @property
-    def left(self) -> int: ...
+    def left(self) -> int:
+        """Blocks in the way of the goals that the budget leaves for later."""
     @property
-    def stuck(self) -> int: ...
+    def stuck(self) -> int:
+        """Blocks in the way of the goals that have nowhere to go."""
     @property
-    def held(self) -> int: ...
+    def held(self) -> int:
+        """Blocks in the way of the goals that transfers or pins hold."""
     @property
-    def dropped(self) -> int: ...
+    def dropped(self) -> int:
+        """Cached blocks that were dropped."""
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class Fragmentation:
-    """How the device's blocks lie.
-
-    Attributes:
-        max_id: the highest block that is not free; None if all are.
-        gap: blocks between the highest one that could move and the highest that there need be.
-        holes: free blocks that hold nothing findable.
-        empty_pages: whole pages of the pool of which all blocks are holes.
-        tables: block tables of sequences on the device, one for each cache group; those without blocks left out.
-        runs: runs of neighbouring ids that these tables consist of; `runs / tables` is 1 where all are contiguous.
-    """
+    """How scattered the device's blocks are."""
 
     @property
-    def max_id(self) -> int | None: ...
+    def max_id(self) -> int | None:
+        """Highest block in use; None if none is."""
     @property
-    def gap(self) -> int: ...
+    def gap(self) -> int:
+        """Blocks by which `max_id` could be lower."""
     @property
-    def holes(self) -> int: ...
+    def holes(self) -> int:
+        """Free blocks below `max_id`."""
     @property
-    def empty_pages(self) -> int: ...
+    def empty_pages(self) -> int:
+        """Pages without a block in use."""
     @property
-    def tables(self) -> int: ...
+    def tables(self) -> int:
+        """Block tables on the device."""
     @property
-    def runs(self) -> int: ...
+    def runs(self) -> int:
+        """Runs of neighbouring blocks in those tables."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
 
@@ -1802,42 +2025,21 @@ class MovePlan:
     """
 
     @property
-    def pairs(self) -> NDArray[np.int64]: ...
+    def pairs(self) -> NDArray[np.int64]:
+        """Moves and exchanges as one mapping, int64 `[n, 2]`."""
     @property
-    def move(self) -> NDArray[np.int64]: ...
+    def move(self) -> NDArray[np.int64]:
+        """Moves into holes, int64 `[n, 2]`, `(from, to)`."""
     @property
-    def exchange(self) -> NDArray[np.int64]: ...
+    def exchange(self) -> NDArray[np.int64]:
+        """Pairs of blocks that change places, int64 `[n, 2]`."""
     @property
-    def left(self) -> int: ...
+    def left(self) -> int:
+        """Blocks in the way that the budget leaves for later."""
     @property
-    def stuck(self) -> int: ...
+    def stuck(self) -> int:
+        """Blocks in the way that have nowhere to go."""
     def __len__(self) -> int: ...
-
-def plan_moves(
-    goal: _Goal,
-    number: int,
-    *,
-    num_blocks: int,
-    live: _BlockIds,
-    fixed: _BlockIds | None = None,
-    moves: int | None = None,
-) -> MovePlan:
-    """Plan the fewest moves that bring live blocks where the goal wants them.
-
-    However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
-
-    Args:
-        goal: `"max_id"`: none above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as low as
-            can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-        number: see above.
-        num_blocks: blocks of the pool.
-        live: block ids in use that can be moved.
-        fixed: block ids that are neither moved nor moved into: leased, pinned, the null block.
-        moves: budget of this plan; None means all that are needed.
-
-    Raises:
-        InvalidArgumentError: the goal is unknown, its page has no blocks, or a block is out of range.
-    """
 
 @final
 class BlockObserver:
@@ -1963,7 +2165,7 @@ class BlockObserver:
             InvalidArgumentError: an id is out of range, or an array's shape or dtype is wrong; `out` was not written.
         """
 
-    def resolve_rows(self, rows: Sequence[Sequence[int]], *, pass_negative: bool = False) -> list[list[int]]:
+    def resolve_rows(self, rows: _Each[_Each[int]], *, pass_negative: bool = False) -> list[list[int]]:
         """Blocks of ids, for rows of ints.
 
         Raises:
@@ -1999,8 +2201,8 @@ class BlockObserver:
         """Plan a step's moves; nothing changes until `commit`.
 
         Args:
-            goal: see `plan_moves`.
-            number: see `plan_moves`.
+            goal: see `Defrag.run`.
+            number: see `Defrag.run`.
             slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
                 until the goal is met.
             moves: budget of this step.
@@ -2011,9 +2213,9 @@ class BlockObserver:
 
     def plan_all(
         self,
-        goals: Sequence[_Wanted],
+        goals: _Each[_Wanted],
         *,
-        sequences: Sequence[_BlockIds] | None = None,
+        sequences: _Each[_BlockIds] | None = None,
         hot: _BlockIds | None = None,
         moves: int | None = None,
         num_bytes: int | None = None,
@@ -2039,7 +2241,7 @@ class BlockObserver:
             InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
         """
 
-    def runs(self, sequences: Sequence[_BlockIds]) -> tuple[int, int]:
+    def runs(self, sequences: _Each[_BlockIds]) -> tuple[int, int]:
         """Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
 
         Raises:

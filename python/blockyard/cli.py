@@ -1,9 +1,8 @@
-"""The `blockyard` command: `demo` runs the whole path, `doctor` says what this installation can do.
+"""The `blockyard` command: `demo` runs the whole path, `doctor` describes this installation.
 
-`calibrate` measures how blocks go fastest from host to device and remembers it.
+`calibrate` measures the fastest copy strategies of each CUDA device and keeps them.
 
-The exit codes are in `EXIT_CODES`, and in `blockyard --help`. Nothing heavy is imported before the arguments have been
-read.
+The exit codes are in `EXIT_CODES` and in `blockyard --help`. Torch is imported only after the arguments are parsed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from blockyard import __version__
 from blockyard.errors import BlockyardError
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Why a stream cannot be written."""
+"""Errors of a stream that cannot be written."""
 
 EXIT_OK = 0
 EXIT_NOT_IDENTICAL = 1
@@ -33,9 +32,9 @@ EXIT_FAULT = 4
 EXIT_INTERRUPTED = 130
 EXIT_CODES = """\
 exit codes:
-  0      all well
+  0      success
   1      tokens differ from those of the unpaged run
-  2      bad input, told in one line
+  2      bad input; one line says what
   3      the output cannot be written: a full disk, a closed pipe
   4      any other error; a traceback says where
   128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
@@ -83,7 +82,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:  # Python would exit with 1, which says that tokens differ
+    except Exception as error:  # Python would exit with 1, which means that tokens differ
         if isinstance(error, OSError) and error.filename is None and error.errno in _UNWRITABLE:
             raise
         traceback.print_exc()
@@ -91,14 +90,14 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _replace_closed_streams() -> None:
-    """Write to nowhere what is to go to a stream that the caller has closed."""
+    """Discard what goes to a stream that the caller has closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (until the end)
 
 
 def _forget_output() -> None:
-    """Drop what could not be written, or Python tries again at its end and changes the exit code."""
+    """Drop what could not be written; else Python tries again at exit and changes the exit code."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -106,13 +105,13 @@ def _forget_output() -> None:
 
 
 class _DemoHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and leaves the table of exit codes as it is."""
+    """Shows defaults and keeps the layout of the exit codes."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="blockyard",
-        description="Keeps the books of a paged KV cache and moves its blocks.",
+        description="Tracks the blocks of a paged KV cache and moves them between device, host and storage.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -128,10 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_pool_options(demo)
     _add_fault_options(demo)
     demo.set_defaults(command=_demo)
-    doctor = commands.add_parser("doctor", help="say what is installed and what is missing, and why")
+    doctor = commands.add_parser("doctor", help="show what is installed, and why something is missing")
     doctor.set_defaults(command=_doctor)
     calibrate = commands.add_parser(
-        "calibrate", help="measure once how blocks go fastest from host to each CUDA device, and remember it"
+        "calibrate", help="measure the fastest copy strategies of each CUDA device once, and keep them"
     )
     calibrate.set_defaults(command=_calibrate)
     return parser
@@ -142,11 +141,11 @@ def _add_workload_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", type=Path, metavar="DIR", help="a local checkpoint; a small random Llama if not given"
     )
-    group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one")
+    group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if there is one")
     group.add_argument("--requests", type=_count(1), default=48, metavar="N", help="requests of library text")
-    group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="decides texts, lengths and samplers")
+    group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="seed of texts, lengths and samplers")
     group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake JSONL or Azure CSV: lengths and arrivals")
-    group.add_argument("--trace-requests", type=_count(1), default=48, metavar="N", help="rows to read of the trace")
+    group.add_argument("--trace-requests", type=_count(1), default=48, metavar="N", help="rows of the trace to read")
     group.add_argument("--scale", type=_factor, default=1 / 16, metavar="X", help="factor on the trace's lengths")
 
 
@@ -162,7 +161,7 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="let prompts share the blocks of earlier ones that began alike",
+        help="let prompts share the blocks of earlier prompts with the same beginning",
     )
     group.add_argument(
         "--max-num-batched-tokens",
@@ -172,12 +171,12 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         help="tokens of a step beyond which prompts are computed in chunks",
     )
     group.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N", help="most sequences in one step")
-    group.add_argument("--defrag", choices=DEFRAG_GOALS, help="move blocks off what goes back, or as low as can be")
+    group.add_argument("--defrag", choices=DEFRAG_GOALS, help="move blocks off the tail, or as low as can be")
     group.add_argument(
         "--shrink-to",
         type=_count(1),
         metavar="N",
-        help="device blocks from half-way on; the other memory goes back",
+        help="device blocks from half-way on; the memory of the others is released",
     )
 
 
@@ -188,7 +187,7 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     faults.add_argument(
         "--sabotage",
         choices=SABOTAGE_KINDS,
-        help="silently drop one transfer of this kind; with a prefix cache it may be one that nothing reads back",
+        help="silently drop one transfer of this kind; with a prefix cache, nothing may read it back (exit code 0)",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     group.add_argument("--quiet", action="store_true", help="no live progress")
@@ -204,14 +203,14 @@ def _demo(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[None]:
-    """Asked to stop, or left by its terminal, the program still removes the files that it made."""
-    # What is ignored stays so: `nohup` ignores SIGHUP.
+    """On SIGTERM or SIGHUP, still remove the files that the program made."""
+    # Ignored signals stay ignored: `nohup` ignores SIGHUP.
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
     def leave(number: int, _frame: FrameType | None) -> None:
         for other in caught:
-            signal.signal(other, signal.SIG_IGN)  # a second one must not end the cleaning up
+            signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the clean-up
         raise SystemExit(128 + number)
 
     for number in caught:
@@ -236,7 +235,7 @@ def _calibrate(_options: argparse.Namespace) -> int:
 
 
 def _count(least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least`."""
+    """An argparse type: an integer from `least`."""
 
     def parse(text: str) -> int:
         try:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from blockyard.engine.mover import BlockMover, Move
 
+__all__ = ["BlockObserver", "MovePlan", "OnlineDefragmenter"]
+
 RequestKey = str | tuple[str, int]
 """A request's id, or its id and generation, where one id may be submitted again before its end is reported."""
 

@@ -1,6 +1,6 @@
-"""Says what this installation has, and why something is missing: `python -m blockyard doctor`.
+"""Describes this installation and why something is missing: `blockyard doctor`.
 
-Nothing here changes anything, and a part that is broken is reported, not raised.
+It changes nothing. A broken part is reported, not raised.
 """
 
 import importlib.util
@@ -16,21 +16,21 @@ import numpy as np
 import blockyard
 
 _PACKAGE = Path(__file__).parent
-# torch's stable ABI that the op library is written for.
+# The torch release whose stable ABI the op library uses.
 _OLDEST_TORCH = (2, 11)
 _WITHOUT = "blocks are copied by plain torch calls instead"
 
 
 @dataclass(frozen=True)
 class OpLibrary:
-    """What is known of the op library without loading it.
+    """The op library, as far as known without loading it.
 
     Attributes:
-        path: the library's file, or None if it is not there.
-        reason: why it is not there, empty if it is.
-        torch: version of the torch whose headers it was compiled with.
+        path: the library's file, or None if it is missing.
+        reason: why it is missing; empty if it is not.
+        torch: version of the torch headers it was compiled with.
         cuda: CUDA release it was compiled with.
-        archs: what its kernels were compiled for, such as "sm_90" (machine code) or "compute_80" (PTX).
+        archs: targets of its kernels, such as "sm_90" (machine code) or "compute_80" (PTX).
         compiler: the C++ compiler and its version.
     """
 
@@ -57,7 +57,7 @@ def report(package: Path = _PACKAGE) -> list[str]:
     """Describe the installation.
 
     Args:
-        package: folder of the installed package, in which the op library is looked for.
+        package: folder of the installed package.
 
     Returns:
         Lines of the form `name: finding`.
@@ -76,7 +76,7 @@ def report(package: Path = _PACKAGE) -> list[str]:
 
 
 def find_op_library(package: Path = _PACKAGE) -> OpLibrary:
-    """Look for the op library and for what the build wrote down about it.
+    """Find the op library and the build's record of it.
 
     Args:
         package: folder of the installed package.
@@ -99,7 +99,7 @@ def find_op_library(package: Path = _PACKAGE) -> OpLibrary:
 
 
 def describe_op_library(library: OpLibrary) -> str:
-    """Say what the op library was built for, or why it is not there."""
+    """Say what the op library was built for, or why it is missing."""
     if library.path is None:
         return library.reason
     oldest = ".".join(map(str, _OLDEST_TORCH))
@@ -111,7 +111,7 @@ def describe_op_library(library: OpLibrary) -> str:
 
 
 def explain_torch(version: str) -> str:
-    """Say why the op library cannot be used with a version of torch; empty if it can."""
+    """Say why the op library does not work with a version of torch; empty if it does."""
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _OLDEST_TORCH:
         return ""
     oldest = ".".join(map(str, _OLDEST_TORCH))
@@ -124,16 +124,16 @@ def explain_device(name: str, capability: tuple[int, int], archs: tuple[str, ...
     Args:
         name: the device's name.
         capability: its compute capability.
-        archs: what the library was compiled for.
+        archs: targets of the library.
 
     Returns:
-        The name and how kernels run there: as compiled, from PTX, or not at all.
+        The name, and how kernels run there: as compiled, from PTX, or not at all.
     """
     major, minor = capability
     title = f"{name} (compute capability {major}.{minor})"
     compiled = [_capability(arch) for arch in archs if re.fullmatch(r"sm_\d+", arch)]
     portable = [_capability(arch) for arch in archs if arch.startswith("compute_")]
-    # Machine code runs on later minor versions of its own major version, PTX on everything later.
+    # Machine code runs on later minor versions of its major version, PTX on every later device.
     exact = re.compile(rf"sm_{major}{minor}[af]?")
     if any(exact.fullmatch(arch) for arch in archs) or any(m == major and n <= minor for m, n in compiled):
         return f"{title}: kernels run as compiled"

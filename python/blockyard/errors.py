@@ -5,6 +5,31 @@ They are defined here, in Python, so that they pickle and document like any clas
 
 from __future__ import annotations
 
+__all__ = [
+    "BlockyardError",
+    "CaptureError",
+    "ForkedError",
+    "InvalidArgumentError",
+    "InvariantError",
+    "LayoutError",
+    "MappingError",
+    "OpLibraryError",
+    "OutOfBlocksError",
+    "OutOfMemoryError",
+    "PageLockError",
+    "SequenceStateError",
+    "SnapshotError",
+    "StoreError",
+    "StoreFullError",
+    "StoreURLError",
+    "TraceError",
+    "TransferCancelledError",
+    "TransferQueueFullError",
+    "UnknownSequenceError",
+    "UnknownTicketError",
+    "UnsupportedModelError",
+]
+
 
 class BlockyardError(Exception):
     """Base of every error that Blockyard raises on purpose."""

@@ -60,7 +60,7 @@ class Defragmentation:
 
     def plan(self, manager: BlockManager) -> DefragReport:
         """Decide this step's moves, as part of the decision that the manager gives next."""
-        return manager.defragment(
+        return manager.defrag.run(
             self.goals,
             max_moves=self.max_moves,
             max_bytes=self.max_bytes,

@@ -12,7 +12,7 @@ import torch
 
 from blockyard.engine import ops
 from blockyard.engine.ops.library import op_library, require_op_library
-from blockyard.engine.ops.strategy import forced
+from blockyard.engine.ops.strategy import force_strategy
 
 STAGE = 8192
 BLOCKS = 200
@@ -22,7 +22,7 @@ BLOCKS = 200
 def bulk(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     require_op_library()
-    with forced(torch.cuda.current_device(), "bulk"):
+    with force_strategy(torch.cuda.current_device(), "bulk"):
         yield
 
 

@@ -6,7 +6,7 @@ import torch
 from blockyard.engine import ops
 from blockyard.engine.ops import fallback
 from blockyard.engine.ops.library import require_op_library
-from blockyard.engine.ops.strategy import WAYS, forced
+from blockyard.engine.ops.strategy import STRATEGIES, force_strategy
 from blockyard.errors import CaptureError
 
 WIDTH = 4096
@@ -30,8 +30,8 @@ def captured(work: object) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_copies_to_and_from_page_locked_memory_are_replayed(way: str):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_to_and_from_page_locked_memory_are_replayed(strategy: str):
     host, back = rows_of(8), rows_of(8)
     device = torch.zeros((8, WIDTH), dtype=torch.uint8, device="cuda")
     mapping = torch.tensor([[0, 7], [1, 6]])
@@ -40,7 +40,7 @@ def test_copies_to_and_from_page_locked_memory_are_replayed(way: str):
         ops.swap_blocks([host], [device], mapping)
         ops.swap_blocks([device], [back], mapping.flip(1))
 
-    with forced(torch.cuda.current_device(), way):
+    with force_strategy(torch.cuda.current_device(), strategy):
         graph = captured(work)
     # Its numbers went into the graph.
     mapping.zero_()
@@ -53,8 +53,8 @@ def test_copies_to_and_from_page_locked_memory_are_replayed(way: str):
         assert not device[:6].any()
 
 
-@pytest.mark.parametrize("way", ["kernel", "bulk"])
-def test_ops_within_the_device_are_replayed(way: str):
+@pytest.mark.parametrize("strategy", ["kernel", "bulk"])
+def test_ops_within_the_device_are_replayed(strategy: str):
     cache = torch.arange(16, dtype=torch.uint8, device="cuda").repeat_interleave(WIDTH).view(16, WIDTH)
     rows = torch.zeros((3, WIDTH), dtype=torch.uint8, device="cuda")
 
@@ -66,7 +66,7 @@ def test_ops_within_the_device_are_replayed(way: str):
         ops.scatter_blocks(rows, [cache], torch.tensor([8, 9, 10]))
 
     before = cache.clone()
-    with forced(torch.cuda.current_device(), way):
+    with force_strategy(torch.cuda.current_device(), strategy):
         graph = captured(work)
     cache.copy_(before)
     graph.replay()

@@ -1,4 +1,4 @@
-"""The host pool on a CUDA device: page-locked chunk by chunk, copied by every way, and let go of."""
+"""The host pool on a CUDA device: page-locked chunk by chunk, copied by every strategy, and let go of."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.host_pool import CudaLocker, HostPool
-from blockyard.engine.ops.strategy import WAYS, forced
+from blockyard.engine.ops.strategy import STRATEGIES, force_strategy
 from blockyard.errors import PageLockError
 from blockyard.layout.kv import KVLayout
 
@@ -57,15 +57,15 @@ def test_every_block_is_page_locked_and_closing_lets_go():
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_copies_across_chunks(way: str, scattered: bool):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_copies_across_chunks(strategy: str, scattered: bool):
     with pool_of() as pool:
         pool.wait(pool.num_blocks)
         wanted = filled(pool)
         order = np.random.default_rng(1).permutation(pool.num_blocks) if scattered else np.arange(pool.num_blocks)
         pairs = torch.from_numpy(np.column_stack((order, np.arange(pool.num_blocks))))
         device = torch.zeros_like(pool.rows, device="cuda")
-        with forced(torch.cuda.current_device(), way):
+        with force_strategy(torch.cuda.current_device(), strategy):
             # In order on both sides: pieces are merged, over the bounds of chunks too.
             ops.swap_blocks([pool.rows], [device], pairs)
             torch.cuda.synchronize()
@@ -85,15 +85,15 @@ def test_a_chunk_that_cuda_refuses_is_an_error_that_leaves_no_trace(at: int):
     assert int(torch.ones(10, device="cuda").sum()) == 10
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_pool_that_goes_on_unpinned_is_copied_from_all_the_same(way: str):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_pool_that_goes_on_unpinned_is_copied_from_all_the_same(strategy: str):
     with pool_of(FailingLocker(2), on_failure="unpinned") as pool:
         pool.wait(pool.num_blocks)
         assert pool.pinned_blocks == 2 * PER_CHUNK
         wanted = filled(pool)
         device = torch.zeros_like(pool.rows, device="cuda")
         same = torch.arange(pool.num_blocks).repeat(2, 1).T.contiguous()
-        with forced(torch.cuda.current_device(), way):
+        with force_strategy(torch.cuda.current_device(), strategy):
             ops.swap_blocks([pool.rows], [device], same.flip(0).contiguous())
         torch.cuda.synchronize()
         assert torch.equal(device.cpu(), wanted)

@@ -1,4 +1,4 @@
-"""Moves, exchanges, gathers and scatters on a CUDA device, and every way between host and device.
+"""Moves, exchanges, gathers and scatters on a CUDA device, and every strategy between host and device.
 
 The shapes are small enough to run under compute-sanitizer.
 """
@@ -10,7 +10,7 @@ import torch
 from blockyard.engine import ops
 from blockyard.engine.cuda.calibrate import calibrate_device
 from blockyard.engine.ops.library import require_op_library
-from blockyard.engine.ops.strategy import WAYS, forced, table_path, use_cached
+from blockyard.engine.ops.strategy import STRATEGIES, force_strategy, table_path, use_cached
 
 BLOCKS = 3000
 UNITS = [1, 4, 8, 16]
@@ -76,15 +76,15 @@ def test_blocks_are_gathered_and_scattered(unit: int, where: str):
     assert torch.equal(memory.cpu(), expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("width", [16, 48, 4096, 8208, 24])
-def test_every_way_delivers_the_same_bytes(way: str, width: int):
+def test_every_strategy_delivers_the_same_bytes(strategy: str, width: int):
     random = np.random.default_rng(width)
     host = torch.from_numpy(random.integers(0, 256, (900, width), np.uint8)).pin_memory()
     device = torch.zeros((1000, width), dtype=torch.uint8, device="cuda")
     back = torch.zeros_like(host).pin_memory()
     pairs = torch.from_numpy(np.column_stack((random.permutation(900), random.permutation(1000)[:900])))
-    with forced(torch.cuda.current_device(), way):
+    with force_strategy(torch.cuda.current_device(), strategy):
         ops.swap_blocks([host], [device], pairs)
         ops.swap_blocks([device], [back], pairs.flip(1))
     torch.cuda.synchronize()
@@ -93,13 +93,13 @@ def test_every_way_delivers_the_same_bytes(way: str, width: int):
     assert int(device.cpu().sum(dtype=torch.int64)) == int(host.sum(dtype=torch.int64))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_keeps_the_order_of_its_stream(way: str):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_keeps_the_order_of_its_stream(strategy: str):
     """Out, overwrite, in again, with no wait of the host in between."""
     device = torch.full((64, 1 << 18), 1, dtype=torch.uint8, device="cuda")
     host = torch.zeros((64, 1 << 18), dtype=torch.uint8).pin_memory()
     pairs = torch.arange(64).repeat(2, 1).T.flip(0).contiguous()
-    with forced(torch.cuda.current_device(), way), torch.cuda.stream(torch.cuda.Stream()):
+    with force_strategy(torch.cuda.current_device(), strategy), torch.cuda.stream(torch.cuda.Stream()):
         device.fill_(3)
         ops.swap_blocks([device], [host], pairs)
         device.fill_(9)

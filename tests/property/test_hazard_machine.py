@@ -10,12 +10,12 @@ from hypothesis import seed, settings
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine, Kind
+from blockyard.engine.mapping import Ids
 from blockyard.engine.transfers import Mapping, MappingBuffers, Transfer
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.executor.staging import Part
 from blockyard.layout.kv import KVLayout
-from blockyard.plan import Ids
 from blockyard.stores import ExternalStore
 from blockyard.testing import Config
 from blockyard.testing.device import SimulatedStore
@@ -173,7 +173,7 @@ def test_a_load_that_races_a_store_is_noticed():
 
 
 def test_memory_that_goes_with_the_size_and_not_with_the_last_block_in_use_is_noticed():
-    assert_noticed(ResizingHazardMachine, needed=lambda manager: manager.num_blocks("device"))
+    assert_noticed(ResizingHazardMachine, needed=lambda manager: manager.pool("device").num_blocks)
 
 
 # ---- other ways to be wrong ----
@@ -420,7 +420,7 @@ class GivesSourcesOutEarly(MovingBooks):
 
 
 @pytest.mark.parametrize("books", [RewritesTablesEarly, WritesWhatMoves, GivesSourcesOutEarly])
-def test_books_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
+def test_managers_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
     assert_noticed(make_manager=books, make_engine=roomy_engine)
 
 
@@ -465,10 +465,10 @@ class Defragments:
 
     def take_decision(self) -> StepDecision:
         goal = self.random.choice(("max_id", "free_tail", "dense", "empty_pages", ""))
-        blocks = self.books.num_blocks("device")
+        blocks = self.books.pool("device").num_blocks
         if goal:
             number = self.random.randrange(1, max(2, blocks // 2)) if goal != "dense" else 0
-            self.books.defragment(goal, number, max_moves=self.random.randrange(1, 5))
+            self.books.defrag.run(goal, number, max_moves=self.random.randrange(1, 5))
         decision = self.books.take_decision()
         self.moved += sum(len(pairs) for pairs in decision.move)
         return decision

@@ -7,12 +7,16 @@ import noticing
 import numpy as np
 import pytest
 from hypothesis import settings
+from managers import make_manager
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, EventBatch, Pairs
+from blockyard import BlockManager, Pairs, PrefixCaching
+from blockyard.events import EventBatch
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.interfaces import Handles, PrefixManagerLike
 from blockyard.testing.machines import prefix_machine, run_state_machine_as_test
+from blockyard.types import PrefixHit
+from blockyard.types import Sequence as Sequence_
 
 STEP_COUNT = 50
 EVICTIONS = ["lru", "s3fifo", "adaptive", "priority"]
@@ -28,12 +32,7 @@ def restored(manager: PrefixManagerLike) -> PrefixManagerLike:
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_every_hit_is_what_was_computed(eviction: str, steps: int):
     def make(config: Config, events: int) -> PrefixManagerLike:
-        return BlockManager(
-            **config.arguments(),
-            prefix_caching=True,
-            events=events,
-            eviction=eviction,  # type: ignore[arg-type]
-        )
+        return make_manager(**config.arguments(), max_events=events, eviction=eviction)
 
     budget = settings(
         max_examples=max(1, -(-steps // STEP_COUNT // len(EVICTIONS))), stateful_step_count=STEP_COUNT, deadline=None
@@ -45,23 +44,36 @@ def test_every_hit_is_what_was_computed(eviction: str, steps: int):
 
 
 class Around:
-    """A manager that answers as the one inside, but where a subclass says otherwise."""
+    """A manager that answers as the one inside, except where a subclass overrides it."""
 
     def __init__(self, config: Config, events: int) -> None:
-        self.inner = BlockManager(**config.arguments(), prefix_caching=True, events=events)
+        self.inner = BlockManager(**config.arguments(), prefix_caching=PrefixCaching(max_events=events))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+class AroundPrefix:
+    """`manager.prefix` that answers as the one inside, except where a subclass overrides it."""
+
+    def __init__(self, inner: BlockManager) -> None:
+        self.inner = inner.prefix
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
 
 class FindsEveryTenant(Around):
-    def allocate_prompts(
-        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = None
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        return self.inner.allocate_prompts(prompts)
+    class Prefix(AroundPrefix):
+        def lookup(self, prompt: Sequence[int], *, salt: bytes | None = None) -> PrefixHit:
+            return self.inner.lookup(prompt)
 
-    def cached_tokens(self, prompt: Sequence[int], *, salt: bytes | None = None) -> int:
-        return self.inner.cached_tokens(prompt)
+    @property
+    def prefix(self) -> AroundPrefix:
+        return self.Prefix(self.inner)
+
+    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None) -> object:
+        return self.inner.allocate(*prompts)
 
 
 class PublishesWhatIsNotComputed(Around):
@@ -76,12 +88,10 @@ class PublishesWhatIsNotComputed(Around):
         super().__init__(config, events)
         self.seen: set[int] = set()
 
-    def allocate_prompts(
-        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = None
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        handles, hits = self.inner.allocate_prompts(prompts, salt=salt)
-        self.seen |= set(handles.tolist())
-        return handles, hits
+    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None) -> object:
+        found = self.inner.allocate(*prompts, salt=salt)
+        self.seen |= set(map(int, found if isinstance(found, tuple) else (found,)))
+        return found
 
     def free(self, sequences: Handles) -> None:
         self.inner.free(sequences)
@@ -89,20 +99,29 @@ class PublishesWhatIsNotComputed(Around):
 
 
 class SaysThatMoreIsCached(Around):
-    def allocate_prompts(
-        self, prompts: Sequence[Sequence[int]], *, salt: bytes | None = None
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        handles, hits = self.inner.allocate_prompts(prompts, salt=salt)
-        return handles, hits + np.uint32(self.inner.block_size) * (hits > 0)
+    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None) -> object:
+        found = self.inner.allocate(*prompts, salt=salt)
+        more = self.inner.block_size
+        return tuple(
+            Sequence_(int(sequence), sequence.cached_tokens + more * (sequence.cached_tokens > 0))
+            for sequence in (found if isinstance(found, tuple) else (found,))
+        )
 
 
 class LosesEvents(Around):
     taken = 0
 
-    def take_events(self) -> EventBatch:
-        batch = self.inner.take_events()
-        self.taken += 1
-        return self.inner.take_events() if self.taken % 3 == 0 else batch
+    @property
+    def prefix(self) -> AroundPrefix:
+        outer = self
+
+        class Prefix(AroundPrefix):
+            def take_events(self) -> EventBatch:
+                batch = self.inner.take_events()
+                outer.taken += 1
+                return self.inner.take_events() if outer.taken % 3 == 0 else batch
+
+        return Prefix(self.inner)
 
 
 class ForgetsLosses(Around):
@@ -121,7 +140,7 @@ def test_a_prefix_cache_with_a_bug_is_noticed(buggy: Callable[[Config, int], Pre
 def test_a_manager_that_forgets_its_cache_in_a_snapshot_is_noticed():
     def forgetful(manager: PrefixManagerLike) -> PrefixManagerLike:
         again = restored(manager)
-        again.reset_prefix_cache()
+        again.prefix.reset()
         return again
 
     assert_noticed(prefix_machine(restore=forgetful))

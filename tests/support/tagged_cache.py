@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from blockyard import OnlineDefragmenter
+from blockyard.defrag import OnlineDefragmenter
 
 BLOCK_SIZE = 4
 

@@ -32,7 +32,7 @@ class Engine:
     ) -> None:
         config = Config(BLOCK, device, host, external, watermark)
         self.manager = BlockManager(**config.arguments(), prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(self.manager, prefix_caching=prefix_caching, **options)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.manager, **options)  # type: ignore[arg-type]
         self.memory = SimulatedMemory(config)
         self.done: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.refused: dict[str, Finished] = {}
@@ -71,5 +71,5 @@ class Engine:
             self.step()
         assert self.done == {request.request_id: reference_tokens(request) for request in requests}
         for tier in ("device", "host", "external"):
-            assert self.manager.num_free(tier) == self.manager.num_blocks(tier)
-        assert self.manager.num_sequences == 0
+            assert self.manager.pool(tier).num_free == self.manager.pool(tier).num_blocks
+        assert self.manager.stats().sequences == 0

@@ -15,6 +15,7 @@ from blockyard._core import Pairs, StepDecision
 from blockyard.engine.cuda.streams import CudaStreams
 from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import OnFailure
+from blockyard.engine.mapping import Ids
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import check_device, op_library
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
@@ -22,7 +23,6 @@ from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
 from blockyard.engine.transfers import MappingBuffers, OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, MappingError
 from blockyard.layout.kv import BlockLayout
-from blockyard.plan import Ids
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.plan import FillMap, Ids, unequal_pairs
+from blockyard._core import FillMap
+from blockyard.engine.mapping import Ids, unequal_pairs
 
 __all__ = ["HostFill"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from blockyard.engine import ops
+from blockyard.engine.mapping import Ids
 from blockyard.engine.ops.checks import PADDING
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.layout.kv import check_views
-from blockyard.plan import Ids
 
 # Batches are padded to one of these lengths, so that a captured graph fits many of them.
 PAD_SIZES = (8, 16, 32, 64, 128, 256, 512)

@@ -10,12 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from blockyard.engine import ops
+from blockyard.engine.mapping import Ids, check_blocks, in_runs, join
 from blockyard.engine.memory import EngineTier, Memory, Rows, as_tensor
 from blockyard.engine.mover import BlockMover
 from blockyard.engine.ops.checks import check_exchange
 from blockyard.engine.streams import StreamName
 from blockyard.errors import InvalidArgumentError, LayoutError
-from blockyard.plan import Ids, check_blocks, in_runs, join
 
 __all__ = ["KINDS", "Kind", "Task", "Work", "moving", "reading", "writing"]
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blockyard.engine.mapping import Ids
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams
 from blockyard.engine.tasks import Task, Work
 from blockyard.engine.workers import Process
@@ -27,7 +28,6 @@ from blockyard.errors import (
     TransferCancelledError,
     TransferQueueFullError,
 )
-from blockyard.plan import Ids
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -193,8 +193,8 @@ class BlockManager:
         cached = self._fit(tokens)
         if num_cached_blocks is not None and cached not in {-1, num_cached_blocks}:
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
-        handles, hits = self.manager.allocate_prompts([tokens])
-        handle, hit = int(handles[0]), int(hits[0])
+        sequence = self.manager.allocate(tokens)
+        handle, hit = int(sequence), sequence.cached_tokens
         try:
             self._land([handle])
         except BaseException:
@@ -234,7 +234,7 @@ class BlockManager:
         entry, tokens = self._entry(seq), len(seq)
         if entry.tokens <= tokens <= entry.slots:
             return True
-        return self._wanted(entry, tokens) <= self.manager.num_free()
+        return self._wanted(entry, tokens) <= self.manager.pool().num_free
 
     def may_append(self, seq: NanoSequence) -> None:
         """Make room for the tokens that a sequence got since the last call: extends its `block_table` where needed.
@@ -248,7 +248,7 @@ class BlockManager:
         certain = self._certain(entry, tokens)
         if not entry.tokens <= tokens <= entry.slots:
             wanted = self._wanted(entry, tokens)
-            if wanted <= self.manager.num_free():
+            if wanted <= self.manager.pool().num_free:
                 self._offload(wanted)
             self._tell(entry, tokens)
             self._show(entry)
@@ -298,7 +298,7 @@ class BlockManager:
         self._land(())
         self._land(())
         before = self.stats.moved_blocks
-        if not self.manager.defragment(goal, number, max_moves=max_moves).planned:
+        if not self.manager.defrag.run(goal, number, max_moves=max_moves).planned:
             return 0
         self._land(())
         for entry in self._running.values():
@@ -308,15 +308,14 @@ class BlockManager:
     # ---- below the surface ----
 
     def _books(self, host_blocks: int) -> _core.BlockManager:
-        # Pins are taken within a call alone, for a prompt's cached blocks: never for all.
+        # Pins last for one call and hold a prompt's cached blocks: never all blocks.
+        max_pinned = (self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0
         return _core.BlockManager(
             block_size=self.block_size,
             device_blocks=self.num_blocks,
             host_blocks=host_blocks,
             watermark=0.0,
-            prefix_caching=True,
-            host_prefix_cache=host_blocks > 0,
-            max_pinned=(self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0,
+            prefix_caching=_core.PrefixCaching(host=host_blocks > 0, max_pinned=max_pinned),
         )
 
     def _check_new(self, seq: NanoSequence, tokens: int) -> None:
@@ -350,27 +349,27 @@ class BlockManager:
 
     def _fit(self, tokens: list[int]) -> int:
         """Cached blocks of a prompt, or -1 if it does not fit; what it will evict is on the host then."""
-        if self.manager.blocks_to_allocate(tokens) > self.manager.num_free():
+        if not self.manager.can_allocate(tokens):
             return -1
         blocks = self._blocks(len(tokens))
         if self._short(blocks):
             # Its own cached blocks stay where they are.
-            pin, held = self.manager.pin_prompt(tokens, 0)
+            pin, held = self.manager.pins.pin_prompt(tokens, 0)
             try:
                 self._offload(blocks - held // self.block_size)
             finally:
-                self.manager.unpin(pin)
-        return self.manager.cached_tokens(tokens) // self.block_size
+                self.manager.pins.unpin(pin)
+        return self.manager.prefix.lookup(tokens).tokens // self.block_size
 
     def _short(self, blocks: int) -> int:
         """Cached blocks that taking so many would evict; none count where there is no host to copy them to."""
-        if not self.manager.num_blocks("host"):
+        if not self.manager.pool("host").num_blocks:
             return 0
-        return max(0, blocks - len(self.manager.free_block_ids(limit=blocks)))
+        return max(0, blocks - len(self.manager.pool().free_ids(blocks)))
 
     def _offload(self, blocks: int) -> None:
         """Copy to the host what taking so many blocks will evict."""
-        if (short := self._short(blocks)) and self.manager.offload_cached(short):
+        if (short := self._short(blocks)) and self.manager.prefix.offload(short):
             self._land(())
 
     def _land(self, handles: Iterable[int]) -> None:
@@ -388,7 +387,7 @@ class BlockManager:
         try:
             lost = self.executor.execute(decision)
         except BaseException:
-            self.manager.fail(decision.ticket, [pairs for _, pairs in decision.transfers()])
+            self.manager.fail(decision.ticket)
             raise
         gone = set(self.manager.fail(decision.ticket, lost).tolist()).intersection(handles)
         if gone:

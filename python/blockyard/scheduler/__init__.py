@@ -1,6 +1,6 @@
 """The reference continuous-batching scheduler over a `BlockManager`.
 
-    scheduler = Scheduler(manager, prefix_caching=True)
+    scheduler = Scheduler(manager)
     scheduler.add(Request("a", prompt, max_tokens=64))
     while scheduler.num_unfinished:
         step = scheduler.schedule()

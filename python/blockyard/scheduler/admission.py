@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager
+from blockyard._core import BlockManager
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Parked, RequestState
 from blockyard.scheduler.rows import LENGTH, Rows, Seated
@@ -23,7 +23,6 @@ class Admission:
         draft: of the step that they start in.
         waiting: the queue.
         stats: counts the tokens that the prefix cache saved.
-        prefix_caching: whether prompts share the blocks of earlier ones.
     """
 
     def __init__(
@@ -33,15 +32,13 @@ class Admission:
         draft: Draft,
         waiting: RankedQueue,
         stats: SchedulerStats,
-        *,
-        prefix_caching: bool,
     ) -> None:
         self._manager = manager
         self._rows = rows
         self._draft = draft
         self._waiting = waiting
         self._stats = stats
-        self._prefix_caching = prefix_caching
+        self._prefix_caching = manager.prefix.enabled
 
     def admit(self) -> None:
         """Start what fits into this step."""
@@ -65,12 +62,12 @@ class Admission:
         batch: list[Parked] = []
         tokens, blocks = 0, self._blocks_owed()
         # As many are there for certain; what a transfer still reads may be given out as well.
-        free = manager.num_free() - manager.watermark_blocks
+        free = manager.pool().num_free - manager.pool().reserved
         while (head := self._waiting.head()) is not None:
             state, length = head.state, len(head.tokens[0])
             if 1 + head.forks > self._rows.seats_left:
                 break
-            if batch and (tokens + length > left or state.cache_of != batch[0].state.cache_of):
+            if batch and tokens + length > left:
                 break
             share: tuple[int, int] | None = None
             need = -(-length // size)
@@ -96,7 +93,7 @@ class Admission:
         return batch, None
 
     def _fits(self, blocks: int) -> bool:
-        return self._manager.can_allocate(blocks * self._manager.block_size) == AllocStatus.OK
+        return bool(self._manager.can_allocate(blocks * self._manager.block_size))
 
     def _blocks_owed(self) -> int:
         """Blocks that prompts in prefill are yet to take."""
@@ -109,7 +106,7 @@ class Admission:
 
     def _blocks_with_hits(self, parked: Parked) -> int:
         request = parked.state.request
-        return self._manager.blocks_to_allocate(parked.tokens[0], salt=request.salt, lora_id=request.lora_id)
+        return self._manager.can_allocate(parked.tokens[0], salt=request.salt, lora_id=request.lora_id).blocks
 
     def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
         """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""
@@ -127,21 +124,23 @@ class Admission:
     def _start(self, batch: list[Parked], share: tuple[int, int] | None) -> None:
         """Admit sequences; all but the last get all of their tokens into this step."""
         manager, draft, rows = self._manager, self._draft, self._rows
-        left, request = draft.left, batch[0].state.request
+        left = draft.left
         prompts = [parked.tokens[0] for parked in batch]
         begun = [0] * len(batch)
         if share is not None:
             parent, begun[0] = share
             count = min(len(prompts[0]), begun[0] + left)
-            handles = np.array([manager.fork_prefix(parent, begun[0], count)], np.uint64)
+            handles = np.array([manager.fork(parent, shared_tokens=begun[0], num_tokens=count)], np.uint64)
         elif self._prefix_caching:
-            handles, cached = manager.allocate_prompts(
-                prompts, salt=request.salt, lora_id=request.lora_id, chunk_tokens=left
-            )
-            begun = cached.tolist()
+            requests = [parked.state.request for parked in batch]
+            salts, adapters = [request.salt for request in requests], [request.lora_id for request in requests]
+            found = manager.allocate(*prompts, salt=salts, lora_id=adapters, chunk_tokens=left)
+            sequences = found if isinstance(found, tuple) else (found,)
+            handles = np.array([int(sequence) for sequence in sequences], np.uint64)
+            begun = [sequence.cached_tokens for sequence in sequences]
             self._stats.cached_tokens += sum(begun)
         else:
-            handles = manager.allocate([min(len(tokens), left) for tokens in prompts])
+            handles = manager.allocate(counts=[min(len(tokens), left) for tokens in prompts])
         rows.make_room(max(parked.state.limit for parked in batch))
         each = zip(batch, handles.tolist(), begun, strict=True)
         first = rows.count

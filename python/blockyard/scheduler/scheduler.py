@@ -47,7 +47,6 @@ class Scheduler:
 
     Args:
         manager: has one cache group; nothing else may admit sequences of this engine.
-        prefix_caching: let prompts share the blocks of earlier ones; the manager must have been made with it.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
@@ -66,7 +65,6 @@ class Scheduler:
         self,
         manager: BlockManager,
         *,
-        prefix_caching: bool = False,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
@@ -79,11 +77,11 @@ class Scheduler:
             )
         if preemption_mode not in PREEMPTION_MODES:
             raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
-        if len(manager.groups) != 1:
-            raise InvalidArgumentError(f"the manager has {len(manager.groups)} cache groups, must have 1")
+        if (groups := len(manager.pool().groups)) != 1:
+            raise InvalidArgumentError(f"the manager has {groups} cache groups, must have 1")
         self.manager = manager
         self.stats = SchedulerStats()
-        self._prefix_caching = prefix_caching
+        self._prefix_caching = manager.prefix.enabled
         self._max_num_seqs = max_num_seqs
         self._preemption_mode = preemption_mode
         self._defragment = defragment
@@ -94,8 +92,8 @@ class Scheduler:
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
         parts = (manager, self._rows, self._draft, self._waiting, self.stats)
-        self._admission = Admission(*parts, prefix_caching=prefix_caching)
-        self._swapping = Swapping(*parts, overlap_io=overlap_io, prefix_caching=prefix_caching)
+        self._admission = Admission(*parts)
+        self._swapping = Swapping(*parts, overlap_io=overlap_io)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
@@ -497,13 +495,17 @@ class Scheduler:
     # ---- a device that shrinks ----
 
     def _device_capacity(self) -> int:
-        return self.manager.num_blocks() - self.manager.watermark_blocks
+        return self.manager.pool().num_blocks - self.manager.pool().reserved
 
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         """Why a request could never run to its end, if so: it would be preempted for ever."""
-        size, total, kept = self.manager.block_size, self.manager.num_blocks("device"), self.manager.watermark_blocks
+        size, total, kept = (
+            self.manager.block_size,
+            self.manager.pool("device").num_blocks,
+            self.manager.pool().reserved,
+        )
         wanted = state.blocks_to_end(size)
-        if wanted + kept <= total and self.manager.can_allocate(wanted * size) != AllocStatus.NEVER:
+        if wanted + kept <= total and self.manager.can_allocate(wanted * size).status != AllocStatus.NEVER:
             return None
         # What the manager wants beyond these two is the null block of a window.
         kept += wanted + kept <= total
@@ -538,10 +540,10 @@ class Scheduler:
         stats, manager = self.stats, self.manager
         stats.steps += 1
         stats.tokens += self._draft.tokens
-        device = manager.num_blocks() - manager.num_free()
+        device = manager.pool().num_blocks - manager.pool().num_free
         stats.peak_device_blocks = max(stats.peak_device_blocks, device)
         if self._swapping:
-            host = manager.num_blocks("host") - manager.num_free("host")
-            external = manager.num_blocks("external") - manager.num_free("external")
+            host = manager.pool("host").num_blocks - manager.pool("host").num_free
+            external = manager.pool("external").num_blocks - manager.pool("external").num_free
             stats.peak_host_blocks = max(stats.peak_host_blocks, host)
             stats.peak_external_blocks = max(stats.peak_external_blocks, external)

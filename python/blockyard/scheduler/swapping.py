@@ -24,7 +24,6 @@ class Swapping:
         waiting: queue of those that lose their blocks.
         stats: counts what moves.
         overlap_io: whether what is fetched is left out of steps until it has arrived.
-        prefix_caching: whether the manager wants token ids.
 
     Attributes:
         swapped: the queue of those that are to come back.
@@ -39,7 +38,6 @@ class Swapping:
         stats: SchedulerStats,
         *,
         overlap_io: bool,
-        prefix_caching: bool,
     ) -> None:
         self.swapped = RankedQueue("swapped")
         self._manager = manager
@@ -48,7 +46,7 @@ class Swapping:
         self._waiting = waiting
         self._stats = stats
         self._overlap_io = overlap_io
-        self._prefix_caching = prefix_caching
+        self._prefix_caching = manager.prefix.enabled
         self._away: dict[Parked, None] = {}  # in order, so that the same requests give the same run
         self._fetching: list[Parked] = []  # by the step being put together
         self._loading: dict[int, list[Parked]] = {}  # by a ticket
@@ -64,8 +62,8 @@ class Swapping:
         if manager.can_swap_out(handles):
             manager.swap_out(handles)
             self._stats.preempted_swap += 1
-        elif manager.can_spill(handles):
-            manager.spill(handles)
+        elif manager.can_swap_out(handles, to="external"):
+            manager.swap_out(handles, to="external")
             self._stats.preempted_spill += 1
         else:
             return False
@@ -145,18 +143,14 @@ class Swapping:
         self._seat(self._return(parked))
 
     def _bring_back(self, handles: NDArray[np.uint64]) -> AllocStatus:
-        """Swap or fetch sequences in, if they fit now."""
-        if self._manager.tier(int(handles[0])) == "external":
-            status = self._manager.can_fetch(handles)
-            if status == AllocStatus.OK:
-                self._manager.fetch(handles)
-                self._stats.resumed_fetch += 1
-        else:
-            status = self._manager.can_swap_in(handles)
-            if status == AllocStatus.OK:
-                self._manager.swap_in(handles)
-                self._stats.resumed_swap += 1
-        return status
+        """Swap sequences in, if they fit now."""
+        fit = self._manager.can_swap_in(handles)
+        if fit:
+            is_external = self._manager.tier(int(handles[0])) == "external"
+            self._manager.swap_in(handles)
+            self._stats.resumed_fetch += is_external
+            self._stats.resumed_swap += not is_external
+        return fit.status
 
     def recompute(self, parked: Parked) -> None:
         """Free the blocks of sequences that are away; they wait to be computed again from their tokens."""

@@ -1,7 +1,7 @@
-"""The main job: serve a workload that does not fit its KV cache, and compare every token with an unpaged run.
+"""The demo: serve a workload that does not fit its KV cache, and compare every token with an unpaged run.
 
-Pools are sized so that blocks go everywhere: to the host, to a file, back, and away to be computed again. What is bad
-about the options is found before torch is loaded, as far as that can be.
+The pools are so small that blocks are swapped to the host, spilled to a file, fetched back and recomputed. Bad options
+are refused before torch is loaded where possible.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ EXIT_OUTPUT = 3
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the demo is to do; the command line's options, by the same names.
+    """Options of the demo, named as on the command line.
 
     Attributes:
         model: folder of a local checkpoint; a small random Llama if None.
         device: `cpu`, `cuda`, or `auto`.
-        requests: requests of library text; a trace brings its own.
+        requests: requests of library text; a trace has its own.
         seed: decides texts, lengths, samplers and damage.
         prompt_tokens: shortest and longest prompt of library text.
         output_tokens: fewest and most tokens generated for one sequence of such a request.
@@ -67,12 +67,12 @@ class DemoOptions:
         external_swapper: URL of the external tier; a temporary folder if None.
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
-        prefix_caching: let prompts share the blocks of earlier ones that began alike.
+        prefix_caching: let prompts share the blocks of earlier prompts with the same beginning.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts are computed in chunks.
-        defrag: goal that the device's pool is defragmented for, `max_id` or `dense`; none if None.
-        shrink_to: blocks of the device from the middle of the run on, the memory of the others being given back; no
-            change if None.
+        defrag: defragmentation goal of the device pool, `max_id` or `dense`; none if None.
+        shrink_to: blocks of the device from the middle of the run on; the memory of the others is released. No change
+            if None.
         corrupt: blocks to damage in the file.
         sabotage: kind of transfer to drop one of; none if None.
         json: file to write the report to; none if None.
@@ -111,8 +111,8 @@ def run_demo(options: DemoOptions, *, live: bool = False) -> int:
         live: show progress on standard error.
 
     Returns:
-        The exit code: 0, or 1 if tokens differ, 2 if a fault that was asked for could not happen, 3 if the report could
-        not be written, all of it.
+        The exit code: 0; 1 if tokens differ; 2 if a requested fault could not happen; 3 if the report could not be
+        written completely.
 
     Raises:
         BlockyardError: the options cannot be met; the message says which and why.
@@ -128,7 +128,7 @@ def run_demo(options: DemoOptions, *, live: bool = False) -> int:
 
 
 def _output(write: Callable[[], None], name: str) -> bool:
-    """Write a part of the output; whether that succeeded, else standard error says why not."""
+    """Write a part of the output; return whether that succeeded. If not, standard error says why."""
     try:
         write()
     except OSError as error:
@@ -138,7 +138,7 @@ def _output(write: Callable[[], None], name: str) -> bool:
 
 
 def make_report(options: DemoOptions, *, live: bool = False) -> Report:
-    """Do both runs and compare them.
+    """Run both and compare them.
 
     Args:
         options: what to do.
@@ -154,7 +154,7 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
     trace = None
     if options.trace is not None:
         trace = scale_lengths(read_trace(options.trace, first=options.trace_requests), options.scale)
-    # torch is loaded here, once the options are known to make sense.
+    # Torch is loaded here, after the options were checked.
     from blockyard.sim.models import choose_device, fitting_threads, load_encode, load_model  # noqa: PLC0415
     from blockyard.sim.serve import Faults, reference  # noqa: PLC0415
 
@@ -182,14 +182,14 @@ def make_report(options: DemoOptions, *, live: bool = False) -> Report:
 
 
 def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, int]:
-    """Choose pools that are too small for the workload, where the options leave them open.
+    """Choose pools that are too small for the workload, unless the options size them.
 
-    The device holds the largest request to its end, and beyond that a sixth of what all requests together would fill,
-    or four of the largest if that is less. The host holds less than half of the largest, so that the next victim goes
-    to the file.
+    The device holds at least the largest request to its end. Otherwise it holds a sixth of what all requests would fill
+    together, or four times the largest request if that is less. The host holds less than half of the largest request,
+    so that the next victim goes to the file.
 
     Args:
-        options: block size, and the pool sizes that were asked for.
+        options: block size, and requested pool sizes.
         items: the workload.
 
     Returns:
@@ -212,7 +212,7 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
         wanted: tokens of the unpaged run.
 
     Returns:
-        How many requests are equal in every token, and where each sequence of the others first differs.
+        The number of identical requests, and the first difference of each sequence of the others.
     """
     identical, differences = 0, []
     for item in items:
@@ -228,7 +228,7 @@ def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tup
 
 
 def _check(options: DemoOptions) -> None:
-    """Refuse what can be seen to fail without loading a model."""
+    """Refuse options that fail without loading a model."""
     if options.json is not None:
         _check_file(options.json)
     if options.model is not None and not (options.model / "config.json").is_file():
@@ -243,7 +243,7 @@ def _check(options: DemoOptions) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is to hold."""
+    """Refuse a file that cannot be written, before the runs."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise InvalidArgumentError(f"cannot write {path}: {folder} is not a folder")
@@ -255,7 +255,7 @@ def _check_file(path: Path) -> None:
 
 @contextmanager
 def _external(options: DemoOptions) -> Iterator[tuple[str, str | None]]:
-    """Give URL and size of the external tier; a folder made for it goes at the end."""
+    """Give URL and size of the external tier; remove a temporary folder at the end."""
     url, space = options.external_swapper, options.external_swapper_space
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
     if url is not None:
@@ -307,7 +307,7 @@ def _serve(
 
 
 def _require_room(options: DemoOptions, items: Sequence[WorkItem]) -> None:
-    """Refuse to shrink below what the largest request needs, the watermark's hundredth kept."""
+    """Refuse to shrink below what the largest request needs above the watermark of 1 %."""
     largest, blocks = max(_blocks_at_the_end(item, options.block_size) for item in items), options.shrink_to
     if blocks is not None and blocks < largest + blocks // 100:
         raise InvalidArgumentError(
@@ -335,7 +335,7 @@ def _settle(
 
 @dataclass(frozen=True)
 class _Run:
-    """What the report is made of."""
+    """The data of the report."""
 
     options: DemoOptions
     model: str
@@ -428,7 +428,7 @@ def _describe(options: DemoOptions, requests: int) -> str:
 
 
 def _blocks_at_the_end(item: WorkItem, block_size: int) -> int:
-    """Blocks that a request fills when it ends: the prompt's whole blocks once, the rest for each sequence."""
+    """Blocks of a request at its end: whole blocks of the prompt once, the rest for each sequence."""
     n = item.sampling.n
     shared = (len(item.prompt) - 1) // block_size if n > 1 else 0
     longest = -(-(len(item.prompt) + item.sampling.max_tokens) // block_size)
@@ -436,5 +436,5 @@ def _blocks_at_the_end(item: WorkItem, block_size: int) -> int:
 
 
 def _padded(tokens: list[int], length: int) -> list[int]:
-    """Lengthen with -1, which is no token."""
+    """Pad with -1, which is no token."""
     return tokens + [-1] * (length - len(tokens))

@@ -1,8 +1,7 @@
-"""The model that the demo serves where none is given: a small Llama with seeded random weights and byte tokens.
+"""The demo's default model: a small Llama with seeded random weights and byte tokens.
 
-It is made to be hard to please: embeddings are untied and weights start ten times wider than usual, so that its tokens
-depend on the keys and values of every block. A model of that size with the usual start mostly repeats itself, and a
-run that read wrong blocks would still look right.
+Its embeddings are untied and its weights ten times wider than usual, so its tokens depend on the keys and values of
+every block. A model of that size with usual weights mostly repeats itself, and reading wrong blocks would go unnoticed.
 """
 
 # transformers leaves part of its methods without annotations.
@@ -58,12 +57,12 @@ def demo_config(
 def demo_model(
     config: LlamaConfig | None = None, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LlamaForCausalLM:
-    """Build the demo's model; torch's own random state is left as it was.
+    """Build the demo's model; torch's random state does not change.
 
     Args:
         config: another shape than `demo_config()`.
         seed: decides the weights.
-        device: where the model is put; weights are drawn on the CPU, so they are the same everywhere.
+        device: of the model; weights are drawn on the CPU, so they are the same everywhere.
         dtype: of weights, activations and KV; the weights are drawn as float32 for every dtype.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Wrappers around the step executor: one keeps time, one counts, one drops a transfer, one damages what was stored.
+"""Wrappers around the step executor: one fixes the timing, one counts, one drops a transfer, one damages stored blocks.
 
-The library has no switch for any of this: an engine that runs undisturbed runs the same code.
+The library has no switch for any of this: an undisturbed engine runs the same code.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from blockyard.testing.faults import corrupt_slots
 
 SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 
-# What is damaged in turn: bytes of the block more often than the header's claims about it.
+# Damaged in turn: the payload more often than the header.
 _DAMAGED_PARTS = ("payload", "payload", "generation", "payload_checksum")
 _SHARE_DAMAGED = 2
 
 
 class Wrapper(Executor):
-    """Passes every call on; the others override what they watch or disturb.
+    """Passes every call on; subclasses override what they watch or disturb.
 
     Args:
-        inner: what carries the decisions out.
+        inner: carries the decisions out.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -61,7 +61,7 @@ class Wrapper(Executor):
 class SteadyExecutor(Wrapper):
     """Ends each decision in the step after its own, neither sooner nor later.
 
-    How long storage takes is another matter in every run; so the same options give the same run all the same.
+    Storage takes a different time in every run. With this wrapper, the same options give the same run.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -93,7 +93,7 @@ class CountingExecutor(Wrapper):
     """Counts the blocks of every kind of transfer between every two tiers.
 
     Args:
-        inner: what carries the decisions out.
+        inner: carries the decisions out.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -108,15 +108,14 @@ class CountingExecutor(Wrapper):
 
 
 class SabotagedExecutor(Wrapper):
-    """Drops one block's transfer of one kind, and says nothing.
+    """Silently drops the transfer of one block of one kind.
 
-    The decision is carried out to its end, then one block is put back as it was before, so the drop hits bytes that
-    matter: a block that the transfer did not change is passed over. A dropped spill is a whole, checksummed slot of
-    zeros. A slot not written at all would be refused as a miss and cost a recompute; this is the drop that no tier can
-    see.
+    It carries the decision out, then restores one destination block to its old bytes. It skips blocks that the transfer
+    did not change. A dropped spill leaves a valid, checksummed slot of zeros: the store would report a missing write as
+    a miss, but it cannot see this drop.
 
     Args:
-        inner: what carries the decisions out.
+        inner: carries the decisions out.
         kind: one of `SABOTAGE_KINDS`.
 
     Raises:
@@ -134,7 +133,7 @@ class SabotagedExecutor(Wrapper):
         self.dropped = ""
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Carry out a decision; one block of the first that has the kind is put back before this returns."""
+        """Carry out a decision; in the first one of the kind, restore one block before this returns."""
         targets = [pairs for kind, pairs in decision.transfers() if kind == self.kind]
         self.seen += sum(len(pairs) for pairs in targets)
         if self.dropped or not targets:
@@ -150,22 +149,22 @@ class SabotagedExecutor(Wrapper):
             self._put_one_back(pairs, old, (old != new).any(axis=1), gone)
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended since the last call, those that were carried out at once too."""
+        """Give the decisions that ended since the last call, synchronous ones included."""
         ended, self._ended = list(self._ended.values()), {}
         return ended + self._inner.poll()
 
     def wait(self, ticket: int) -> StepDone:
-        """Wait for a decision to end, if it has not been carried out at once."""
+        """Wait for a decision to end, unless it was carried out synchronously."""
         return self._ended.pop(ticket) if ticket in self._ended else self._inner.wait(ticket)
 
     def _stale(self, pairs: Pairs) -> NDArray[np.uint8]:
-        """What the destination holds if the transfer never happens, uint8 `[n, bytes_per_block]`."""
+        """The destination's bytes without the transfer, uint8 `[n, bytes_per_block]`."""
         if pairs.dst == "external":
             return np.zeros((len(pairs), self._executor.engine.layout.bytes_per_block), dtype=np.uint8)
         return self._held(pairs.dst, pairs.ids[:, 1])
 
     def _arriving(self, pairs: Pairs) -> NDArray[np.uint8]:
-        """What a spill brings; read at its source, so that the file tier's counters stay those of the run."""
+        """The bytes of a spill, read at its source, so that the file store's counters do not change."""
         return self._held(pairs.src, pairs.ids[:, 0])
 
     def _held(self, tier: str, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -190,13 +189,13 @@ class SabotagedExecutor(Wrapper):
 
 
 class CorruptingExecutor(Wrapper):
-    """Damages blocks in the slab's file after they were stored, and keeps count of which are read.
+    """Damages stored blocks in the slab's file and counts which are read.
 
     Args:
-        inner: what carries the decisions out.
+        inner: carries the decisions out.
         store: the file tier below it.
         count: blocks to damage; fewer if the run stores too few.
-        seed: decides which, and where.
+        seed: chooses blocks and bytes.
     """
 
     def __init__(self, inner: Executor, store: ExternalStore, count: int, *, seed: int = 0) -> None:
@@ -210,7 +209,7 @@ class CorruptingExecutor(Wrapper):
         self.read = 0
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
-        """Start to carry out a decision; every damaged block that is to be read must be lost."""
+        """Start to carry out a decision; every damaged block that it reads must be lost."""
         for kind, pairs in decision.transfers():
             if kind == "fetch":
                 self.read += len(self._damaged.intersection(pairs.ids[:, 0].tolist()))
@@ -219,7 +218,7 @@ class CorruptingExecutor(Wrapper):
         self._inner.submit(decision, by_layer=by_layer)
 
     def poll(self) -> list[StepDone]:
-        """Give the decisions that ended, with some of the blocks that they stored damaged."""
+        """Give the decisions that ended, and damage some blocks that they stored."""
         return [self._passed(done) for done in self._inner.poll()]
 
     def wait(self, ticket: int) -> StepDone:
@@ -232,7 +231,7 @@ class CorruptingExecutor(Wrapper):
         return done
 
     def _damage(self, slots: list[int]) -> None:
-        """Damage a share of freshly written slots, so that the damage spreads over several requests."""
+        """Damage a share of the newly written slots, so that several requests are hit."""
         self._damaged.difference_update(slots)
         wanted = min(-(-len(slots) // _SHARE_DAMAGED), self._count - self.stored)
         if wanted <= 0:

@@ -1,4 +1,4 @@
-"""The models that the demo runs, where they run, and whether there is memory for their caches."""
+"""The demo's models, their device, and the check of memory for their caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choose_device(name: str) -> str:
     """Find the device to run on.
 
     Args:
-        name: `cpu`, `cuda`, `cuda:1` and the like, or `auto`: cuda where there is one.
+        name: `cpu`, `cuda`, `cuda:1` and the like, or `auto`: cuda if there is one.
 
     Returns:
         torch's name of the device.
@@ -72,13 +72,12 @@ def load_model(folder: Path | None, device: str) -> PreTrainedModel:
 
 @contextmanager
 def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
-    """Run a small model on one CPU thread for as long as the context lasts.
+    """Run a small model on one CPU thread within the context.
 
-    Its matrices are too small to be worth sharing out, and threads that wait for each other stand still as soon as
-    anything else wants the cores.
+    Its matrices are too small for several threads, which would also wait for one another on a busy machine.
 
     Args:
-        model: what will run.
+        model: the model to run.
     """
     threads = torch.get_num_threads()
     small = sum(weight.numel() for weight in model.parameters()) <= LARGEST_MODEL_FOR_ONE_THREAD
@@ -97,7 +96,7 @@ def load_encode(folder: Path | None) -> Encode | None:
         folder: the checkpoint.
 
     Returns:
-        What turns text into its tokens; None, for one token a byte, where there is no tokenizer.
+        The encoder; None (one token a byte) without a tokenizer.
     """
     if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
@@ -114,16 +113,16 @@ def load_encode(folder: Path | None) -> Encode | None:
 
 
 def require_memory(model: PreTrainedModel, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-    """Refuse pools that memory cannot hold: the kernel would hand it out, and end the process once it is used.
+    """Refuse pools that memory cannot hold: the kernel would grant them and kill the process on use.
 
     Args:
-        model: what will run.
+        model: the model to run.
         block_size: tokens in a block.
         num_device_blocks: blocks of the device.
         num_host_blocks: blocks of the host.
 
     Raises:
-        InvalidArgumentError: host or device have less memory; the message has the numbers.
+        InvalidArgumentError: host or device have too little memory; the message has the numbers.
     """
     size = PagedModel(model, block_size=block_size).layout.bytes_per_block
     wanted = {"device": num_device_blocks * size, "host": num_host_blocks * size}

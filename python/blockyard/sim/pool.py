@@ -1,4 +1,4 @@
-"""The device pool of a demo run over time: what its blocks were used for, and how it shrank while requests ran."""
+"""The device pool of a demo run over time: the use of its blocks, and how it shrank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# As `BlockManager.device_uses` numbers them.
+# The numbers of `BlockManager.device_uses`.
 FREE, CACHED, HELD, LIVE = range(4)
 
 COLUMNS: Final = 64
@@ -23,7 +23,7 @@ class PoolSample:
     """The device pool after one step.
 
     Attributes:
-        step: steps before it, this one included.
+        step: steps so far, this one included.
         blocks: blocks of the pool.
         extent: one past the highest block in use, at least `blocks`.
         live: blocks that sequences use.
@@ -35,7 +35,7 @@ class PoolSample:
         moves: blocks moved within the device so far.
         moved_bytes: their bytes.
         memory_bytes: memory behind the device's tensors.
-        bar: what groups of neighbouring ids were used for, one character each, as the legend has it.
+        bar: use of neighbouring ids, a character a group; see `LEGEND`.
     """
 
     step: int
@@ -55,19 +55,19 @@ class PoolSample:
 
 @dataclass(frozen=True)
 class Shrink:
-    """How the device pool became smaller, in blocks, steps and bytes.
+    """A shrink of the device pool, in blocks, steps and bytes.
 
     Attributes:
         blocks_before: blocks of the pool.
-        blocks_after: blocks asked for.
-        step: steps before the pool was told.
-        steps: steps until nothing was in use beyond its end; None if that never was.
+        blocks_after: requested blocks.
+        step: steps before the shrink.
+        steps: steps until nothing was in use beyond the end; None if that never happened.
         memory: what is measured: `resident set` of the process, or `device memory` in use.
-        memory_before: that, just before the pool was told.
-        memory_after: that, when the last memory had gone.
-        returned: memory that the cache gave back.
-        fell: by how much what is measured fell in the very calls that gave it back.
-        kept: memory of blocks beyond the end that stays because of its chunks' size.
+        memory_before: the measure, just before the shrink.
+        memory_after: the measure, after the last memory was released.
+        returned: memory that the cache released.
+        fell: how much the measure fell during the calls that released memory.
+        kept: memory beyond the end that stays because it shares chunks with blocks.
     """
 
     blocks_before: int
@@ -87,8 +87,8 @@ class PoolReport:
     """The device pool over a run.
 
     Attributes:
-        goal: what the pool was defragmented for; None if it was not.
-        shrink: how it became smaller; None if it was not told to.
+        goal: defragmentation goal; None for no moves.
+        shrink: the shrink; None if there was none.
         samples: one after every step.
     """
 
@@ -101,12 +101,12 @@ def draw_bar(uses: NDArray[np.uint8], capacity: int, columns: int = COLUMNS) -> 
     """Draw a pool in one line.
 
     Args:
-        uses: what each block is used for, uint8 `[extent]`, as `BlockManager.device_uses` has it.
-        capacity: blocks that the line is for; those from `len(uses)` on have been given back.
+        uses: use of each block, uint8 `[extent]`, as `BlockManager.device_uses` gives it.
+        capacity: blocks of the line; those from `len(uses)` on have been released.
         columns: most characters.
 
     Returns:
-        The line, as the legend has it.
+        The line; see `LEGEND`.
     """
     edges = np.linspace(0, capacity, min(columns, capacity) + 1).round().astype(int).tolist()
     return "".join(_symbol(uses[first:last]) for first, last in pairwise(edges))
@@ -122,14 +122,14 @@ def _symbol(uses: NDArray[np.uint8]) -> str:
 
 
 def draw_pool(report: PoolReport, rows: int = ROWS) -> list[str]:
-    """Draw the pool over time, one line a sample; the steps at which it began and ended to shrink are among them.
+    """Draw the pool over time, one line a sample. The start and end of a shrink are among them.
 
     Args:
         report: of the run.
         rows: most other lines.
 
     Returns:
-        Lines of text: step, the pool, and what there is to say of it.
+        Lines of text: step, pool and figures.
     """
     samples = report.samples
     chosen = {int(at) for at in np.linspace(0, len(samples) - 1, min(rows, len(samples))).round()} if samples else set()
@@ -149,7 +149,7 @@ def draw_pool(report: PoolReport, rows: int = ROWS) -> list[str]:
 
 
 def pool_rows(report: PoolReport) -> list[tuple[str, str]]:
-    """Word the report as `(what, figure)` rows, as the table shows them."""
+    """Give the report as `(what, figure)` rows of the table."""
     table = []
     if report.samples:
         gaps = [sample.gap for sample in report.samples]
@@ -177,13 +177,13 @@ def _shrink_rows(shrink: Shrink) -> list[tuple[str, str]]:
 def sample_pool(
     step: int, uses: NDArray[np.uint8], *, blocks: int, capacity: int, moves: int, block_bytes: int, memory_bytes: int
 ) -> PoolSample:
-    """Note what the pool is like.
+    """Sample the pool.
 
     Args:
         step: steps so far.
-        uses: what each block is used for, uint8 `[extent]`.
+        uses: use of each block, uint8 `[extent]`.
         blocks: blocks of the pool.
-        capacity: blocks that it had at first.
+        capacity: blocks at the start.
         moves: blocks moved within the device so far.
         block_bytes: bytes of a block.
         memory_bytes: memory behind the device's tensors.

@@ -1,9 +1,9 @@
-"""What a demo run came to: the figures, the table shown at the end, the JSON file, and live progress.
+"""Results of a demo run: figures, the table at the end, the JSON file and live progress.
 
-The JSON file holds one object, `Report` as it stands: its keys are the attributes documented below, nested objects
-those of `Transfer`, `Peak` and so on, plus `identical` (bool) and `exit_code`. Sizes are bytes, times seconds.
+The JSON file holds one object. Its keys are the attributes of `Report`, plus `identical` (bool) and `exit_code`; nested
+objects are those of `Transfer`, `Peak` and so on. Sizes are bytes, times seconds.
 
-rich draws where it is installed; without it the table is plain text and there is no live view.
+With rich installed, it draws the table; without it the table is plain text and there is no live view.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIERS = ("device", "host", "external")
 
 @dataclass(frozen=True)
 class Transfer:
-    """All blocks that went one way.
+    """All blocks of one kind of transfer between two tiers.
 
     Attributes:
         kind: `copy`, `swap_out`, `swap_in`, `spill` or `fetch`.
@@ -56,15 +56,15 @@ class Peak:
 
 @dataclass(frozen=True)
 class FileTier:
-    """What the external tier counted.
+    """Counters of the external tier.
 
     Attributes:
         written_blocks: blocks stored.
         written_bytes: their bytes.
-        read_blocks: blocks that came back whole.
+        read_blocks: blocks read intact.
         read_bytes: their bytes.
-        checksum_failures: blocks whose bytes, or whose header's, were not those stored.
-        damaged_blocks: blocks refused for any mismatch between what was stored and what was read.
+        checksum_failures: blocks whose payload or header does not match its checksum.
+        damaged_blocks: blocks refused for any mismatch with what was stored.
         misses: blocks refused, by reason.
         errors: failed operations of the storage.
     """
@@ -84,7 +84,7 @@ class Damage:
     """Blocks damaged on purpose.
 
     Attributes:
-        asked: blocks that were to be damaged.
+        asked: blocks to damage.
         stored: blocks damaged; fewer than asked if the run stored too few.
         read: damaged blocks that were read.
         detected: damaged blocks that the file tier refused.
@@ -98,7 +98,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a sequence that is not the unpaged run's.
+    """The first token of a sequence that differs from the unpaged run.
 
     Attributes:
         request_id: the request.
@@ -117,12 +117,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Sabotage:
-    """A transfer left out on purpose.
+    """A transfer dropped on purpose.
 
     Attributes:
-        kind: kind of transfer asked for.
+        kind: requested kind of transfer.
         seen: blocks of that kind that were due in the whole run.
-        dropped: what was left out, in words; empty if nothing of the kind happened.
+        dropped: what was dropped, in words; empty if nothing of the kind happened.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class Report:
 
     Attributes:
         version: Blockyard's.
-        model: what was run, in words.
+        model: the model, in words.
         device: `cpu` or `cuda`.
         workload: where the requests came from, in words.
         settings: options and pool sizes in force.
@@ -144,23 +144,23 @@ class Report:
         sequences: sequences served; a request with n = 2 has two.
         prompt_tokens: sum over requests.
         output_tokens: sum over sequences.
-        cached_prompt_tokens: tokens that were found in the prefix cache when a sequence started, or started again.
+        cached_prompt_tokens: prefix-cache hits, in tokens, when sequences started or restarted.
         steps: scheduler steps.
         seconds: wall time of the paged run.
         tokens_per_second: output tokens over these seconds.
         reference_seconds: wall time of the unpaged run.
         preemptions: count by kind: `swap_host`, `swap_external`, `recompute`.
-        lost: requests that started again because bytes did not come back whole.
+        lost: requests restarted because bytes were lost.
         transfers: blocks and bytes per kind and pair of tiers.
         peak: most blocks used, by tier.
         file_tier: what the external tier counted.
-        damage: blocks damaged on purpose; None if none were to be.
-        sabotage: what was dropped on purpose; None if nothing was to be.
+        damage: blocks damaged on purpose; None if not requested.
+        sabotage: the transfer dropped on purpose; None if not requested.
         compared: requests compared with the unpaged run.
-        identical_requests: requests all of whose tokens were equal.
+        identical_requests: requests whose tokens were all equal.
         differences: where the others first differ, one entry per sequence.
-        ties: where rounding alone decided, and the unpaged run was made to take the same side; see `sim/ties.py`.
-        pool: the device pool over time; None if nobody asked for it.
+        ties: tokens where only rounding decided; see `sim/ties.py`.
+        pool: the device pool over time; None if not requested.
     """
 
     version: str
@@ -192,12 +192,12 @@ class Report:
 
     @property
     def identical(self) -> bool:
-        """Whether every request's tokens are those of the unpaged run."""
+        """Whether all requests have the tokens of the unpaged run."""
         return self.compared > 0 and self.identical_requests == self.compared
 
     @property
     def exit_code(self) -> int:
-        """0 if all is well; 1 if tokens differ or damage went unnoticed; 2 if a fault asked for could not happen."""
+        """0 for success; 1 if tokens differ or damage went unnoticed; 2 if a requested fault could not happen."""
         if not self.identical:
             return 1
         if self.damage is not None and self.damage.detected != self.damage.read:
@@ -236,13 +236,13 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
-    """Word the report as `(what, figure)` rows, as the table shows them.
+    """Give the report as `(what, figure)` rows of the table.
 
     Args:
         report: the run.
 
     Returns:
-        The rows; the last one says how many requests came out identical.
+        The rows; the last one gives the number of identical requests.
     """
     table = [
         ("model", f"{report.model}, {report.device}"),
@@ -302,14 +302,14 @@ def print_report(report: Report, stream: TextIO | None = None) -> None:
 
 
 class Progress(Protocol):
-    """What the demo tells a live view."""
+    """A live view of the demo."""
 
     def step(self, done: int, total: int, note: str) -> None:
         """Show that `done` of `total` requests are finished."""
 
 
 class _Silent:
-    """The view of a run that nobody watches."""
+    """A view that shows nothing."""
 
     def step(self, done: int, total: int, note: str) -> None:
         pass
@@ -317,14 +317,14 @@ class _Silent:
 
 @contextmanager
 def live_progress(label: str, *, live: bool) -> Iterator[Progress]:
-    """Show a progress bar on standard error for as long as the context lasts.
+    """Show a progress bar on standard error within the context.
 
     Args:
-        label: what is under way.
-        live: show it; without it, or without rich, nothing is shown.
+        label: what is running.
+        live: whether to show it; nothing is shown without rich.
 
     Yields:
-        The view to tell about each step.
+        The view, to be called after each step.
     """
     if not live or importlib.util.find_spec("rich") is None:
         yield _Silent()

@@ -25,7 +25,7 @@ Outputs = dict[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class Served:
-    """What a paged run gave and counted.
+    """Results and counters of a paged run.
 
     Attributes:
         outputs: generated tokens by request id, one list per sequence.
@@ -47,10 +47,10 @@ class Served:
 
 
 class Watch(Protocol):
-    """Who wants to do something between steps."""
+    """A callback between steps."""
 
     def after_step(self, done: int, total: int) -> None:
-        """Look at the step; `done` of `total` requests are finished."""
+        """Called after each step; `done` of `total` requests are finished."""
 
 
 class Faults:
@@ -111,8 +111,8 @@ def serve(
         generator: made with `faults.wrap` as its `wrap_executor`.
         items: the requests.
         faults: what counts, and what disturbs.
-        view: told about every step.
-        watch: told after every step.
+        view: called after every step.
+        watch: called after every step.
 
     Returns:
         Tokens and counters.
@@ -124,7 +124,7 @@ def serve(
     tick = _tick(items)
     since, ticks, started = 0.0, 0, time.perf_counter()
     outputs: Outputs = {}
-    totals = {tier: generator.manager.num_blocks(tier) for tier in ("device", "host", "external")}
+    totals = {tier: generator.manager.pool(tier).num_blocks for tier in ("device", "host", "external")}
     while waiting or generator.num_unfinished:
         if waiting and not generator.num_unfinished and waiting[0].arrival > since + ticks * tick:
             since, ticks = waiting[0].arrival, 0
@@ -156,7 +156,7 @@ def reference(model: PreTrainedModel, items: Sequence[WorkItem], view: Progress)
     Args:
         model: the model that the generator was given.
         items: the requests.
-        view: told about every request.
+        view: called after every request.
 
     Returns:
         Generated tokens by request id, and the wall time in seconds.
@@ -172,13 +172,13 @@ def reference(model: PreTrainedModel, items: Sequence[WorkItem], view: Progress)
 
 
 def _tick(items: Sequence[WorkItem]) -> float:
-    """Seconds of the arrivals' clock that one step stands for."""
+    """Seconds of trace time that one step represents."""
     longest = max(item.sampling.max_tokens for item in items)
     return max(item.arrival for item in items) / longest
 
 
 def _note(generator: Generator) -> str:
-    """Word a step in few characters; a progress bar stands beside it."""
+    """Describe a step in few characters, for the progress bar."""
     manager, scheduler = generator.manager, generator.scheduler
-    used = [str(manager.num_blocks(tier) - manager.num_free(tier)) for tier in ("device", "host", "external")]
+    used = [str(manager.pool(tier).num_blocks - manager.pool(tier).num_free) for tier in ("device", "host", "external")]
     return f"{scheduler.num_running} running, {scheduler.num_swapped} swapped, blocks {'+'.join(used)}"

@@ -1,4 +1,4 @@
-"""Watches the device pool of a run, and makes it smaller half-way through."""
+"""Samples the device pool of a run and shrinks it half-way."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
 from blockyard.sim.serve import Faults
 
 MOVES_A_STEP: Final = 64
-# Blocks that may lie higher than they need before a dense pool is worth a move.
+# Blocks that may lie too high before a dense pool is worth a move.
 DENSE_ENOUGH: Final = 8
 GOALS: Final[dict[str, Goal]] = {"max_id": ("free_tail", 0), "dense": ("dense", DENSE_ENOUGH)}
 
 
 def defragmentation(goal: str | None) -> Defragmentation | None:
-    """Give the scheduler's part of a goal.
+    """Give the scheduler's policy for a goal.
 
     Args:
-        goal: `max_id`, so that nothing lies beyond the pool's end, or `dense`, as low as can be; None for no moves.
+        goal: `max_id` (nothing beyond the pool's end) or `dense` (as low as possible); None for no moves.
 
     Raises:
         InvalidArgumentError: there is no such goal.
@@ -36,23 +36,23 @@ def defragmentation(goal: str | None) -> Defragmentation | None:
 
 
 class PoolWatch:
-    """Samples the device pool after every step, and tells it its new size when half of the requests are done.
+    """Samples the device pool after every step, and shrinks it when half of the requests are done.
 
     Args:
-        generator: what runs; its caches are elastic if the pool is to shrink.
-        faults: whose counter knows the moves.
-        goal: what the pool is defragmented for, by name, for the report; None if it is not.
+        generator: its caches must be elastic if the pool shrinks.
+        faults: its counter counts the moves.
+        goal: name of the defragmentation goal, for the report; None for no moves.
         shrink_to: blocks of the device from the middle of the run on; None for no change.
 
     Raises:
-        InvalidArgumentError: the pool has no more blocks than that.
+        InvalidArgumentError: the pool is not larger than `shrink_to`.
     """
 
     def __init__(
         self, generator: Generator, faults: Faults, *, goal: str | None = None, shrink_to: int | None = None
     ) -> None:
         self._generator, self._faults, self._goal, self._wanted = generator, faults, goal, shrink_to
-        self._capacity = generator.manager.num_blocks("device")
+        self._capacity = generator.manager.pool("device").num_blocks
         if shrink_to is not None and shrink_to >= self._capacity:
             raise InvalidArgumentError(f"the device is to shrink to {shrink_to} blocks, it has {self._capacity}")
         self._samples: list[PoolSample] = []
@@ -79,12 +79,12 @@ class PoolWatch:
             self._after, self._kept = self._measure(), given.kept
             self._returned += given.returned
             self._fell += before - self._after
-        if self._shrinking and self._generator.manager.resize_progress().done:
+        if self._shrinking and self._generator.manager.defrag.progress().done:
             self._ended = self._step
         self._sample()
 
     def report(self) -> PoolReport:
-        """Give what was seen."""
+        """Give the samples and the shrink."""
         shrink = None
         if self._began is not None and self._wanted is not None:
             shrink = Shrink(
@@ -123,8 +123,8 @@ class PoolWatch:
         self._samples.append(
             sample_pool(
                 self._step,
-                manager.device_uses(),
-                blocks=manager.num_blocks("device"),
+                manager.pool().uses(),
+                blocks=manager.pool("device").num_blocks,
                 capacity=self._capacity,
                 moves=moves,
                 block_bytes=layout.bytes_per_block,

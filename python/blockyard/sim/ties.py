@@ -1,9 +1,10 @@
-"""Ties in rounding: where two correct runs may choose different tokens, and how they are told from wrong KV.
+"""Ties in rounding: two correct runs may choose different tokens. This tells them from wrong KV.
 
-A batched and an unbatched run add up the same numbers in another order, so their logits differ in the last digits. Once
-in about a hundred thousand tokens of the demo's model (fp32) the two best tokens are nearer to each other than that.
-There is no wrong answer then: the unpaged run takes our side and goes on from there, and every later token must again
-be its own. KV that is wrong moves logits thousands of times further, and no tie excuses it.
+A batched and an unbatched run add the same numbers in different orders, so their logits differ in the last digits.
+About once in a hundred thousand tokens of the demo's model (fp32), the two best tokens are nearer than that. Neither is
+wrong: the unpaged run continues from our token, and all later tokens must match again. Wrong KV moves logits thousands
+    of times
+further, so no tie excuses it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from blockyard.integrations.transformers.model import reference_generate
 from blockyard.sim.report import Difference
 from blockyard.sim.workload import WorkItem
 
-# In standard deviations of the logits. Over 3,000 tokens of the demo's model (fp32, CPU), logits of the two runs were
-# at most 5.3e-5 apart; a pair of them may part by twice that, and other machines round otherwise.
+# In standard deviations of the logits. Over 3,000 tokens of the demo's model (fp32, CPU), the runs' logits differed by
+# at most 5.3e-5. Two logits may differ by twice that, and other machines round differently.
 TIE = 2e-4
 MOST_TIES = 4
 
@@ -36,7 +37,7 @@ def settle_ties(
     *,
     tolerance: float = TIE,
 ) -> tuple[list[int], list[Difference]]:
-    """Let the unpaged run take the paged run's side where it differs by a tie.
+    """Let the unpaged run continue from the paged run's token at each tie.
 
     Args:
         model: the unpaged model.
@@ -44,7 +45,7 @@ def settle_ties(
         index: sequence within the request.
         got: tokens of the paged run.
         wanted: tokens of the unpaged run.
-        tolerance: how much more a token's logit might have been, in standard deviations of the logits.
+        tolerance: how much higher a token's logit may have been, in standard deviations of the logits.
 
     Returns:
         Tokens of the unpaged run given the choices at ties, and these ties. What still differs is not a tie; a
@@ -66,7 +67,7 @@ def settle_ties(
 
 
 def _is_tie(model: PreTrainedModel, item: WorkItem, index: int, tokens: list[int], tolerance: float) -> bool:
-    """Whether the unpaged model would have chosen the last of the tokens, had its logit been a trace higher."""
+    """Whether the unpaged model would choose the last token if its logit were slightly higher."""
     before = np.concatenate([item.prompt, np.array(tokens[:-1], dtype=np.int64)])
     logits = _logits(model, before)
     logits[tokens[-1]] += tolerance * logits.std()

@@ -1,9 +1,9 @@
-"""Request traces: Mooncake's JSONL and Azure's CSV, told apart by their content.
+"""Request traces: Mooncake's JSONL and Azure's CSV, recognised by content.
 
-A trace says when each request came and how long it was; none of the formats carries text. Mooncake's also says which
-prompts begin alike, by hash ids: every id stands for the next `hash_tokens` tokens of the prompt.
+A trace gives the arrival and length of each request, without text. Mooncake's also gives hash ids: each stands for the
+next `hash_tokens` tokens of a prompt, so prompts with equal leading ids begin alike.
 
-Only the standard library is used. Every line is bounded before it is read, every number before it is believed.
+Only the standard library is used. Every line and every number is bounded before use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AZURE_HEADER = ",".join(AZURE_COLUMNS)
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
 _HASH_BLOCKS = tuple(2**n for n in range(3, 15))
 
-# A request and its time on the trace's own clock, in nanoseconds: seven digits of a second do not fit a float.
+# A request and its time on the trace's clock, in nanoseconds: seven digits of a second do not fit a float.
 _Row = tuple[int, "TraceRequest"]
 
 
@@ -61,8 +61,8 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
         The requests; arrivals start at 0 and never go back.
 
     Raises:
-        TraceError: the file cannot be read, is in neither format, or a line of it is malformed; the message names
-            file, line and what was wrong.
+        TraceError: the file cannot be read, has neither format, or a line is malformed; the message names file, line
+            and problem.
         InvalidArgumentError: `first` is less than 1.
     """
     if first is not None and first < 1:
@@ -212,7 +212,7 @@ def _length(name: str, value: object) -> int:
 
 
 def _hash_block(requests: list[TraceRequest]) -> float:
-    """Find how many tokens one hash id stands for: no format says it, the lengths do.
+    """Find the tokens of one hash id from the lengths, since no format gives it.
 
     Traces differ in whether a last, partial block has an id; the power of two that explains most requests wins.
     """
@@ -228,7 +228,7 @@ def _hash_block(requests: list[TraceRequest]) -> float:
 
 
 def _shorten(value: object) -> str:
-    """Show a value in a message without letting a huge one flood it."""
+    """Show a value in a message, shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2**64:
         return "a number beyond 64 bits"
     text = repr(value)

@@ -1,8 +1,7 @@
-"""The requests that the demo serves: real text found on every machine, or lengths and arrivals from a trace.
+"""The demo's requests: real text that every machine has, or lengths and arrivals from a trace.
 
-The text is the source code and the documentation of Python's standard library, one token per byte unless a model
-brings its own tokens. The same seed on the same Python installation gives the same requests; nothing else has a say,
-not even the order of files on disk.
+The text is the source code and documentation of Python's standard library, one token a byte unless a model has a
+tokenizer. The same seed on the same Python installation gives the same requests, whatever the order of files on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Encode = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request with all that decides its tokens.
+    """One request with everything that decides its tokens.
 
     Attributes:
         request_id: unique within the workload.
@@ -147,7 +146,7 @@ def trace_workload(
     max_model_len: int | None = None,
     text: StandardText | None = None,
 ) -> list[WorkItem]:
-    """Give the requests of a trace contents: text, the same for the same hash id.
+    """Give text to the requests of a trace: the same for the same hash id.
 
     Args:
         trace: lengths, arrivals and hash ids, already scaled.
@@ -180,7 +179,7 @@ def trace_workload(
 
 
 def _sampling(index: int, max_tokens: int, rng: np.random.Generator) -> SamplingParams:
-    """Vary the requests: every third forks in two, which sample; of the others every second samples."""
+    """Vary the requests: every third forks into two sampled sequences; every second of the others samples."""
     forked = index % 3 == 1
     temperature = 0.8 if forked or index % 2 else 0.0
     seed = int(rng.integers(0, 2**31))
@@ -194,10 +193,10 @@ def _trace_prompt(
     seed: int,
     segments: dict[int, NDArray[np.int64]],
 ) -> NDArray[np.int64]:
-    """Join the texts of the row's hash ids; what they leave uncovered is the request's own text.
+    """Join the texts of the row's hash ids; the rest is the request's own text.
 
-    Position `p` belongs to id `floor(p / hash_tokens)`, so that a scaled trace, whose ids may cover a fraction of a
-    token, still gives equal tokens to equal leading ids.
+    Position `p` belongs to id `floor(p / hash_tokens)`, so a scaled trace, whose ids may cover a fraction of a token,
+    still gives equal tokens to equal leading ids.
     """
     prompt = text.take(rng, row.input_tokens)
     if not row.hash_ids:
@@ -208,7 +207,7 @@ def _trace_prompt(
     for owner in np.unique(owners[owners < len(row.hash_ids)]).tolist():
         hash_id = row.hash_ids[owner]
         if hash_id not in segments:
-            # 1 keeps these streams apart from the requests' own, which are seeded by two words.
+            # The 1 separates these streams from the requests' own, which are seeded by two words.
             segments[hash_id] = text.take(np.random.default_rng([seed, hash_id, 1]), length)
         mine = positions[owners == owner]
         prompt[mine] = segments[hash_id][mine - mine[0]]

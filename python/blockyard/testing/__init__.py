@@ -14,7 +14,7 @@ A scheduler of your own, tested by pytest or unittest:
 
     from blockyard.testing.machines import scheduler_machine
 
-    TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
+    TestMyScheduler = scheduler_machine(lambda manager, config: MyScheduler(manager)).TestCase
 
 Nothing else here needs torch.
 
@@ -24,7 +24,7 @@ Example:
     >>> from blockyard.testing import Config, SimulatedMemory
     >>> config = Config(block_size=4, device_blocks=8, host_blocks=8)
     >>> manager, memory = BlockManager(**config.arguments()), SimulatedMemory(config)
-    >>> sequence = int(manager.allocate([6])[0])
+    >>> sequence = int(manager.allocate(counts=[6])[0])
     >>> memory.write(manager.slot_mapping(sequence, 0, 6), [11, 12, 13, 14, 15, 16])
     >>> manager.complete(manager.take_decision().ticket)
     >>> manager.swap_out([sequence])

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
+from blockyard.engine.mapping import check_blocks
 from blockyard.engine.streams import STREAMS, Event, StreamName
 from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, StoreError, UnknownTicketError
-from blockyard.plan import check_blocks
 from blockyard.stores.base import ExternalStore
 
 __all__ = ["SimulatedEvent", "SimulatedFaultError", "SimulatedStore", "SimulatedStreams"]

@@ -7,13 +7,13 @@ anew at every call. So it is slow, and there is little in it that could be wrong
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, Pairs, StepDecision
+from blockyard._core import AllocStatus, Fit, Pairs, StepDecision
 from blockyard.errors import (
     InvalidArgumentError,
     InvariantError,
@@ -35,6 +35,21 @@ class _BusyError(SequenceStateError):
     """What is refused now can be done in a later step."""
 
 
+class ReferencePool(NamedTuple):
+    """The blocks of one tier."""
+
+    num_blocks: int
+    num_free: int
+    reserved: int
+
+
+class ReferenceStats(NamedTuple):
+    """How many sequences there are, and the open tickets."""
+
+    sequences: int
+    open_tickets: list[int]
+
+
 class ReferenceManager:
     """A model of `blockyard.BlockManager`: same calls, same errors, same block ids; its handles are its own.
 
@@ -53,8 +68,8 @@ class ReferenceManager:
     Example:
         >>> from blockyard.testing import ReferenceManager
         >>> manager = ReferenceManager(block_size=4, device_blocks=3)
-        >>> first, second = manager.allocate([5, 4])
-        >>> manager.block_table(first).tolist(), manager.block_table(second).tolist(), manager.num_free("device")
+        >>> first, second = manager.allocate(counts=[5, 4])
+        >>> manager.block_table(first).tolist(), manager.block_table(second).tolist(), manager.pool().num_free
         ([0, 1], [2], 0)
     """
 
@@ -73,24 +88,20 @@ class ReferenceManager:
                 f"watermark {watermark}: a size is out of range"
             )
         self.block_size = block_size
-        self.watermark_blocks = int(watermark * device_blocks)
+        self._watermark = int(watermark * device_blocks)
         self._books = Books(Config(block_size, device_blocks, host_blocks, external_blocks))
         self._handles = 0
 
     # ---- questions ----
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences in the books."""
-        return len(self._books.sequences)
+    def pool(self, tier: TierName = "device") -> ReferencePool:
+        """Return the blocks of a tier."""
+        reserved = self._watermark if tier == "device" else 0
+        return ReferencePool(self._books.blocks[tier], len(self._books.free_blocks(tier)), reserved)
 
-    def num_blocks(self, tier: TierName = "device") -> int:
-        """Blocks of a tier."""
-        return self._books.blocks[tier]
-
-    def num_free(self, tier: TierName = "device") -> int:
-        """Blocks of a tier that nothing references and no transfer holds."""
-        return len(self._books.free_blocks(tier))
+    def stats(self) -> ReferenceStats:
+        """Return the counters that the model has."""
+        return ReferenceStats(len(self._books.sequences), list(self._books.running))
 
     def num_tokens(self, sequence: int) -> int:
         """Tokens in a sequence."""
@@ -130,13 +141,13 @@ class ReferenceManager:
 
     # ---- admission, growth, end ----
 
-    def can_allocate(self, num_tokens: int, *, lookahead: int = 0) -> AllocStatus:
-        """Whether a new sequence may be admitted, the watermark kept."""
-        return self._admit(self._books.count(num_tokens + lookahead), self._books.available("device"))
+    def can_allocate(self, prompt: int, *, lookahead: int = 0) -> Fit:
+        """Whether a new sequence of so many tokens can be admitted while the watermark stays free."""
+        return self._admit(self._books.count(prompt + lookahead), self._books.available("device"))
 
-    def allocate(self, num_tokens: Counts) -> NDArray[np.uint64]:
-        """Open one sequence for each entry."""
-        lengths = _ints(num_tokens)
+    def allocate(self, *, counts: Counts) -> NDArray[np.uint64]:
+        """Open one sequence for each count of tokens."""
+        lengths = _ints(counts)
         self._books.require("device", sum(map(self._books.count, lengths)))
         handles = []
         for length in lengths:
@@ -144,17 +155,26 @@ class ReferenceManager:
             handles.append(self._open(Row("device", table, length, self._books.ticket)))
         return np.array(handles, dtype=np.uint64)
 
-    def fork(self, sequence: int, count: int = 1) -> NDArray[np.uint64]:
-        """Open sequences that share all blocks of one."""
+    def fork(
+        self,
+        sequence: int,
+        count: int | None = None,
+        *,
+        shared_tokens: int | None = None,
+        num_tokens: int | None = None,
+    ) -> NDArray[np.uint64] | int:
+        """Open sequences that share all blocks of one, or one that shares its first full blocks."""
+        if shared_tokens is not None and num_tokens is not None:
+            return self._fork_prefix(sequence, shared_tokens, num_tokens)
         parent = self._intact(sequence)
         children = [
             Row(parent.tier, list(parent.table), parent.length, parent.written, parent.ticket, parent.moving)
-            for _ in range(count)
+            for _ in range(1 if count is None else count)
         ]
-        return np.array([self._open(child) for child in children], dtype=np.uint64)
+        handles = [self._open(child) for child in children]
+        return handles[0] if count is None else np.array(handles, dtype=np.uint64)
 
-    def fork_prefix(self, sequence: int, shared_tokens: int, num_tokens: int) -> int:
-        """Open a sequence that shares the first full blocks of one."""
+    def _fork_prefix(self, sequence: int, shared_tokens: int, num_tokens: int) -> int:
         parent = self._readable(sequence)
         if shared_tokens % self.block_size or shared_tokens > min(parent.length, num_tokens):
             raise InvalidArgumentError(f"shared_tokens is {shared_tokens}, of {parent.length} and {num_tokens}")
@@ -164,8 +184,12 @@ class ReferenceManager:
         table = parent.table[:kept] + self._books.take("device", wanted)
         return self._open(Row("device", table, num_tokens, self._books.ticket, parent.ticket, parent.moving))
 
-    def blocks_to_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> int:
-        """Device blocks that `append` would take."""
+    def can_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> Fit:
+        """Whether `append` has the blocks that it takes."""
+        wanted = self._blocks_to_append(sequences, num_tokens, lookahead)
+        return _fit(wanted, self._books.available("device"), self._books.blocks["device"])
+
+    def _blocks_to_append(self, sequences: Handles, num_tokens: Counts | None, lookahead: int) -> int:
         handles = _ints(sequences)
         writers: Counter[int] = Counter()
         new = 0
@@ -182,13 +206,9 @@ class ReferenceManager:
         # The last owner of a block writes it in place.
         return new + sum(min(n, self._books.refs(Block("device", block)) - 1) for block, n in writers.items())
 
-    def can_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> bool:
-        """Whether `append` has the blocks it would take."""
-        return self.blocks_to_append(sequences, num_tokens, lookahead=lookahead) <= self._books.available("device")
-
     def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
         """Append tokens to a batch of sequences; returns their slots."""
-        self._books.require("device", self.blocks_to_append(sequences, num_tokens, lookahead=lookahead))
+        self._books.require("device", self._blocks_to_append(sequences, num_tokens, lookahead))
         handles = _ints(sequences)
         slots: list[int] = []
         for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
@@ -231,46 +251,32 @@ class ReferenceManager:
 
     # ---- moves between tiers ----
 
-    def can_swap_out(self, sequences: Handles) -> bool:
-        """Whether the host has room and nothing moves the sequences."""
-        return self._can_move(_ints(sequences), "device", "host")
-
-    def swap_out(self, sequences: Handles) -> None:
-        """Move sequences from the device to the host."""
-        self._move(_ints(sequences), "device", "host")
-
-    def can_swap_in(self, sequences: Handles, *, lookahead: int = 0) -> AllocStatus:
-        """Whether the sequences fit on the device with one more token each, the watermark kept."""
-        return self._can_return(_ints(sequences), "host", lookahead)
-
-    def swap_in(self, sequences: Handles) -> None:
-        """Move sequences from the host to the device."""
-        self._move(_ints(sequences), "host", "device")
-
-    def can_spill(self, sequences: Handles) -> bool:
-        """Whether the external tier has room and nothing moves the sequences."""
+    def can_swap_out(self, sequences: Handles, to: TierName = "host") -> Fit:
+        """Whether the tier has room and nothing else moves the sequences."""
         handles = _ints(sequences)
-        origin = self.tier(handles[0]) if handles else "device"
-        return origin != "external" and self._can_move(handles, origin, "external")
+        return self._room(to, lambda: self._sources(handles, self._origin_out(handles, to), to))
 
-    def spill(self, sequences: Handles) -> None:
-        """Move sequences, all on the device or all on the host, to the external tier."""
+    def swap_out(self, sequences: Handles, to: TierName = "host") -> None:
+        """Move sequences away from the device: to the host, or from either to the external tier."""
         handles = _ints(sequences)
-        origin = self.tier(handles[0]) if handles else "device"
-        if origin == "external":
-            raise SequenceStateError(f"sequence {handles[0]} is in the external tier")
-        self._move(handles, origin, "external")
+        self._move(handles, self._origin_out(handles, to), to)
 
-    def can_fetch(self, sequences: Handles, *, lookahead: int = 0) -> AllocStatus:
-        """Whether the sequences fit on the device with one more token each, the watermark kept."""
-        return self._can_return(_ints(sequences), "external", lookahead)
-
-    def fetch(self, sequences: Handles, *, to: Literal["device", "host"] = "device") -> None:
-        """Move sequences from the external tier to the device or the host."""
+    def can_swap_in(self, sequences: Handles, to: TierName = "device", *, lookahead: int = 0) -> Fit:
+        """Whether the sequences fit; on the device with one more token each, the watermark kept."""
         handles = _ints(sequences)
-        if to not in ("device", "host") and handles:
-            raise SequenceStateError(f"sequence {handles[0]} is in the {self.tier(handles[0])} tier, and stays there")
-        self._move(handles, "external", to)
+        if to != "device":
+            return self._room(to, lambda: self._sources(handles, self._origin_in(handles, to), to))
+        try:
+            origin = self._origin_in(handles, to)
+            wanted = self._sources(handles, origin, to)
+        except SequenceStateError as error:
+            return self._unmovable(to, error)
+        return self._can_return(handles, origin, wanted, lookahead)
+
+    def swap_in(self, sequences: Handles, to: TierName = "device") -> None:
+        """Move sequences towards the device: there, or from the external tier to the host."""
+        handles = _ints(sequences)
+        self._move(handles, self._origin_in(handles, to), to)
 
     # ---- steps and tickets ----
 
@@ -292,13 +298,14 @@ class ReferenceManager:
         for block, transfers in self._books.unlanded.items():
             self._books.unlanded[block] = {(other, target) for other, target in transfers if other != ticket}
 
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
-        """End a ticket of which some pairs did not land; returns the sequences that lost bytes."""
+    def fail(self, ticket: int, lost: Sequence[Pairs] | None = None) -> NDArray[np.uint64]:
+        """End a ticket of which some pairs, or none, landed; returns the sequences that lost bytes."""
         if ticket not in self._books.running:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         step = self._books.running[ticket]
-        gone = {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
-        if not gone <= {lease.block for lease in step.leases if lease.use == "write"}:
+        written = {lease.block for lease in step.leases if lease.use == "write"}
+        gone = written if lost is None else {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
+        if not gone <= written:
             raise MappingError(f"ticket {ticket} does not write all of {sorted(gone)}")
         # A copy made from what did not land has copied nothing of use.
         failed = {(ticket, block) for block in gone}
@@ -368,11 +375,29 @@ class ReferenceManager:
 
     # ---- moves ----
 
-    def _admit(self, wanted: int, free: int) -> AllocStatus:
-        wanted += self.watermark_blocks
-        if wanted > self._books.blocks["device"]:
-            return AllocStatus.NEVER
-        return AllocStatus.OK if wanted <= free else AllocStatus.LATER
+    def _admit(self, wanted: int, free: int) -> Fit:
+        fit = _fit(wanted, max(0, free - self._watermark), max(0, self._books.blocks["device"] - self._watermark))
+        if fit and free < self._watermark:
+            return Fit(AllocStatus.LATER, fit.blocks, fit.free)
+        return fit
+
+    def _origin_out(self, handles: list[int], to: TierName) -> TierName:
+        """The tier that sequences leave for `to`, away from the device."""
+        if to == "device":
+            raise InvalidArgumentError("to is 'device', must be 'host' or 'external'")
+        origin = self.tier(handles[0]) if handles else "device"
+        if TIERS.index(origin) >= TIERS.index(to):
+            raise SequenceStateError(f"sequence {handles[0]} is in the {origin} tier")
+        return origin
+
+    def _origin_in(self, handles: list[int], to: TierName) -> TierName:
+        """The tier that sequences leave for `to`, towards the device."""
+        if to == "external":
+            raise InvalidArgumentError("to is 'external', must be 'device' or 'host'")
+        origin = self.tier(handles[0]) if handles else "external"
+        if TIERS.index(origin) <= TIERS.index(to):
+            raise SequenceStateError(f"sequence {handles[0]} is in the {origin} tier")
+        return origin
 
     def _sources(self, handles: list[int], origin: TierName, to: TierName) -> int:
         """Check a batch, and count the distinct blocks that it needs moved."""
@@ -392,20 +417,18 @@ class ReferenceManager:
             sources.update(block for block in held if self._books.twin(Block(origin, block), to) is None)
         return len(sources)
 
-    def _can_move(self, handles: list[int], origin: TierName, to: TierName) -> bool:
+    def _room(self, to: TierName, count: Callable[[], int]) -> Fit:
         try:
-            wanted = self._sources(handles, origin, to)
-        except SequenceStateError:
-            return False
-        return wanted <= len(self._books.free_blocks(to))
+            wanted = count()
+        except SequenceStateError as error:
+            return self._unmovable(to, error)
+        return _fit(wanted, len(self._books.free_blocks(to)), self._books.blocks[to])
 
-    def _can_return(self, handles: list[int], origin: TierName, lookahead: int) -> AllocStatus:
-        try:
-            wanted = self._sources(handles, origin, "device")
-        except _BusyError:
-            return AllocStatus.LATER
-        except SequenceStateError:
-            return AllocStatus.NEVER
+    def _unmovable(self, to: TierName, error: SequenceStateError) -> Fit:
+        status = AllocStatus.LATER if isinstance(error, _BusyError) else AllocStatus.NEVER
+        return Fit(status, 0, len(self._books.free_blocks(to)))
+
+    def _can_return(self, handles: list[int], origin: TierName, wanted: int, lookahead: int) -> Fit:
         partial: Counter[int] = Counter()
         for handle in handles:
             row = self._books.sequences[handle]
@@ -447,6 +470,11 @@ class ReferenceManager:
         for block in partial:
             self._books.unlink(block)
             self._books.step.fresh.discard(block)
+
+
+def _fit(wanted: int, free: int, total: int) -> Fit:
+    status = AllocStatus.OK if wanted <= free else AllocStatus.LATER if wanted <= total else AllocStatus.NEVER
+    return Fit(status, wanted, free)
 
 
 def _ints(values: Handles | Counts) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blockyard._core import EventBatch, PrefixStats
+from blockyard._core import EventBatch, ManagerStats
 from blockyard.errors import InvariantError
 
 __all__ = ["EventReplay", "ReferencePrefixCache"]
@@ -68,13 +68,14 @@ class ReferencePrefixCache:
         self.tokens += len(tokens)
         self.hit_tokens += hit
 
-    def check(self, stats: PrefixStats) -> None:
+    def check(self, stats: ManagerStats) -> None:
         """Compare counters.
 
         Raises:
             InvariantError: the manager counts otherwise.
         """
-        found = (stats.prompts, stats.blocks, stats.hit_blocks, stats.tokens, stats.hit_tokens)
+        blocks, tokens = stats.hit_blocks + stats.missed_blocks, stats.hit_tokens + stats.missed_tokens
+        found = (stats.prompts, blocks, stats.hit_blocks, tokens, stats.hit_tokens)
         expected = (self.prompts, self.blocks, self.hit_blocks, self.tokens, self.hit_tokens)
         if found != expected:
             message = f"prompts, blocks, hit blocks, tokens, hit tokens: found {found}, expected {expected}"
@@ -89,14 +90,15 @@ class EventReplay:
         complete: whether no event was missed that might still matter.
 
     Example:
-        >>> from blockyard import BlockManager
+        >>> from blockyard import BlockManager, PrefixCaching
         >>> from blockyard.testing import EventReplay
-        >>> manager = BlockManager(block_size=2, device_blocks=4, prefix_caching=True, events=100)
-        >>> sequences, _ = manager.allocate_prompts([[1, 2, 3, 4, 5]])
+        >>> caching = PrefixCaching(max_events=100)
+        >>> manager = BlockManager(block_size=2, device_blocks=4, prefix_caching=caching)
+        >>> sequence = manager.allocate([1, 2, 3, 4, 5])
         >>> manager.complete(manager.take_decision().ticket)
-        >>> manager.mark_computed(sequences)
+        >>> manager.mark_computed(sequence)
         >>> replay = EventReplay()
-        >>> replay.apply(manager.take_events())
+        >>> replay.apply(manager.prefix.take_events())
         >>> sorted(replay.blocks)
         [0, 1]
     """

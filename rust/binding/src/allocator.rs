@@ -1,25 +1,22 @@
-//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock, alone or as one
-//! side of an `AllocatorPair`.
+//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock.
 //!
 //! The lock is held for one call and never while Python code runs.
 
 use crate::args::{self, Argument, items, refused, shown};
 use crate::arrays;
-use crate::decision::tier;
 use crate::errors::{invalid, to_py};
 use crate::memory;
-use crate::pair::{Pair, PyAllocatorPair};
-use crate::reuse::{PyFreeBlocks, Source};
+use crate::pool::PyFreeBlocks;
+use crate::tiers::tier_of;
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier};
+use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt};
 use std::fmt::Display;
-use std::ops::{Deref, DerefMut};
 
 pub(crate) type Ids<'py> = Bound<'py, PyArray1<i32>>;
 
@@ -74,79 +71,51 @@ pub(crate) fn eviction(name: &str) -> PyResult<Eviction> {
     named("eviction", name, Eviction::from_name(name), "released, accessed")
 }
 
-/// Where an allocator lives.
-enum Home {
-    Alone(InnerLock<Box<dyn BlockAllocator>>),
-    InPair(Py<PyAllocatorPair>, Tier),
-}
-
-/// An allocator while this thread uses it.
-pub(crate) enum Used<'a> {
-    Alone(Guard<'a, Box<dyn BlockAllocator>>),
-    InPair(Guard<'a, Pair>, Tier),
-}
-
-impl Deref for Used<'_> {
-    type Target = dyn BlockAllocator;
-
-    fn deref(&self) -> &Self::Target {
-        match self {
-            Self::Alone(allocator) => &***allocator,
-            Self::InPair(pair, tier) => pair.side(*tier),
-        }
-    }
-}
-
-impl DerefMut for Used<'_> {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        match self {
-            Self::Alone(allocator) => &mut ***allocator,
-            Self::InPair(pair, tier) => pair.side_mut(*tier),
-        }
-    }
-}
-
-/// The verbs that both allocators have.
+/// The blocks of one tier, given out and taken back by reference; what the two allocators have in common.
+///
+/// The caller owns one reference for each id that it was given. Block ids are int32 `[n]`; every verb takes a batch and
+/// succeeds whole or changes nothing.
+///
+/// Raises:
+///     OutOfBlocksError: the call needs more blocks than are free.
+///     InvalidArgumentError: a block is out of range, has fewer references than the call names, or is the null block.
 #[pyclass(frozen, subclass, name = "BlockAllocator", module = "blockyard._core")]
-pub(crate) struct PyBlockAllocator {
-    home: Home,
-}
+pub(crate) struct PyBlockAllocator(InnerLock<Box<dyn BlockAllocator>>);
 
 impl PyBlockAllocator {
     fn over(allocator: impl BlockAllocator + 'static) -> Self {
-        Self { home: Home::Alone(InnerLock::new(Box::new(allocator))) }
+        Self(InnerLock::new(Box::new(allocator)))
     }
 
-    pub(crate) fn in_pair(pair: Py<PyAllocatorPair>, tier: Tier) -> Self {
-        Self { home: Home::InPair(pair, tier) }
-    }
-
-    pub(crate) fn lock(&self) -> Used<'_> {
-        match &self.home {
-            Home::Alone(allocator) => Used::Alone(allocator.lock()),
-            Home::InPair(pair, tier) => Used::InPair(pair.get().lock(), *tier),
-        }
+    pub(crate) fn lock(&self) -> Guard<'_, Box<dyn BlockAllocator>> {
+        self.0.lock()
     }
 }
 
 #[pymethods]
 impl PyBlockAllocator {
+    /// Blocks of the tier.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.lock().pool().len()
     }
 
+    /// Blocks that nothing references, cached ones included.
     #[getter]
     fn num_free(&self) -> usize {
         self.lock().pool().free()
     }
 
-    /// (keys asked for, keys found) since the last reset, or None without a prefix cache.
+    /// Keys asked for and keys found since the last reset; None without a prefix cache.
     #[getter]
     fn lookups(&self) -> Option<(u64, u64)> {
         self.lock().lookups().map(|lookups| (lookups.queries, lookups.hits))
     }
 
+    /// Return how many references a block has.
+    ///
+    /// Args:
+    ///     block: its id.
     fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
         let allocator = self.lock();
         let total = allocator.pool().len();
@@ -156,12 +125,28 @@ impl PyBlockAllocator {
         Ok(allocator.pool().refs(BlockId(block)))
     }
 
+    /// Take free blocks, one reference each. Cached blocks are evicted if needed.
+    ///
+    /// Args:
+    ///     count: how many.
+    /// Returns:
+    ///     Block ids, int32 `[count]`.
+    /// Raises:
+    ///     OutOfBlocksError: fewer blocks are free.
     fn allocate<'py>(&self, py: Python<'py>, #[pyo3(from_py_with = args::count)] count: u32) -> PyResult<Ids<'py>> {
         let mut out = Vec::new();
         self.lock().allocate(count as usize, &mut out).map_err(to_py)?;
         ids(py, &out)
     }
 
+    /// Takes one block for each key, the one that has it where there is one, then `plain` more.
+    ///
+    /// Args:
+    ///     keys: keys of full blocks, 32 bytes each, from `chain_keys`.
+    ///     depths: length of the prefix that each one ends; of blocks used equally long ago the longest goes first.
+    ///     plain: blocks without a key.
+    /// Returns:
+    ///     The blocks, int32 `[keys + plain]`, and how many keys had one.
     #[pyo3(signature = (keys, depths, *, plain = 0))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn allocate_keyed<'py>(
@@ -181,21 +166,31 @@ impl PyBlockAllocator {
         Ok((ids(py, &out)?, hits))
     }
 
+    /// Add one reference to each block.
+    ///
+    /// Args:
+    ///     blocks: ids, int32 `[n]`, a list, or one.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn share(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().share(&blocks.0).map_err(to_py)
     }
 
+    /// Raises what `free` would raise, and changes nothing.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn require(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().require(&blocks.0).map_err(to_py)
     }
 
+    /// Give one reference to each block back.
+    ///
+    /// Args:
+    ///     blocks: ids, int32 `[n]`, a list, or one.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn free(&self, #[pyo3(from_py_with = args::blocks)] blocks: Blocks) -> PyResult<()> {
         self.lock().free(&blocks.0).map_err(to_py)
     }
 
+    /// Exchanges blocks that others use for new ones; where an id differs, the caller copies the bytes.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn make_writable<'py>(
         &self,
@@ -207,6 +202,7 @@ impl PyBlockAllocator {
         ids(py, &out)
     }
 
+    /// Gives a full block its key; returns the block to use from now on, which may be another one with that key.
     #[pyo3(signature = (block, key, depth = 0))]
     fn publish(
         &self,
@@ -218,6 +214,7 @@ impl PyBlockAllocator {
         Ok(self.lock().publish(BlockId(block), keyed).map_err(to_py)?.0)
     }
 
+    /// Blocks of the longest prefix of the keys that is computed; nothing is taken.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn find<'py>(
         &self,
@@ -229,26 +226,37 @@ impl PyBlockAllocator {
         ids(py, &found)
     }
 
+    /// Free blocks that taking these keys would use up.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn cost(&self, #[pyo3(from_py_with = args::keys)] keys: Vec<Bound<'_, PyBytes>>) -> PyResult<usize> {
         let keys = keys.iter().map(|bytes| key(bytes.as_bytes())).collect::<PyResult<Vec<_>>>()?;
         Ok(self.lock().cost(&keys))
     }
 
+    /// Return whether a cached block has this key.
+    ///
+    /// Args:
+    ///     key: 32 bytes.
     fn has_key(&self, key: &[u8]) -> PyResult<bool> {
         Ok(self.lock().holder(&self::key(key)?).is_some())
     }
 
+    /// Return whether the block's contents are computed: `publish` gave it a key, or it came from a hit.
+    ///
+    /// Args:
+    ///     block: its id.
     fn is_computed(&self, #[pyo3(from_py_with = args::block)] block: u32) -> bool {
         self.lock().is_computed(BlockId(block))
     }
 
+    /// These blocks, or all in use, count as computed where they have a key: the step that writes them is over.
     #[pyo3(signature = (blocks = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn mark_computed(&self, #[pyo3(from_py_with = args::blocks)] blocks: Option<Blocks>) {
         self.lock().mark_computed(blocks.as_ref().map(|blocks| blocks.0.as_slice()));
     }
 
+    /// Notes when blocks were last used, in seconds of any clock.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
     fn touch(
         &self,
@@ -258,14 +266,19 @@ impl PyBlockAllocator {
         self.lock().touch(&blocks.0, now).map_err(to_py)
     }
 
+    /// Forgets all keys; False and nothing done while a block is in use.
     fn reset(&self) -> bool {
         self.lock().reset()
     }
 
+    /// The block that stands for those that fell out of a window; taken at the first call, never freed.
     fn null_block(&self) -> PyResult<u32> {
         Ok(self.lock().null_block().map_err(to_py)?.0)
     }
 
+    /// Free blocks in the order in which they would be given out, int32 `[n]`; nothing is taken.
+    ///
+    /// Those that hold nothing go first, then cached ones in the order of eviction.
     #[pyo3(signature = (limit = None))]
     fn upcoming<'py>(
         &self,
@@ -276,16 +289,26 @@ impl PyBlockAllocator {
         ids(py, &blocks)
     }
 
+    /// As `upcoming`, one by one: only as many are looked up as are asked for. See `FreeBlocks`.
     fn iter_upcoming(slf: Py<Self>) -> PyFreeBlocks {
-        PyFreeBlocks::new(Source::Allocator(slf))
+        PyFreeBlocks::new(Box::new(move |first, count| slf.get().lock().upcoming().skip(first).take(count).collect()))
     }
 
+    /// Recount the whole state and compare.
+    ///
+    /// Raises:
+    ///     InvariantError: the state contradicts itself, which is a bug in Blockyard.
     fn check(&self) -> PyResult<()> {
         self.lock().check().map_err(to_py)
     }
 }
 
 /// An allocator that counts references and knows nothing of tokens.
+///
+/// Args:
+///     num_blocks: blocks of the tier.
+///     tier: name of the tier in errors.
+///     reuse: which free block goes next: `"lowest"` id, `"fifo"` (or `"lru"`), or `"lifo"`.
 #[pyclass(frozen, extends = PyBlockAllocator, name = "NaiveAllocator", module = "blockyard._core")]
 pub(crate) struct PyNaiveAllocator;
 
@@ -298,13 +321,19 @@ impl PyNaiveAllocator {
         tier: &str,
         reuse: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let (tier, reuse) = (self::tier(tier)?, self::reuse(reuse)?);
+        let (tier, reuse) = (tier_of(tier)?, self::reuse(reuse)?);
         let allocator = core::NaiveAllocator::new(tier, num_blocks as usize, reuse).map_err(to_py)?;
         Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
     }
 }
 
 /// An allocator that finds full blocks by their keys, also after their last reference has gone.
+///
+/// Args:
+///     num_blocks: blocks of the tier.
+///     tier: name of the tier in errors.
+///     reuse: which free block goes next, as for `NaiveAllocator`.
+///     eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
 #[pyclass(frozen, extends = PyBlockAllocator, name = "PrefixCachingAllocator", module = "blockyard._core")]
 pub(crate) struct PyPrefixCachingAllocator;
 
@@ -318,13 +347,19 @@ impl PyPrefixCachingAllocator {
         reuse: &str,
         eviction: &str,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let (tier, reuse, eviction) = (self::tier(tier)?, self::reuse(reuse)?, self::eviction(eviction)?);
+        let (tier, reuse, eviction) = (tier_of(tier)?, self::reuse(reuse)?, self::eviction(eviction)?);
         let allocator = core::PrefixCachingAllocator::new(tier, num_blocks as usize, reuse, eviction).map_err(to_py)?;
         Ok(PyClassInitializer::from(PyBlockAllocator::over(allocator)).add_subclass(Self))
     }
 }
 
-/// In-process keys of the full blocks of `tokens`, each hashed over its parent's; `extra` is hashed with every block.
+/// In-process keys of the full blocks of `tokens`, 32 bytes each.
+///
+/// Args:
+///     tokens: token ids, uint32 `[n]`; what does not fill a block is left out.
+///     block_size: tokens in a block.
+///     parent: key of the block before them.
+///     extra: what else decides the bytes of each of these blocks.
 #[pyfunction]
 #[pyo3(signature = (tokens, *, block_size, parent = None, extra = None))]
 pub(crate) fn chain_keys<'py>(

@@ -38,8 +38,8 @@ impl<'py> Argument<'py> for Ticket {
     }
 }
 
-/// Any sequence of numbers, copied: what is written to the caller's arrays later changes none of them. `what` and `must`
-/// are for the message.
+/// Any sequence of numbers, copied: what is written to the caller's arrays later changes none of them. `what` and
+/// `must` are for the message.
 fn numbers<'py, T>(value: &Bound<'py, PyAny>, what: &str, must: &str) -> PyResult<Vec<T>>
 where
     T: Plain + TryFrom<isize> + FromPyObjectOwned<'py>,

@@ -29,7 +29,18 @@ fn caches<'py>(arrays: &Bound<'py, PyAny>, name: &'static str, written: bool) ->
     Ok(Caches { arrays: args::items(arrays, &name, array)?, name, written })
 }
 
-/// Copies rows between arrays.
+/// Copy row `from` of each array to row `to` of its partner.
+///
+/// Args:
+///     src: arrays to read, uint8 `[rows, bytes]`, rows contiguous and apart.
+///     dst: as many to write, of the same widths, apart from one another: side by side, or with rows that alternate
+///         within one stride. They may be the arrays that are read, in the same order, or share no memory with those.
+///     pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats, and within arrays shares no row with `from`.
+///     num_threads: at most so many share a large call.
+/// Raises:
+///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another, or the two
+///         lists do not fit one another; nothing was copied.
+///     MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
 #[pyfunction]
 #[pyo3(name = "copy_rows", signature = (src, dst, pairs, *, num_threads))]
 pub(crate) fn py_copy_rows(
@@ -43,7 +54,16 @@ pub(crate) fn py_copy_rows(
     memory::with_rows(py, [&src, &dst], |[src, dst]| copy_rows(src, dst, &pairs, num_threads))?.map_err(to_py)
 }
 
-/// Exchanges rows within arrays.
+/// Let two rows of each pair change places in each array.
+///
+/// Args:
+///     arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
+///     pairs: rows, int64 `[n, 2]`, none twice.
+///     num_threads: at most so many share a large call.
+/// Raises:
+///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
+///         exchanged.
+///     MappingError: a row does not exist or is named twice; nothing was exchanged.
 #[pyfunction]
 #[pyo3(name = "exchange_rows", signature = (arrays, pairs, *, num_threads))]
 pub(crate) fn py_exchange_rows(
@@ -54,7 +74,17 @@ pub(crate) fn py_exchange_rows(
     within(arrays, pairs, num_threads, exchange_rows)
 }
 
-/// Moves rows within arrays, as if all were read first.
+/// Move rows within each array, as if all were read first.
+///
+/// Args:
+///     arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
+///     pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats.
+///     num_threads: at most so many share a large call.
+/// Raises:
+///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
+///         moved.
+///     MappingError: a row does not exist or is written twice; nothing was moved.
+///     OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
 #[pyfunction]
 #[pyo3(name = "move_rows", signature = (arrays, pairs, *, num_threads))]
 pub(crate) fn py_move_rows(

@@ -4,23 +4,27 @@ use crate::args;
 use crate::arrays;
 use crate::errors::{invalid, to_py};
 use crate::memory;
+use crate::tiers::tier;
 use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 
-/// The tier of that name.
-pub(crate) fn tier(name: &str) -> PyResult<Tier> {
-    Tier::from_name(name).ok_or_else(|| invalid(format!("tier is '{name}', must be 'device', 'host' or 'external'")))
-}
-
 /// An int64 array `[n, 2]` of pairs.
 pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
     memory::filled(py, [ids.len(), 2], ids.as_flattened(), |&id| i64::from(id))
 }
 
-/// Pairs of block ids between two tiers, `(from, to)`.
+/// Pairs of block ids between two tiers.
+///
+/// Args:
+///     src: tier that is read.
+///     dst: tier that is written.
+///     ids: `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs.
+/// Raises:
+///     MappingError: an id is negative or too large, or the array has another dtype or shape.
+///     InvalidArgumentError: a tier has another name.
 #[pyclass(frozen, name = "Pairs", module = "blockyard._core")]
 pub(crate) struct PyPairs {
     src: Tier,
@@ -46,21 +50,24 @@ impl PyPairs {
 impl PyPairs {
     #[new]
     fn new(src: &str, dst: &str, ids: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (src, dst) = (tier(src)?, tier(dst)?);
+        let (src, dst) = (tier("src", src, &Tier::ALL)?, tier("dst", dst, &Tier::ALL)?);
         let ids = array(ids.py(), &arrays::pairs(ids)?)?.unbind();
         Ok(Self { src, dst, ids })
     }
 
+    /// Tier that is read.
     #[getter]
     fn src(&self) -> &'static str {
         self.src.name()
     }
 
+    /// Tier that is written.
     #[getter]
     fn dst(&self) -> &'static str {
         self.dst.name()
     }
 
+    /// Block ids `(from, to)`, int64 `[n, 2]`.
     #[getter]
     fn ids(&self, py: Python<'_>) -> Py<PyArray2<i64>> {
         self.ids.clone_ref(py)
@@ -86,9 +93,20 @@ impl PyPairs {
     }
 }
 
-/// The transfers of one step, and the ticket that holds leases on all their blocks.
+/// The transfers of one step, and the ticket that holds leases on all their blocks until it is completed or failed.
+///
+/// Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` names the
+/// tickets, perhaps this one too, whose device reads must have finished before this step writes to the device.
+///
+/// Args:
+///     ticket: number to complete or fail.
+///     transfers: kind and pairs; sorted into the order in which they are safe to run.
+///     after: tickets to wait for.
+/// Raises:
+///     InvalidArgumentError: a kind has another name.
 #[pyclass(frozen, name = "StepDecision", module = "blockyard._core")]
 pub(crate) struct PyStepDecision {
+    /// Number to complete or fail.
     #[pyo3(get)]
     ticket: u64,
     after: Vec<u64>,
@@ -156,61 +174,73 @@ impl PyStepDecision {
         Ok(Self { ticket, after, transfers })
     }
 
+    /// Tickets whose device reads must end before this step writes to the device, a tuple of ints.
     #[getter]
     fn after<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.after)
     }
 
+    /// Device or host to external: a tuple with one `Pairs` for each source tier.
     #[getter]
     fn spill<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Spill)
     }
 
+    /// Device to host: a tuple of `Pairs`.
     #[getter]
     fn swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::SwapOut)
     }
 
+    /// Host to device: a tuple of `Pairs`.
     #[getter]
     fn swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::SwapIn)
     }
 
+    /// External to device or host: a tuple with one `Pairs` for each target tier.
     #[getter]
     fn fetch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Fetch)
     }
 
+    /// Copy-on-write on the device: a tuple of `Pairs`.
     #[getter]
     fn copy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Copy)
     }
 
+    /// Moves of defragmentation on the device: a tuple of `Pairs`.
     #[getter]
     fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Move)
     }
 
+    /// Exchanges of defragmentation on the device: a tuple of `Pairs`.
     #[getter]
     fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         self.of(py, Kind::Exchange)
     }
 
+    /// Host to device, int64 `[n, 2]`; vLLM's name.
     #[getter]
     fn blocks_to_swap_in<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
         self.blocks(py, Kind::SwapIn)
     }
 
+    /// Device to host, int64 `[n, 2]`; vLLM's name.
     #[getter]
     fn blocks_to_swap_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
         self.blocks(py, Kind::SwapOut)
     }
 
+    /// Copy-on-write on the device, int64 `[n, 2]`; vLLM's name.
     #[getter]
     fn blocks_to_copy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i64>>> {
         self.blocks(py, Kind::Copy)
     }
 
+    /// All kinds and pairs, in the order in which they are safe to run one after another.
     fn transfers(&self, py: Python<'_>) -> Vec<(&'static str, Py<PyPairs>)> {
         self.transfers.iter().map(|(kind, pairs)| (kind.name(), pairs.clone_ref(py))).collect()
     }
@@ -221,12 +251,27 @@ impl PyStepDecision {
         MAX_DECISION_BYTES
     }
 
+    /// The decision as bytes with version and checksum, the same in every process, less entries without pairs.
+    ///
+    /// Raises:
+    ///     MappingError: it cannot be carried out as it is written, as `from_bytes` says, or is too long.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let decision = self.settled(py)?;
         let bytes = py.detach(|| decision.to_bytes()).map_err(to_py)?;
         Ok(PyBytes::new(py, &bytes))
     }
 
+    /// The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
+    ///
+    /// The checksum finds damage, not a forger who makes it anew: bytes of unknown origin need a signature of yours.
+    /// Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
+    ///
+    /// Args:
+    ///     data: what `to_bytes` gave.
+    /// Raises:
+    ///     MappingError: the bytes are not whole or of another version, a kind is out of order or there twice for its
+    ///         tiers, or joins other tiers, a block is written twice or both copied and written, or the ticket waits
+    ///         for a later one.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         let decision = py.detach(|| StepDecision::from_bytes(data)).map_err(to_py)?;

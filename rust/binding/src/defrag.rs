@@ -1,427 +1,228 @@
-//! `BlockObserver` and `plan_moves`: the core's defragmentation behind one lock.
-//!
-//! The lock is held for one call and never while Python code runs.
+//! `manager.defrag`: moves that make the device pool dense, and its size.
 
-use crate::args::{self, Argument, items, refused, shown};
-use crate::arrays::describe;
-use crate::decision::array;
+use crate::args::{self, Argument};
+use crate::arrays;
 use crate::errors::{invalid, to_py};
-use crate::memory::{self, Plain, Target};
-use blockyard_core::BlockId;
-use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Places, Plan, Planner, Wanted};
-use blockyard_locks::{Guard, InnerLock};
-use numpy::ndarray::Dimension;
-use numpy::{IxDyn, PyArray1, PyArray2};
+use crate::observer::Goals;
+use crate::shared::Shared;
+use blockyard_core::defrag::{Budget, Goal, Wanted};
+use blockyard_core::{Cached, Fragmentation, Moves, Resize};
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
-use std::fmt::Display;
+use pyo3::types::PyString;
 
-type Table<'py> = Bound<'py, PyArray2<i64>>;
-
-/// Block ids: an int64 or int32 array `[n]` or a list of ints.
-pub(crate) struct Ids(Vec<u32>);
-
-impl<'py> Argument<'py> for Ids {
-    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
-        if let Some(ids) = memory::listed::<i64>(value)? {
-            return blocks(ids.into_iter()).map(Self);
-        }
-        if let Some(ids) = memory::listed::<i32>(value)? {
-            return blocks(ids.into_iter().map(i64::from)).map(Self);
-        }
-        let must = "an int64 or int32 array [n] or a list of ints";
-        let id = |id: &Bound<'py, PyAny>, _| id.extract().map_err(|error| refused(error, value, name, must));
-        items(value, name, |item, at| block(id(item, at)?)).map(Self)
-    }
-}
-
-fn blocks(ids: impl ExactSizeIterator<Item = i64>) -> PyResult<Vec<u32>> {
-    let mut blocks = memory::reserved(ids.len())?;
-    for id in ids {
-        blocks.push(block(id)?);
-    }
-    Ok(blocks)
-}
-
-fn block(id: i64) -> PyResult<u32> {
-    u32::try_from(id).map_err(|_| invalid(format!("block is {id}, must be 0 to {}", u32::MAX)))
-}
-
-fn fresh(fresh: bool) -> Fresh {
-    if fresh { Fresh::Yes } else { Fresh::No }
-}
-
-/// Moves towards goals; nothing has moved yet.
-#[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
-pub(crate) struct PyMovePlan {
-    plan: Plan,
+/// What one call of `defrag.run` decided.
+#[pyclass(frozen, eq, get_all, name = "DefragReport", module = "blockyard._core")]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PyDefragReport {
+    /// Moves planned, the same as `len(report)`.
+    planned: usize,
+    /// Blocks in the way of the goals that the budget leaves for later.
+    left: usize,
+    /// Blocks in the way of the goals that have nowhere to go.
+    stuck: usize,
+    /// Blocks in the way of the goals that transfers or pins hold.
+    held: usize,
+    /// Cached blocks that were dropped.
+    dropped: usize,
 }
 
 #[pymethods]
-impl PyMovePlan {
-    #[getter]
-    fn left(&self) -> usize {
-        self.plan.left
-    }
-
-    #[getter]
-    fn stuck(&self) -> usize {
-        self.plan.stuck
-    }
-
-    #[getter]
-    fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        array(py, &self.plan.pairs)
-    }
-
-    #[getter]
-    fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        array(py, self.plan.moves())
-    }
-
-    #[getter]
-    fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        array(py, self.plan.exchanges())
-    }
-
+impl PyDefragReport {
     fn __len__(&self) -> usize {
-        self.plan.pairs.len()
+        self.planned
     }
 
     fn __repr__(&self) -> String {
-        let Plan { left, stuck, .. } = self.plan;
-        let (moves, exchanges) = (self.plan.moves().len(), self.plan.exchanges().len());
-        format!("MovePlan(move={moves}, exchange={exchanges}, left={left}, stuck={stuck})")
+        let Self { planned, left, stuck, held, dropped } = self;
+        format!("DefragReport(planned={planned}, left={left}, stuck={stuck}, held={held}, dropped={dropped})")
     }
 }
 
-/// Goals by priority: `(name, number)` or `(name, number, slack)` each.
-pub(crate) struct Goals(pub(crate) Vec<Wanted>);
-
-impl<'py> Argument<'py> for Goals {
-    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
-        let one = |item: &Bound<'py, PyAny>, _| {
-            let is_pair = item.cast::<PyTuple>().is_ok_and(|item| item.len() == 2);
-            // A failed attempt would cost more than all the rest.
-            let found: PyResult<(Bound<'_, PyString>, u32, u32)> =
-                if is_pair { item.extract().map(|(name, number)| (name, number, 0)) } else { item.extract() };
-            let (name, number, slack) = found.map_err(|_| {
-                invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", shown(item)))
-            })?;
-            Ok(Wanted { goal: Goal::from_name(name.to_str()?, number).map_err(to_py)?, slack })
-        };
-        items(value, name, one).map(Self)
-    }
-}
-
-fn taken(sequences: Vec<Ids>) -> Vec<Vec<u32>> {
-    sequences.into_iter().map(|Ids(ids)| ids).collect()
-}
-
-struct Books {
-    observer: Observer,
-    planner: Planner,
-}
-
-impl Books {
-    /// The step's plan; hysteresis goes on where the goals are those of the step before.
-    fn plan(&mut self, wanted: &[Wanted], sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> PyResult<PyMovePlan> {
-        if !self.planner.wanted().eq(wanted.iter().copied()) {
-            self.planner = Planner::new(wanted);
-        }
-        let plan = self.observer.plan(&mut self.planner, sequences, hot, budget).map_err(to_py)?;
-        Ok(PyMovePlan { plan })
-    }
-}
-
-/// Where a foreign allocator's blocks lie, and where they should.
-#[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
-pub(crate) struct PyBlockObserver {
-    inner: InnerLock<Books>,
-}
-
-impl PyBlockObserver {
-    fn lock(&self) -> Guard<'_, Books> {
-        self.inner.lock()
-    }
-
-    /// Blocks of a table of ids of any shape and layout; none if it is of another type.
-    fn resolved<'py, T>(
-        &self,
-        ids: &Bound<'py, PyAny>,
-        out: Option<&Bound<'py, PyAny>>,
-        must: &'static str,
-        pass: bool,
-    ) -> PyResult<Option<Bound<'py, PyAny>>>
-    where
-        T: Plain + Into<i64> + TryFrom<i64>,
-    {
-        let Some((mut values, shape)) = memory::copied::<T, IxDyn>(ids)? else { return Ok(None) };
-        let books = self.lock();
-        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
-        for value in &mut values {
-            let id: i64 = (*value).into();
-            let known = usize::try_from(id).ok().and_then(|id| forward.get(id));
-            match known {
-                Some(&block) => *value = T::try_from(i64::from(block)).unwrap_or(*value),
-                None if (pass && id < 0) || (0..limit).contains(&id) => {}
-                None => return Err(unresolvable(id, limit)),
-            }
-        }
-        drop(books);
-        let Some(out) = out else {
-            return Ok(Some(memory::filled(ids.py(), shape, &values, |&value| value)?.into_any()));
-        };
-        memory::store(Target::<T, IxDyn>::new(out, "out", must), shape.slice(), &values)?;
-        Ok(Some(out.clone()))
-    }
-}
-
-fn unresolvable(id: i64, limit: i64) -> PyErr {
-    invalid(format!("block is {id}, must be 0 to {}", limit - 1))
+/// How scattered the device's blocks are.
+#[pyclass(frozen, eq, get_all, name = "Fragmentation", module = "blockyard._core")]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PyFragmentation {
+    /// Highest block in use; None if none is.
+    max_id: Option<u32>,
+    /// Blocks by which `max_id` could be lower.
+    gap: u32,
+    /// Free blocks below `max_id`.
+    holes: usize,
+    /// Pages without a block in use.
+    empty_pages: usize,
+    /// Block tables on the device.
+    tables: usize,
+    /// Runs of neighbouring blocks in those tables.
+    runs: usize,
 }
 
 #[pymethods]
-impl PyBlockObserver {
-    #[new]
-    #[pyo3(signature = (num_blocks = None))]
-    fn new(#[pyo3(from_py_with = args::num_blocks)] num_blocks: Option<u32>) -> PyResult<Self> {
-        const MOST: u32 = u32::MAX / 2;
-        if num_blocks.is_some_and(|blocks| blocks == 0 || blocks > MOST) {
-            return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
-        }
-        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST)).map_err(to_py)?;
-        Ok(Self { inner: InnerLock::new(Books { observer, planner: Planner::default() }) })
-    }
-
-    fn __len__(&self) -> usize {
-        self.lock().observer.len() as usize
-    }
-
-    #[getter]
-    fn limit(&self) -> u32 {
-        self.lock().observer.limit()
-    }
-
-    fn set_limit(&self, #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32) -> PyResult<()> {
-        self.lock().observer.set_limit(num_blocks).map_err(to_py)
-    }
-
-    #[pyo3(signature = (ids, *, fresh = false))]
-    fn use_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
-        let Ids(ids) = ids;
-        let observer = &mut self.lock().observer;
-        if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
-    }
-
-    #[pyo3(signature = (ids, *, fresh = false))]
-    fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
-        let Ids(ids) = ids;
-        self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
-    }
-
-    fn forget_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<()> {
-        let Ids(ids) = ids;
-        self.lock().observer.forget_ids(&ids).map_err(to_py)
-    }
-
-    fn lease(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<u64> {
-        let Ids(ids) = ids;
-        Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
-    }
-
-    fn end_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
-        self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
-    }
-
-    fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> u32 {
-        self.lock().observer.refs(BlockId(block))
-    }
-
-    fn set_refs(
-        &self,
-        #[pyo3(from_py_with = args::block)] block: u32,
-        #[pyo3(from_py_with = args::refs)] refs: u32,
-    ) -> PyResult<()> {
-        self.lock().observer.set_refs(BlockId(block), refs).map_err(to_py)
-    }
-
-    /// Adds a reference to a block, or takes one from it.
-    fn add_ref(
-        &self,
-        #[pyo3(from_py_with = args::block)] block: u32,
-        #[pyo3(from_py_with = args::by)] by: i32,
-    ) -> PyResult<()> {
-        let mut books = self.lock();
-        let id = books.observer.unresolve(block);
-        if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id]) }.map_err(to_py)
-    }
-
-    fn swap_refs(
-        &self,
-        #[pyo3(from_py_with = args::a)] a: u32,
-        #[pyo3(from_py_with = args::b)] b: u32,
-    ) -> PyResult<()> {
-        self.lock().observer.swap_refs(BlockId(a), BlockId(b)).map_err(to_py)
-    }
-
-    fn update_mapping(
-        &self,
-        #[pyo3(from_py_with = args::block_id)] block_id: u32,
-        #[pyo3(from_py_with = args::block)] block: u32,
-    ) -> PyResult<()> {
-        self.lock().observer.update_mapping(block_id, block).map_err(to_py)
-    }
-
-    #[pyo3(signature = (ids, *, out = None, pass_negative = false))]
-    fn resolve<'py>(
-        &self,
-        ids: &Bound<'py, PyAny>,
-        out: Option<&Bound<'py, PyAny>>,
-        pass_negative: bool,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(blocks) = self.resolved::<i64>(ids, out, "int64, as the ids", pass_negative)? {
-            return Ok(blocks);
-        }
-        let blocks = self.resolved::<i32>(ids, out, "int32, as the ids", pass_negative)?;
-        blocks.ok_or_else(|| invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
-    }
-
-    /// As `resolve`, for rows of ints.
-    #[pyo3(signature = (rows, *, pass_negative = false))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn resolve_rows(
-        &self,
-        #[pyo3(from_py_with = args::rows)] rows: Vec<Vec<i64>>,
-        pass_negative: bool,
-    ) -> PyResult<Vec<Vec<i64>>> {
-        let books = self.lock();
-        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
-        let one = |&id: &i64| match usize::try_from(id).ok().and_then(|id| forward.get(id)) {
-            Some(&block) => Ok(i64::from(block)),
-            None if (pass_negative && id < 0) || (0..limit).contains(&id) => Ok(id),
-            None => Err(unresolvable(id, limit)),
-        };
-        rows.iter().map(|row| row.iter().map(one).collect()).collect()
-    }
-
-    fn unresolve(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
-        let books = self.lock();
-        if block >= books.observer.limit() {
-            return Err(unresolvable(block.into(), books.observer.limit().into()));
-        }
-        Ok(books.observer.unresolve(block))
-    }
-
-    #[getter]
-    fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let blocks = self.lock().observer.forward().to_vec();
-        memory::array(py, &blocks, |&block| i64::from(block))
-    }
-
-    #[getter]
-    fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids: Vec<u32> = self.lock().observer.backward().collect();
-        memory::array(py, &ids, |&id| i64::from(id))
-    }
-
-    /// Blocks with references and their counts, int64 `[n, 2]`, rising.
-    fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
-        let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
-        array(py, &used)
-    }
-
-    fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
-        memory::array(py, &holes, |hole| i64::from(hole.0))
-    }
-
-    #[getter]
-    fn gap(&self) -> u32 {
-        self.lock().observer.places().gap()
-    }
-
-    #[getter]
-    fn highest(&self) -> Option<u32> {
-        self.lock().observer.places().live().highest().map(|block| block.0)
-    }
-
-    /// Pages of so many blocks that hold a live or fixed block.
-    fn used_pages(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<u32> {
-        Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
-        Ok(self.lock().observer.places().used_pages(page_blocks))
-    }
-
-    /// Runs in which sequences lie, shared ones once, and those of the sequence with the most.
-    fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<(usize, usize)> {
-        let sequences = taken(sequences);
-        self.lock().observer.runs(&sequences).map_err(to_py)
-    }
-
-    #[pyo3(signature = (goal, number, *, slack = 0, moves = None))]
-    fn plan(
-        &self,
-        goal: &str,
-        #[pyo3(from_py_with = args::number)] number: u32,
-        #[pyo3(from_py_with = args::slack)] slack: u32,
-        #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
-    ) -> PyResult<PyMovePlan> {
-        let wanted = Wanted { goal: Goal::from_name(goal, number).map_err(to_py)?, slack };
-        self.lock().plan(&[wanted], &[], &[], Budget::of_moves(moves.unwrap_or(usize::MAX)))
-    }
-
-    #[pyo3(signature = (goals, *, sequences = None, hot = None, moves = None, num_bytes = None, bytes_per_block = 0))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python tuples")]
-    fn plan_all(
-        &self,
-        #[pyo3(from_py_with = args::goals)] goals: Goals,
-        #[pyo3(from_py_with = args::sequences)] sequences: Option<Vec<Ids>>,
-        #[pyo3(from_py_with = args::hot)] hot: Option<Ids>,
-        #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
-        #[pyo3(from_py_with = args::num_bytes)] num_bytes: Option<u64>,
-        #[pyo3(from_py_with = args::bytes_per_block)] bytes_per_block: u64,
-    ) -> PyResult<PyMovePlan> {
-        if num_bytes.is_some() && bytes_per_block == 0 {
-            return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
-        }
-        let sequences = taken(sequences.unwrap_or_default());
-        let hot = hot.map_or_else(Vec::new, |Ids(ids)| ids);
-        let (moves, bytes) = (moves.unwrap_or(usize::MAX), num_bytes.unwrap_or(u64::MAX));
-        let block_bytes = if num_bytes.is_some() { bytes_per_block } else { 0 };
-        self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
-    }
-
-    fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
-        self.lock().observer.commit(&plan.plan.pairs).map_err(to_py)
-    }
-
-    fn check(&self) -> PyResult<()> {
-        self.lock().observer.check().map_err(to_py)
+impl PyFragmentation {
+    fn __repr__(&self) -> String {
+        let Self { max_id, gap, holes, empty_pages, tables, runs } = self;
+        let max_id = max_id.map_or_else(|| "None".to_owned(), |id| id.to_string());
+        let start = format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, empty_pages={empty_pages}");
+        format!("{start}, tables={tables}, runs={runs})")
     }
 }
 
-/// The fewest moves that bring live blocks where the goal wants them.
-#[pyfunction]
-#[pyo3(signature = (goal, number, *, num_blocks, live, fixed = None, moves = None))]
-pub(crate) fn plan_moves(
-    goal: &str,
-    #[pyo3(from_py_with = args::number)] number: u32,
-    #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
-    #[pyo3(from_py_with = args::live)] live: Ids,
-    #[pyo3(from_py_with = args::fixed)] fixed: Option<Ids>,
-    #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
-) -> PyResult<PyMovePlan> {
-    let goal = Goal::from_name(goal, number).map_err(to_py)?;
-    let fixed = fixed.map_or_else(Vec::new, |Ids(ids)| ids);
-    blockyard_core::memory::require(Places::bytes(num_blocks as usize)).map_err(to_py)?;
-    let mut places = Places::new(num_blocks as usize);
-    for (blocks, place) in [(live.0, Place::Live), (fixed, Place::Fixed)] {
-        for block in blocks {
-            if block >= num_blocks {
-                return Err(invalid(format!("block is {block}, must be below {num_blocks}")));
+/// How far a resize of the device pool has come.
+#[pyclass(frozen, eq, get_all, name = "ResizeProgress", module = "blockyard._core")]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PyResizeProgress {
+    /// Blocks of the device.
+    blocks: usize,
+    /// Blocks beyond them that sequences use.
+    live: usize,
+    /// Blocks beyond them that only transfers and pins hold.
+    held: usize,
+    /// One past the highest block in use, at least `blocks`: memory behind it can be given back.
+    extent: usize,
+}
+
+impl From<Resize> for PyResizeProgress {
+    fn from(Resize { blocks, live, held, extent }: Resize) -> Self {
+        Self { blocks, live, held, extent }
+    }
+}
+
+#[pymethods]
+impl PyResizeProgress {
+    /// Whether nothing is in use beyond `blocks`.
+    #[getter]
+    fn done(&self) -> bool {
+        self.extent == self.blocks
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { blocks, live, held, extent } = self;
+        format!("ResizeProgress(blocks={blocks}, live={live}, held={held}, extent={extent})")
+    }
+}
+
+/// Defragmentation of a manager's device pool, as `manager.defrag`.
+#[pyclass(frozen, name = "Defrag", module = "blockyard._core")]
+pub(crate) struct PyDefrag(Shared);
+
+impl PyDefrag {
+    pub(crate) const fn new(shared: Shared) -> Self {
+        Self(shared)
+    }
+}
+
+#[pymethods]
+impl PyDefrag {
+    /// Decide moves of device blocks into holes: `move` pairs of this step's decision.
+    ///
+    /// Until the ticket completes, block tables, slots and cached blocks name the old blocks, which are read and
+    /// written as before. Then each target replaces its source everywhere, unless the source was written, freed or
+    /// leased meanwhile. Targets are not free from this call on. A move that is cancelled or fails gives its target
+    /// back and loses no byte. Blocks that were written in this step or the step before move last.
+    ///
+    /// Args:
+    ///     goal: `"max_id"`: no block above `number`. `"free_tail"`: no block among the last `number`. `"dense"`: as
+    ///         low as possible, within `number` ids. `"empty_pages"`: in as few pages of `number` blocks as possible.
+    ///         `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
+    ///         list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
+    ///         number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
+    ///     number: see above, in blocks or runs; None with a list of goals.
+    ///     sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
+    ///         groups; None for all on the device.
+    ///     max_moves: most blocks to move in this step; an exchange counts as two.
+    ///     max_bytes: most bytes to write in this step; None for no limit.
+    ///     block_bytes: bytes of a block in all layers; needed with `max_bytes`.
+    ///     cached: what happens to cached blocks that no sequence uses. `"move"`: they move like others and keep their
+    ///         place in the order of eviction. `"drop"`: they count as holes; those in the way are evicted.
+    ///         `"exchange"`: as `"drop"`, but their contents move on to a free block while there is one out of the way;
+    ///         they are found again once the ticket completes, and count as just used.
+    /// Returns:
+    ///     `DefragReport`.
+    /// Raises:
+    ///     InvalidArgumentError: a goal or `cached` has another name, a number is missing or out of range, or
+    ///         `max_bytes` lacks `block_bytes`.
+    ///     UnknownSequenceError: there is no such sequence.
+    ///     SequenceStateError: a sequence is not on the device.
+    #[pyo3(signature = (goal, number = None, *, sequences = None, max_moves = 512, max_bytes = None,
+        block_bytes = None, cached = "move"))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn run(
+        &self,
+        goal: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::number)] number: Option<u32>,
+        sequences: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::max_moves)] max_moves: u32,
+        #[pyo3(from_py_with = args::max_bytes)] max_bytes: Option<u64>,
+        #[pyo3(from_py_with = args::block_bytes)] block_bytes: Option<u64>,
+        cached: &str,
+    ) -> PyResult<PyDefragReport> {
+        let goals = goals(goal, number)?;
+        let what = Cached::from_name(cached);
+        let what =
+            what.ok_or_else(|| invalid(format!("cached is {cached:?}, must be \"move\", \"drop\" or \"exchange\"")))?;
+        let block_bytes = match (max_bytes, block_bytes.unwrap_or(0)) {
+            (Some(bytes), 0) => {
+                return Err(invalid(format!("block_bytes is 0, must be at least 1 for max_bytes of {bytes}")));
             }
-            places.set(BlockId(block), place);
+            (Some(_), block_bytes) => block_bytes,
+            (None, _) => 0,
+        };
+        let budget = Budget { moves: max_moves as usize, bytes: max_bytes.unwrap_or(u64::MAX), block_bytes };
+        let sequences = sequences.map(arrays::sequences).transpose()?;
+        let Moves { planned, left, stuck, held, dropped } =
+            self.0.lock().defragment(&goals, sequences.as_deref(), budget, what).map_err(to_py)?;
+        Ok(PyDefragReport { planned, left, stuck, held, dropped })
+    }
+
+    /// Resize the device pool while sequences run.
+    ///
+    /// A larger pool is there at once. A smaller one counts at once for admission, watermark and `max_pinned`; blocks
+    /// beyond its end are not given out any more. Cached blocks there are dropped. Blocks that sequences use there
+    /// leave when they are freed or moved, and leases are waited for. A later call replaces an unfinished one.
+    ///
+    /// Args:
+    ///     blocks: of the device.
+    /// Returns:
+    ///     `ResizeProgress`, as of now.
+    /// Raises:
+    ///     InvalidArgumentError: too many; or too few for the null block, pinned blocks, the watermark and one free
+    ///         block.
+    fn resize(&self, #[pyo3(from_py_with = args::blocks)] blocks: u32) -> PyResult<PyResizeProgress> {
+        self.0.lock().resize_device(blocks as usize).map(Into::into).map_err(to_py)
+    }
+
+    /// Return what is still in use beyond the end of the device pool: `ResizeProgress`.
+    fn progress(&self) -> PyResizeProgress {
+        self.0.lock().resize_progress().into()
+    }
+
+    /// Measure how scattered the device's blocks are. Takes time in proportion to the pool and the block tables.
+    ///
+    /// Args:
+    ///     page_blocks: blocks of a page, for `empty_pages`.
+    /// Returns:
+    ///     `Fragmentation`.
+    /// Raises:
+    ///     InvalidArgumentError: `page_blocks` is 0.
+    #[pyo3(signature = (*, page_blocks = 64))]
+    fn fragmentation(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<PyFragmentation> {
+        let found = self.0.lock().fragmentation(page_blocks).map_err(to_py)?;
+        let Fragmentation { max_id, gap, holes, empty_pages, tables, runs } = found;
+        Ok(PyFragmentation { max_id: max_id.map(|block| block.0), gap, holes, empty_pages, tables, runs })
+    }
+}
+
+/// One goal by its name and number, or several.
+fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>) -> PyResult<Vec<Wanted>> {
+    match (goal.cast::<PyString>(), number) {
+        (Ok(name), Some(number)) => Ok(vec![Goal::from_name(name.to_str()?, number).map_err(to_py)?.into()]),
+        (Ok(name), None) => {
+            let name = name.to_str()?;
+            Err(invalid(format!("number is None, must be an int for the goal {name:?}")))
+        }
+        (Err(_), None) => Goals::read(goal, &"goal").map(|Goals(goals)| goals),
+        (Err(_), Some(number)) => {
+            let must = "must be None where the goals have numbers of their own";
+            Err(invalid(format!("number is {number}, {must}")))
         }
     }
-    Ok(PyMovePlan { plan: places.plan(goal, moves.unwrap_or(usize::MAX)) })
 }

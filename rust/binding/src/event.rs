@@ -1,6 +1,5 @@
 //! Events of the prefix cache as columns: one numpy array a field, no Python object an event.
 
-use crate::manager::PyBlockManager;
 use crate::memory::{self, Zeroed};
 use blockyard_core::event::{Event, EventBatch, Reason};
 use blockyard_core::{ExportedKey, Tier};
@@ -9,25 +8,50 @@ use pyo3::prelude::*;
 
 const NO_KEY: ExportedKey = ExportedKey([0; 32]);
 
-/// Events taken in one go.
+/// Events of the prefix cache taken in one go, one array entry an event, oldest first.
+///
+/// Event `i` has the number `first + i`. Numbers rise by one from batch to batch; `dropped` events before `first` had
+/// no room. Replaying `stored`, `removed` and `cleared` by tier and key gives exactly what can be found.
+///
+/// - `kinds`: uint8 `[n]`, indexes `KINDS`; `tiers`: uint8 `[n]`, indexes `TIERS`; `blocks`: int32 `[n]`, -1 if
+///   cleared.
+/// - `keys`: uint8 `[n, 32]`, the exported key as `export_keys` gives it; `groups`, uint8 `[n]`, the block's cache
+///   group: blocks of several groups have the same key.
+/// - Of `stored` alone: `parents`, uint8 `[n, 32]`, key of the block before, zeros for a sequence's first; `tokens`,
+///   uint32 `[n]`; `lora_ids`, uint64 `[n]`.
+/// - Of `removed` alone: `reasons`, uint8 `[n]`, indexes `REASONS`; `remaining`, uint8 `[n]`, copies of the bytes in
+///   other tiers, those on their way included: they cannot be found until a swapped sequence brings them back, by a
+///   new `stored`.
 #[pyclass(frozen, get_all, name = "EventBatch", module = "blockyard._core")]
 pub(crate) struct PyEventBatch {
+    /// Number of the first event.
     first: u64,
+    /// Events before `first` that had no room.
     dropped: u64,
+    /// uint8 `[n]`, index of `KINDS`.
     kinds: Py<PyArray1<u8>>,
+    /// uint8 `[n]`, index of `TIERS`.
     tiers: Py<PyArray1<u8>>,
+    /// Block ids, int32 `[n]`; -1 for `cleared`.
     blocks: Py<PyArray1<i32>>,
+    /// Exported keys, uint8 `[n, 32]`, as `export_keys` returns them.
     keys: Py<PyArray2<u8>>,
+    /// For `stored`, the key of the block before, uint8 `[n, 32]`; zeros for the first block of a sequence.
     parents: Py<PyArray2<u8>>,
+    /// For `stored`, tokens in the block, uint32 `[n]`.
     tokens: Py<PyArray1<u32>>,
+    /// For `stored`, the adapter, uint64 `[n]`.
     lora_ids: Py<PyArray1<u64>>,
+    /// For `removed`, index of `REASONS`, uint8 `[n]`.
     reasons: Py<PyArray1<u8>>,
+    /// For `removed`, copies of the bytes that are left in other tiers, uint8 `[n]`.
     remaining: Py<PyArray1<u8>>,
+    /// Cache group of the block, uint8 `[n]`; blocks of several groups have the same key.
     groups: Py<PyArray1<u8>>,
 }
 
 impl PyEventBatch {
-    fn new(py: Python<'_>, batch: &EventBatch) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, batch: &EventBatch) -> PyResult<Self> {
         let events = &batch.events;
         Ok(Self {
             first: batch.first,
@@ -114,13 +138,5 @@ impl PyEventBatch {
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let last = self.first + self.__len__(py)? as u64;
         Ok(format!("EventBatch({} to {last}, {} dropped before)", self.first, self.dropped))
-    }
-}
-
-#[pymethods]
-impl PyBlockManager {
-    fn take_events(&self, py: Python<'_>) -> PyResult<PyEventBatch> {
-        let batch = self.lock().take_events();
-        PyEventBatch::new(py, &batch)
     }
 }

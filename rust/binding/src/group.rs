@@ -1,10 +1,8 @@
-//! `CacheGroup`, and what `BlockManager` does with several of them.
+//! `CacheGroup`: what the layers of one group need.
 
 use crate::args;
-use crate::arrays::Handle;
-use crate::errors::{invalid, to_py};
-use crate::manager::PyBlockManager;
-use blockyard_core::{Group, Manager, SequenceId, memory};
+use crate::errors::invalid;
+use blockyard_core::Group;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -13,29 +11,43 @@ use pyo3::types::PyTuple;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyCacheGroup(Group);
 
+impl PyCacheGroup {
+    pub(crate) const fn from_core(group: Group) -> Self {
+        Self(group)
+    }
+}
+
 #[pymethods]
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyCacheGroup {
+    /// All of them.
     #[staticmethod]
     fn full_attention() -> Self {
         Self(Group::Full)
     }
 
+    /// The token itself and the `window - 1` before it; blocks before those are given back.
     #[staticmethod]
     fn sliding_window(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
         Self(Group::SlidingWindow { window })
     }
 
+    /// One state, which a block holds after its last token.
+    ///
+    /// A step reads it from the block of the token before and writes it into the block of its own last token; blocks
+    /// that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
     #[staticmethod]
     fn recurrent() -> Self {
         Self(Group::Recurrent)
     }
 
+    /// The tokens of an encoder, given once; forks share them. Not together with prefix caching.
     #[staticmethod]
     fn cross_attention() -> Self {
         Self(Group::CrossAttention)
     }
 
+    /// `"full_attention"`, `"sliding_window"`, `"recurrent"` or `"cross_attention"`.
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0 {
@@ -46,6 +58,7 @@ impl PyCacheGroup {
         }
     }
 
+    /// Tokens of the window; None for other kinds.
     #[getter]
     fn window(&self) -> Option<u32> {
         match self.0 {
@@ -54,6 +67,7 @@ impl PyCacheGroup {
         }
     }
 
+    /// Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time.
     #[pyo3(signature = (num_tokens, *, block_size, lookahead = 0, chunk_tokens = None))]
     fn peak_blocks(
         &self,
@@ -81,46 +95,6 @@ impl PyCacheGroup {
 }
 
 /// The groups that a manager is made for.
-pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>, sliding_window: Option<u32>) -> PyResult<Vec<Group>> {
-    match (groups, sliding_window) {
-        (None, None) => Ok(vec![Group::Full]),
-        (None, Some(window)) => Ok(vec![Group::SlidingWindow { window }]),
-        (Some(groups), None) => Ok(groups.into_iter().map(|group| group.0).collect()),
-        (Some(groups), Some(window)) => {
-            Err(invalid(format!("sliding_window {window} is given, and {} groups: give one of them", groups.len())))
-        }
-    }
-}
-
-/// The rows of sequences in one group.
-pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<SequenceId>> {
-    let mut rows = memory::with_room(sequences.len()).map_err(to_py)?;
-    for &sequence in sequences {
-        rows.push(row_in(manager, sequence, group)?);
-    }
-    Ok(rows)
-}
-
-/// The row of a sequence in one group.
-pub(crate) fn row_in(manager: &Manager, sequence: SequenceId, group: u32) -> PyResult<SequenceId> {
-    manager.table_of(sequence, group as usize).map_err(to_py)
-}
-
-#[pymethods]
-impl PyBlockManager {
-    #[getter]
-    fn groups(&self) -> Vec<PyCacheGroup> {
-        self.lock().groups().iter().copied().map(PyCacheGroup).collect()
-    }
-
-    #[pyo3(signature = (sequence, group = 0))]
-    fn num_tokens(
-        &self,
-        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
-        #[pyo3(from_py_with = args::group)] group: u32,
-    ) -> PyResult<u32> {
-        let manager = self.lock();
-        let row = row_in(&manager, sequence.0, group)?;
-        manager.num_tokens(row).map_err(to_py)
-    }
+pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>) -> Vec<Group> {
+    groups.map_or_else(|| vec![Group::Full], |groups| groups.into_iter().map(|group| group.0).collect())
 }

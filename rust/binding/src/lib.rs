@@ -1,33 +1,33 @@
 //! The Python module `blockyard._core`: converts and locks, decides nothing.
 #![deny(unsafe_code)]
+#![expect(clippy::doc_markdown, reason = "the docs are those of the Python module")]
 
 mod allocator;
 mod args;
 mod arrays;
-mod batch;
+mod block_manager;
 mod copy;
 mod decision;
 mod defrag;
 mod errors;
 mod event;
-mod evict;
 mod fill;
+mod fit;
 mod group;
-mod hostcache;
-mod manager;
 #[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
 mod memory;
-mod moves;
-mod pair;
-mod pin;
-mod plan;
+mod observer;
+mod pins;
+mod policies;
+mod pool;
 mod prefix;
-mod quota;
-mod resize;
-mod reuse;
-mod snapshot;
+mod prompts;
+mod sequence;
+mod shared;
+mod span;
 mod stats;
 mod store;
+mod tiers;
 mod v0;
 
 use pyo3::prelude::*;
@@ -40,35 +40,35 @@ mod _core {
     #[pymodule_export]
     use crate::allocator::{PyBlockAllocator, PyNaiveAllocator, PyPrefixCachingAllocator, chain_keys};
     #[pymodule_export]
-    use crate::batch::PyDecodeBatch;
+    use crate::block_manager::PyBlockManager;
     #[pymodule_export]
     use crate::copy::{py_copy_rows, py_exchange_rows, py_move_rows};
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]
-    use crate::defrag::{PyBlockObserver, PyMovePlan, plan_moves};
+    use crate::defrag::{PyDefrag, PyDefragReport, PyFragmentation, PyResizeProgress};
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
     use crate::fill::PyFillMap;
     #[pymodule_export]
+    use crate::fit::{PyAllocStatus, PyFit};
+    #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
-    use crate::manager::{PyAllocStatus, PyBlockManager};
+    use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]
-    use crate::moves::{PyDefragReport, PyFragmentation};
+    use crate::pins::{PyExpired, PyPins};
     #[pymodule_export]
-    use crate::pair::PyAllocatorPair;
+    use crate::span::expand_span;
     #[pymodule_export]
-    use crate::pin::PyExpired;
+    use crate::policies::PyPrefixCaching;
     #[pymodule_export]
-    use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
+    use crate::pool::{PyFreeBlocks, PyPool};
     #[pymodule_export]
-    use crate::prefix::{PyPrefixStats, export_keys};
+    use crate::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]
-    use crate::resize::PyResizeProgress;
-    #[pymodule_export]
-    use crate::reuse::PyFreeBlocks;
+    use crate::sequence::PySequence;
     #[pymodule_export]
     use crate::stats::PyManagerStats;
     #[pymodule_export]

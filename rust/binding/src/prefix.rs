@@ -1,154 +1,209 @@
-//! The prefix cache's part of `BlockManager`: prompts with their tokens, publishing, keys that leave the process.
+//! `manager.prefix`: the prefix cache; and keys that leave the process.
 
 use crate::allocator::ids;
 use crate::args;
-use crate::arrays::{self, Handle, Tokens};
+use crate::arrays;
 use crate::errors::{invalid, to_py};
-use crate::manager::PyBlockManager;
+use crate::event::PyEventBatch;
 use crate::memory;
+use crate::prompts::{self, KeySpecs};
+use crate::shared::Shared;
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockExtra, Extra, KeySpec, PrefixStats, Prompt};
+use blockyard_core::{KeySpec, MAX_PRIORITY, PrefixHit};
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
-/// Handles of new sequences, and how many of each one's first tokens need not be computed.
-type Allocated<'py> = (Bound<'py, PyArray1<u64>>, Bound<'py, PyArray1<u32>>);
-
-/// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
-type PyExtra = (usize, usize, u32, PyBackedBytes);
-
-/// Counters of the prefix cache.
-#[pyclass(frozen, get_all, eq, name = "PrefixStats", module = "blockyard._core")]
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct PyPrefixStats {
-    prompts: u64,
-    blocks: u64,
-    hit_blocks: u64,
-    tokens: u64,
-    hit_tokens: u64,
-    merged: u64,
-    loaded: u64,
-    evicted: u64,
-    cached_blocks: usize,
+/// What the prefix cache holds of the start of a prompt.
+#[pyclass(frozen, eq, hash, get_all, name = "PrefixHit", module = "blockyard._core")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PyPrefixHit {
+    /// Tokens that need not be computed: whole blocks, and never the prompt's last token.
+    tokens: u32,
+    /// Blocks of them that only the host has; `allocate` loads them.
+    host_blocks: usize,
 }
 
 #[pymethods]
-impl PyPrefixStats {
-    /// Full blocks found, of all that were looked up; 0 before the first.
+impl PyPrefixHit {
+    fn __bool__(&self) -> bool {
+        self.tokens > 0
+    }
+
+    fn __repr__(&self) -> String {
+        format!("PrefixHit(tokens={}, host_blocks={})", self.tokens, self.host_blocks)
+    }
+}
+
+/// A manager's prefix cache, as `manager.prefix`.
+///
+/// A block is cached once its tokens are computed (`mark_computed`) and its bytes have landed. It stays cached after
+/// its sequences are freed, until its place is needed.
+#[pyclass(frozen, name = "Prefix", module = "blockyard._core")]
+pub(crate) struct PyPrefix(Shared);
+
+impl PyPrefix {
+    pub(crate) const fn new(shared: Shared) -> Self {
+        Self(shared)
+    }
+}
+
+#[pymethods]
+impl PyPrefix {
+    /// Whether the manager was made with prefix caching.
     #[getter]
-    #[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]
-    fn hit_rate(&self) -> f64 {
-        if self.blocks == 0 { 0.0 } else { self.hit_blocks as f64 / self.blocks as f64 }
-    }
-}
-
-#[pymethods]
-impl PyBlockManager {
-    #[pyo3(signature = (prompts, *, salt = None, lora_id = 0, extras = Vec::new(), chunk_tokens = None))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
-    fn allocate_prompts<'py>(
-        &self,
-        py: Python<'py>,
-        #[pyo3(from_py_with = args::prompts)] prompts: Vec<Bound<'py, PyAny>>,
-        salt: Option<&[u8]>,
-        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
-        #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
-        #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
-    ) -> PyResult<Allocated<'py>> {
-        let tokens = prompts.iter().map(|prompt| arrays::token_ids(prompt, "prompts")).collect::<PyResult<Vec<_>>>()?;
-        let spec = KeySpec::new(salt, lora_id);
-        if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
-            return Err(invalid(format!("an extra is of prompt {prompt}, there are {}", tokens.len())));
-        }
-        let of_prompt = |i: usize| extras.iter().filter(move |extra| extra.0 == i);
-        let extras: Vec<Vec<BlockExtra<'_>>> = if extras.is_empty() {
-            Vec::new()
-        } else {
-            (0..tokens.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
-        };
-        let (mut out, chunk) = (memory::reserved(tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
-        memory::lend(&tokens, |tokens| {
-            let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
-            let prompts = tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec, extras: extras(i) });
-            let prompts: Vec<_> = prompts.collect();
-            self.lock().allocate_chunks(&prompts, chunk, &mut out)
-        })?
-        .map_err(to_py)?;
-        let cached = memory::array(py, &out, |(_, cached)| *cached)?;
-        let sequences = memory::array(py, &out, |(sequence, _)| sequence.0)?;
-        Ok((sequences, cached))
+    fn enabled(&self) -> bool {
+        self.0.lock().is_caching()
     }
 
+    /// Look up how much of a prompt is cached. Nothing is taken.
+    ///
+    /// Args:
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints.
+    ///     salt: of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Returns:
+    ///     `PrefixHit`, true if anything is cached.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range.
     #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
-    fn cached_tokens(
+    fn lookup(
         &self,
         prompt: &Bound<'_, PyAny>,
-        salt: Option<&[u8]>,
+        salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
-    ) -> PyResult<u32> {
-        let spec = KeySpec::new(salt, lora_id);
-        memory::lend(&[arrays::token_ids(prompt, "prompt")?], |tokens| {
-            self.lock().cached_tokens(&Prompt { tokens: tokens[0], spec, extras: &[] }).map_err(to_py)
-        })?
+    ) -> PyResult<PyPrefixHit> {
+        let (tokens, specs) = ([arrays::token_ids(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let hit = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().lookup(&prompts[0]))?;
+        let PrefixHit { tokens, host_blocks } = hit.map_err(to_py)?;
+        Ok(PyPrefixHit { tokens, host_blocks })
     }
 
-    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
-    fn blocks_to_allocate(
-        &self,
-        prompt: &Bound<'_, PyAny>,
-        salt: Option<&[u8]>,
-        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
-    ) -> PyResult<usize> {
-        let spec = KeySpec::new(salt, lora_id);
-        memory::lend(&[arrays::token_ids(prompt, "prompt")?], |tokens| {
-            self.lock().blocks_to_allocate(&Prompt { tokens: tokens[0], spec, extras: &[] }).map_err(to_py)
-        })?
-    }
-
-    fn next_chunk(
-        &self,
-        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
-        #[pyo3(from_py_with = args::budget)] budget: u32,
-    ) -> PyResult<u32> {
-        self.lock().next_chunk(sequence.0, budget).map_err(to_py)
-    }
-
-    #[pyo3(signature = (sequences, num_computed = None))]
-    fn mark_computed(&self, sequences: &Bound<'_, PyAny>, num_computed: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let sequences = arrays::sequences(sequences)?;
-        let computed = num_computed.map(|computed| Tokens::new(computed, "num_computed")).transpose()?;
-        let computed = computed.map(Tokens::into_vec);
-        self.lock().mark_computed_to(&sequences, computed.as_deref()).map_err(to_py)
-    }
-
-    fn common_computed_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    /// Return the computed blocks that all the sequences share at their start, as cascade attention wants them.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]` or a list.
+    /// Returns:
+    ///     Block ids, int32 `[blocks]`.
+    /// Raises:
+    ///     UnknownSequenceError: there is no such sequence.
+    fn common_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let py = sequences.py();
         let sequences = arrays::sequences(sequences)?;
-        let blocks = self.lock().common_computed_blocks(&sequences).map_err(to_py)?;
+        let blocks = self.0.lock().common_computed_blocks(&sequences).map_err(to_py)?;
         ids(py, &blocks)
     }
 
-    fn reset_prefix_cache(&self) -> bool {
-        self.lock().reset_prefix_cache()
+    /// Forget everything that is cached, for instance after the model's weights changed.
+    ///
+    /// Returns:
+    ///     False, and nothing is forgotten, while a block is in use.
+    fn reset(&self) -> bool {
+        self.0.lock().reset_prefix_cache()
     }
 
-    #[getter]
-    fn prefix_stats(&self) -> PyPrefixStats {
-        let manager = self.lock();
-        let PrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = manager.prefix_stats();
-        let pool = manager.pool(blockyard_core::Tier::Device);
-        let (evicted, cached_blocks) = (pool.evictions(), pool.published());
-        PyPrefixStats { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded, evicted, cached_blocks }
+    /// Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
+    ///
+    /// Prompts still find the blocks meanwhile, and this step's own work may take them. When the ticket completes, the
+    /// remaining device blocks are freed and found on the host. Older copies there make room.
+    ///
+    /// Args:
+    ///     max_blocks: cached device blocks to look at, in the order of eviction; those with a copy are skipped.
+    /// Returns:
+    ///     Blocks that are copied.
+    /// Raises:
+    ///     InvalidArgumentError: the manager was made without `PrefixCaching(host=True)`.
+    fn offload(&self, #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32) -> PyResult<usize> {
+        let mut manager = self.0.lock();
+        if !manager.keeps_host_copies() {
+            let only = "but only a manager with PrefixCaching(host=True) keeps copies on the host";
+            return Err(invalid(format!("max_blocks is {max_blocks}, {only}")));
+        }
+        manager.offload_cached(max_blocks as usize).map_err(to_py)
+    }
+
+    /// Set how long the cached blocks of sequences are kept once they are freed, for `eviction="priority"`.
+    ///
+    /// Each level keeps a block for as long as it takes to evict the whole pool once more. A shared block counts by its
+    /// highest priority.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]`, a list, or one.
+    ///     priority: 0, the default, to 15.
+    /// Raises:
+    ///     InvalidArgumentError: the priority is out of range.
+    ///     UnknownSequenceError: there is no such sequence.
+    fn set_priority(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::priority)] priority: u32,
+    ) -> PyResult<()> {
+        let priority = u8::try_from(priority)
+            .map_err(|_| invalid(format!("priority is {priority}, must be 0 to {MAX_PRIORITY}")))?;
+        let sequences = arrays::sequences(sequences)?;
+        self.0.lock().set_priority(&sequences, priority).map_err(to_py)
+    }
+
+    /// Limit the cached device blocks that one tenant leaves behind: published, and used by no sequence.
+    ///
+    /// The tenant's least recently used blocks beyond the quota are freed whenever sequences are freed, tickets end or
+    /// decisions are taken. If room is needed earlier, they go before the blocks of other tenants. Blocks that the
+    /// tenant published before its first quota do not count.
+    ///
+    /// Args:
+    ///     salt: the tenant; None for prompts without a salt.
+    ///     blocks: most such blocks; None for no limit.
+    /// Raises:
+    ///     InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas.
+    fn set_quota(&self, salt: Option<&[u8]>, #[pyo3(from_py_with = args::blocks)] blocks: Option<i64>) -> PyResult<()> {
+        let blocks = blocks.map(|blocks| usize::try_from(blocks).map_err(|_| blocks)).transpose();
+        let blocks = blocks.map_err(|blocks| invalid(format!("blocks is {blocks}, must be at least 0")))?;
+        self.0.lock().set_quota(KeySpec::new(salt, 0).salt, blocks).map_err(to_py)
+    }
+
+    /// Return the blocks that count towards a tenant's quota, and the quota.
+    ///
+    /// Args:
+    ///     salt: the tenant; None for prompts without a salt.
+    /// Returns:
+    ///     `(blocks, quota)`; None for a tenant that never had a quota.
+    fn quota(&self, salt: Option<&[u8]>) -> Option<(usize, Option<usize>)> {
+        self.0.lock().quota(KeySpec::new(salt, 0).salt)
+    }
+
+    /// Take all events that wait: blocks stored, removed, the cache cleared. A router follows the cache with them.
+    ///
+    /// Returns:
+    ///     `EventBatch`, empty without `PrefixCaching(max_events=...)`.
+    fn take_events(&self, py: Python<'_>) -> PyResult<PyEventBatch> {
+        let batch = self.0.lock().take_events();
+        PyEventBatch::new(py, &batch)
+    }
+
+    fn __repr__(&self) -> String {
+        let manager = self.0.lock();
+        let stats = manager.prefix_stats();
+        let cached = manager.pool(blockyard_core::Tier::Device).published();
+        format!("Prefix({cached} blocks cached, {} of {} full blocks hit)", stats.hit_blocks, stats.blocks)
     }
 }
 
-fn block_extra((_, block, kind, bytes): &PyExtra) -> BlockExtra<'_> {
-    BlockExtra { block: *block, extra: Extra { kind: *kind, bytes } }
-}
-
-/// Keys of a prompt's full blocks for other processes: SHA-256 digests of the key stream.
+/// Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
+///
+/// The hashed stream is a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as little-endian
+/// u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens follow as
+/// little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
+///
+/// Args:
+///     tokens: token ids, uint32 `[n]` or a list of ints.
+///     block_size: tokens in a block.
+///     salt: of the tenant, bytes.
+///     lora_id: adapter; 0 for none.
+///     cache_group: number of the cache group.
+/// Returns:
+///     A key for each full block, bytes.
+/// Raises:
+///     InvalidArgumentError: a token id or `block_size` is out of range.
 #[pyfunction]
 #[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0))]
 pub(crate) fn export_keys<'py>(

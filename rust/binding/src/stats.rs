@@ -1,7 +1,6 @@
-//! `BlockManager.stats`: all counters in one object.
+//! `ManagerStats`: all counters in one object.
 
-use crate::manager::PyBlockManager;
-use blockyard_core::{Kind, Stats, Tier, TierUse};
+use blockyard_core::{Kind, Stats, TicketId, Tier, TierUse};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
@@ -9,45 +8,70 @@ use std::collections::BTreeMap;
 /// One number a tier, by its name.
 type ByTier = BTreeMap<&'static str, u64>;
 
-/// Counters since the manager was made, and what is the case now.
+/// Counters since the manager was made, and the state of each tier now. Transfers count when they are decided.
 #[pyclass(frozen, eq, get_all, name = "ManagerStats", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyManagerStats {
+    /// Sequences that are open now.
     sequences: u64,
+    /// Decisions taken.
     steps: u64,
-    open_tickets: u64,
+    /// Tickets that are neither completed nor failed, a list of ints, oldest first.
+    open_tickets: Vec<u64>,
+    /// Prompts admitted with their token ids.
     prompts: u64,
+    /// Full blocks of those prompts that were cached.
     hit_blocks: u64,
+    /// Full blocks of those prompts that were not.
     missed_blocks: u64,
+    /// Tokens that need not be computed.
     hit_tokens: u64,
+    /// Tokens that must be computed.
     missed_tokens: u64,
+    /// Blocks that were computed twice and merged into one.
     merged_blocks: u64,
+    /// Hit blocks that only the host had.
     loaded_blocks: u64,
+    /// Copies on write that were decided.
     copied_blocks: u64,
+    /// Blocks moved from device to host.
     swapped_out_blocks: u64,
+    /// Blocks moved from host to device.
     swapped_in_blocks: u64,
+    /// Blocks moved to the external tier.
     spilled_blocks: u64,
+    /// Blocks moved from the external tier.
     fetched_blocks: u64,
+    /// Moves by defragmentation that ended.
     moved_blocks: u64,
+    /// Moves given up because the block was written, freed or leased meanwhile.
     cancelled_moves: u64,
+    /// Moves whose bytes did not land.
     failed_moves: u64,
+    /// For each tier, blocks that are referenced or leased now.
     used_blocks: ByTier,
+    /// For each tier, the most blocks ever used at once.
     peak_blocks: ByTier,
+    /// For each tier, blocks that transfers lease now.
     leased_blocks: ByTier,
+    /// For each tier, blocks whose key finds them now.
     cached_blocks: ByTier,
+    /// For each tier, cached blocks that were evicted.
     evicted_blocks: ByTier,
+    /// For each tier, blocks that pins keep now.
     pinned_blocks: ByTier,
+    /// For each tier, blocks that overdue transfers hold now.
     quarantined_blocks: ByTier,
 }
 
-impl From<&Stats> for PyManagerStats {
-    fn from(stats: &Stats) -> Self {
+impl PyManagerStats {
+    pub(crate) fn new(stats: &Stats, open_tickets: impl Iterator<Item = TicketId>) -> Self {
         let by_tier = |of: fn(&TierUse) -> u64| Tier::ALL.map(|t| (t.name(), of(&stats.tiers[t.index()]))).into();
         let prefix = &stats.prefix;
         Self {
             sequences: stats.sequences as u64,
             steps: stats.steps,
-            open_tickets: stats.open_tickets as u64,
+            open_tickets: open_tickets.map(|ticket| ticket.0).collect(),
             prompts: prefix.prompts,
             hit_blocks: prefix.hit_blocks,
             missed_blocks: prefix.missed_blocks(),
@@ -76,13 +100,24 @@ impl From<&Stats> for PyManagerStats {
 
 #[pymethods]
 impl PyManagerStats {
-    /// All counters by name; those of a tier as `used_blocks_device` and so on.
+    /// Hit blocks of all full blocks that were looked up; 0 before the first.
+    #[getter]
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]
+    fn hit_rate(&self) -> f64 {
+        let blocks = self.hit_blocks + self.missed_blocks;
+        if blocks == 0 { 0.0 } else { self.hit_blocks as f64 / blocks as f64 }
+    }
+
+    /// Return all counters by name, for metrics.
+    ///
+    /// Returns:
+    ///     A dict of ints; those of a tier as `used_blocks_device` and so on, and the number of `open_tickets`.
     fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         let plain = [
             ("sequences", self.sequences),
             ("steps", self.steps),
-            ("open_tickets", self.open_tickets),
+            ("open_tickets", self.open_tickets.len() as u64),
             ("prompts", self.prompts),
             ("hit_blocks", self.hit_blocks),
             ("missed_blocks", self.missed_blocks),
@@ -121,12 +156,5 @@ impl PyManagerStats {
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         Ok(format!("ManagerStats({})", self.as_dict(py)?.repr()?))
-    }
-}
-
-#[pymethods]
-impl PyBlockManager {
-    fn stats(&self) -> PyManagerStats {
-        (&self.lock().stats()).into()
     }
 }

@@ -78,7 +78,8 @@ impl PyCompletion {
         self.ok.clone_ref(py)
     }
 
-    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses are zero. `[0, bytes_per_block]` for writes.
+    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses are zero. `[0, bytes_per_block]` for
+    /// writes.
     #[getter]
     fn rows(&self, py: Python<'_>) -> Py<PyArray2<u8>> {
         self.rows.clone_ref(py)
@@ -316,8 +317,8 @@ impl PySlabStore {
         found.map(|found| geometry.offset(found)).ok_or_else(missing)
     }
 
-    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`, of any layout. The bytes are copied before this
-    /// returns a ticket. See `ExternalStore.submit_write`.
+    /// Start to write blocks: `slots` int64 `[n]`, `rows` uint8 `[n, bytes_per_block]`, of any layout. The bytes are
+    /// copied before this returns a ticket. See `ExternalStore.submit_write`.
     fn submit_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let slots = slot_array(slots)?;
         let shape = [slots.len(), self.bytes_per_block()];
@@ -337,7 +338,7 @@ impl PySlabStore {
         self.store.poll().map_err(|error| to_py(&error))
     }
 
-    /// Collect a ticket, waiting up to its deadline or `timeout` seconds, whichever is less. See `ExternalStore.wait`.
+    /// Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`.
     #[pyo3(signature = (ticket, timeout=None))]
     fn wait(
         &self,
@@ -369,7 +370,8 @@ impl PySlabStore {
         Ok(PyTierStats::from_store(stats, self.bytes_per_block() as u64))
     }
 
-    /// Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout` seconds.
+    /// Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout`
+    /// seconds.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, #[pyo3(from_py_with = args::timeout)] timeout: f64) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;

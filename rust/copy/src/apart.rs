@@ -1,4 +1,4 @@
-//! What makes a mapping sound: no byte is written twice, or read by one pair and written by another.
+//! Checks that a mapping is sound: no byte is written twice, or read by one pair and written by another.
 
 use crate::copy::CopyError;
 use crate::rows::Rows;

@@ -1,6 +1,6 @@
-//! Several pieces of memory at once, a line of each in turn.
+//! Copies several pieces of memory at once, a line of each in turn.
 //!
-//! One piece after the other leaves the memory waiting at each page, as a processor fetches ahead within a page only.
+//! One piece after another would wait at each page, since a processor prefetches within a page only.
 
 use crate::pieces::Piece;
 

@@ -1,11 +1,10 @@
 //! Copies and exchanges rows of paged caches in host memory, at the memory's speed.
 //!
-//! A cache is [`Rows`]: one for each block, of one width, a stride apart. One call does all caches of a model; large calls
-//! are shared among threads. What is larger than the processor's caches is read from several rows at once, and written past
-//! the caches.
+//! A cache is [`Rows`]: one row a block, of one width, a stride apart. One call covers all caches of a model; threads share
+//! large calls. Copies larger than the processor's caches read several rows at once and write past the caches.
 //!
-//! Memory is the promise of who makes [`Rows`]. All else is checked before the first byte moves: that rows exist, that no row
-//! is written twice or both read and written, that no caches share memory.
+//! The maker of [`Rows`] promises that the memory exists. Everything else is checked before the first byte moves: rows
+//! exist, no row is written twice or both read and written, no caches share memory.
 
 mod apart;
 mod copy;

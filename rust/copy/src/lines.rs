@@ -1,4 +1,4 @@
-//! What is done with a line of memory.
+//! Copies and exchanges of one line of memory.
 
 use crate::lanes::LINE;
 

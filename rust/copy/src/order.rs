@@ -1,4 +1,4 @@
-//! Puts moves within a cache into an order in which no row is overwritten before it has been read.
+//! Orders moves within a cache so that no row is overwritten before it is read.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! What a mapping copies between two caches, as pieces of memory: neighbours that stay neighbours are one.
+//! The pieces of memory that a mapping copies between two caches: adjacent pairs of rows become one piece.
 
 use crate::rows::Rows;
 use std::slice::Iter;

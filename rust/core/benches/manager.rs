@@ -5,7 +5,7 @@
     reason = "criterion's macro writes undocumented functions; a benchmark may panic"
 )]
 
-use blockyard_core::{Config, Counts, Manager, SequenceId};
+use blockyard_core::{Config, Counts, Manager, SequenceId, Tier};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 
 const SEQUENCES: usize = 256;
@@ -47,7 +47,7 @@ fn swap(c: &mut Criterion) {
         b.iter_batched_ref(
             || manager(32_768),
             |(manager, sequences)| {
-                manager.swap_out(sequences).unwrap();
+                manager.swap_out(sequences, Tier::Host).unwrap();
                 let decision = manager.take_decision();
                 manager.complete(decision.ticket).unwrap();
             },

@@ -163,7 +163,7 @@ mod tests {
         manager.complete(first.ticket).unwrap();
         manager.fork(sequences[0], 1, &mut sequences).unwrap();
         manager.append(&sequences[..1], Counts::All(1), 0, &mut [0]).unwrap();
-        manager.swap_out(&sequences[1..2]).unwrap();
+        manager.swap_out(&sequences[1..2], Tier::Host).unwrap();
         let _ = manager.take_decision();
         manager.check().unwrap();
         manager

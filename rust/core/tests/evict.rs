@@ -34,7 +34,7 @@ fn reachable(manager: &Manager, prompts: &[Vec<u32>]) -> usize {
     for tokens in prompts {
         let full = tokens.len() / BLOCK * BLOCK;
         let asked = [&tokens[..full], &[u32::MAX - 1]].concat();
-        let cached = manager.cached_tokens(&prompt(&asked)).unwrap() as usize;
+        let cached = manager.lookup(&prompt(&asked)).unwrap().tokens as usize;
         found.extend((1..=cached / BLOCK).map(|blocks| tokens[..blocks * BLOCK].to_vec()));
     }
     found.len()
@@ -117,7 +117,7 @@ fn a_policy_of_the_callers_own_decides() {
         manager.free(&[sequence]).unwrap();
         manager.check().unwrap();
     }
-    let cached = |token| manager.cached_tokens(&prompt(&[token, token, 0])).unwrap();
+    let cached = |token| manager.lookup(&prompt(&[token, token, 0])).unwrap().tokens;
     assert_eq!([1, 2, 3, 4, 5].map(cached), [2, 2, 2, 0, 2]);
     assert_eq!(manager.clone().pool(Tier::Device).evictable(), 4);
 }

@@ -104,10 +104,10 @@ impl World {
             }),
             13 => self.each(draw, |books, sequence, _, n| books.truncate(sequence, n)),
             14 => self.books.free(&self.pick(draw)),
-            15 => self.books.swap_out(&self.pick(draw)),
-            16 => self.books.swap_in(&self.pick(draw)),
-            17 => self.books.spill(&self.pick(draw)),
-            18 => self.books.fetch(&self.pick(draw), Tier::ALL[draw.below(3)]),
+            15 => self.books.swap_out(&self.pick(draw), Tier::Host),
+            16 => self.books.swap_in(&self.pick(draw), Tier::Device),
+            17 => self.books.swap_out(&self.pick(draw), Tier::External),
+            18 => self.books.swap_in(&self.pick(draw), Tier::ALL[draw.below(3)]),
             19 => self.rare(draw),
             20 => self.defragment(draw),
             _ => self.step(draw),
@@ -226,8 +226,8 @@ impl World {
                     0 => self.books.mark_computed(&one),
                     1 | 3 | 7 => self.books.append(&one, Counts::All(tokens), 0, &mut slots),
                     2 => self.books.fork(sequence, 1, &mut Vec::new()),
-                    4 => self.books.swap_out(&one),
-                    5 => self.books.swap_in(&one),
+                    4 => self.books.swap_out(&one, Tier::Host),
+                    5 => self.books.swap_in(&one, Tier::Device),
                     6 => self.books.truncate(sequence, 0),
                     _ => self.books.free(&one),
                 };
@@ -251,7 +251,7 @@ impl World {
             let mut slots = vec![0; self.books.num_tokens(sequence).unwrap_or(0).min(64) as usize];
             let _ = self.books.slot_mapping(sequence, 0, &mut slots);
             let _ = self.books.blocks_to_append(&[sequence], Counts::All(2), 1);
-            let _ = self.books.can_swap_in(&[sequence], 1);
+            let _ = self.books.can_swap_in(&[sequence], Tier::Device, 1);
         }
     }
 }

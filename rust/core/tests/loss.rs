@@ -36,9 +36,9 @@ fn rest(manager: &mut Manager) {
 
 /// A sequence comes back and runs on; its load is under way.
 fn returned(manager: &mut Manager, sequence: SequenceId) -> StepDecision {
-    manager.swap_out(&[sequence]).unwrap();
+    manager.swap_out(&[sequence], Tier::Host).unwrap();
     rest(manager);
-    manager.swap_in(&[sequence]).unwrap();
+    manager.swap_in(&[sequence], Tier::Device).unwrap();
     append(manager, sequence, &[7]);
     manager.take_decision()
 }
@@ -57,18 +57,22 @@ fn what_was_computed_from_a_copy_of_a_late_load_is_not_findable_before_the_load_
     rest(&mut manager);
     let known = [1, 2, 7, 3, 4, 5, 6, 7, 8, 9];
     manager.mark_computed(&[child]).unwrap();
-    assert_eq!(manager.cached_tokens(&prompt(&known)), Ok(0));
+    assert_eq!(manager.lookup(&prompt(&known)).map(|hit| hit.tokens), Ok(0));
     let mut again = manager.clone();
     again.complete(load.ticket).unwrap();
     again.mark_computed(&[child]).unwrap();
-    assert_eq!(again.cached_tokens(&prompt(&known)), Ok(8));
+    assert_eq!(again.lookup(&prompt(&known)).map(|hit| hit.tokens), Ok(8));
     let mut lost = manager.fail(load.ticket, &loads(&load)).unwrap();
     lost.sort_unstable();
     assert_eq!(lost, [parent, child]);
     manager.free(&lost).unwrap();
     let heir = admit(&mut manager, &known[..5]);
     manager.mark_computed(&[heir]).unwrap();
-    assert_eq!(manager.cached_tokens(&prompt(&known)), Ok(4), "the first block is new, the second must be too");
+    assert_eq!(
+        manager.lookup(&prompt(&known)).map(|hit| hit.tokens),
+        Ok(4),
+        "the first block is new, the second must be too"
+    );
     manager.check().unwrap();
 }
 
@@ -97,7 +101,7 @@ fn an_append_of_no_tokens_does_not_let_the_next_one_write_what_is_being_read() {
     let mut manager = manager();
     let parent = admit(&mut manager, &[1, 2, 3]);
     let child = fork(&mut manager, parent);
-    manager.swap_out(&[parent]).unwrap();
+    manager.swap_out(&[parent], Tier::Host).unwrap();
     let read = manager.take_decision();
     manager.truncate(child, 2).unwrap();
     append(&mut manager, child, &[]);
@@ -110,11 +114,11 @@ fn an_append_of_no_tokens_does_not_keep_a_block_that_another_tier_has_a_copy_of(
     let mut manager = manager();
     let parent = admit(&mut manager, &[1, 2, 3, 4]);
     let child = fork(&mut manager, parent);
-    manager.swap_out(&[parent]).unwrap();
+    manager.swap_out(&[parent], Tier::Host).unwrap();
     rest(&mut manager);
     manager.truncate(child, 3).unwrap();
     append(&mut manager, child, &[]);
-    manager.swap_in(&[parent]).unwrap();
+    manager.swap_in(&[parent], Tier::Device).unwrap();
     rest(&mut manager);
     manager.check().unwrap();
     append(&mut manager, child, &[5]);

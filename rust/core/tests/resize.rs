@@ -73,7 +73,7 @@ impl Plain {
         assert_eq!(self.books.stats().tiers[0].used, in_use.len());
         let new: Vec<_> = live.iter().filter(|block| past(block) && !self.beyond.contains(block)).collect();
         assert!(new.is_empty(), "{new:?} were given out beyond {blocks}");
-        let uses = self.books.device_uses();
+        let uses = self.books.uses(Tier::Device);
         assert_eq!(uses.len(), wanted.extent);
         let all =
             |usage: BlockUse| (0u32..).zip(&uses).filter(move |(_, other)| **other == usage).map(|(block, _)| block);
@@ -91,7 +91,7 @@ impl Plain {
         assert_eq!(self.books.watermark_blocks(), watermark);
         for wanted in 1..8 {
             let demand = Demand { tokens: SIZE * wanted, ..Demand::default() };
-            let (wanted, status) = (wanted as usize, self.books.can_admit(&demand));
+            let (wanted, status) = (wanted as usize, self.books.can_admit(&demand).status);
             assert_eq!(status == AllocStatus::Never, wanted + watermark > blocks);
             assert!(status != AllocStatus::Ok || wanted + watermark <= pool.available());
         }
@@ -122,13 +122,13 @@ impl Plain {
                 if let Some(sequence) = pick(n) {
                     let table: Vec<BlockId> = self.books.block_table(sequence).unwrap().to_vec();
                     let held = self.books.num_tokens(sequence).unwrap().div_ceil(SIZE) as usize;
-                    if self.books.swap_out(&[sequence]).is_ok() {
+                    if self.books.swap_out(&[sequence], Tier::Host).is_ok() {
                         self.reading.extend(table[..held].iter().map(|block| block.0));
                     }
                 }
             }
             Op::SwapIn(n) => {
-                if let Some(sequence) = pick(n).filter(|&s| self.books.swap_in(&[s]).is_ok()) {
+                if let Some(sequence) = pick(n).filter(|&s| self.books.swap_in(&[s], Tier::Device).is_ok()) {
                     self.reading.extend(self.books.block_table(sequence).unwrap().iter().map(|block| block.0));
                 }
             }

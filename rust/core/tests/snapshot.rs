@@ -73,8 +73,8 @@ fn apply(books: &mut Manager, sequences: &mut Vec<SequenceId>, op: Op) -> Seen {
             }
         }
         Op::Free(s) => books.free(&at(s)),
-        Op::SwapOut(s) => books.swap_out(&at(s)),
-        Op::SwapIn(s) => books.swap_in(&at(s)),
+        Op::SwapOut(s) => books.swap_out(&at(s), Tier::Host),
+        Op::SwapIn(s) => books.swap_in(&at(s), Tier::Device),
         Op::Step => {
             let taken = books.take_decision();
             let result = books.complete(taken.ticket);
@@ -186,7 +186,7 @@ fn books_are_written_only_at_rest_and_the_error_says_what_is_open() {
     let first = books.take_decision();
     assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 1, open: books.open_tickets().collect(), pairs: 0 }));
     books.complete(first.ticket).unwrap();
-    books.swap_out(&sequences).unwrap();
+    books.swap_out(&sequences, Tier::Host).unwrap();
     assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 0, open: vec![], pairs: 3 }));
     let swap = books.take_decision();
     books.complete(swap.ticket).unwrap();
@@ -200,15 +200,15 @@ fn an_open_step_that_reused_drained_blocks_still_waits_for_their_readers() {
     books.allocate(&[12, 12], &mut sequences).unwrap();
     let first = books.take_decision();
     books.complete(first.ticket).unwrap();
-    books.swap_out(&sequences[..1]).unwrap();
+    books.swap_out(&sequences[..1], Tier::Host).unwrap();
     let swap = books.take_decision();
     books.allocate(&[15], &mut sequences).unwrap();
     books.complete(swap.ticket).unwrap();
     let mut restored = Manager::restore(&books.snapshot().unwrap()).unwrap();
     for books in [&mut books, &mut restored] {
-        books.swap_out(&sequences[1..2]).unwrap_err();
+        books.swap_out(&sequences[1..2], Tier::Host).unwrap_err();
         books.free(&sequences[..1]).unwrap();
-        books.swap_out(&sequences[1..2]).unwrap();
+        books.swap_out(&sequences[1..2], Tier::Host).unwrap();
         let decision = books.take_decision();
         assert_eq!(decision.after, [decision.ticket]);
     }

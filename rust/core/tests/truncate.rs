@@ -1,6 +1,6 @@
 //! Truncated sequences among others that share their blocks.
 
-use blockyard_core::{Config, KeySpec, Manager, Prompt};
+use blockyard_core::{Config, KeySpec, Manager, Prompt, Tier};
 
 #[test]
 fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
@@ -15,7 +15,7 @@ fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
         let ticket = books.take_decision().ticket;
         books.complete(ticket).unwrap();
         books.mark_computed(&[origin]).unwrap();
-        books.swap_out(&[origin]).unwrap();
+        books.swap_out(&[origin], Tier::Host).unwrap();
         let mut forks = Vec::new();
         books.fork(origin, 1, &mut forks).unwrap();
         books.truncate(forks[0], keep).unwrap();
@@ -23,7 +23,7 @@ fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
         books.complete(ticket).unwrap();
         for order in [[forks[0], origin], [origin, forks[0]]] {
             let mut books = books.clone();
-            books.swap_in(&order).unwrap();
+            books.swap_in(&order, Tier::Device).unwrap();
             books.check().unwrap();
             let cut = books.block_table(forks[0]).unwrap();
             assert_eq!(cut, &books.block_table(origin).unwrap()[..cut.len()]);

@@ -1,12 +1,12 @@
-//! Memory that direct I/O accepts: its address and its length are multiples of 4 KiB. Owned by Rust, so that a thread
-//! which hangs in the kernel never holds anything of the caller's.
+//! Memory for direct I/O: address and length are multiples of 4 KiB. Rust owns it, so a thread that hangs in the kernel
+//! never holds the caller's memory.
 
 use crate::header::PAGE;
 
 /// Bytes on a 4 KiB boundary, zero at first.
 #[derive(Debug)]
 pub struct Buffer {
-    /// Never grown, so that the boundary stays where it is.
+    /// Never grown, so that it stays aligned.
     bytes: Vec<u8>,
     start: usize,
     len: usize,
@@ -39,7 +39,7 @@ impl Buffer {
         &self.as_slice()[PAGE..PAGE + len]
     }
 
-    /// Copies a payload behind the header page and clears the padding after it.
+    /// Copies a payload after the header page and clears the padding.
     pub(crate) fn fill_payload(&mut self, payload: &[u8]) {
         let room = &mut self.as_mut_slice()[PAGE..];
         let (head, padding) = room.split_at_mut(payload.len());

@@ -1,4 +1,4 @@
-//! Where the bytes go: anything that reads and writes at an offset. The slab's file is one; tests bring faulty ones.
+//! Storage that reads and writes at an offset: the slab's file, or a faulty one in tests.
 
 use crate::header::PAGE;
 use std::io;
@@ -17,23 +17,23 @@ pub trait BlockDevice: Send + Sync {
     /// The system's.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
 
-    /// Called once, from a thread of its own, when the store is closed and the bytes are wanted no more.
+    /// Called once, from a thread of its own, when the store is closed.
     fn discard(&self) {}
 }
 
-/// Reads until the buffer is full, going on after short reads.
+/// Reads until the buffer is full, continuing after short reads.
 pub(crate) fn read_whole(device: &dyn BlockDevice, bytes: &mut [u8], offset: u64) -> io::Result<()> {
     let whole = bytes.len();
     in_steps(whole, io::ErrorKind::UnexpectedEof, |done| device.read_at(&mut bytes[done..], offset + done as u64))
 }
 
-/// Writes until all is written, going on after short writes.
+/// Writes all bytes, continuing after short writes.
 pub(crate) fn write_whole(device: &dyn BlockDevice, bytes: &[u8], offset: u64) -> io::Result<()> {
     in_steps(bytes.len(), io::ErrorKind::WriteZero, |done| device.write_at(&bytes[done..], offset + done as u64))
 }
 
-/// Repeats a step from where the last one ended, on page boundaries, until `whole` bytes are done. A step that brings
-/// no further page is the error `stuck`.
+/// Repeats a step from the end of the last one, on page boundaries, until `whole` bytes are done. A step without
+/// progress is the error `stuck`.
 fn in_steps(whole: usize, stuck: io::ErrorKind, mut step: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
     let mut done = 0;
     while done < whole {
@@ -57,7 +57,7 @@ mod tests {
     use std::collections::VecDeque;
     use std::sync::Mutex;
 
-    /// Moves as many bytes as its script says, call by call.
+    /// Transfers as many bytes a call as its script says.
     struct Scripted {
         script: Mutex<VecDeque<io::Result<usize>>>,
         calls: Mutex<Vec<(u64, usize)>>,

@@ -1,4 +1,4 @@
-//! What can go wrong in opening a store or asking it something. Trouble with single blocks is a [`crate::Miss`].
+//! Errors of opening and calling a store. A failure of a single block is a [`crate::Miss`].
 
 use std::io;
 use std::path::PathBuf;
@@ -26,13 +26,13 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// The path names something else than a directory.
+    /// The path is not a directory.
     #[error("{} is not a directory", path.display())]
     NotADirectory {
         /// The path.
         path: PathBuf,
     },
-    /// The file system cannot lock files, so that a slab in use could not be told from one left behind.
+    /// The file system cannot lock files, so nobody could tell a slab in use from an abandoned one.
     #[error("the file system of {} has no locks ({source}); mount it with them, or name another directory", path.display())]
     NoLocks {
         /// Directory of the slab.
@@ -50,7 +50,7 @@ pub enum Error {
         /// Bytes that the file system offers.
         available: u64,
     },
-    /// A file of this size may not be written.
+    /// The file would be larger than allowed.
     #[error("asked for a file of {asked} bytes in {}, the limit is {limit}", path.display())]
     FileTooLarge {
         /// Directory of the slab.
@@ -60,7 +60,7 @@ pub enum Error {
         /// Bytes that the process or the file system allows, if known.
         limit: String,
     },
-    /// The size holds not one slot.
+    /// The size holds no slot.
     #[error("size is {size} bytes, one slot of {stride} and a superblock of {superblock} need more")]
     TooSmall {
         /// Bytes allowed.
@@ -90,7 +90,7 @@ pub enum Error {
         /// The system's reason.
         reason: String,
     },
-    /// An option has no meaning.
+    /// An option is invalid.
     #[error("{what} is {found}, must be {must}")]
     InvalidOption {
         /// Name of the option.
@@ -114,7 +114,7 @@ pub enum Error {
         /// The slot.
         slot: i64,
     },
-    /// The rows do not belong to the slots.
+    /// The rows do not match the slots.
     #[error("rows hold {found} bytes, {slots} slots of {payload_bytes} bytes need {expected}")]
     WrongLength {
         /// Bytes given.

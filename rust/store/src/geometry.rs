@@ -1,4 +1,4 @@
-//! Where each slot lies. Everything is a multiple of 4 KiB, and the size that the user allows covers it all.
+//! Offsets of the slots. All are multiples of 4 KiB, and the user's size covers the whole file.
 
 use crate::error::{Error, Result};
 use crate::header::PAGE;

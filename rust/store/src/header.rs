@@ -1,4 +1,4 @@
-//! The 4 KiB in front of every block, and the superblock in front of them all. Owns the byte format, which
+//! The 4 KiB header of every block, and the superblock of the file. Owns the byte format, which
 //! `docs/decisions/0002-slab-header.md` fixes, and the order of the checks.
 
 use crate::miss::Miss;
@@ -10,13 +10,13 @@ pub const PAGE: usize = 4096;
 const VERSION: u32 = 1;
 const SLOT_MAGIC: [u8; 8] = *b"BLKYSLOT";
 const SLAB_MAGIC: [u8; 8] = *b"BLKYSLAB";
-/// Where the page's own checksum begins; it covers everything before it.
+/// Offset of the page's checksum, which covers everything before it.
 const CHECKSUM: usize = PAGE - 16;
 
 /// One page of the format: magic, version, fields, checksum.
 type Page = [u8; PAGE];
 
-/// What the header of a written block says.
+/// The header of a written block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Digest of everything that decides the bytes.
@@ -33,7 +33,7 @@ pub struct Header {
     pub payload_hash: u128,
 }
 
-/// What a reader knows about the block that it asks for.
+/// What a reader expects of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expected {
     /// Digest of everything that decides the bytes.
@@ -62,10 +62,10 @@ impl Expected {
         }
     }
 
-    /// Whether a block of header page and payload is the expected one, whole.
+    /// Checks that a block (header page and payload) is the expected one.
     ///
     /// # Errors
-    /// The first thing that does not match.
+    /// The first mismatch.
     pub fn check(&self, block: &[u8]) -> Result<(), Miss> {
         let (page, rest) = block.split_first_chunk::<PAGE>().ok_or(Miss::Truncated)?;
         let header = Header::decode(page)?;

@@ -1,12 +1,12 @@
-//! The I/O of the external tiers: threads and system calls live here and nowhere else.
+//! I/O of the external tiers: only this crate has threads and file system calls.
 //!
 //! ```text
 //! header, geometry, buffer -> device -> slab; ticket -> queue -> store
 //! ```
 //!
-//! A [`SlabStore`] keeps blocks in the slots of one preallocated file. Writes and reads are submitted in batches,
-//! carried out by a thread pool and collected by ticket; every read is checked against what was written last, and
-//! whatever does not match is a [`Miss`], never wrong bytes. The format is in `docs/decisions/0002-slab-header.md`.
+//! A [`SlabStore`] keeps blocks in the slots of one preallocated file. Callers submit writes and reads in batches, a
+//! thread pool carries them out, and callers collect them by ticket. Every read is checked against the last write: a
+//! mismatch is a [`Miss`], never wrong bytes. The format is in `docs/decisions/0002-slab-header.md`.
 #![forbid(unsafe_code)]
 
 mod buffer;

@@ -1,10 +1,10 @@
-//! What is asked for and in which order it may be done. No I/O and no threads: the store calls this under its one lock.
+//! Requests and the order in which they may run. No I/O and no threads: the store calls this under its one lock.
 //!
 //! Invariants:
 //! - operations on one slot run one at a time, in the order in which they were submitted;
-//! - `used` is the bytes of all buffers that belong to an operation or to a result nobody has collected, and never
-//!   exceeds `limit`;
-//! - a slot is `Valid` only between the end of a write that somebody was told of and the start of the next.
+//! - `used` counts the bytes of all buffers that belong to an operation or to an uncollected result, and never exceeds
+//!   `limit`;
+//! - a slot is `Valid` only between the reported end of a write and the start of the next.
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -34,12 +34,12 @@ pub struct Stats {
     pub pending_bytes: u64,
 }
 
-/// One thing to be done to a slot, in its turn.
+/// One operation on a slot.
 #[derive(Debug)]
 enum Op {
     Write(Place, Buffer),
     Read(Place),
-    /// A write that was refused: whatever the slot holds is no longer what the caller means.
+    /// A refused write: the slot no longer holds what the caller expects.
     Void(u32),
 }
 
@@ -57,13 +57,13 @@ enum SlotState {
     Valid { generation: u64 },
 }
 
-/// The state of a store, less its threads and its device. Who waits asks `tickets` directly.
+/// The state of a store without its threads and its device. Waiting callers ask `tickets` directly.
 #[derive(Debug)]
 pub(crate) struct Queue {
     stride: usize,
     slots: Vec<SlotState>,
     ready: VecDeque<Op>,
-    /// Slots with an operation that is ready or running, and what waits behind it.
+    /// Slots with an operation that is ready or running, and the operations behind it.
     busy: HashMap<u32, VecDeque<Op>>,
     pub(crate) tickets: Tickets,
     next_generation: u64,
@@ -93,7 +93,7 @@ impl Queue {
         }
     }
 
-    /// Sets memory aside for up to `wanted` blocks; returns a buffer for each that fits.
+    /// Reserves memory for up to `wanted` blocks; returns a buffer for each that fits.
     pub(crate) fn reserve(&mut self, wanted: usize) -> Vec<Option<Buffer>> {
         let count = self.reserve_bytes(wanted);
         (0..count).map(|_| self.idle.pop()).collect()
@@ -234,7 +234,7 @@ impl Queue {
         self.stats.last_error = what;
     }
 
-    /// Records what became of a block; returns whether anybody will be told. A block that was read for nobody gives its
+    /// Records the outcome of a block; returns whether its ticket still needs it. If not, a block that was read gives its
     /// memory back.
     fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
         match self.tickets.settle(place, outcome) {

@@ -1,8 +1,8 @@
-//! The file of a slab: made beside others in a directory, locked, preallocated, and gone when the store is closed or
-//! its process dies.
+//! The file of a slab: locked, preallocated, and removed when the store is closed or by the next opener if its process
+//! dies.
 //!
-//! Invariant: whoever holds the `flock` of a slab that still has its name owns it. A name whose lock is free belongs to
-//! a dead process and may be removed by anyone.
+//! Invariant: the holder of the `flock` of a named slab owns it. A slab whose lock is free belongs to a dead process,
+//! and anyone may remove it.
 
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_whole, write_whole};
@@ -20,13 +20,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const PREFIX: &str = "blockyard-swap-";
 const SUFFIX: &str = ".slab";
-/// Names that one process tries before it gives up.
+/// Names that one process tries.
 const NAMES: u32 = 10_000;
 
 /// Whether the page cache is bypassed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DirectMode {
-    /// Where the file system allows it; otherwise buffered, and the slab says so.
+    /// If the file system allows it; otherwise buffered, with a note.
     #[default]
     Auto,
     /// Always; refused where the file system does.
@@ -62,11 +62,11 @@ pub struct SlabFile {
 }
 
 impl SlabFile {
-    /// Makes a slab. Slabs that dead processes left in the directory are removed first.
+    /// Creates a slab. It first removes slabs that dead processes left in the directory.
     ///
     /// # Errors
-    /// `NoSpace` or `FileTooLarge` if the slab does not fit whole, `DirectRefused` if direct I/O is required and not
-    /// to be had, and what the system refuses. Nothing is left behind.
+    /// `NoSpace` or `FileTooLarge` if the slab does not fit, `DirectRefused` if direct I/O is required and not
+    /// available, and system errors. Nothing is left behind.
     pub fn create(options: &SlabOptions) -> Result<Self> {
         // Without a trailing slash, which would have a symbolic link followed.
         let path: PathBuf = options.directory.components().collect();
@@ -74,7 +74,7 @@ impl SlabFile {
         remove_dead(&directory);
         let result = Self::create_in(directory, options);
         if result.is_err() && made {
-            // The reason for the failure matters more than a directory that somebody else uses by now.
+            // The failure matters more than a directory that somebody else may use by now.
             let _ = fs::unlinkat(CWD, &path, AtFlags::REMOVEDIR);
         }
         result
@@ -98,7 +98,7 @@ impl SlabFile {
                 Err(Errno::EXIST) => continue,
                 other => File::from(other.map_err(failed("create a slab in", path))?),
             };
-            // Another opener may hold the lock for a moment, in the belief that the file's owner is dead; it removes it.
+            // Another opener may hold the lock for a moment because it takes the owner for dead; it removes the file.
             match rustix::io::retry_on_intr(|| fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => continue,
@@ -115,7 +115,7 @@ impl SlabFile {
         Err(failed("find a free name in", path)(Errno::EXIST))
     }
 
-    /// Takes all the room at once, so that a full disk is met at the start.
+    /// Allocates the whole file, so that a full disk shows at the start.
     fn preallocate(&mut self, options: &SlabOptions) -> Result<()> {
         let asked = options.geometry.total();
         let path = options.directory.clone();
@@ -133,7 +133,7 @@ impl SlabFile {
         }
     }
 
-    /// Turns direct I/O on if wanted, proves it on the superblock, and turns it off again where that fails.
+    /// Turns direct I/O on if wanted, tests it on the superblock, and turns it off if that fails.
     fn choose_direct(&mut self, options: &SlabOptions) -> Result<()> {
         let mut page = Buffer::new(PAGE);
         superblock(options, self.owner, &mut page);
@@ -184,13 +184,13 @@ impl SlabFile {
         self.direct
     }
 
-    /// What the file system did not allow, in words; empty if it allowed everything.
+    /// What the file system refused, in words; empty if nothing.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Removes the name, once, unless it belongs to another file by now or this process is a fork of the owner.
+    /// Removes the name, once, unless another file has it by now or this process is a fork of the owner.
     fn unlink(&self) {
         if self.owner != std::process::id() || self.unlinked.swap(true, Ordering::Relaxed) {
             return;
@@ -198,7 +198,7 @@ impl SlabFile {
         let named = fs::statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW);
         if let (Ok(named), Ok(ours)) = (named, fs::fstat(&self.file)) {
             if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino) {
-                // A name that stays is removed by the next opener.
+                // If this fails, the next opener removes the name.
                 let _ = fs::unlinkat(&self.directory, &self.name, AtFlags::empty());
             }
         }
@@ -225,7 +225,7 @@ impl Drop for SlabFile {
     }
 }
 
-/// Opens the directory, making its last component if it is missing; tells whether it did.
+/// Opens the directory and creates its last component if missing; returns whether it did.
 fn open_directory(path: &Path) -> Result<(OwnedFd, bool)> {
     let made = match fs::mkdirat(CWD, path, Mode::RWXU) {
         Ok(()) => true,
@@ -244,7 +244,7 @@ fn open_directory(path: &Path) -> Result<(OwnedFd, bool)> {
     }
 }
 
-/// Removes slabs whose lock is free. What cannot be read, opened or removed is left to the next opener.
+/// Removes slabs whose lock is free. Failures are left to the next opener.
 fn remove_dead(directory: &OwnedFd) {
     let Ok(entries) = fs::Dir::read_from(directory) else { return };
     for entry in entries.flatten() {
@@ -253,7 +253,7 @@ fn remove_dead(directory: &OwnedFd) {
         if !bytes.starts_with(PREFIX.as_bytes()) || !bytes.ends_with(SUFFIX.as_bytes()) {
             continue;
         }
-        // NONBLOCK: a FIFO of that name must not hold us.
+        // NONBLOCK: a FIFO of that name must not block.
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let Ok(file) = fs::openat(directory, name, flags, Mode::empty()) else { continue };
         let regular = fs::fstat(&file).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile);
@@ -263,7 +263,7 @@ fn remove_dead(directory: &OwnedFd) {
     }
 }
 
-/// Refuses a slab that cannot fit before anything is written.
+/// Refuses a slab that does not fit before anything is written.
 fn check_space(directory: &OwnedFd, options: &SlabOptions) -> Result<()> {
     let asked = options.geometry.total();
     match available(directory) {
@@ -274,7 +274,7 @@ fn check_space(directory: &OwnedFd, options: &SlabOptions) -> Result<()> {
     }
 }
 
-/// Bytes that an unprivileged process may still take from the file system, if it tells.
+/// Bytes that an unprivileged process may still allocate, if the file system says.
 fn available(directory: &OwnedFd) -> Option<u64> {
     let stat = fs::fstatvfs(directory).ok()?;
     // Some file systems report no sizes at all.

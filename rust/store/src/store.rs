@@ -1,5 +1,5 @@
-//! The store: a queue, a device and the threads between them. Callers hand bytes in and take bytes out; no thread
-//! touches the caller's memory, and no call waits for the device longer than it says.
+//! The store: a queue, a device and the threads between them. No thread touches the caller's memory, and no call waits
+//! for the device longer than its timeout.
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
 //! `done` wakes callers. A thread that hangs in the kernel keeps its own buffer and its share of the device, and is
@@ -26,7 +26,7 @@ const PARTING: Duration = Duration::from_secs(1);
 /// Longest time that close waits.
 const LONGEST: Duration = Duration::from_secs(86_400);
 
-/// How a store works; where its bytes lie is the device's matter.
+/// Options of a store. The device decides where the bytes are.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
     /// Slots and their length.
@@ -37,12 +37,12 @@ pub struct StoreOptions {
     pub threads: usize,
     /// Most bytes of blocks in flight and of results not yet collected, headers included.
     pub memory_bytes: u64,
-    /// Least time that an operation is given; it grows with the bytes that are under way.
+    /// Least time for an operation; it grows with the bytes in flight.
     pub patience: Duration,
 }
 
 impl StoreOptions {
-    /// Refuses options that have no meaning.
+    /// Refuses invalid options.
     ///
     /// # Errors
     /// `InvalidOption`.
@@ -79,7 +79,7 @@ struct Shared {
 
 struct State {
     queue: Queue,
-    /// Taken on close, so that the last thread that uses the device lets go of it.
+    /// Taken on close, so that the last thread that uses the device drops it.
     device: Option<Arc<dyn BlockDevice>>,
     threads: usize,
 }
@@ -147,10 +147,10 @@ impl SlabStore {
         &self.options
     }
 
-    /// Writes blocks: `rows` holds one payload a slot, one behind the other. The bytes are copied before this returns.
+    /// Writes blocks: `rows` holds one payload a slot, back to back. The bytes are copied before this returns.
     ///
-    /// Blocks beyond the memory limit are refused (`QueueFull`), the first ones are taken; a refused, failed or
-    /// given-up write leaves a slot that reads as a miss.
+    /// Blocks beyond the memory limit are refused (`QueueFull`). A refused, failed or abandoned write leaves a slot
+    /// that reads as a miss.
     ///
     /// # Errors
     /// `SlotOutOfRange`, `RepeatedSlot`, `WrongLength`, `Closed`, `Forked`; nothing was submitted.
@@ -209,7 +209,7 @@ impl SlabStore {
         slots.iter().map(check).collect()
     }
 
-    /// A fork has none of the threads, and its copy of the lock may be held for ever.
+    /// A fork has no threads, and its copy of the lock may be held forever.
     fn check_process(&self) -> Result<()> {
         match std::process::id() {
             here if here == self.owner => Ok(()),
@@ -246,7 +246,7 @@ impl SlabStore {
         }
     }
 
-    /// Closes a ticket. Blocks that are not finished are given up as `Timeout`.
+    /// Closes a ticket. Unfinished blocks become misses (`Timeout`).
     ///
     /// # Errors
     /// `UnknownTicket`, `Forked`.
@@ -279,9 +279,9 @@ impl SlabStore {
         Ok(self.shared.lock().queue.stats())
     }
 
-    /// Drops what no thread has begun, waits up to `timeout` for what has been, and discards the device. Returns
-    /// whether all threads ended; those that hang in the kernel are left behind with their buffers. Open tickets can
-    /// still be collected. Closing twice, or in a fork, does nothing.
+    /// Drops operations that no thread has started, waits up to `timeout` for the others, and discards the device.
+    /// Returns whether all threads ended; threads that hang in the kernel keep their buffers. Open tickets can still be
+    /// collected. Closing twice, or in a fork, does nothing.
     #[must_use = "false means that threads were left behind"]
     pub fn close(&self, timeout: Duration) -> bool {
         if self.check_process().is_err() {
@@ -303,8 +303,8 @@ impl SlabStore {
         state.threads == 0
     }
 
-    /// Discards the device in a thread of its own, since removing a file hangs on a frozen disk like writing does.
-    /// Returns how many threads that takes.
+    /// Discards the device in a thread of its own, since removing a file can hang on a frozen disk. Returns the number
+    /// of threads started.
     fn discard_apart(&self, device: Arc<dyn BlockDevice>) -> usize {
         let shared = Arc::clone(&self.shared);
         let work = move || {
@@ -313,7 +313,7 @@ impl SlabStore {
             shared.lock().threads -= 1;
             shared.done.notify_all();
         };
-        // Without a thread the closure is dropped, and with it the device, which then cleans up after itself.
+        // Without a thread the closure is dropped, and with it the device, which then cleans up.
         usize::from(thread::Builder::new().name("blockyard-close".to_owned()).spawn(work).is_ok())
     }
 }
@@ -325,7 +325,7 @@ impl Drop for SlabStore {
     }
 }
 
-/// What became of one ticket. The blocks that were read count against the memory limit until this is dropped.
+/// The result of one ticket. Blocks that were read count against the memory limit until this is dropped.
 #[derive(Debug)]
 pub struct Completion {
     shared: Arc<Shared>,
@@ -341,7 +341,7 @@ impl Completion {
         self.outcomes.reads
     }
 
-    /// One entry a slot, in the order of the batch: the payload that was read, nothing for a write, or why not.
+    /// One entry a slot, in the order of the batch: the payload that was read, nothing for a write, or the miss.
     #[must_use]
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = std::result::Result<Option<&[u8]>, Miss>> {
         self.outcomes.blocks.iter().map(|block| match block {
@@ -353,7 +353,7 @@ impl Completion {
 
 impl Drop for Completion {
     fn drop(&mut self) {
-        // A fork's copy of the lock may be held for ever.
+        // A fork's copy of the lock may be held forever.
         if std::process::id() == self.owner {
             self.shared.lock().queue.take_back(&mut self.outcomes);
         }
@@ -379,7 +379,7 @@ impl Worker {
         shared.done.notify_all();
     }
 
-    /// Waits for something to do; `None` when the store is closing.
+    /// Waits for work; `None` when the store is closing.
     fn next_job(&self) -> Option<Job> {
         let mut state = self.shared.lock();
         loop {
@@ -434,7 +434,7 @@ impl Worker {
     }
 }
 
-/// Turns an error of the system into a miss, and keeps its words.
+/// Turns a system error into a miss and keeps its message.
 fn outcome<T>(queue: &mut Queue, what: &str, slot: u32, result: std::io::Result<T>) -> std::result::Result<T, Miss> {
     result.map_err(|error| {
         if error.kind() == std::io::ErrorKind::UnexpectedEof {

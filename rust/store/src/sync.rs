@@ -1,5 +1,4 @@
-//! What locks, waits and threads are made of: the standard library's parts, or in unit tests those of `shuttle`, which
-//! chooses the schedule.
+//! Locks, waits and threads: the standard library's, or in unit tests those of `shuttle`, which chooses the schedule.
 
 #[cfg(not(test))]
 pub(crate) use std::{

@@ -1,6 +1,6 @@
-//! Who is told what became of each block, and by when. Calls of the [`crate::queue::Queue`], under its lock.
+//! Tickets: the outcome of each block, and its deadline. [`crate::queue::Queue`] calls this under its lock.
 //!
-//! Invariant: a block is settled once; whatever comes later finds nobody to tell.
+//! Invariant: a block is settled once; later outcomes are dropped.
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -8,10 +8,10 @@ use crate::miss::Miss;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// What became of one block: the block if it was read, nothing if it was written, or why not.
+/// Outcome of one block: the block if it was read, nothing if it was written, or the miss.
 pub(crate) type Outcome = std::result::Result<Option<Buffer>, Miss>;
 
-/// What became of one ticket.
+/// Outcome of one ticket.
 #[derive(Debug)]
 pub(crate) struct Outcomes {
     pub(crate) reads: bool,
@@ -19,14 +19,14 @@ pub(crate) struct Outcomes {
     pub(crate) blocks: Vec<Outcome>,
 }
 
-/// How far a ticket is.
+/// Progress of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// Every block is done, or will never be.
     Finished,
-    /// The deadline has passed; what is missing now will be a miss.
+    /// The deadline has passed; unfinished blocks will be misses.
     Expired,
-    /// Some blocks are under way.
+    /// Some blocks are in flight.
     Pending,
 }
 
@@ -74,12 +74,12 @@ impl Tickets {
         ticket
     }
 
-    /// Whether anybody is still to be told about the block.
+    /// Whether the block still needs an outcome.
     pub(crate) fn is_open(&self, place: Place) -> bool {
         self.entries.contains_key(&place.ticket)
     }
 
-    /// Records what became of a block; gives it back if there is nobody to be told.
+    /// Records the outcome of a block; returns it if its ticket no longer needs it.
     pub(crate) fn settle(&mut self, place: Place, outcome: Outcome) -> std::result::Result<(), Outcome> {
         let Some(ticket) = self.entries.get_mut(&place.ticket) else { return Err(outcome) };
         let Some(entry @ None) = ticket.blocks.get_mut(place.index) else { return Err(outcome) };
@@ -92,7 +92,7 @@ impl Tickets {
         Ok(())
     }
 
-    /// How far a ticket is.
+    /// Progress of a ticket.
     pub(crate) fn progress(&self, ticket: u64, now: Instant) -> Result<Progress> {
         let entry = self.entries.get(&ticket).ok_or(Error::UnknownTicket { ticket })?;
         Ok(match entry.open {
@@ -129,7 +129,7 @@ impl Tickets {
         std::mem::take(&mut self.ended)
     }
 
-    /// Closes a ticket and hands its blocks out; those not finished are given up as `Timeout`.
+    /// Closes a ticket and returns its blocks; unfinished ones become misses (`Timeout`).
     pub(crate) fn take(&mut self, ticket: u64) -> Result<Outcomes> {
         let entry = self.entries.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
         self.misses[Miss::Timeout.index()] += entry.open as u64;
@@ -137,7 +137,7 @@ impl Tickets {
         Ok(Outcomes { reads: entry.reads, blocks })
     }
 
-    /// Settles every block that is not, as `Closed`.
+    /// Settles every open block as `Closed`.
     pub(crate) fn abandon(&mut self) {
         for entry in self.entries.values_mut() {
             for block in entry.blocks.iter_mut().filter(|block| block.is_none()) {
@@ -154,7 +154,7 @@ impl Tickets {
     }
 }
 
-/// When blocks that are submitted now become misses: patience, and time for the bytes under way.
+/// When blocks submitted now become misses: patience, and time for the bytes in flight.
 pub(crate) fn deadline(now: Instant, patience: Duration, bytes: u64) -> Instant {
     /// Slowest rate that a healthy medium is expected to keep up, bytes a millisecond (16 MB/s).
     const SLOWEST: u64 = 16_000;

@@ -1,1 +1,1 @@
-"""CUDA: the op library, its streams, and the measured choice among the strategies for a copy."""
+"""CUDA: streams and events of the copy engine, and the measurement of copy strategies."""

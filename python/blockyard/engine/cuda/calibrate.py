@@ -1,4 +1,4 @@
-"""Measures which way blocks should take to and within a device: `blockyard calibrate`."""
+"""Measures the fastest copy strategies to and within a device: `blockyard calibrate`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from blockyard.engine.ops.strategy import (
     MOST,
     Direction,
     Rule,
-    WayName,
-    WayTable,
-    forced,
+    StrategyName,
+    StrategyTable,
+    force_strategy,
     table_path,
     use_cached,
 )
@@ -28,16 +28,16 @@ PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
 _MOST_BYTES = 1 << 30
 _REPEAT = 5
-# What takes multiprocessors from compute has to be so much faster: beside the host both kernels take some where a batch
-# takes none, within a device one takes all and the other few.
-_HANDICAP: Final[dict[Direction, dict[WayName, float]]] = {
+# A strategy that takes multiprocessors from compute must be this much faster. With the host, both kernels take some and
+# a batch takes none; within a device, `kernel` takes all and `bulk` few.
+_HANDICAP: Final[dict[Direction, dict[StrategyName, float]]] = {
     "h2d": {"batch": 1.0, "kernel": 1.1, "bulk": 1.1},
     "d2d": {"kernel": 1.1, "bulk": 1.0},
 }
-Measure = Callable[[int, int], dict[WayName, float]]
+Measure = Callable[[int, int], dict[StrategyName, float]]
 
 
-def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
+def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     """Measure one CUDA device and keep the table for all processes of this user.
 
     Args:
@@ -48,20 +48,20 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
         The table.
 
     Raises:
-        BlockyardError: a way delivers other bytes than the plain copy.
+        BlockyardError: a strategy delivers other bytes than a plain copy.
     """
     torch.cuda.set_device(index)
     rules: list[Rule] = []
     for direction in _HANDICAP:
 
-        def measure(size: int, count: int, direction: Direction = direction) -> dict[WayName, float]:
-            taken = measure_ways(index, direction, size, count)
-            rates = ", ".join(f"{way} {size * count / s / 1e9:6.1f} GB/s" for way, s in taken.items())
+        def measure(size: int, count: int, direction: Direction = direction) -> dict[StrategyName, float]:
+            taken = measure_strategies(index, direction, size, count)
+            rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
             say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
             return taken
 
         rules += choose_rules(direction, measure, PIECE_BYTES, COUNTS)
-    table = WayTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
+    table = StrategyTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
     table.save(table_path(table.device))
     use_cached.cache_clear()
     use_cached(index)
@@ -71,16 +71,16 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> WayTable:
 def choose_rules(
     direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int]
 ) -> tuple[Rule, ...]:
-    """Make rules of what is measured: for each count and size the fastest way, if it is worth what it takes.
+    """Turn measurements into rules: for each count and size the fastest strategy, if it is worth its multiprocessors.
 
     Args:
         direction: what is measured.
-        measure: gives the seconds of each way for (bytes of a piece, number of pieces).
+        measure: gives the seconds of each strategy for (bytes of a piece, number of pieces).
         sizes: bytes of a piece, ascending.
         counts: numbers of pieces, ascending; the last stands for all larger ones.
 
     Returns:
-        Rules for copies in that direction. Pieces of more bytes than were measured go the way that needs no rule.
+        Rules for copies in that direction. Pieces larger than measured use the strategy that needs no rule.
     """
     handicap, rules = _HANDICAP[direction], []
     for place, count in enumerate(counts):
@@ -90,26 +90,26 @@ def choose_rules(
             if size * count > _MOST_BYTES:
                 break
             taken = measure(size, count)
-            way = min(taken, key=lambda way: taken[way] * handicap[way])
-            if steps and steps[-1].way == way:
+            strategy = min(taken, key=lambda strategy: taken[strategy] * handicap[strategy])
+            if steps and steps[-1].strategy == strategy:
                 steps.pop()
-            steps.append(Rule(direction, size, most, way))
+            steps.append(Rule(direction, size, most, strategy))
         # Larger pieces of so many must not fall to the next count's rules.
         usual = ALLOWED[direction][0]
-        if steps and steps[-1].way == usual:
+        if steps and steps[-1].strategy == usual:
             steps.pop()
         rules += [*steps, Rule(direction, MOST, most, usual)]
     return tuple(rules)
 
 
-def measure_ways(index: int, direction: Direction, size: int, count: int) -> dict[WayName, float]:
-    """Time scattered pieces from page-locked memory or the device to the device, by each way that it has.
+def measure_strategies(index: int, direction: Direction, size: int, count: int) -> dict[StrategyName, float]:
+    """Time scattered pieces from page-locked memory or the device to the device, by each strategy that the device has.
 
     Returns:
-        Seconds of each way, the best of some; by the clock of the host, its own time included.
+        Seconds of each strategy, the best of some; by the clock of the host, its own time included.
 
     Raises:
-        BlockyardError: a way delivers other bytes than the plain copy.
+        BlockyardError: a strategy delivers other bytes than a plain copy.
     """
     source = torch.randint(0, 256, (count, size), dtype=torch.uint8)
     source = source.pin_memory() if direction == "h2d" else source.to(f"cuda:{index}")
@@ -118,15 +118,17 @@ def measure_ways(index: int, direction: Direction, size: int, count: int) -> dic
     pairs = torch.from_numpy(np.column_stack((random.permutation(count), random.permutation(count))))
     expected = torch.empty_like(device)
     expected[pairs[:, 1].to(device.device)] = source.to(device.device)[pairs[:, 0].to(device.device)]
-    taken: dict[WayName, float] = {}
-    for way in _HANDICAP[direction]:
-        if way == "bulk" and not torch.ops.blockyard.has_bulk(index):
+    taken: dict[StrategyName, float] = {}
+    for strategy in _HANDICAP[direction]:
+        if strategy == "bulk" and not torch.ops.blockyard.has_bulk(index):
             continue
         device.zero_()
-        with forced(index, way):
-            taken[way] = _best(lambda: swap_blocks([source], [device], pairs))
+        with force_strategy(index, strategy):
+            taken[strategy] = _best(lambda: swap_blocks([source], [device], pairs))
         if not torch.equal(device, expected):
-            raise BlockyardError(f"copying {count} pieces of {size} bytes {direction} by {way} delivers other bytes")
+            raise BlockyardError(
+                f"copying {count} pieces of {size} bytes {direction} by {strategy} delivers other bytes"
+            )
     return taken
 
 

@@ -38,10 +38,10 @@ class CudaEvent:
 
 
 class CudaStreams:
-    """A stream each for loads, stores and copies within the device; a thread copies between memory of the host.
+    """One stream each for loads, stores and copies within the device; a thread for copies within host memory.
 
-    Loads and stores use copy engines of their own, so neither delays the other. Compute is on the stream that is
-    current when a call is made.
+    Loads and stores use copy engines of their own, so neither delays the other. Compute is the stream that is current
+    when a call is made.
 
     Args:
         device: a CUDA device.
@@ -60,9 +60,8 @@ class CudaStreams:
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
         """Queue work at the end of a stream; see `Streams.launch`.
 
-        The work is called here, with that stream current: what it queues there runs in the stream's order. Only on the
-        `"host"` stream it is called later, by a thread. A device cannot wait for an event of that thread: this call
-        does.
+        The work runs immediately with that stream current, so what it queues runs in the stream's order. On the
+        `"host"` stream it runs later, in the thread. The call waits for events of that stream, because a device cannot.
         """
         if self._closed:
             raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
@@ -78,9 +77,9 @@ class CudaStreams:
         with torch.cuda.stream(target):
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 (whatever it is, the transfer reports it)
+            except Exception as error:  # noqa: BLE001 (the transfer reports it)
                 failed = error
-        # A call that fails half-way has queued the other half.
+        # A call that fails half-way has queued its first half.
         return CudaEvent(target, failed)
 
     def fence(self) -> Event:
@@ -92,7 +91,7 @@ class CudaStreams:
         return bool(torch.cuda.is_current_stream_capturing())
 
     def order_compute(self, event: Event) -> None:
-        """Let the current stream wait for an event; one of the `"host"` stream is waited for here."""
+        """Let the current stream wait for an event; the call itself waits for one of the `"host"` stream."""
         if isinstance(event, CudaEvent):
             torch.cuda.current_stream(self._device).wait_event(event.event)
         else:

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from blockyard._core import Pairs
+from blockyard.engine.mapping import IdPairs
 from blockyard.engine.ops import cpu, fallback
 from blockyard.engine.ops.checks import CopyOps
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import use_cached
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
-from blockyard.plan import IdPairs
 
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
 
@@ -254,7 +254,7 @@ def _register() -> torch.library.Library:
         if not op_library().loaded:
             library.impl(name, _implementations(fallback.BY_TORCH)[name], "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
-    library.define("set_ways(int device, Tensor rules) -> ()")
+    library.define("set_strategies(int device, Tensor rules) -> ()")
     # Whether a device and the compiled library's code for it have the bulk engine.
     library.define("has_bulk(int device) -> bool")
     # What benchmarks compare with: one cudaMemcpyAsync for each piece. The compiled library alone has it.

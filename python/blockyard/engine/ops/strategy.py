@@ -1,8 +1,8 @@
-"""Which way blocks take to, from and within a device, by size and number of pieces: a table for each kind of device.
+"""Copy strategies to, from and within a device, by size and number of pieces: a table for each kind of device.
 
-`blockyard calibrate` measures it once and leaves it in a file of the user's cache folder; the ops read that file when
-they first meet a device. Without one, copies between host and device go by batched calls to the copy engines and copies
-within a device by a kernel.
+`blockyard calibrate` measures the table once and writes it to the user's cache folder. The ops read that file when they
+first write to a device. Without a file, copies between host and device use batched calls to the copy engines, and
+copies within a device use a kernel.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError
 
 Direction = Literal["h2d", "d2h", "d2d"]
-WayName = Literal["batch", "loop", "kernel", "bulk"]
-WAYS: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4}
-# The ways that copies may take, by direction; the first where no rule holds.
-ALLOWED: Final[dict[str, tuple[WayName, ...]]] = {
+StrategyName = Literal["batch", "loop", "kernel", "bulk"]
+STRATEGIES: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4}
+# What each direction allows; the first is used where no rule holds.
+ALLOWED: Final[dict[str, tuple[StrategyName, ...]]] = {
     "h2d": ("batch", "loop", "kernel", "bulk"),
     "d2h": ("batch", "loop", "kernel", "bulk"),
     "d2d": ("kernel", "bulk"),
 }
 MOST: Final = 2**62
-# Goes into every file: tables of another version are measured anew.
-_VERSION = 2
+# Goes into every file: tables of another version must be measured again.
+_VERSION = 3
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a table: it holds for pieces of at most `max_bytes` (on average) that are at most `max_count`."""
+    """One line of a table: it holds for at most `max_count` pieces of at most `max_bytes` on average."""
 
     direction: Direction
     max_bytes: int
     max_count: int
-    way: WayName
+    strategy: StrategyName
 
 
 @dataclass(frozen=True)
-class WayTable:
+class StrategyTable:
     """What was measured on one kind of device.
 
     Attributes:
@@ -60,11 +60,11 @@ class WayTable:
     torch_cuda: str
     rules: tuple[Rule, ...]
 
-    def way(self, direction: Direction, num_bytes: int, count: int) -> WayName:
-        """Give the way of `count` pieces of `num_bytes` each."""
+    def strategy(self, direction: Direction, num_bytes: int, count: int) -> StrategyName:
+        """Give the strategy for `count` pieces of `num_bytes` each."""
         for rule in self.rules:
             if rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count:
-                return rule.way
+                return rule.strategy
         return ALLOWED[direction][0]
 
     def save(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class WayTable:
         scratch.replace(path)
 
 
-def read_table(path: Path) -> WayTable | None:
+def read_table(path: Path) -> StrategyTable | None:
     """Read a table; None if there is no file or it is not one of ours."""
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
@@ -83,13 +83,13 @@ def read_table(path: Path) -> WayTable | None:
             return None
         rules = tuple(Rule(**rule) for rule in written["rules"])
         known = all(
-            rule.way in ALLOWED.get(rule.direction, ())
+            rule.strategy in ALLOWED.get(rule.direction, ())
             and isinstance(rule.max_bytes, int)
             and isinstance(rule.max_count, int)
             and max(rule.max_bytes, rule.max_count) <= MOST
             for rule in rules
         )
-        return WayTable(str(written["device"]), str(written["torch_cuda"]), rules) if known else None
+        return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -99,32 +99,32 @@ def table_path(device_name: str) -> Path:
     folder = os.environ.get("BLOCKYARD_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_name).strip("-").lower()
-    return (Path(folder) if folder else Path(base) / "blockyard") / f"ways-{name}.json"
+    return (Path(folder) if folder else Path(base) / "blockyard") / f"copy-strategy-{name}.json"
 
 
 def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
-    """Let copies of one device follow rules; without the op library there is nothing to choose.
+    """Set the rules for copies of one device; without the op library there is nothing to choose.
 
     Args:
         index: the CUDA device's.
         rules: the first that holds decides.
 
     Raises:
-        InvalidArgumentError: a rule names no direction, or no way that copies in that direction may take.
+        InvalidArgumentError: a rule names an unknown direction, or a strategy that its direction does not allow.
     """
     for rule in rules:
-        if rule.way not in ALLOWED.get(rule.direction, ()):
-            allowed = "; ".join(f"{direction}: {', '.join(ways)}" for direction, ways in ALLOWED.items())
+        if rule.strategy not in ALLOWED.get(rule.direction, ()):
+            allowed = "; ".join(f"{direction}: {', '.join(strategies)}" for direction, strategies in ALLOWED.items())
             raise InvalidArgumentError(f"{rule} is not of {allowed}")
     if op_library().loaded:
         places = list(ALLOWED)
-        numbers = [[places.index(r.direction), r.max_bytes, r.max_count, WAYS[r.way]] for r in rules]
-        torch.ops.blockyard.set_ways(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
+        numbers = [[places.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy]] for r in rules]
+        torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
 
 
 @cache
-def use_cached(index: int) -> WayTable | None:
-    """Let copies of one device follow the table that was calibrated for its kind, once per process.
+def use_cached(index: int) -> StrategyTable | None:
+    """Set the rules that were calibrated for a device's kind, once per process.
 
     Returns:
         The table; None if there is none, or it was measured with another CUDA release.
@@ -137,11 +137,11 @@ def use_cached(index: int) -> WayTable | None:
 
 
 @contextmanager
-def forced(index: int, way: WayName) -> Iterator[None]:
-    """Send all copies of one device that may go one way there, as measuring wants it; then the table holds again."""
+def force_strategy(index: int, strategy: StrategyName) -> Iterator[None]:
+    """Use one strategy for all copies of a device in directions that allow it; afterwards the table holds again."""
     table = use_cached(index)
-    directions = [direction for direction in get_args(Direction) if way in ALLOWED[direction]]
-    use_rules(index, tuple(Rule(direction, MOST, MOST, way) for direction in directions))
+    directions = [direction for direction in get_args(Direction) if strategy in ALLOWED[direction]]
+    use_rules(index, tuple(Rule(direction, MOST, MOST, strategy) for direction in directions))
     try:
         yield
     finally:

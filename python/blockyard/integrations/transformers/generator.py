@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from blockyard._core import BlockManager, ResizeProgress
+from blockyard._core import BlockManager, CacheGroup, ResizeProgress
 from blockyard.engine.elastic.cache import Resized
 from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
@@ -107,17 +107,17 @@ class Generator:
             blocks = self._sizes(num_device_blocks, num_host_blocks, max_num_batched_tokens)
             self.engine = self.worker.initialize_cache(blocks[0], blocks[1], elastic=elastic)
             self.store = self.worker.initialize_external_cache(blocks[2])
+            window = self.worker.model.sliding_window
             self.manager = BlockManager(
                 block_size=block_size,
                 device_blocks=blocks[0],
                 host_blocks=blocks[1],
                 external_blocks=blocks[2],
+                groups=[CacheGroup.sliding_window(window)] if window is not None else None,
                 prefix_caching=prefix_caching,
-                sliding_window=self.worker.model.sliding_window,
             )
             self.scheduler = Scheduler(
                 self.manager,
-                prefix_caching=prefix_caching,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 preemption_mode=preemption_mode,
@@ -254,7 +254,7 @@ class Generator:
             raise InvalidArgumentError(f"{num_device_blocks} device blocks are wanted, the tensors have {most}")
         if elastic is not None and num_device_blocks > elastic.num_blocks:
             elastic.resize(num_device_blocks)
-        return self.manager.resize_device(num_device_blocks)
+        return self.manager.defrag.resize(num_device_blocks)
 
     def give_back(self) -> Resized | None:
         """Return memory of device blocks that a smaller pool has no use for; every step does it, too.
@@ -263,7 +263,7 @@ class Generator:
             What went; None if nothing could, or the caches are not elastic.
         """
         elastic = self.worker.elastic
-        extent = self.manager.resize_progress().extent
+        extent = self.manager.defrag.progress().extent
         return None if elastic is None or extent >= elastic.num_blocks else elastic.resize(extent)
 
     def generate(
@@ -361,6 +361,6 @@ class Generator:
         self._idle = self._idle + 1 if idle else 0
         if self._idle > IDLE_STEPS_ALLOWED:
             raise InvariantError(
-                f"{self.num_unfinished} requests wait, {self.manager.num_free('device')} of "
-                f"{self.manager.num_blocks('device')} device blocks are free, and nothing is scheduled"
+                f"{self.num_unfinished} requests wait, {self.manager.pool('device').num_free} of "
+                f"{self.manager.pool('device').num_blocks} device blocks are free, and nothing is scheduled"
             )

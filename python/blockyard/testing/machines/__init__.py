@@ -4,7 +4,7 @@
 
     TestMyManager = manager_machine(lambda config: MyManager(**config.arguments())).TestCase
     TestMyCache = prefix_machine(lambda config, events: MyManager(**config.arguments(), events=events)).TestCase
-    TestMyScheduler = scheduler_machine(lambda config: MyScheduler(BlockManager(**config.arguments()))).TestCase
+    TestMyScheduler = scheduler_machine(lambda manager, config: MyScheduler(manager)).TestCase
 
 How long they run is hypothesis' business: `TestMyManager.settings = settings(max_examples=500)`.
 """

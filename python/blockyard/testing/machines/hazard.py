@@ -146,9 +146,9 @@ class HazardMachine(SchedulerMachine):
             self.step(when="never", pick=0, again=None)
         self.end_tickets()
         refuse_open(self.manager)
-        free = {tier: self.manager.num_free(tier) for tier in TIERS}
-        blocks = {tier: self.manager.num_blocks(tier) for tier in TIERS}
-        if self.live or free != blocks or self.manager.num_sequences or self.executor.num_in_flight:
+        free = {tier: self.manager.pool(tier).num_free for tier in TIERS}
+        blocks = {tier: self.manager.pool(tier).num_blocks for tier in TIERS}
+        if self.live or free != blocks or self.manager.stats().sequences or self.executor.num_in_flight:
             raise AssertionError(f"{len(self.live)} requests are left, free blocks {free} of {blocks}, {self.executor}")
 
     # ---- helpers ----
@@ -228,7 +228,7 @@ class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
         needed: says up to which block the manager needs memory; override it to plant a fault.
     """
 
-    needed: ClassVar[Callable[[BlockManager], int]] = lambda manager: manager.resize_progress().extent
+    needed: ClassVar[Callable[[BlockManager], int]] = lambda manager: manager.defrag.progress().extent
 
     def make_caches(self, layout: KVLayout, config: Config) -> Sequence[torch.Tensor] | None:
         """Lay the device's tensors over chunks of one token's keys or values."""
@@ -242,7 +242,7 @@ class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
     @rule(blocks=st.integers(1, 20))
     def resize(self, blocks: int) -> None:
         """Give the device another size; memory that blocks in use lie in goes when they are free."""
-        self.manager.resize_device(min(blocks, self.most))
+        self.manager.defrag.resize(min(blocks, self.most))
         self.manager.check()
         self.cache.resize(type(self).needed(self.manager))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 from hypothesis import strategies as st
@@ -13,7 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
-from blockyard.testing.machines.side_by_side import SideBySide, Tracked, can_move, handles_of, move, refuse_open, same
+from blockyard.testing.machines.side_by_side import (
+    SideBySide,
+    Tracked,
+    answer,
+    can_move,
+    handles_of,
+    move,
+    refuse_open,
+    same,
+)
 from blockyard.testing.machines.strategies import configs
 from blockyard.testing.memory import LateMemory
 from blockyard.testing.model import ReferenceManager
@@ -21,6 +29,15 @@ from blockyard.testing.model import ReferenceManager
 __all__ = ["ManagerMachine", "manager_machine"]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
+
+_WAYS: Final = [
+    ("swap_out", "host"),
+    ("swap_out", "external"),
+    ("swap_in", "device"),
+    ("swap_in", "host"),
+    ("swap_out", "device"),
+    ("swap_in", "external"),
+]
 
 # Each number picks a live sequence; a few pick one that was freed. Repeated numbers make repeated handles.
 _pick = st.integers(0, 63)
@@ -66,8 +83,8 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
     def allocate(self, lengths: list[int]) -> None:
         """Open sequences, all or none."""
         longest = max(lengths, default=0)
-        self.agree(lambda m: m.can_allocate(longest), lambda m: m.can_allocate(longest))
-        real, model = self.both(lambda m: m.allocate(lengths), lambda m: m.allocate(lengths))
+        self.agree(lambda m: answer(m.can_allocate(longest)), lambda m: answer(m.can_allocate(longest)))
+        real, model = self.both(lambda m: m.allocate(counts=lengths), lambda m: m.allocate(counts=lengths))
         if real is not None and model is not None:
             for handle, twin, length in zip(real, model, lengths, strict=True):
                 self.adopt(Tracked(int(handle), int(twin)), 0, length)
@@ -98,8 +115,8 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         shared = (full if blocks > full > 0 else blocks) * self.manager.block_size + off
         length = max(0, shared + extra)
         real, model = self.both(
-            lambda m: m.fork_prefix(parent.real, shared, length),
-            lambda m: m.fork_prefix(parent.model, shared, length),
+            lambda m: m.fork(parent.real, shared_tokens=shared, num_tokens=length),
+            lambda m: m.fork(parent.model, shared_tokens=shared, num_tokens=length),
         )
         if real is not None and model is not None:
             self.adopt(Tracked(int(real), int(model), parent.tokens[:shared]), shared, length)
@@ -113,12 +130,8 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         given: int | list[int] = counts if each else count
         real, model = handles_of(batch)
         self.agree(
-            lambda m: m.blocks_to_append(real, given, lookahead=lookahead),
-            lambda m: m.blocks_to_append(model, given, lookahead=lookahead),
-        )
-        self.agree(
-            lambda m: m.can_append(real, given, lookahead=lookahead),
-            lambda m: m.can_append(model, given, lookahead=lookahead),
+            lambda m: answer(m.can_append(real, given, lookahead=lookahead)),
+            lambda m: answer(m.can_append(model, given, lookahead=lookahead)),
         )
         slots, expected = self.both(
             lambda m: m.append(real, given, lookahead=lookahead), lambda m: m.append(model, given, lookahead=lookahead)
@@ -175,36 +188,32 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(
         picks=_picks,
-        way=st.sampled_from(["swap_out", "swap_in", "spill", "fetch"]),
+        way=st.sampled_from(_WAYS),
         lookahead=_lookahead,
         before=st.sampled_from(["settle", "step", "nothing"]),
     )
-    def move(self, picks: list[int], way: str, lookahead: int, before: str) -> None:
+    def move(self, picks: list[int], way: tuple[str, str], lookahead: int, before: str) -> None:
         """Move a batch between tiers: in the middle of a step, at the start of one, or with nothing under way."""
         if before != "nothing":
             self.step(everyone=False, lost=[])
         if before == "settle":
             self.settle(keep=0)
         real, model = handles_of(self.chosen(picks))
-        could = self.agree(lambda m: can_move(m, way, real, lookahead), lambda m: can_move(m, way, model, lookahead))
-        done = self.do(lambda m: move(m, way, real), lambda m: move(m, way, model))
-        if (could is True or could is AllocStatus.OK) and not done:
+        could = self.agree(lambda m: can_move(m, *way, real, lookahead), lambda m: can_move(m, *way, model, lookahead))
+        done = self.do(lambda m: move(m, *way, real), lambda m: move(m, *way, model))
+        if could is None:
+            return
+        if could[0] == AllocStatus.OK and not done:
             raise AssertionError(f"can_{way} promised what {way} refused")
-        if could is False and done:
+        # Back on the device there must be room for more tokens, and for the watermark.
+        if could[0] != AllocStatus.OK and done and way[1] != "device":
             raise AssertionError(f"can_{way} refused what {way} did")
-
-    @precondition(lambda self: self.sequences)
-    @rule(picks=_picks, to=st.sampled_from(["host", "external"]))
-    def fetch_elsewhere(self, picks: list[int], to: Literal["host"]) -> None:
-        """Fetch to the host, or to where nothing is fetched."""
-        real, model = handles_of(self.chosen(picks))
-        self.do(lambda m: m.fetch(real, to=to), lambda m: m.fetch(model, to=to))
 
     @precondition(lambda self: self.sequences)
     @rule(
         pick=_pick,
         forks=st.integers(0, 2),
-        ways=st.sampled_from([("swap_out", "swap_in"), ("spill", "fetch")]),
+        to=st.sampled_from(["host", "external"]),
         lost=_pick,
         copies=st.booleans(),
     )
@@ -212,7 +221,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         self,
         pick: int,
         forks: int,
-        ways: tuple[str, str],
+        to: Literal["host", "external"],
         lost: int,
         copies: bool,  # noqa: FBT001 (drawn)
     ) -> None:
@@ -229,12 +238,12 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         self.fork(pick, forks)
         group = [parent, *self.sequences[before:]]
         real, model = handles_of(group)
-        for way in ways:
-            if not self.do(partial(move, way=way, handles=real), partial(move, way=way, handles=model)):
-                return
-            if way == ways[0]:
-                self.step(everyone=False, lost=[])
-                self.settle(keep=0)
+        if not self.do(lambda m: m.swap_out(real, to), lambda m: m.swap_out(model, to)):
+            return
+        self.step(everyone=False, lost=[])
+        self.settle(keep=0)
+        if not self.do(lambda m: m.swap_in(real), lambda m: m.swap_in(model)):
+            return
         places = [i for i, sequence in enumerate(self.sequences) if sequence in group]
         self.append(places[:2], 1, 0, each=False)
         self.step(everyone=False, lost=[lost] if lost % 2 else [])
@@ -311,9 +320,9 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         """The manager's books are sound, and say what the model's say."""
         self.manager.check()
         self.model.check()
-        same("sequences", self.manager.num_sequences, self.model.num_sequences)
+        same("sequences", self.manager.stats().sequences, self.model.stats().sequences)
         for tier in TIERS:
-            same(f"free {tier} blocks", self.manager.num_free(tier), self.model.num_free(tier))
+            same(f"free {tier} blocks", self.manager.pool(tier).num_free, self.model.pool(tier).num_free)
         for s in self.sequences:
             same("tokens", self.manager.num_tokens(s.real), len(s.tokens))
             same("tokens", self.model.num_tokens(s.model), len(s.tokens))
@@ -335,7 +344,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
                 self.read_back(sequence)
         self.manager.free([sequence.real for sequence in self.sequences])
         for tier in TIERS:
-            same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
+            same(f"free {tier} blocks at the end", self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks)
         self.manager.check()
 
 

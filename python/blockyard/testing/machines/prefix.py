@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from blockyard._core import BlockManager, Pairs, StepDecision
+from blockyard._core import BlockManager, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfBlocksError, SequenceStateError, SnapshotError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
 from blockyard.testing.machines.strategies import configs
@@ -21,7 +21,7 @@ from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
 __all__ = ["PrefixMachine", "prefix_machine"]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
-WAYS = ("swap_out", "swap_in", "spill", "fetch")
+WAYS = (("swap_out", "host"), ("swap_out", "external"), ("swap_in", "device"), ("swap_in", "host"))
 
 _pick = st.integers(0, 63)
 _picks = st.lists(_pick, min_size=1, max_size=4)
@@ -91,23 +91,25 @@ class PrefixMachine(RuleBasedStateMachine):
     def allocate_prompts(self, prompts: list[tuple[int, int, int]], salt: bytes | None) -> None:
         """Admit prompts with what is cached of them, all or none."""
         batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
-        cached = [self.manager.cached_tokens(prompt, salt=salt) for prompt in batch]
+        cached = [self.manager.prefix.lookup(prompt, salt=salt).tokens for prompt in batch]
         findable = set(self.replay.blocks)
         try:
-            handles, hits = self.manager.allocate_prompts(batch, salt=salt)
+            found = self.manager.allocate(*batch, salt=salt)
         except OutOfBlocksError as error:
-            _same("free blocks", error.free <= self.manager.num_blocks("device"), expected=True)
+            _same("free blocks", error.free <= self.manager.pool("device").num_blocks, expected=True)
             return
-        for prompt, handle, hit, found in zip(batch, handles.tolist(), hits.tolist(), cached, strict=True):
-            _at_most("cached tokens", found, self.model.most(prompt, salt=salt))
-            _same("hit tokens", hit, self.model.usable(found, len(prompt)))
+        sequences = found if isinstance(found, tuple) else (found,)
+        for prompt, sequence, before in zip(batch, sequences, cached, strict=True):
+            handle, hit = int(sequence), sequence.cached_tokens
+            _at_most("cached tokens", before, self.model.most(prompt, salt=salt))
+            _same("hit tokens", hit, self.model.usable(before, len(prompt)))
             self.model.count(prompt, hit)
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
             if self.replay.complete and not set(table) <= findable:
                 raise AssertionError(f"hit blocks {table}, the events say that {sorted(findable)} can be found")
-            sequence = _Tracked(handle, salt, prompt, published=len(table))
-            self.sequences.append(sequence)
-            self.write(sequence, hit)
+            tracked = _Tracked(handle, salt, prompt, published=len(table))
+            self.sequences.append(tracked)
+            self.write(tracked, hit)
 
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks, count=st.integers(0, 5), told=st.booleans(), token=st.integers(0, 2))
@@ -142,7 +144,7 @@ class PrefixMachine(RuleBasedStateMachine):
         for sequence in batch:
             known = list(takewhile(lambda token: token >= 0, sequence.tokens))
             self.model.publish(known, salt=sequence.salt)
-            sequence.published = len(self.manager.common_computed_blocks([sequence.handle]))
+            sequence.published = len(self.manager.prefix.common_blocks([sequence.handle]))
             if sequence.lost or self.manager.tier(sequence.handle) != "device":
                 sequence.published = 0
 
@@ -187,20 +189,15 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks, way=st.sampled_from(WAYS), settled=st.booleans())
-    def move(self, picks: list[int], way: str, settled: bool) -> None:  # noqa: FBT001 (drawn)
+    def move(self, picks: list[int], way: tuple[str, Any], settled: bool) -> None:  # noqa: FBT001 (drawn)
         """Move a batch between tiers, in the middle of a step or with nothing under way."""
         if settled:
             self.rest()
         batch = self.chosen(picks)
         handles = [sequence.handle for sequence in batch]
-        moves = {
-            "swap_out": self.manager.swap_out,
-            "swap_in": self.manager.swap_in,
-            "spill": self.manager.spill,
-            "fetch": self.manager.fetch,
-        }
+        verb, to = way
         try:
-            moves[way](handles)
+            (self.manager.swap_out if verb == "swap_out" else self.manager.swap_in)(handles, to)
         except BlockyardError:
             return
         for sequence in batch:
@@ -220,10 +217,10 @@ class PrefixMachine(RuleBasedStateMachine):
         cached: Literal["move", "drop", "exchange"],
     ) -> None:
         """Decide moves within the device, which nobody notices before their ticket is completed."""
-        free, tables = self.manager.num_free("device"), self.describe()[0]
-        report = self.manager.defragment(goal, number, max_moves=most, cached=cached)
+        free, tables = self.manager.pool("device").num_free, self.describe()[0]
+        report = self.manager.defrag.run(goal, number, max_moves=most, cached=cached)
         _at_most("moves", report.planned, most)
-        _same("free device blocks", self.manager.num_free("device"), free - report.planned)
+        _same("free device blocks", self.manager.pool("device").num_free, free - report.planned)
         _same("tables", self.describe()[0], tables)
 
     @rule(lost=_losses)
@@ -259,11 +256,11 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self) -> None:
         """Forget what is cached, if nothing is in use."""
-        idle = self.manager.num_free("device") == self.manager.num_blocks("device")
-        _same("reset", self.manager.reset_prefix_cache(), idle)
+        idle = self.manager.pool("device").num_free == self.manager.pool("device").num_blocks
+        _same("reset", self.manager.prefix.reset(), idle)
         if idle:
             self.model.computed.clear()
-            _same("cached blocks", self.manager.prefix_stats.cached_blocks, 0)
+            _same("cached blocks", self.manager.stats().cached_blocks["device"], 0)
 
     @rule(settled=st.booleans())
     def restart(self, settled: bool) -> None:  # noqa: FBT001 (drawn)
@@ -289,16 +286,16 @@ class PrefixMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check()
-        stats = self.manager.prefix_stats
+        stats = self.manager.stats()
         self.model.check(stats)
-        self.replay.apply(self.manager.take_events())
+        self.replay.apply(self.manager.prefix.take_events())
         if self.replay.complete:
-            _same("findable blocks", len(self.replay.blocks), stats.cached_blocks)
+            _same("findable blocks", len(self.replay.blocks), stats.cached_blocks["device"])
         for s in self.sequences:
             _same("tokens", self.manager.num_tokens(s.handle), len(s.tokens))
             known = s.tokens[: s.published * self.model.block_size]
             if known and not s.lost:
-                _at_most("tokens published", len(known), self.manager.cached_tokens([*known, 0], salt=s.salt))
+                _at_most("tokens published", len(known), self.manager.prefix.lookup([*known, 0], salt=s.salt).tokens)
 
     def teardown(self) -> None:
         """Let all transfers end, read every token of every sequence, free all."""
@@ -311,7 +308,9 @@ class PrefixMachine(RuleBasedStateMachine):
                 self.read_back(sequence)
         self.manager.free([sequence.handle for sequence in self.sequences])
         for tier in TIERS:
-            _same(f"free {tier} blocks at the end", self.manager.num_free(tier), self.manager.num_blocks(tier))
+            _same(
+                f"free {tier} blocks at the end", self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
+            )
 
     # ---- helpers ----
 
@@ -320,9 +319,13 @@ class PrefixMachine(RuleBasedStateMachine):
         handles = [sequence.handle for sequence in self.sequences]
         tables = [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
         cached = [
-            self.manager.cached_tokens(tokens, salt=salt) for salt, tokens in sorted(self.model.computed, key=repr)
+            self.manager.prefix.lookup(tokens, salt=salt).tokens
+            for salt, tokens in sorted(self.model.computed, key=repr)
         ]
-        return [tables, cached, self.manager.prefix_stats, [self.manager.num_free(tier) for tier in TIERS]]
+        stats = self.manager.stats()
+        counters = (stats.prompts, stats.hit_blocks, stats.missed_blocks, stats.hit_tokens, stats.missed_tokens)
+        others = (stats.merged_blocks, stats.loaded_blocks, stats.cached_blocks, stats.evicted_blocks)
+        return [tables, cached, counters, others, [self.manager.pool(tier).num_free for tier in TIERS]]
 
     def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
         """Different live sequences for some numbers."""
@@ -367,7 +370,9 @@ class PrefixMachine(RuleBasedStateMachine):
                     for side, column in ((pairs.src, 0), (pairs.dst, 1)):
                         if side == tier and (kind, column) != ("move", 0):
                             used |= set(pairs.ids[:, column].tolist())
-            _same(f"free {tier} blocks", self.manager.num_free(tier), self.manager.num_blocks(tier) - len(used))
+            _same(
+                f"free {tier} blocks", self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks - len(used)
+            )
 
     def end(self, ticket: int) -> None:
         """Finish a ticket's transfers and tell the manager."""
@@ -404,17 +409,22 @@ def prefix_machine(
 
     Example:
         >>> from hypothesis import settings
-        >>> from blockyard import BlockManager
+        >>> from blockyard import BlockManager, PrefixCaching
         >>> from blockyard.testing.machines import prefix_machine, run_state_machine_as_test
         >>> def make(config, events):
-        ...     return BlockManager(**config.arguments(), prefix_caching=True, events=events, eviction="s3fifo")
+        ...     caching = PrefixCaching(max_events=events, eviction="s3fifo")
+        ...     return BlockManager(**config.arguments(), prefix_caching=caching)
         >>> machine = prefix_machine(make, restore=lambda manager: BlockManager.restore(manager.snapshot()))
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
-    made = factory or (lambda config, events: BlockManager(**config.arguments(), prefix_caching=True, events=events))
+    made = factory or _made
     again = restore or (_restored if factory is None else None)
     members = {"make_manager": staticmethod(made), "restore": staticmethod(again) if again else None}
     return type("PrefixMachineOf", (PrefixMachine,), members)
+
+
+def _made(config: Config, events: int) -> BlockManager:
+    return BlockManager(**config.arguments(), prefix_caching=PrefixCaching(max_events=events))
 
 
 def _restored(manager: PrefixManagerLike) -> PrefixManagerLike:

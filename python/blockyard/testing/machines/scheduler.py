@@ -193,10 +193,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         refuse_open(self.manager)
         for tier in TIERS:
-            free, blocks = self.manager.num_free(tier), self.manager.num_blocks(tier)
-            if free != blocks or self.manager.num_sequences:
+            free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
+            if free != blocks or self.manager.stats().sequences:
                 raise AssertionError(
-                    f"{free} of {blocks} {tier} blocks are free, {self.manager.num_sequences} sequences"
+                    f"{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
                 )
 
     # ---- helpers ----
@@ -286,13 +286,13 @@ class ResizingSchedulerMachine(SchedulerMachine):
     def resize(self, blocks: int) -> None:
         """Give the device another size."""
         blocks = min(blocks, len(self.memory.tiers["device"]))
-        self.manager.resize_device(blocks)
+        self.manager.defrag.resize(blocks)
         self.manager.check()
 
     def check_shape(self, step: Step) -> None:
         """What has just been scheduled must fit to its end."""
         super().check_shape(step)
-        self.room = self.manager.num_blocks("device") - self.manager.watermark_blocks
+        self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved
         for name in {step.owner(row)[0] for row in range(step.rows)}:
             needed = least_blocks(self.live[name], self.manager.block_size)
             if needed > self.room:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from blockyard._core import AllocStatus, Pairs, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
-from blockyard.testing.interfaces import ManagerLike, TierName
+from blockyard.testing.interfaces import FitLike, ManagerLike, TierName
 from blockyard.testing.memory import LateMemory
 from blockyard.testing.model import ReferenceManager
 
-__all__ = ["SideBySide", "Tracked", "can_move", "handles_of", "move", "same"]
+__all__ = ["SideBySide", "Tracked", "answer", "can_move", "handles_of", "move", "same"]
 
 T = TypeVar("T")
 
@@ -162,26 +162,23 @@ def handles_of(batch: Sequence[Tracked]) -> tuple[list[int], list[int]]:
     return [sequence.real for sequence in batch], [sequence.model for sequence in batch]
 
 
-def can_move(manager: ManagerLike, way: str, handles: list[int], lookahead: int) -> bool | AllocStatus:
-    """Whether a batch can move `"swap_out"`, `"swap_in"`, `"spill"` or `"fetch"`."""
-    if way == "swap_out":
-        return manager.can_swap_out(handles)
-    if way == "spill":
-        return manager.can_spill(handles)
-    if way == "swap_in":
-        return manager.can_swap_in(handles, lookahead=lookahead)
-    return manager.can_fetch(handles, lookahead=lookahead)
+def answer(fit: FitLike) -> tuple[AllocStatus, int]:
+    """What manager and model must agree about: the status and the blocks that the request takes."""
+    if bool(fit) != (fit.status is AllocStatus.OK or fit.status == AllocStatus.OK):
+        raise AssertionError(f"{fit!r} is true, its status is {fit.status}")
+    return fit.status, fit.blocks
 
 
-def move(manager: ManagerLike, way: str, handles: list[int]) -> None:
-    """Move a batch that way."""
-    moves = {
-        "swap_out": manager.swap_out,
-        "spill": manager.spill,
-        "swap_in": manager.swap_in,
-        "fetch": manager.fetch,
-    }
-    moves[way](handles)
+def can_move(manager: ManagerLike, verb: str, to: Any, handles: list[int], lookahead: int) -> tuple[AllocStatus, int]:
+    """Whether a batch can move by `"swap_out"` or `"swap_in"`."""
+    if verb == "swap_out":
+        return answer(manager.can_swap_out(handles, to))
+    return answer(manager.can_swap_in(handles, to, lookahead=lookahead))
+
+
+def move(manager: ManagerLike, verb: str, to: Any, handles: list[int]) -> None:
+    """Move a batch by that verb."""
+    (manager.swap_out if verb == "swap_out" else manager.swap_in)(handles, to)
 
 
 def _plain(decision: StepDecision) -> list[tuple[str, TierName, TierName, list[list[int]]]]:
@@ -196,6 +193,6 @@ def same(what: str, found: object, expected: object, *, when: bool = True) -> No
 
 def refuse_open(manager: object) -> None:
     """Fail if a manager has open tickets at the end; managers that do not tell which they have are not asked."""
-    tell = getattr(manager, "open_tickets", tuple)
-    if left := tuple(tell()):
+    stats = getattr(manager, "stats", None)
+    if left := list(stats().open_tickets if stats else ()):
         raise AssertionError(f"tickets {', '.join(map(str, left[:20]))} were neither completed nor failed")

@@ -19,11 +19,13 @@ fn one_device(device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
 
 #[pymethods]
 impl PyPoolAllocator {
+    /// Ids of all blocks, a frozenset.
     #[getter]
     fn all_block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyFrozenSet>> {
         PyFrozenSet::new(py, self.ids.all())
     }
 
+    /// Return the id within the device of a block.
     pub(super) fn get_physical_block_id(
         &self,
         #[pyo3(from_py_with = args::absolute_id)] absolute_id: i64,
@@ -31,12 +33,14 @@ impl PyPoolAllocator {
         self.local(absolute_id).map(|block| block.0)
     }
 
+    /// Give a block back.
     #[pyo3(signature = (block, keep_block_object=false))]
     fn free(&self, block: Block<'_>, keep_block_object: bool) -> PyResult<()> {
         let _ = keep_block_object; // block objects are cheap here and not pooled
         self.release(&[block])
     }
 
+    /// Return the blocks up to this one, shared.
     pub(super) fn fork<'py>(slf: &Bound<'py, Self>, last_block: Block<'py>) -> PyResult<Vec<Block<'py>>> {
         let mut blocks = vec![last_block];
         while let Some(prev) = blocks[blocks.len() - 1].get().prev(slf.py()) {
@@ -46,6 +50,7 @@ impl PyPoolAllocator {
         Self::share(slf, &blocks)
     }
 
+    /// Take several full blocks.
     #[pyo3(signature = (prev_block, block_token_ids, extra_hash=None, device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     pub(super) fn allocate_immutable_blocks<'py>(
@@ -59,6 +64,7 @@ impl PyPoolAllocator {
         Self::allocate_chain(slf, prev_block.as_ref(), block_token_ids, Vec::new(), extra_hash)
     }
 
+    /// Take a full block, a cached one if there is one.
     #[pyo3(signature = (prev_block, token_ids, extra_hash=None, device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     pub(super) fn allocate_immutable_block<'py>(
@@ -72,6 +78,7 @@ impl PyPoolAllocator {
         Ok(Self::allocate_chain(slf, prev_block.as_ref(), vec![token_ids], Vec::new(), extra_hash)?.remove(0))
     }
 
+    /// Take an empty block.
     #[pyo3(signature = (prev_block, extra_hash=None, device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     pub(super) fn allocate_mutable_block<'py>(
@@ -86,6 +93,7 @@ impl PyPoolAllocator {
         slf.get().or_give_back(&ids, made)
     }
 
+    /// Return the id to write to, of a copy if the block is shared.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn cow_block_if_not_appendable(&self, block: Block<'_>) -> PyResult<i64> {
         let source = block.get().id().ok_or_else(freed)?;
@@ -98,16 +106,18 @@ impl PyPoolAllocator {
         Ok(target)
     }
 
+    /// Return the copies since the last call, `(from, to)`, and forget them.
     pub(super) fn clear_copy_on_writes(&self) -> Vec<(i64, i64)> {
         std::mem::take(&mut *lock(&self.copies))
     }
 
+    /// Give the blocks of a list back.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn swap_out(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>) -> PyResult<()> {
         self.release(&blocks)
     }
 
-    /// Takes a physical block for each block that has none any more, all or none.
+    /// Take blocks for a list that comes back.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn swap_in(&self, #[pyo3(from_py_with = args::blocks)] blocks: Vec<Block<'_>>) -> PyResult<()> {
         let ids = self.take(&self.places(&blocks, |_| Ok(true))?)?;
@@ -115,16 +125,19 @@ impl PyPoolAllocator {
         Ok(())
     }
 
+    /// Return how many blocks there are.
     fn get_num_total_blocks(&self) -> usize {
         self.total()
     }
 
+    /// Return how many blocks are free.
     #[pyo3(signature = (device=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_free_blocks(&self, device: Option<Bound<'_, PyAny>>) -> PyResult<usize> {
         one_device(device.as_ref()).map(|()| self.free_count())
     }
 
+    /// Return how many full blocks a swap would take.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_full_blocks_touched(
         &self,
@@ -133,11 +146,13 @@ impl PyPoolAllocator {
         self.touched(&blocks, |_| Ok(true))
     }
 
+    /// Return the share of lookups that hit; -1 without a prefix cache.
     pub(super) fn get_prefix_cache_hit_rate(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         lock(&self.pool).lookups().map_or(-1.0, |all| all.hits as f64 / all.queries.max(1) as f64)
     }
 
+    /// Return the id of a full block, of its cached twin if there is one.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn promote_to_immutable_block(&self, block: Block<'_>) -> PyResult<i64> {
         if !self.caching {
@@ -150,6 +165,7 @@ impl PyPoolAllocator {
         Ok(self.ids.id(lock(&self.pool).publish(local, keyed).map_err(to_v0)?))
     }
 
+    /// Note when blocks were used.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     pub(super) fn mark_blocks_as_accessed(
         &self,
@@ -162,7 +178,7 @@ impl PyPoolAllocator {
         })
     }
 
-    /// Lets blocks be found by their keys, those of these ids; all in use for none, as V0 does.
+    /// Do nothing: blocks are computed once they are full.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     pub(super) fn mark_blocks_as_computed(
         &self,
@@ -171,10 +187,12 @@ impl PyPoolAllocator {
         self.mark_computed((!block_ids.is_empty()).then_some(block_ids.as_slice()))
     }
 
+    /// Forget what is cached; return whether it did.
     pub(super) fn reset_prefix_cache(&self) -> bool {
         lock(&self.pool).reset()
     }
 
+    /// Return how many of the hashes are cached, from the first on.
     pub(super) fn find_cached_blocks_prefix<'py>(
         &self,
         #[pyo3(from_py_with = args::block_hashes)] mut block_hashes: Vec<Bound<'py, PyAny>>,
@@ -188,7 +206,7 @@ impl PyPoolAllocator {
         Ok(block_hashes)
     }
 
-    /// What the ids of all sequences begin with; sequences without any do not count.
+    /// Return the computed blocks that all lists share.
     pub(super) fn get_common_computed_block_ids(
         &self,
         #[pyo3(from_py_with = args::computed_seq_block_ids)] computed_seq_block_ids: Vec<Vec<i64>>,
@@ -279,12 +297,14 @@ impl PyPrefixCachingBlockAllocator {
         Ok(PyClassInitializer::from(base).add_subclass(Self))
     }
 
+    /// Return whether the contents of a block are cached.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn is_block_cached(slf: &Bound<'_, Self>, block: Block<'_>) -> PyResult<bool> {
         let key = key_of(&block)?;
         Ok(key.is_some_and(|key| lock(&slf.as_super().get().pool).holder(&key).is_some()))
     }
 
+    /// Return whether a block's contents are computed.
     fn block_is_computed(
         slf: &Bound<'_, Self>,
         #[pyo3(from_py_with = args::block_id)] block_id: i64,

@@ -228,6 +228,7 @@ impl PyNaiveBlock {
         Self::naive(Parts { prev, tokens, block_size, allocator, id, extra }, _cow_target)
     }
 
+    /// Append token ids to the block; a shared block is copied first.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn append_token_ids(
         slf: &Bound<'_, Self>,
@@ -236,6 +237,7 @@ impl PyNaiveBlock {
         append(slf, &token_ids)
     }
 
+    /// Id of the block, None without one.
     #[getter]
     fn block_id(&self) -> Option<i64> {
         self.id()
@@ -246,46 +248,55 @@ impl PyNaiveBlock {
         self.set_id(value);
     }
 
+    /// Token ids in the block, a list of ints.
     #[getter]
     fn token_ids(&self) -> Vec<i64> {
         self.tokens()
     }
 
+    /// Token slots in the block.
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
     }
 
+    /// The block before; None for the first.
     #[getter]
     fn prev_block<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.prev(py)
     }
 
+    /// What else the contents depend on; None for nothing.
     #[getter]
     fn extra_hash(&self) -> Option<i64> {
         self.extra
     }
 
+    /// Whether all slots hold tokens.
     #[getter]
     fn is_full(&self) -> bool {
         self.full()
     }
 
+    /// Slots without a token.
     #[getter]
     fn num_empty_slots(&self) -> usize {
         self.block_size - self.len()
     }
 
+    /// Tokens up to the end of this block.
     #[getter]
     fn num_tokens_total(&self) -> PyResult<Option<usize>> {
         self.unused().map(|()| self.end())
     }
 
+    /// Hash of the contents; None without one.
     #[getter]
     fn content_hash(slf: &Bound<'_, Self>) -> PyResult<Option<IntKey>> {
         key_of(slf).map(|key| key.map(IntKey))
     }
 
+    /// Whether the contents are computed.
     #[getter]
     fn computed(&self) -> PyResult<bool> {
         self.unused().map(|()| lock(&self.state).computed)
@@ -296,6 +307,7 @@ impl PyNaiveBlock {
         self.unused().map(|()| lock(&self.state).computed = value)
     }
 
+    /// Time of the last access.
     #[getter]
     fn last_accessed(&self) -> PyResult<f64> {
         self.unused().map(|()| lock(&self.state).last_accessed)
@@ -334,6 +346,7 @@ impl PyPrefixCachingBlock {
         Self::with(Parts { prev, tokens, block_size, allocator, id, extra }, computed)
     }
 
+    /// Return the hash of a block from the one before and its tokens.
     #[classmethod]
     #[pyo3(signature = (is_first_block, prev_block_hash, cur_block_token_ids, extra_hash=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
@@ -366,12 +379,14 @@ impl PyNullBlock {
         Self { proxy }
     }
 
+    /// Refuse: nothing is written to the null block.
     #[expect(clippy::needless_pass_by_value, clippy::unused_self, reason = "V0's signature")]
     fn append_token_ids(&self, #[pyo3(from_py_with = args::token_ids)] token_ids: Vec<i64>) -> PyResult<()> {
         let _ = token_ids;
         Err(refused())
     }
 
+    /// Id of the null block.
     #[getter]
     pub(super) fn block_id<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.proxy.bind(py).getattr(intern!(py, "block_id"))

@@ -139,10 +139,12 @@ impl PyCpuGpuBlockAllocator {
         self.of(py, device)
     }
 
+    /// Return the null block.
     fn allocate_or_get_null_block<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyNullBlock>> {
         self.null_block(py)
     }
 
+    /// Take an empty block.
     #[pyo3(signature = (prev_block, device, extra_hash=None))]
     fn allocate_mutable_block<'py>(
         &self,
@@ -154,6 +156,7 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::allocate_mutable_block(&self.of(py, device), prev_block, extra_hash, None)
     }
 
+    /// Take several full blocks.
     #[pyo3(signature = (prev_block, block_token_ids, device, extra_hash=None))]
     fn allocate_immutable_blocks<'py>(
         &self,
@@ -167,6 +170,7 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::allocate_immutable_blocks(&pool, prev_block, block_token_ids, extra_hash, None)
     }
 
+    /// Take a full block, a cached one if there is one.
     #[pyo3(signature = (prev_block, token_ids, device, extra_hash=None))]
     fn allocate_immutable_block<'py>(
         &self,
@@ -179,11 +183,13 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::allocate_immutable_block(&self.of(py, device), prev_block, token_ids, extra_hash, None)
     }
 
+    /// Give a block back.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn free(&self, block: Bound<'_, PyAny>) -> PyResult<()> {
         self.release(block.py(), std::slice::from_ref(&block))
     }
 
+    /// Return the blocks up to this one, shared.
     fn fork<'py>(&self, py: Python<'py>, last_block: Bound<'py, PyAny>) -> PyResult<Vec<Block<'py>>> {
         let is_null = last_block.is_instance_of::<PyNullBlock>();
         require(!is_null, || "the null block is not forked".to_owned())?;
@@ -191,8 +197,10 @@ impl PyCpuGpuBlockAllocator {
         PyPoolAllocator::fork(&self.owner(py, block.get().id())?, block)
     }
 
-    /// Moves blocks to the other device, all or none; those that share a physical block go on sharing one. Returns the
-    /// physical block there for each one here, in the order of first use.
+    /// Move blocks to the other device, all or none. Blocks that share a physical block go on sharing one.
+    ///
+    /// Returns:
+    ///     The physical block there for each one here, in the order of first use.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn swap<'py>(
         &self,
@@ -236,18 +244,22 @@ impl PyCpuGpuBlockAllocator {
         Ok(mapping)
     }
 
+    /// Return the swaps since the last call, `(from, to)`, and forget them.
     fn get_and_reset_swaps(&self) -> Vec<(i64, i64)> {
         std::mem::take(&mut *lock(&self.swaps))
     }
 
+    /// Return how many blocks are free.
     fn get_num_free_blocks(&self, py: Python<'_>, device: Device) -> usize {
         self.of(py, device).get().free_count()
     }
 
+    /// Return how many blocks there are.
     fn get_num_total_blocks(&self, py: Python<'_>, device: Device) -> usize {
         self.of(py, device).get().total()
     }
 
+    /// Return how many full blocks a swap would take.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn get_num_full_blocks_touched(
         &self,
@@ -258,6 +270,7 @@ impl PyCpuGpuBlockAllocator {
         self.of(py, device).get().touched(&live(&blocks)?, |block| self.complete(block))
     }
 
+    /// Return the id within the device of a block.
     fn get_physical_block_id(
         &self,
         py: Python<'_>,
@@ -267,6 +280,7 @@ impl PyCpuGpuBlockAllocator {
         self.of(py, device).get().get_physical_block_id(absolute_id)
     }
 
+    /// Ids of all blocks, a frozenset.
     #[getter]
     fn all_block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyFrozenSet>> {
         let mut ids = self.gpu.get().all_ids();
@@ -274,10 +288,12 @@ impl PyCpuGpuBlockAllocator {
         PyFrozenSet::new(py, ids)
     }
 
+    /// Return the copies since the last call, `(from, to)`, and forget them.
     fn clear_copy_on_writes(&self) -> Vec<(i64, i64)> {
         self.gpu.get().clear_copy_on_writes()
     }
 
+    /// Note when blocks were used.
     fn mark_blocks_as_accessed(
         &self,
         py: Python<'_>,
@@ -291,10 +307,12 @@ impl PyCpuGpuBlockAllocator {
         owner.get().mark_blocks_as_accessed(own, now)
     }
 
+    /// Do nothing: blocks are computed once they are full.
     fn mark_blocks_as_computed(&self, #[pyo3(from_py_with = args::block_ids)] block_ids: Vec<i64>) -> PyResult<()> {
         self.gpu.get().mark_blocks_as_computed(block_ids)
     }
 
+    /// Return the computed blocks that all lists share.
     fn get_common_computed_block_ids(
         &self,
         #[pyo3(from_py_with = args::computed_seq_block_ids)] computed_seq_block_ids: Vec<Vec<i64>>,
@@ -302,15 +320,18 @@ impl PyCpuGpuBlockAllocator {
         self.gpu.get().get_common_computed_block_ids(computed_seq_block_ids)
     }
 
+    /// Return the share of lookups that hit; -1 without a prefix cache.
     fn get_prefix_cache_hit_rate(&self, py: Python<'_>, device: Device) -> f64 {
         self.of(py, device).get().get_prefix_cache_hit_rate()
     }
 
+    /// Forget what is cached; return whether it did.
     fn reset_prefix_cache(&self) -> bool {
         let done = [&self.gpu, &self.cpu].map(|pool| pool.get().reset_prefix_cache());
         done == [true, true]
     }
 
+    /// Return how many of the hashes are cached, from the first on.
     #[pyo3(signature = (block_hashes, device=None))]
     fn find_cached_blocks_prefix<'py>(
         &self,

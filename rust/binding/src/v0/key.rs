@@ -65,7 +65,7 @@ pub(super) fn one(parent: Option<Key>, tokens: &[i64], extra: Option<i64>) -> Py
     chain(parent, tokens, tokens.len(), extra).map(|keys| keys[0])
 }
 
-/// Keys of the full blocks of `token_ids`, as ints.
+/// Keys of the full blocks of `token_ids`, the first after `parent`; a negative id is a token not known yet.
 #[pyfunction]
 #[pyo3(name = "v0_hash_blocks")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]

@@ -258,16 +258,19 @@ impl PyBlockTable {
         self.replace(py, &[])
     }
 
+    /// Ids of the blocks, a list of ints.
     #[getter]
     fn physical_block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyList> {
         self.ids(py)
     }
 
+    /// The blocks, a list.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> Bound<'py, PyList> {
         self.list(py)
     }
 
+    /// Tokens in the table.
     #[getter]
     fn num_full_slots(&self) -> usize {
         self.full_slots()

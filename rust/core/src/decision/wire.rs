@@ -1,4 +1,4 @@
-//! A decision as bytes, so that one scheduler drives many workers; see `docs/decisions/0013-plans.md`.
+//! A decision as bytes, so that one scheduler drives many workers; see `docs/decisions/0013-layouts-and-mappings.md`.
 
 use super::{Kind, Pairs, StepDecision};
 use crate::envelope::{Contents, Envelope};

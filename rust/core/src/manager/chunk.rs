@@ -29,7 +29,7 @@ impl Manager {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Counts, Error, Group, KeySpec, Manager, Policies, Prompt};
+    use crate::{Config, Counts, Error, Group, KeySpec, Manager, Policies, Prompt, Tier};
 
     fn manager(groups: &[Group]) -> Manager {
         let config = Config { block_size: 4, blocks: [32, 0, 0], watermark: 0.0, prefix_caching: true };
@@ -96,13 +96,13 @@ mod tests {
             manager.append_tokens(&[sequence], Counts::All(3), 0, &tokens[6..], None, &mut [0; 3]).unwrap();
             step(&mut manager);
             if swapped {
-                manager.swap_out(&[sequence]).unwrap();
+                manager.swap_out(&[sequence], Tier::Host).unwrap();
                 step(&mut manager);
-                manager.swap_in(&[sequence]).unwrap();
+                manager.swap_in(&[sequence], Tier::Device).unwrap();
                 step(&mut manager);
             }
             manager.mark_computed(&[sequence]).unwrap();
-            assert_eq!(manager.cached_tokens(&prompt).unwrap(), 0, "swapped {swapped}");
+            assert_eq!(manager.lookup(&prompt).unwrap().tokens, 0, "swapped {swapped}");
         }
     }
 
@@ -128,7 +128,7 @@ mod tests {
         let used = manager.block_table(last).unwrap().iter().map(|block| block.0.min(1)).collect();
         let cached = (1..=10).map(|blocks| {
             let more = [&tokens[..blocks * 4], &[99]].concat();
-            manager.cached_tokens(&Prompt { tokens: &more, ..prompt }).unwrap()
+            manager.lookup(&Prompt { tokens: &more, ..prompt }).unwrap().tokens
         });
         (cached.collect(), used)
     }
@@ -165,6 +165,24 @@ mod tests {
         append(&mut manager).unwrap();
         manager.check().unwrap();
         manager.free(&[parent, child]).unwrap();
+    }
+
+    #[test]
+    fn a_state_that_a_child_waits_for_is_not_left_in_a_block_of_an_earlier_step() {
+        let (mut manager, mut out) = (manager(&[Group::Recurrent]), Vec::new());
+        manager.allocate(&[3], &mut out).unwrap();
+        let (parent, ticket) = (out[0], manager.take_decision().ticket);
+        manager.complete(ticket).unwrap();
+        manager.append(&[parent], Counts::All(1), 0, &mut [0]).unwrap();
+        let child = manager.fork_prefix(parent, 4, 4).unwrap();
+        for sequence in [parent, child] {
+            let refused = manager.append(&[sequence], Counts::All(2), 0, &mut [0; 2]);
+            assert_eq!(refused, Err(Error::Unwritten { sequence }), "the state after 4 tokens is yet to be written");
+        }
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        manager.append(&[parent, child], Counts::All(2), 0, &mut [0; 4]).unwrap();
+        manager.check().unwrap();
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Sequences with a block table in each cache group. Each table is a row of its own; the first group's row stands for the
 //! sequence, and the handles that callers have are its.
 
-use super::{AllocStatus, Counts, Manager, blocks_for, inherit, invalid, release_all, take};
+use super::{AllocStatus, Counts, Fit, Manager, blocks_for, inherit, invalid, release_all, take};
 use crate::error::{Error, Result};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
@@ -37,7 +37,7 @@ impl Manager {
 
     /// Whether a new sequence may be admitted, the watermark kept. Of a prompt in chunks what its groups hold at once counts.
     #[must_use]
-    pub fn can_admit(&self, demand: &Demand) -> AllocStatus {
+    pub fn can_admit(&self, demand: &Demand) -> Fit {
         let Demand { tokens, lookahead, encoder_tokens, chunk } = *demand;
         let chunk = if chunk == 0 { tokens } else { chunk };
         let peak = |&group: &Group| match group {
@@ -51,7 +51,7 @@ impl Manager {
         let wanted = self.groups.all().iter().map(peak).fold(0, usize::saturating_add);
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
         if self.groups.growing().iter().any(passes) {
-            return AllocStatus::Never;
+            return Fit { status: AllocStatus::Never, ..self.admit(wanted, self.pools[0].available()) };
         }
         self.admit(wanted, self.pools[0].available())
     }

@@ -318,7 +318,7 @@ mod tests {
         let sequence = admit(&mut manager, &TOKENS);
         step(&mut manager);
         manager.mark_computed(&[sequence]).unwrap();
-        manager.swap_out(&[sequence]).unwrap();
+        manager.swap_out(&[sequence], Tier::Host).unwrap();
         step(&mut manager);
         let mut out = Vec::new();
         manager.allocate(&[16], &mut out).unwrap();
@@ -333,7 +333,7 @@ mod tests {
         let (mut manager, sequence) = swapped();
         manager.truncate(sequence, 3).unwrap();
         let loader = admit(&mut manager, &TOKENS);
-        manager.swap_in(&[sequence]).unwrap();
+        manager.swap_in(&[sequence], Tier::Device).unwrap();
         let block = manager.block_table(sequence).unwrap()[1];
         assert_eq!(manager.block_table(loader).unwrap()[1], block, "one load serves both");
         manager.free(&[loader]).unwrap();
@@ -342,7 +342,7 @@ mod tests {
         assert_eq!(slot, [i64::from(block.0) * 2 + 1], "the last user writes in place");
         step(&mut manager);
         assert_eq!(manager.pool(Tier::Device).published(), 1);
-        assert_eq!(manager.cached_tokens(&prompt(&TOKENS)), Ok(4), "the host still has it");
+        assert_eq!(manager.lookup(&prompt(&TOKENS)).map(|hit| hit.tokens), Ok(4), "the host still has it");
     }
 
     #[test]
@@ -361,7 +361,7 @@ mod tests {
             }
             manager.free(&[loader]).unwrap();
             manager.check().unwrap();
-            assert_eq!(manager.cached_tokens(&prompt(&TOKENS)), Ok(if fails { 0 } else { 4 }));
+            assert_eq!(manager.lookup(&prompt(&TOKENS)).map(|hit| hit.tokens), Ok(if fails { 0 } else { 4 }));
         }
     }
 

@@ -8,7 +8,6 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod append;
-mod batch;
 mod chunk;
 mod goals;
 mod groups;
@@ -43,11 +42,10 @@ use std::collections::HashSet;
 use twins::{link, part_orphans, release, release_all, take, unlink};
 
 pub use append::Counts;
-pub use batch::DecodeBatch;
 pub use groups::Demand;
 pub use moves::{Cached, Fragmentation, MoveStats, Moves};
 pub use pin::Expired;
-pub use prefix::{BlockExtra, PrefixStats, Prompt};
+pub use prefix::{BlockExtra, PrefixHit, PrefixStats, Prompt};
 pub use resize::Resize;
 pub use stats::{Stats, TierUse};
 pub use tables::TableRows;
@@ -80,6 +78,28 @@ pub enum AllocStatus {
     Later,
     /// It does not fit even into an empty tier.
     Never,
+}
+
+/// Whether a request for blocks fits, and the numbers that decide it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fit {
+    /// Whether it fits now, later or never.
+    pub status: AllocStatus,
+    /// Blocks that the request takes; 0 if its sequences cannot move in their present state.
+    pub blocks: usize,
+    /// Blocks that can be given out now, the watermark subtracted where the request must keep it.
+    pub free: usize,
+}
+
+impl Fit {
+    fn new(blocks: usize, free: usize, total: usize) -> Self {
+        let status = match blocks {
+            _ if blocks <= free => AllocStatus::Ok,
+            _ if blocks <= total => AllocStatus::Later,
+            _ => AllocStatus::Never,
+        };
+        Self { status, blocks, free }
+    }
 }
 
 /// Transfers decided since the last decision was taken.
@@ -242,7 +262,7 @@ impl Manager {
 
     /// Whether a new sequence of so many tokens may be admitted, the watermark kept.
     #[must_use]
-    pub fn can_allocate(&self, tokens: u32, lookahead: u32) -> AllocStatus {
+    pub fn can_allocate(&self, tokens: u32, lookahead: u32) -> Fit {
         self.can_admit(&Demand { tokens, lookahead, ..Demand::default() })
     }
 
@@ -402,14 +422,12 @@ impl Manager {
         Ok(())
     }
 
-    fn admit(&self, wanted: usize, free: usize) -> AllocStatus {
-        if self.pools[0].len() < wanted + self.watermark + usize::from(self.groups.slide()) {
-            AllocStatus::Never
-        } else if free >= wanted + self.watermark {
-            AllocStatus::Ok
-        } else {
-            AllocStatus::Later
-        }
+    /// Whether the device has so many blocks of `free`, the watermark kept.
+    fn admit(&self, wanted: usize, free: usize) -> Fit {
+        let kept = self.watermark + usize::from(self.groups.slide());
+        let fit = Fit::new(wanted, free.saturating_sub(self.watermark), self.pools[0].len().saturating_sub(kept));
+        let is_short = fit.status == AllocStatus::Ok && free < self.watermark;
+        if is_short { Fit { status: AllocStatus::Later, ..fit } } else { fit }
     }
 
     /// A row whose device blocks the present step may read.

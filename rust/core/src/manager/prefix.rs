@@ -3,7 +3,7 @@
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
 use super::hostcache::{Found, join_copies};
-use super::{Manager, blocks_for, invalid, release};
+use super::{Fit, Manager, blocks_for, invalid, release};
 use crate::error::{Error, Result};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
@@ -72,6 +72,15 @@ pub struct PrefixStats {
     pub loaded: u64,
 }
 
+/// What is cached of the start of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefixHit {
+    /// Tokens that need not be computed, whole blocks; the last token always is to be computed.
+    pub tokens: u32,
+    /// Blocks of them that only the host has.
+    pub host_blocks: usize,
+}
+
 /// One prompt's keys, and the table of each group with the blocks found for the first of them.
 struct Match {
     keys: RowKeys,
@@ -101,24 +110,36 @@ impl Manager {
         self.stats
     }
 
-    /// Tokens at the start of a prompt whose blocks are cached; nothing is taken.
-    ///
-    /// # Errors
-    /// A token has the reserved id.
-    pub fn cached_tokens(&self, prompt: &Prompt<'_>) -> Result<u32> {
-        let hits = self.find_prefix(prompt, 1)?.hits;
-        Ok(u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size))
+    /// Whether prompts share cached blocks.
+    #[must_use]
+    pub fn is_caching(&self) -> bool {
+        self.pools[0].is_caching()
     }
 
-    /// Device blocks that must be free for [`Manager::allocate_prompts`] of one prompt: new ones, those it loads into, and
-    /// found ones that nothing uses.
+    /// What is cached of the start of a prompt; nothing is taken.
     ///
     /// # Errors
     /// A token has the reserved id.
-    pub fn blocks_to_allocate(&self, prompt: &Prompt<'_>) -> Result<usize> {
+    pub fn lookup(&self, prompt: &Prompt<'_>) -> Result<PrefixHit> {
+        let found = self.find_prefix(prompt, 1)?;
+        let tokens = u32::try_from(found.hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+        Ok(PrefixHit { tokens, host_blocks: self.blocks_to_load(found.tail.iter()) })
+    }
+
+    /// Whether a prompt may be admitted, the watermark kept: all of it, even where [`Manager::allocate_chunks`] takes blocks for
+    /// a first chunk only, and `lookahead` slots beyond. It takes new blocks, blocks to load into, and cached ones that nothing
+    /// uses; blocks that other sequences use cost nothing.
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn can_admit_prompt(&self, prompt: &Prompt<'_>, chunk: u32, lookahead: u32) -> Result<Fit> {
         let found = [self.find_prefix(prompt, 1)?];
         let loads = self.blocks_to_load(found.iter().flat_map(|found| &found.tail));
-        Ok(self.missing(prompt, &found[0], u32::MAX) + loads + self.idle_blocks(&found))
+        let missing = self.missing(prompt, &found[0], u32::MAX).max(self.missing(prompt, &found[0], chunk));
+        let tokens = prompt.tokens.len() as u64;
+        let ahead = blocks_for(tokens + u64::from(lookahead), self.block_size) - blocks_for(tokens, self.block_size);
+        let wanted = missing + ahead * self.groups.growing().len() + loads + self.idle_blocks(&found);
+        Ok(self.admit(wanted, self.pools[0].available()))
     }
 
     /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle

@@ -1,14 +1,14 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
 use super::{
-    AllocStatus, Manager, blocks_for, link, part_orphans, refuse_lost, release, release_all, require_tier, unlink,
+    AllocStatus, Fit, Manager, blocks_for, link, part_orphans, refuse_lost, release, release_all, require_tier, unlink,
 };
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::{Lease, LeaseKind};
-use crate::plan::runs;
+use crate::transfer::merge_runs;
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,114 +36,99 @@ impl Route {
 }
 
 impl Manager {
-    /// Whether the sequences can be swapped out: they are on the device, nothing moves them, and the host has room.
+    /// Whether [`Manager::swap_out`] can move the sequences: nothing else moves them and `to` has room.
     ///
     /// # Errors
     /// A handle is unknown or named twice.
-    pub fn can_swap_out(&mut self, sequences: &[SequenceId]) -> Result<bool> {
-        self.can_relocate(sequences, Route::new(Tier::Device, Tier::Host))
+    pub fn can_swap_out(&mut self, sequences: &[SequenceId], to: Tier) -> Result<Fit> {
+        let route = self.way_out(sequences, to);
+        self.room(sequences, to, route)
     }
 
-    /// Moves sequences from the device to the host; a block shared among them moves once.
+    /// Moves sequences of one tier away from the device: from there to the host, or from either to the external tier. A
+    /// block that several of them share moves once.
     ///
     /// # Errors
-    /// A sequence is unknown, named twice, not on the device, moving, written in this step or has lost bytes; the host
-    /// has too few blocks for the whole batch.
-    pub fn swap_out(&mut self, sequences: &[SequenceId]) -> Result<()> {
-        self.relocate(sequences, Route::new(Tier::Device, Tier::Host))
+    /// A sequence is unknown, named twice, of another tier, moving, written in this step or has lost bytes; `to` has too
+    /// few blocks for the whole batch.
+    pub fn swap_out(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
+        let route = self.way_out(sequences, to)?;
+        self.relocate(sequences, route)
     }
 
-    /// Whether the sequences can be swapped in and one token with `lookahead` more slots appended to each, the
-    /// watermark kept.
-    ///
-    /// # Errors
-    /// A handle is unknown or named twice.
-    pub fn can_swap_in(&mut self, sequences: &[SequenceId], lookahead: u32) -> Result<AllocStatus> {
-        self.can_return(sequences, lookahead, Route::new(Tier::Host, Tier::Device))
-    }
-
-    /// Moves sequences from the host to the device.
-    ///
-    /// # Errors
-    /// As [`Manager::swap_out`], the other way round.
-    pub fn swap_in(&mut self, sequences: &[SequenceId]) -> Result<()> {
-        self.relocate(sequences, Route::new(Tier::Host, Tier::Device))
-    }
-
-    /// Whether the sequences, all of one tier, can be spilled.
+    /// Whether [`Manager::swap_in`] can move the sequences. On the device one token with `lookahead` more slots can be
+    /// appended to each after that, the watermark kept.
     ///
     /// # Errors
     /// A handle is unknown or named twice.
-    pub fn can_spill(&mut self, sequences: &[SequenceId]) -> Result<bool> {
-        match self.origin(sequences)? {
-            Tier::External => Ok(false),
-            from => self.can_relocate(sequences, Route::new(from, Tier::External)),
-        }
-    }
-
-    /// Moves sequences, all on the device or all on the host, to the external tier.
-    ///
-    /// # Errors
-    /// As [`Manager::swap_out`], for the external tier.
-    pub fn spill(&mut self, sequences: &[SequenceId]) -> Result<()> {
-        let from = self.origin(sequences)?;
-        self.refuse_external(sequences, from)?;
-        self.relocate(sequences, Route::new(from, Tier::External))
-    }
-
-    /// Whether the sequences can be fetched to the device and one token with `lookahead` more slots appended to each,
-    /// the watermark kept.
-    ///
-    /// # Errors
-    /// A handle is unknown or named twice.
-    pub fn can_fetch(&mut self, sequences: &[SequenceId], lookahead: u32) -> Result<AllocStatus> {
-        self.can_return(sequences, lookahead, Route::new(Tier::External, Tier::Device))
-    }
-
-    /// Moves sequences from the external tier to the device, or to the host to be swapped in from there.
-    ///
-    /// # Errors
-    /// As [`Manager::swap_out`], from the external tier; `to` is the external tier.
-    pub fn fetch(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
-        self.refuse_external(sequences, to)?;
-        self.relocate(sequences, Route::new(Tier::External, to))
-    }
-
-    fn refuse_external(&self, sequences: &[SequenceId], tier: Tier) -> Result<()> {
-        match sequences.first() {
-            Some(&sequence) if tier == Tier::External => {
-                Err(Error::WrongTier { sequence, wanted: Tier::Host, found: self.tier(sequence)? })
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn origin(&self, sequences: &[SequenceId]) -> Result<Tier> {
-        sequences.first().map_or(Ok(Tier::Device), |&sequence| self.tier(sequence))
-    }
-
-    fn can_relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<bool> {
-        match self.wanted(sequences, route) {
-            Ok(wanted) => Ok(self.pools[route.to.index()].require(wanted, route.takes_draining).is_ok()),
-            Err(Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } | Error::WrongTier { .. }) => {
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    fn can_return(&mut self, sequences: &[SequenceId], lookahead: u32, route: Route) -> Result<AllocStatus> {
+    pub fn can_swap_in(&mut self, sequences: &[SequenceId], to: Tier, lookahead: u32) -> Result<Fit> {
+        let route = match self.way_in(sequences, to) {
+            Ok(route) if to == Tier::Device => route,
+            route => return self.room(sequences, to, route),
+        };
         let moved = match self.wanted(sequences, route) {
             Ok(wanted) => wanted,
-            Err(Error::InFlight { .. } | Error::Unwritten { .. }) => return Ok(AllocStatus::Later),
-            Err(Error::Lost { .. } | Error::WrongTier { .. }) => return Ok(AllocStatus::Never),
-            Err(error) => return Err(error),
+            Err(error) => return self.unmovable(to, error),
         };
         let mut all = Vec::new();
         let appended = self.next_tokens(self.growing(sequences, &mut all)?, lookahead);
         let pool = &self.pools[route.to.index()];
         let free = if route.takes_draining { pool.available() } else { pool.free() };
         Ok(self.admit(moved + appended, free))
+    }
+
+    /// Moves sequences of one tier towards the device: from the host or the external tier to the device, or from the
+    /// external tier to the host.
+    ///
+    /// # Errors
+    /// As [`Manager::swap_out`].
+    pub fn swap_in(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
+        let route = self.way_in(sequences, to)?;
+        self.relocate(sequences, route)
+    }
+
+    fn way_out(&self, sequences: &[SequenceId], to: Tier) -> Result<Route> {
+        let Some(&sequence) = sequences.first() else { return Ok(Route::new(Tier::Device, Tier::Host)) };
+        match (self.tier(sequence)?, to) {
+            (from @ Tier::Device, to @ (Tier::Host | Tier::External)) | (from @ Tier::Host, to @ Tier::External) => {
+                Ok(Route::new(from, to))
+            }
+            (found, Tier::External) => Err(Error::WrongTier { sequence, wanted: Tier::Host, found }),
+            (found, _) => Err(Error::WrongTier { sequence, wanted: Tier::Device, found }),
+        }
+    }
+
+    fn way_in(&self, sequences: &[SequenceId], to: Tier) -> Result<Route> {
+        let Some(&sequence) = sequences.first() else { return Ok(Route::new(Tier::Host, Tier::Device)) };
+        match (self.tier(sequence)?, to) {
+            (from @ (Tier::Host | Tier::External), to @ Tier::Device) | (from @ Tier::External, to @ Tier::Host) => {
+                Ok(Route::new(from, to))
+            }
+            (found, Tier::Device) => Err(Error::WrongTier { sequence, wanted: Tier::Host, found }),
+            (found, _) => Err(Error::WrongTier { sequence, wanted: Tier::External, found }),
+        }
+    }
+
+    /// Whether sequences can move and the tier has room; no watermark is kept.
+    fn room(&mut self, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
+        match route.and_then(|route| self.wanted(sequences, route)) {
+            Ok(wanted) => {
+                let pool = &self.pools[to.index()];
+                let total = pool.len().saturating_sub(usize::from(self.groups.slide()));
+                Ok(Fit::new(wanted, pool.free(), total))
+            }
+            Err(error) => self.unmovable(to, error),
+        }
+    }
+
+    /// Sequences that cannot move as they are: those in flight or unwritten can later, others never.
+    fn unmovable(&self, to: Tier, error: Error) -> Result<Fit> {
+        let status = match error {
+            Error::InFlight { .. } | Error::Unwritten { .. } => AllocStatus::Later,
+            Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
+            error => return Err(error),
+        };
+        Ok(Fit { status, blocks: 0, free: self.pools[to.index()].free() })
     }
 
     /// Blocks beyond those moved that returning rows need for their next tokens: new ones, and a copy of a partly filled
@@ -331,7 +316,7 @@ impl Manager {
         let pairs = self.step.pairs(route.kind, route.from, route.to);
         let first = pairs.len();
         pairs.extend(table.iter().zip(to).map(|(source, target)| [source.0, target.0]));
-        for run in runs(&pairs[first..]) {
+        for run in merge_runs(&pairs[first..]) {
             self.pools[route.from.index()].depart(run.src..run.src + run.len, route.reads);
             self.tickets.collect_run(route.from, route.reads, route.to, run);
         }

@@ -66,10 +66,11 @@ impl Manager {
         Ok(self.resize_progress())
     }
 
-    /// What every device block is used for, by id, those in use beyond the end included.
+    /// What every block of a tier is used for, by id, those in use beyond the end included.
     #[must_use]
-    pub fn device_uses(&self) -> Vec<BlockUse> {
-        (0..).map(BlockId).take(self.pools[0].extent()).map(|block| self.pools[0].usage(block)).collect()
+    pub fn uses(&self, tier: Tier) -> Vec<BlockUse> {
+        let pool = self.pool(tier);
+        (0..).map(BlockId).take(pool.extent()).map(|block| pool.usage(block)).collect()
     }
 
     /// What is in use beyond the device's blocks.

@@ -70,11 +70,9 @@ mod tests {
         manager.free(&[kept]).unwrap();
         let mut lasted = 0;
         for i in 100..200 {
-            let cached = manager.cached_tokens(&Prompt {
-                tokens: &[1, 1, 2, 2, 3, 3, 9],
-                spec: KeySpec::default(),
-                extras: &[],
-            });
+            let cached = manager
+                .lookup(&Prompt { tokens: &[1, 1, 2, 2, 3, 3, 9], spec: KeySpec::default(), extras: &[] })
+                .map(|hit| hit.tokens);
             if cached.unwrap() == 0 {
                 break;
             }

@@ -91,6 +91,20 @@ impl Manager {
         self.end_without(ticket, &blocks)
     }
 
+    /// As [`Manager::fail`] with all pairs of the ticket: nothing landed.
+    ///
+    /// # Errors
+    /// The ticket is unknown.
+    pub fn fail_whole(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
+        let leases = self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
+        let written = leases.filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
+        let mut blocks: HashSet<(Tier, BlockId)> = written.collect();
+        self.lose_moves(ticket, &mut blocks);
+        self.follow_copies(ticket, &mut blocks);
+        self.break_promises(ticket, &blocks, true);
+        self.end_without(ticket, &blocks)
+    }
+
     /// Ends a ticket whose transfers never ran.
     pub(super) fn cancel(&mut self, ticket: TicketId, mut written: HashSet<Twin>) -> Result<Vec<SequenceId>> {
         self.lose_moves(ticket, &mut written);
@@ -113,7 +127,10 @@ impl Manager {
     }
 
     fn end_without(&mut self, ticket: TicketId, blocks: &HashSet<Twin>) -> Result<Vec<SequenceId>> {
-        for &(tier, block) in blocks {
+        // In order, so that their events are.
+        let mut gone: Vec<Twin> = blocks.iter().copied().collect();
+        gone.sort_unstable();
+        for (tier, block) in gone {
             unlink(&mut self.pools, tier, block);
             self.pools[tier.index()].unpublish(block);
         }
@@ -149,7 +166,7 @@ impl Manager {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Counts, Kind, Manager, SequenceId};
+    use crate::{Config, Counts, Kind, Manager, SequenceId, Tier};
 
     fn append(manager: &mut Manager, sequence: SequenceId) {
         manager.append(&[sequence], Counts::All(1), 0, &mut [0]).unwrap();
@@ -182,9 +199,9 @@ mod tests {
         manager.allocate(&[2, 3], &mut out).unwrap();
         step(&mut manager);
         let (loaded, sound) = (out[0], out[1]);
-        manager.swap_out(&[loaded]).unwrap();
+        manager.swap_out(&[loaded], Tier::Host).unwrap();
         step(&mut manager);
-        manager.swap_in(&[loaded]).unwrap();
+        manager.swap_in(&[loaded], Tier::Device).unwrap();
         append(&mut manager, loaded);
         let load = manager.take_decision();
         let mut last = go_on(&mut manager, loaded, false);

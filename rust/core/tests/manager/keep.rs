@@ -119,7 +119,7 @@ impl World {
         let others = self.pick(0, count);
         if let Some((&first, rest)) = others.split_first() {
             // The loads' sources must outlast what comes to the host in their step.
-            let _ = self.manager.swap_out(rest);
+            let _ = self.manager.swap_out(rest, Tier::Host);
             if count % 2 == 1 {
                 self.free(&[first]);
             }

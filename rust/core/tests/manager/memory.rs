@@ -29,6 +29,7 @@ impl World {
     /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
         let decision = self.manager.take_decision();
+        self.trace.decision(&decision);
         let mut mine = Vec::new();
         for (kind, pairs) in &decision.transfers {
             let transfer = |&[from, to]: &[u32; 2]| Transfer {
@@ -252,11 +253,11 @@ impl World {
     /// copies what may be lost, and its ticket ends first.
     pub(crate) fn come_back(&mut self, sequence: SequenceId, lost: Option<usize>, tokens: u32) {
         self.settle();
-        if self.manager.swap_out(&[sequence]).is_err() {
+        if self.manager.swap_out(&[sequence], Tier::Host).is_err() {
             return;
         }
         self.settle();
-        if self.manager.swap_in(&[sequence]).is_err() {
+        if self.manager.swap_in(&[sequence], Tier::Device).is_err() {
             return;
         }
         self.append(&[sequence], 1, 0, None);

@@ -1,0 +1,189 @@
+"""Writes what is made from docstrings: those of the stub `_core.pyi`, which are the Rust core's, and `docs/api.md`.
+
+python buildsystem/write_api.py            write both
+python buildsystem/write_api.py --check    say which of them is out of date, and exit with 1 if one is
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from textwrap import indent
+
+ROOT = Path(__file__).resolve().parent.parent
+STUB = ROOT / "python" / "blockyard" / "_core.pyi"
+PAGE = ROOT / "docs" / "api.md"
+WIDTH = 120
+
+# What a user imports: modules, in the order of the page, with what they are for.
+MODULES = {
+    "blockyard": "What most programs need.",
+    "blockyard.cache": "Manager, engine, store and executor in one; needs torch.",
+    "blockyard.types": "Results and facets, for annotations.",
+    "blockyard.layout": "Where the bytes of a block lie in an engine's tensors.",
+    "blockyard.engine": "Copies between device, host and staging rows; needs torch.",
+    "blockyard.executor": "Carries decisions out with an engine and a store; needs torch.",
+    "blockyard.stores": "External storage.",
+    "blockyard.scheduler": "The reference scheduler.",
+    "blockyard.allocators": "Blocks of one tier, for engines that keep their own block tables.",
+    "blockyard.events": "Events of the prefix cache.",
+    "blockyard.defrag": "Defragmentation beside an allocator that is not Blockyard's.",
+    "blockyard.errors": "Errors.",
+}
+HEAD = """# API
+
+`make docs` writes this page from the code: every public name, its signature, and the first sentence of its docstring.
+`help(name)` shows the rest: shapes, dtypes, errors.
+"""
+
+
+def documented_stub() -> str:
+    """Give the stub with the docstrings that the core has at run time."""
+    core = import_module("blockyard._core")
+    text = STUB.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    edits = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            target = getattr(core, node.name)
+            edits.append((node, target))
+        if isinstance(node, ast.ClassDef):
+            members = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            edits += [(member, vars(target).get(member.name)) for member in members if is_documented(member, members)]
+    for node, target in sorted(edits, key=lambda edit: edit[0].lineno, reverse=True):
+        replace_docstring(lines, node, target)
+    return "".join(lines)
+
+
+def is_documented(member: ast.FunctionDef, members: list[ast.FunctionDef]) -> bool:
+    """Whether a member shows its docstring: public, and the first of its overloads."""
+    return not member.name.startswith("_") and member is next(m for m in members if m.name == member.name)
+
+
+def replace_docstring(lines: list[str], node: ast.ClassDef | ast.FunctionDef, target: object) -> None:
+    """Put the docstring of an object of the core into its place in the stub."""
+    first = node.body[0]
+    is_old = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.value.value is not ...
+    doc = docstring(target)
+    if not doc:
+        return
+    column = " " * (node.col_offset + 4)
+    new = column + '"""' + doc.replace("\\", "\\\\").replace("\n", "\n" + column) + '"""\n'
+    if "\n" in doc:
+        new = new[:-4] + "\n" + column + '"""\n'
+    new = re.sub(r"^ +$", "", new, flags=re.MULTILINE)
+    start = min([first.lineno, *(decorator.lineno for decorator in getattr(first, "decorator_list", []))]) - 1
+    end = first.end_lineno or first.lineno
+    if is_old:
+        lines[start:end] = [new]
+    elif isinstance(node, ast.ClassDef):
+        lines.insert(start, new + "\n")
+    else:
+        # `def f(self) -> int: ...`, perhaps over several lines: its body is the last thing in it.
+        lines[end - 1] = re.sub(r" *\.\.\.\n$", "\n", lines[end - 1])
+        lines.insert(end, new)
+
+
+def api_page() -> str:
+    """Give the page of all public names."""
+    parts = [HEAD]
+    for name, purpose in MODULES.items():
+        module = import_module(name)
+        parts.append(f"\n## `{name}`\n\n{purpose}\n")
+        names = [public for public in module.__all__ if public != "__version__"]
+        parts += ["\n" + entry(public, getattr(module, public)) for public in names]
+    return "".join(parts)
+
+
+def entry(name: str, target: object) -> str:
+    """Give what the page says of one name."""
+    lines = [f"### `{heading(name, target)}`", "", summary(target)]
+    if inspect.isclass(target) and not issubclass(target, BaseException):
+        lines += [""] * any(True for _ in members_of(target))
+        lines += [
+            f"- `{heading(member, value)}`"
+            + (f": {summary(value)}" if type(value) is not target and summary(value) else "")
+            for member, value in members_of(target)
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def members_of(target: type) -> Iterator[tuple[str, object]]:
+    """Give the public members that a class defines, or inherits from another public class of ours."""
+    seen: set[str] = set()
+    for owner in target.__mro__:
+        if owner.__module__.partition(".")[0] != "blockyard":
+            continue
+        # A class of the core keeps its members in any order; the stub's is the one to read them in.
+        order = stub_members().get(owner.__name__, []) if owner.__module__ == "blockyard._core" else []
+        members = sorted(vars(owner).items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+        for name, value in members:
+            described = inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
+            described |= type(value).__name__ in {"getset_descriptor", "member_descriptor", "cached_property"}
+            if name.startswith("_") or name in seen or not (described or type(value) is target):
+                continue
+            seen.add(name)
+            yield name, value
+
+
+@cache
+def stub_members() -> dict[str, list[str]]:
+    """Give the names that each class of the stub defines, in their order."""
+    classes = [node for node in ast.parse(STUB.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return {node.name: [member.name for member in node.body if isinstance(member, ast.FunctionDef)] for node in classes}
+
+
+def heading(name: str, target: object) -> str:
+    """Give a name with its signature, if it is called."""
+    called = target.__func__ if isinstance(target, staticmethod | classmethod) else target
+    if isinstance(target, property) or inspect.isdatadescriptor(target) or not callable(called):
+        return name
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return name
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+        if parameter.name not in {"self", "cls"}
+    ]
+    text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return name + re.sub(r"<[^>]*>|Ellipsis", "...", text).replace("(/, ", "(").replace("(/)", "()")
+
+
+def summary(target: object) -> str:
+    """Give the first sentence of a docstring."""
+    return docstring(target).partition("\n\n")[0].replace("\n", " ").strip()
+
+
+def docstring(target: object) -> str:
+    """Give the docstring of a class, function or descriptor, without indentation."""
+    described = target.__func__ if isinstance(target, staticmethod | classmethod) else target
+    return inspect.cleandoc(getattr(described, "__doc__", None) or "")
+
+
+def main() -> int:
+    """Write, or check, both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = []
+    for path, text in ((STUB, documented_stub()), (PAGE, api_page())):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    if check and stale:
+        sys.stderr.write(indent("\n".join(stale), "out of date, run `make docs`: ") + "\n")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+#include "strategy.h"
+
+#include <array>
+#include <mutex>
+#include <utility>
+
+namespace blockyard {
+namespace {
+
+struct Table {
+    std::mutex mutex;
+    std::array<std::vector<StrategyRule>, kMaxDevices> rules;
+};
+
+Table& table() {
+    // Never destroyed: copies may still run while the process exits.
+    static auto* const only = new Table;
+    return *only;
+}
+
+}  // namespace
+
+void set_strategies(int32_t device, std::vector<StrategyRule> rules) {
+    const std::lock_guard<std::mutex> lock(table().mutex);
+    table().rules.at(static_cast<size_t>(device)) = std::move(rules);
+}
+
+Strategy choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count) {
+    const Strategy otherwise = direction == Direction::kWithin ? Strategy::kKernel : Strategy::kBatch;
+    if (device < 0 || device >= kMaxDevices) return otherwise;
+    const std::lock_guard<std::mutex> lock(table().mutex);
+    for (const StrategyRule& rule : table().rules[static_cast<size_t>(device)]) {
+        if (rule.direction == direction && bytes <= rule.max_bytes && count <= rule.max_count) return rule.strategy;
+    }
+    return otherwise;
+}
+
+}  // namespace blockyard

@@ -1,0 +1,5 @@
+"""Events of the prefix cache, and the keys that name blocks in other processes."""
+
+from blockyard._core import EventBatch, export_keys
+
+__all__ = ["EventBatch", "export_keys"]

@@ -1,0 +1,33 @@
+"""What the calls of `BlockManager` and its facets return, for annotations."""
+
+from blockyard._core import (
+    Defrag,
+    DefragReport,
+    Expired,
+    Fit,
+    Fragmentation,
+    FreeBlocks,
+    ManagerStats,
+    Pins,
+    Pool,
+    Prefix,
+    PrefixHit,
+    ResizeProgress,
+    Sequence,
+)
+
+__all__ = [
+    "Defrag",
+    "DefragReport",
+    "Expired",
+    "Fit",
+    "Fragmentation",
+    "FreeBlocks",
+    "ManagerStats",
+    "Pins",
+    "Pool",
+    "Prefix",
+    "PrefixHit",
+    "ResizeProgress",
+    "Sequence",
+]

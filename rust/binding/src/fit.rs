@@ -1,0 +1,107 @@
+//! `AllocStatus` and `Fit`: whether a request for blocks can be met, and by what numbers.
+
+use blockyard_core as core;
+use pyo3::PyTypeInfo;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+/// Whether a request fits: now, later or never. Only `OK` is true.
+#[pyclass(frozen, eq, hash, from_py_object, name = "AllocStatus", module = "blockyard._core")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum PyAllocStatus {
+    /// It fits now.
+    #[pyo3(name = "OK")]
+    Ok,
+    /// It fits once other sequences have left.
+    #[pyo3(name = "LATER")]
+    Later,
+    /// It does not fit even into an empty tier.
+    #[pyo3(name = "NEVER")]
+    Never,
+}
+
+impl PyAllocStatus {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "OK",
+            Self::Later => "LATER",
+            Self::Never => "NEVER",
+        }
+    }
+}
+
+impl From<core::AllocStatus> for PyAllocStatus {
+    fn from(status: core::AllocStatus) -> Self {
+        match status {
+            core::AllocStatus::Ok => Self::Ok,
+            core::AllocStatus::Later => Self::Later,
+            core::AllocStatus::Never => Self::Never,
+        }
+    }
+}
+
+/// `getattr`, and what names one of a class's values to it.
+type Named<'py> = (Bound<'py, PyAny>, (Bound<'py, PyType>, &'static str));
+
+#[pymethods]
+impl PyAllocStatus {
+    fn __bool__(&self) -> bool {
+        *self == Self::Ok
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Named<'py>> {
+        let getattr = slf.py().import("builtins")?.getattr("getattr")?;
+        Ok((getattr, (Self::type_object(slf.py()), slf.get().name())))
+    }
+}
+
+/// Whether a request for blocks fits, and the numbers that decide it. True only where `status` is `OK`.
+///
+/// Args:
+///     status: `AllocStatus`.
+///     blocks: blocks that the request takes.
+///     free: blocks that can be given out.
+#[pyclass(frozen, eq, hash, name = "Fit", module = "blockyard._core")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PyFit {
+    /// `AllocStatus.OK`, `LATER` or `NEVER`.
+    #[pyo3(get)]
+    status: PyAllocStatus,
+    /// Blocks that the request takes; 0 for sequences that cannot move as they are.
+    #[pyo3(get)]
+    blocks: usize,
+    /// Blocks that can be given out now; where the request must keep the watermark, without the watermark's.
+    #[pyo3(get)]
+    free: usize,
+}
+
+impl From<core::Fit> for PyFit {
+    fn from(core::Fit { status, blocks, free }: core::Fit) -> Self {
+        Self { status: status.into(), blocks, free }
+    }
+}
+
+#[pymethods]
+impl PyFit {
+    #[new]
+    const fn new(
+        status: PyAllocStatus,
+        #[pyo3(from_py_with = crate::args::blocks)] blocks: usize,
+        #[pyo3(from_py_with = crate::args::free)] free: usize,
+    ) -> Self {
+        Self { status, blocks, free }
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (PyAllocStatus, usize, usize)) {
+        let &Self { status, blocks, free } = slf.get();
+        (slf.get_type(), (status, blocks, free))
+    }
+
+    fn __bool__(&self) -> bool {
+        self.status == PyAllocStatus::Ok
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Fit({}, blocks={}, free={})", self.status.name(), self.blocks, self.free)
+    }
+}

@@ -1,0 +1,539 @@
+//! `BlockObserver`: the core's defragmentation behind one lock.
+//!
+//! The lock is held for one call and never while Python code runs.
+
+use crate::args::{self, Argument, items, refused, shown};
+use crate::arrays::describe;
+use crate::decision::array;
+use crate::errors::{invalid, to_py};
+use crate::memory::{self, Plain, Target};
+use blockyard_core::BlockId;
+use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};
+use blockyard_locks::{Guard, InnerLock};
+use numpy::ndarray::Dimension;
+use numpy::{IxDyn, PyArray1, PyArray2};
+use pyo3::prelude::*;
+use pyo3::types::{PyString, PyTuple};
+use std::fmt::Display;
+
+type Table<'py> = Bound<'py, PyArray2<i64>>;
+
+/// Block ids: an int64 or int32 array `[n]` or a list of ints.
+pub(crate) struct Ids(Vec<u32>);
+
+impl<'py> Argument<'py> for Ids {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        if let Some(ids) = memory::listed::<i64>(value)? {
+            return blocks(ids.into_iter()).map(Self);
+        }
+        if let Some(ids) = memory::listed::<i32>(value)? {
+            return blocks(ids.into_iter().map(i64::from)).map(Self);
+        }
+        let must = "an int64 or int32 array [n] or a list of ints";
+        let id = |id: &Bound<'py, PyAny>, _| id.extract().map_err(|error| refused(error, value, name, must));
+        items(value, name, |item, at| block(id(item, at)?)).map(Self)
+    }
+}
+
+fn blocks(ids: impl ExactSizeIterator<Item = i64>) -> PyResult<Vec<u32>> {
+    let mut blocks = memory::reserved(ids.len())?;
+    for id in ids {
+        blocks.push(block(id)?);
+    }
+    Ok(blocks)
+}
+
+fn block(id: i64) -> PyResult<u32> {
+    u32::try_from(id).map_err(|_| invalid(format!("block is {id}, must be 0 to {}", u32::MAX)))
+}
+
+fn fresh(fresh: bool) -> Fresh {
+    if fresh { Fresh::Yes } else { Fresh::No }
+}
+
+/// Moves towards goals; nothing has moved yet. No block is named twice.
+///
+/// Attributes:
+///     pairs: all, block ids `(from, to)`, int64 `[n, 2]`.
+///     move: those whose destination holds nothing of worth.
+///     exchange: those whose destination's bytes must be kept: the two change places.
+///     left: moves that the goals need beyond these; `contiguous` adds nothing to it.
+///     stuck: live blocks in the way of the goals for which there is no hole.
+#[pyclass(frozen, name = "MovePlan", module = "blockyard._core")]
+pub(crate) struct PyMovePlan {
+    plan: Plan,
+}
+
+#[pymethods]
+impl PyMovePlan {
+    /// Blocks in the way that the budget leaves for later.
+    #[getter]
+    fn left(&self) -> usize {
+        self.plan.left
+    }
+
+    /// Blocks in the way that have nowhere to go.
+    #[getter]
+    fn stuck(&self) -> usize {
+        self.plan.stuck
+    }
+
+    /// Moves and exchanges as one mapping, int64 `[n, 2]`.
+    #[getter]
+    fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        array(py, &self.plan.pairs)
+    }
+
+    /// Moves into holes, int64 `[n, 2]`, `(from, to)`.
+    #[getter]
+    fn r#move<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        array(py, self.plan.moves())
+    }
+
+    /// Pairs of blocks that change places, int64 `[n, 2]`.
+    #[getter]
+    fn exchange<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        array(py, self.plan.exchanges())
+    }
+
+    fn __len__(&self) -> usize {
+        self.plan.pairs.len()
+    }
+
+    fn __repr__(&self) -> String {
+        let Plan { left, stuck, .. } = self.plan;
+        let (moves, exchanges) = (self.plan.moves().len(), self.plan.exchanges().len());
+        format!("MovePlan(move={moves}, exchange={exchanges}, left={left}, stuck={stuck})")
+    }
+}
+
+/// Goals by priority: `(name, number)` or `(name, number, slack)` each.
+pub(crate) struct Goals(pub(crate) Vec<Wanted>);
+
+impl<'py> Argument<'py> for Goals {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        let one = |item: &Bound<'py, PyAny>, _| {
+            let is_pair = item.cast::<PyTuple>().is_ok_and(|item| item.len() == 2);
+            // A failed attempt would cost more than all the rest.
+            let found: PyResult<(Bound<'_, PyString>, u32, u32)> =
+                if is_pair { item.extract().map(|(name, number)| (name, number, 0)) } else { item.extract() };
+            let (name, number, slack) = found.map_err(|_| {
+                invalid(format!("a goal is {}, must be (name, number) or (name, number, slack)", shown(item)))
+            })?;
+            Ok(Wanted { goal: Goal::from_name(name.to_str()?, number).map_err(to_py)?, slack })
+        };
+        items(value, name, one).map(Self)
+    }
+}
+
+fn taken(sequences: Vec<Ids>) -> Vec<Vec<u32>> {
+    sequences.into_iter().map(|Ids(ids)| ids).collect()
+}
+
+struct Books {
+    observer: Observer,
+    planner: Planner,
+}
+
+impl Books {
+    /// The step's plan; hysteresis goes on where the goals are those of the step before.
+    fn plan(&mut self, wanted: &[Wanted], sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> PyResult<PyMovePlan> {
+        if !self.planner.wanted().eq(wanted.iter().copied()) {
+            self.planner = Planner::new(wanted);
+        }
+        let plan = self.observer.plan(&mut self.planner, sequences, hot, budget).map_err(to_py)?;
+        Ok(PyMovePlan { plan })
+    }
+}
+
+/// Where a foreign allocator's blocks lie, and where they should.
+///
+/// An *id* is what the allocator calls a block, a *block* is where the id's bytes lie: two permutations of each other.
+/// Block 0 is the null block. Where a call takes ids, an int64 array `[n]` is quickest.
+///
+/// Args:
+///     num_blocks: blocks of the pool, 1 to 2147483647; None means that ids become known as they are named.
+///
+/// Raises:
+///     InvalidArgumentError: the number of blocks is out of range.
+#[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
+pub(crate) struct PyBlockObserver {
+    inner: InnerLock<Books>,
+}
+
+impl PyBlockObserver {
+    fn lock(&self) -> Guard<'_, Books> {
+        self.inner.lock()
+    }
+
+    /// Blocks of a table of ids of any shape and layout; none if it is of another type.
+    fn resolved<'py, T>(
+        &self,
+        ids: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+        must: &'static str,
+        pass: bool,
+    ) -> PyResult<Option<Bound<'py, PyAny>>>
+    where
+        T: Plain + Into<i64> + TryFrom<i64>,
+    {
+        let Some((mut values, shape)) = memory::copied::<T, IxDyn>(ids)? else { return Ok(None) };
+        let books = self.lock();
+        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
+        for value in &mut values {
+            let id: i64 = (*value).into();
+            let known = usize::try_from(id).ok().and_then(|id| forward.get(id));
+            match known {
+                Some(&block) => *value = T::try_from(i64::from(block)).unwrap_or(*value),
+                None if (pass && id < 0) || (0..limit).contains(&id) => {}
+                None => return Err(unresolvable(id, limit)),
+            }
+        }
+        drop(books);
+        let Some(out) = out else {
+            return Ok(Some(memory::filled(ids.py(), shape, &values, |&value| value)?.into_any()));
+        };
+        memory::store(Target::<T, IxDyn>::new(out, "out", must), shape.slice(), &values)?;
+        Ok(Some(out.clone()))
+    }
+}
+
+fn unresolvable(id: i64, limit: i64) -> PyErr {
+    invalid(format!("block is {id}, must be 0 to {}", limit - 1))
+}
+
+#[pymethods]
+impl PyBlockObserver {
+    #[new]
+    #[pyo3(signature = (num_blocks = None))]
+    fn new(#[pyo3(from_py_with = args::num_blocks)] num_blocks: Option<u32>) -> PyResult<Self> {
+        const MOST: u32 = u32::MAX / 2;
+        if num_blocks.is_some_and(|blocks| blocks == 0 || blocks > MOST) {
+            return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
+        }
+        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST)).map_err(to_py)?;
+        Ok(Self { inner: InnerLock::new(Books { observer, planner: Planner::default() }) })
+    }
+
+    /// Ids known so far.
+    fn __len__(&self) -> usize {
+        self.lock().observer.len() as usize
+    }
+
+    /// Ids are below this.
+    #[getter]
+    fn limit(&self) -> u32 {
+        self.lock().observer.limit()
+    }
+
+    /// Say how many blocks there are.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: more are known.
+    fn set_limit(&self, #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32) -> PyResult<()> {
+        self.lock().observer.set_limit(num_blocks).map_err(to_py)
+    }
+
+    /// Add a reference to the blocks of ids.
+    ///
+    /// Args:
+    ///     ids: any number of times each; where they are fresh, those of a sequence together, long ones first.
+    ///     fresh: what they hold is of no worth: those not in use are bound to the lowest blank blocks.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range; nothing was changed.
+    #[pyo3(signature = (ids, *, fresh = false))]
+    fn use_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
+        let Ids(ids) = ids;
+        let observer = &mut self.lock().observer;
+        if fresh { observer.use_fresh(&ids) } else { observer.use_ids(&ids) }.map_err(to_py)
+    }
+
+    /// Take a reference from the blocks of ids.
+    ///
+    /// Args:
+    ///     ids: any number of times each.
+    ///     fresh: what they hold is of no worth once nobody refers to them: their blocks become blank.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: a block has fewer references; nothing was changed.
+    #[pyo3(signature = (ids, *, fresh = false))]
+    fn release_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids, fresh: bool) -> PyResult<()> {
+        let Ids(ids) = ids;
+        self.lock().observer.release_ids(&ids, self::fresh(fresh)).map_err(to_py)
+    }
+
+    /// Say that ids that are not in use hold nothing of worth.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range; nothing was changed.
+    fn forget_ids(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<()> {
+        let Ids(ids) = ids;
+        self.lock().observer.forget_ids(&ids).map_err(to_py)
+    }
+
+    /// Keep the blocks of ids where they are, bytes included, until `end_lease`.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range; nothing was changed.
+    fn lease(&self, #[pyo3(from_py_with = args::ids)] ids: Ids) -> PyResult<u64> {
+        let Ids(ids) = ids;
+        Ok(self.lock().observer.lease(&ids).map_err(to_py)?.0)
+    }
+
+    /// End a lease.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is not held.
+    fn end_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
+        self.lock().observer.end_lease(LeaseId(lease)).map_err(to_py)
+    }
+
+    /// References to a block.
+    fn refs(&self, #[pyo3(from_py_with = args::block)] block: u32) -> u32 {
+        self.lock().observer.refs(BlockId(block))
+    }
+
+    /// Set the references to a block.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is out of range.
+    fn set_refs(
+        &self,
+        #[pyo3(from_py_with = args::block)] block: u32,
+        #[pyo3(from_py_with = args::refs)] refs: u32,
+    ) -> PyResult<()> {
+        self.lock().observer.set_refs(BlockId(block), refs).map_err(to_py)
+    }
+
+    /// Add a reference to a block, or take one if `by` is negative.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is out of range, or has none to take.
+    fn add_ref(
+        &self,
+        #[pyo3(from_py_with = args::block)] block: u32,
+        #[pyo3(from_py_with = args::by)] by: i32,
+    ) -> PyResult<()> {
+        let mut books = self.lock();
+        let id = books.observer.unresolve(block);
+        if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id]) }.map_err(to_py)
+    }
+
+    /// Exchange the references of two blocks.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: one is out of range.
+    fn swap_refs(
+        &self,
+        #[pyo3(from_py_with = args::a)] a: u32,
+        #[pyo3(from_py_with = args::b)] b: u32,
+    ) -> PyResult<()> {
+        self.lock().observer.swap_refs(BlockId(a), BlockId(b)).map_err(to_py)
+    }
+
+    /// Put an id into a block; the id that was there gets the place that this one had.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: one is out of range, or one of them alone is the null block.
+    fn update_mapping(
+        &self,
+        #[pyo3(from_py_with = args::block_id)] block_id: u32,
+        #[pyo3(from_py_with = args::block)] block: u32,
+    ) -> PyResult<()> {
+        self.lock().observer.update_mapping(block_id, block).map_err(to_py)
+    }
+
+    /// Blocks of ids.
+    ///
+    /// Args:
+    ///     ids: of any shape.
+    ///     out: of the same shape and dtype, any layout; may be `ids`.
+    ///     pass_negative: negative ids stay as they are.
+    ///
+    /// Returns:
+    ///     `out`, or a new array of the shape and dtype of `ids`.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range, or an array's shape or dtype is wrong; `out` was not written.
+    #[pyo3(signature = (ids, *, out = None, pass_negative = false))]
+    fn resolve<'py>(
+        &self,
+        ids: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+        pass_negative: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(blocks) = self.resolved::<i64>(ids, out, "int64, as the ids", pass_negative)? {
+            return Ok(blocks);
+        }
+        let blocks = self.resolved::<i32>(ids, out, "int32, as the ids", pass_negative)?;
+        blocks.ok_or_else(|| invalid(format!("block ids are {}, must be an int64 or int32 array", describe(ids))))
+    }
+
+    /// Blocks of ids, for rows of ints.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range.
+    #[pyo3(signature = (rows, *, pass_negative = false))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python lists")]
+    fn resolve_rows(
+        &self,
+        #[pyo3(from_py_with = args::rows)] rows: Vec<Vec<i64>>,
+        pass_negative: bool,
+    ) -> PyResult<Vec<Vec<i64>>> {
+        let books = self.lock();
+        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
+        let one = |&id: &i64| match usize::try_from(id).ok().and_then(|id| forward.get(id)) {
+            Some(&block) => Ok(i64::from(block)),
+            None if (pass_negative && id < 0) || (0..limit).contains(&id) => Ok(id),
+            None => Err(unresolvable(id, limit)),
+        };
+        rows.iter().map(|row| row.iter().map(one).collect()).collect()
+    }
+
+    /// The id of a block.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: it is out of range.
+    fn unresolve(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
+        let books = self.lock();
+        if block >= books.observer.limit() {
+            return Err(unresolvable(block.into(), books.observer.limit().into()));
+        }
+        Ok(books.observer.unresolve(block))
+    }
+
+    /// The block of each id known so far: a copy.
+    #[getter]
+    fn forward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let blocks = self.lock().observer.forward().to_vec();
+        memory::array(py, &blocks, |&block| i64::from(block))
+    }
+
+    /// The id of each block known so far: a copy.
+    #[getter]
+    fn backward<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let ids: Vec<u32> = self.lock().observer.backward().collect();
+        memory::array(py, &ids, |&id| i64::from(id))
+    }
+
+    /// Blocks with references, rising, and how many, int64 `[n, 2]`.
+    fn used<'py>(&self, py: Python<'py>) -> PyResult<Table<'py>> {
+        let used: Vec<[u32; 2]> = self.lock().observer.used().map(|(block, refs)| [block.0, refs]).collect();
+        array(py, &used)
+    }
+
+    /// Blocks that nobody refers to or leases, rising, int64 `[n]`.
+    fn holes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let holes: Vec<BlockId> = self.lock().observer.places().holes().iter().collect();
+        memory::array(py, &holes, |hole| i64::from(hole.0))
+    }
+
+    /// Ids between the highest block in use and the highest there need be.
+    #[getter]
+    fn gap(&self) -> u32 {
+        self.lock().observer.places().gap()
+    }
+
+    /// The highest block in use that can be moved, None if there is none.
+    #[getter]
+    fn highest(&self) -> Option<u32> {
+        self.lock().observer.places().live().highest().map(|block| block.0)
+    }
+
+    /// Pages of so many blocks that hold a block in use, a leased one or the null block.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: a page has no blocks.
+    fn used_pages(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<u32> {
+        Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
+        Ok(self.lock().observer.places().used_pages(page_blocks))
+    }
+
+    /// Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: an id is out of range.
+    fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<(usize, usize)> {
+        let sequences = taken(sequences);
+        self.lock().observer.runs(&sequences).map_err(to_py)
+    }
+
+    /// Plan a step's moves; nothing changes until `commit`.
+    ///
+    /// Args:
+    ///     goal: see `Defrag.run`.
+    ///     number: see `Defrag.run`.
+    ///     slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
+    ///         until the goal is met.
+    ///     moves: budget of this step.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: the goal is unknown, or its page has no blocks.
+    #[pyo3(signature = (goal, number, *, slack = 0, moves = None))]
+    fn plan(
+        &self,
+        goal: &str,
+        #[pyo3(from_py_with = args::number)] number: u32,
+        #[pyo3(from_py_with = args::slack)] slack: u32,
+        #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
+    ) -> PyResult<PyMovePlan> {
+        let wanted = Wanted { goal: Goal::from_name(goal, number).map_err(to_py)?, slack };
+        self.lock().plan(&[wanted], &[], &[], Budget::of_moves(moves.unwrap_or(usize::MAX)))
+    }
+
+    /// Plan a step for several goals, the most important first; nothing changes until `commit`.
+    ///
+    /// A later goal undoes nothing of an earlier one: it moves no block to where the earlier one does not want any, and
+    /// none of the sequences of `"contiguous"`. Where two contradict each other, the later is missed.
+    ///
+    /// Args:
+    ///     goals: `(name, number)` or `(name, number, slack)`, as in `plan`; also `"contiguous"`: no sequence lies in
+    ///         more than `number` runs, its slack is in runs. While the goals stay the same, each goes on where the
+    ///         step before left it.
+    ///     sequences: what `"contiguous"` is about: ids of each, in order. Those of less importance come later.
+    ///     hot: ids of sequences that run now: their blocks move when nothing else is left to move, and a sequence
+    ///         whose last id is one is put in order last.
+    ///     moves: budget of this step, in pairs.
+    ///     num_bytes: budget in bytes written: an exchange writes both of its blocks.
+    ///     bytes_per_block: of all layers; to be given with `num_bytes`.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
+    #[pyo3(signature = (goals, *, sequences = None, hot = None, moves = None, num_bytes = None, bytes_per_block = 0))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python tuples")]
+    fn plan_all(
+        &self,
+        #[pyo3(from_py_with = args::goals)] goals: Goals,
+        #[pyo3(from_py_with = args::sequences)] sequences: Option<Vec<Ids>>,
+        #[pyo3(from_py_with = args::hot)] hot: Option<Ids>,
+        #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
+        #[pyo3(from_py_with = args::num_bytes)] num_bytes: Option<u64>,
+        #[pyo3(from_py_with = args::bytes_per_block)] bytes_per_block: u64,
+    ) -> PyResult<PyMovePlan> {
+        if num_bytes.is_some() && bytes_per_block == 0 {
+            return Err(invalid("bytes_per_block is 0, must be at least 1 where num_bytes is given".to_owned()));
+        }
+        let sequences = taken(sequences.unwrap_or_default());
+        let hot = hot.map_or_else(Vec::new, |Ids(ids)| ids);
+        let (moves, bytes) = (moves.unwrap_or(usize::MAX), num_bytes.unwrap_or(u64::MAX));
+        let block_bytes = if num_bytes.is_some() { bytes_per_block } else { 0 };
+        self.lock().plan(&goals.0, &sequences, &hot, Budget { moves, bytes, block_bytes })
+    }
+
+    /// Take over a plan whose bytes have moved: the ids of each pair change places.
+    ///
+    /// Raises:
+    ///     InvalidArgumentError: the books have changed so that the plan no longer fits; nothing was changed.
+    fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
+        self.lock().observer.commit(&plan.plan.pairs).map_err(to_py)
+    }
+
+    /// Count everything again.
+    ///
+    /// Raises:
+    ///     InvariantError: the books contradict themselves.
+    fn check(&self) -> PyResult<()> {
+        self.lock().observer.check().map_err(to_py)
+    }
+}

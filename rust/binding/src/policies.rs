@@ -1,0 +1,133 @@
+//! `PrefixCaching`: options of the prefix cache; and the names of policies.
+
+use crate::args::{self, Argument, shown};
+use crate::errors::{invalid, to_py};
+use blockyard_core::{Eviction, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use std::fmt::Display;
+
+/// Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
+///
+/// Args:
+///     eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"s3fifo"`:
+///         blocks without a hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and,
+///         before the first hit, by how often blocks as deep in their prompts are hit. `"priority"`: by
+///         `prefix.set_priority`. Each takes a prompt's blocks from its end.
+///     host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
+///         (`swap_in`). The least recently used copy goes first.
+///     max_events: most events that wait for `prefix.take_events`; 0 records none.
+///     max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
+/// Raises:
+///     InvalidArgumentError: an option is out of range or has another name.
+#[pyclass(frozen, eq, get_all, from_py_object, name = "PrefixCaching", module = "blockyard._core")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct PyPrefixCaching {
+    /// Name of the eviction policy.
+    eviction: &'static str,
+    /// Whether copies on the host can be found.
+    host: bool,
+    /// Most events that wait.
+    max_events: u32,
+    /// Fraction of the device blocks that pins may hold.
+    max_pinned: f64,
+}
+
+#[pymethods]
+impl PyPrefixCaching {
+    #[new]
+    #[pyo3(signature = (*, eviction = "lru", host = false, max_events = 0, max_pinned = 0.5))]
+    fn new(
+        eviction: &str,
+        host: bool,
+        #[pyo3(from_py_with = args::max_events)] max_events: u32,
+        #[pyo3(from_py_with = args::max_pinned)] max_pinned: f64,
+    ) -> PyResult<Self> {
+        if !(0.0..1.0).contains(&max_pinned) {
+            return Err(invalid(format!("max_pinned is {max_pinned}, must be 0 or more and below 1")));
+        }
+        if max_events as usize > MAX_EVENTS {
+            return Err(invalid(format!("max_events is {max_events}, must be 0 to {MAX_EVENTS}")));
+        }
+        Ok(Self { eviction: policy(eviction)?.name(), host, max_events, max_pinned })
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let (py, this) = (slf.py(), slf.get());
+        let options = PyDict::new(py);
+        options.set_item("eviction", this.eviction)?;
+        options.set_item("host", this.host)?;
+        options.set_item("max_events", this.max_events)?;
+        options.set_item("max_pinned", this.max_pinned)?;
+        let make = py.import("functools")?.getattr("partial")?.call((slf.get_type(),), Some(&options))?;
+        Ok((make, PyTuple::empty(py)))
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { eviction, host, max_events, max_pinned } = self;
+        let host = if *host { "True" } else { "False" };
+        format!("PrefixCaching(eviction='{eviction}', host={host}, max_events={max_events}, max_pinned={max_pinned})")
+    }
+}
+
+impl PyPrefixCaching {
+    /// Gives a new manager these options.
+    pub(crate) fn apply(&self, manager: &mut Manager) -> PyResult<()> {
+        manager.limit_pins(self.max_pinned).map_err(to_py)?;
+        if self.host {
+            let blocks = manager.pool(Tier::Host).len();
+            let must = "must be at least 1 with PrefixCaching(host=True), 2 where a group has a sliding window";
+            manager.keep_host_copies().map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;
+        }
+        if self.max_events > 0 {
+            manager.record_events(self.max_events as usize).map_err(to_py)?;
+        }
+        Ok(())
+    }
+}
+
+/// What `prefix_caching=` may be.
+#[derive(Clone)]
+pub(crate) enum CachingOptions {
+    Off,
+    On(PyPrefixCaching),
+}
+
+impl CachingOptions {
+    pub(crate) const fn is_on(&self) -> bool {
+        matches!(self, Self::On(_))
+    }
+}
+
+impl<'py> Argument<'py> for CachingOptions {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        if let Ok(options) = value.extract::<PyPrefixCaching>() {
+            return Ok(Self::On(options));
+        }
+        let is_on: bool = value
+            .extract()
+            .map_err(|_| invalid(format!("{name} is {}, must be a bool or a PrefixCaching", shown(value))))?;
+        let default =
+            PyPrefixCaching { eviction: Eviction::default().name(), host: false, max_events: 0, max_pinned: 0.5 };
+        Ok(if is_on { Self::On(default) } else { Self::Off })
+    }
+}
+
+/// The policies of those names.
+pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Policies> {
+    let reuse = ReuseOrder::from_name(reuse_order)
+        .ok_or_else(|| unknown("reuse_order", reuse_order, &ReuseOrder::ALL.map(ReuseOrder::name)))?;
+    let eviction = match caching {
+        CachingOptions::Off => Eviction::default(),
+        CachingOptions::On(options) => policy(options.eviction)?,
+    };
+    Ok(Policies { reuse, eviction })
+}
+
+fn policy(name: &str) -> PyResult<Eviction> {
+    Eviction::from_name(name).ok_or_else(|| unknown("eviction", name, &Eviction::NAMED.map(Eviction::name)))
+}
+
+fn unknown(what: &str, found: &str, names: &[&str]) -> PyErr {
+    invalid(format!("{what} is \"{found}\", must be one of {}", names.join(", ")))
+}

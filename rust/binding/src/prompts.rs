@@ -1,0 +1,157 @@
+//! Prompts as arguments: token counts or token ids, with their salts, adapters and extras.
+
+use crate::args::{Argument, items, refused, shown};
+use crate::arrays;
+use crate::errors::invalid;
+use crate::memory::{self, Numbers};
+use blockyard_core::{BlockExtra, Extra, KeySpec, Prompt};
+use numpy::{PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyInt, PyList, PyString, PyTuple};
+use std::fmt::Display;
+
+/// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
+pub(crate) type PyExtra = (usize, usize, u32, PyBackedBytes);
+
+/// One prompt: only its length, or its token ids.
+pub(crate) enum PromptLike<'py> {
+    Count(u32),
+    Tokens(Numbers<'py, u32>),
+}
+
+impl<'py> PromptLike<'py> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+        if value.is_instance_of::<PyInt>() {
+            return u32::read(value, &name).map(Self::Count);
+        }
+        let is_list =
+            value.cast::<PyUntypedArray>().map_or_else(|_| value.is_instance_of::<PyList>(), |a| a.ndim() > 0);
+        match value.extract() {
+            Ok(count) if !is_list => Ok(Self::Count(count)),
+            Err(_) if !is_list && (value.is_instance_of::<PyString>() || value.try_iter().is_err()) => {
+                Err(invalid(format!("{name} is {}, must be token ids or their number", shown(value))))
+            }
+            _ => arrays::token_ids(value, name).map(Self::Tokens),
+        }
+    }
+}
+
+/// Several prompts, all of one kind.
+pub(crate) enum Prompts<'py> {
+    Counts(Vec<u32>),
+    Tokens(Vec<Numbers<'py, u32>>),
+}
+
+impl<'py> Prompts<'py> {
+    pub(crate) fn new(prompts: &Bound<'py, PyTuple>) -> PyResult<Self> {
+        let (mut counts, mut tokens) = (Vec::new(), Vec::new());
+        for (i, prompt) in prompts.iter().enumerate() {
+            match PromptLike::new(&prompt, &format!("prompts[{i}]"))? {
+                PromptLike::Count(count) => counts.push(count),
+                PromptLike::Tokens(ids) => tokens.push(ids),
+            }
+        }
+        match (counts.is_empty(), tokens.is_empty()) {
+            (false, false) => {
+                let (counts, tokens) = (counts.len(), tokens.len());
+                Err(invalid(format!(
+                    "prompts are {counts} counts and {tokens} lists of token ids, must be of one kind"
+                )))
+            }
+            (true, _) => Ok(Self::Tokens(tokens)),
+            (false, true) => Ok(Self::Counts(counts)),
+        }
+    }
+}
+
+/// What the keys of prompts depend on: one salt and adapter for all, or one a prompt.
+pub(crate) struct KeySpecs(Vec<KeySpec>);
+
+impl KeySpecs {
+    pub(crate) fn new(
+        salt: Option<&Bound<'_, PyAny>>,
+        lora_id: Option<&Bound<'_, PyAny>>,
+        prompts: usize,
+    ) -> PyResult<Self> {
+        let salts: Vec<Option<PyBackedBytes>> = one_or_each(salt, None, &"salt", prompts, |value| {
+            let one: PyResult<PyBackedBytes> = value.extract().map_err(PyErr::from);
+            one.ok().map(|salt| Ok(Some(salt)))
+        })?;
+        let adapters: Vec<u64> = one_or_each(lora_id, 0, &"lora_id", prompts, |value| {
+            value.is_instance_of::<PyInt>().then(|| u64::read(value, &"lora_id"))
+        })?;
+        if let ([salt], [adapter]) = (&salts[..], &adapters[..]) {
+            return Ok(Self(vec![KeySpec::new(salt.as_deref(), *adapter)]));
+        }
+        let at = |i: usize| (salts.get(i).or_else(|| salts.last()), adapters.get(i).or_else(|| adapters.last()));
+        let spec = |i| match at(i) {
+            (Some(salt), Some(&adapter)) => KeySpec::new(salt.as_deref(), adapter),
+            _ => KeySpec::default(),
+        };
+        Ok(Self((0..prompts).map(spec).collect()))
+    }
+
+    /// What one prompt's keys depend on.
+    pub(crate) fn one(salt: Option<&Bound<'_, PyAny>>, lora_id: u64) -> PyResult<Self> {
+        let read = |value: &Bound<'_, PyAny>| -> PyResult<PyBackedBytes> {
+            value.extract().map_err(|error| refused(error, value, &"salt", "bytes"))
+        };
+        Ok(Self(vec![KeySpec::new(salt.map(read).transpose()?.as_deref(), lora_id)]))
+    }
+
+    fn at(&self, i: usize) -> KeySpec {
+        self.0.get(i).or_else(|| self.0.last()).copied().unwrap_or_default()
+    }
+}
+
+/// One value for all prompts (a list of one), or a list of one a prompt. `one` reads a value for all, if it is one.
+fn one_or_each<'py, T: Argument<'py>>(
+    value: Option<&Bound<'py, PyAny>>,
+    default: T,
+    name: &dyn Display,
+    prompts: usize,
+    one: impl Fn(&Bound<'py, PyAny>) -> Option<PyResult<T>>,
+) -> PyResult<Vec<T>> {
+    let Some(value) = value else { return Ok(vec![default]) };
+    if let Some(value) = one(value) {
+        return Ok(vec![value?]);
+    }
+    if value.try_iter().is_err() {
+        return Err(invalid(format!("{name} is {}, must be one value or one a prompt", shown(value))));
+    }
+    let each = items(value, name, |item, at| T::read(item, &format_args!("{name}[{at}]")))?;
+    if each.len() == prompts {
+        Ok(each)
+    } else {
+        Err(invalid(format!("{name} has {} values, there are {prompts} prompts", each.len())))
+    }
+}
+
+/// Calls `call` with prompts as the core takes them.
+pub(crate) fn lend<R>(
+    tokens: &[Numbers<'_, u32>],
+    specs: &KeySpecs,
+    extras: &[PyExtra],
+    call: impl FnOnce(&[Prompt<'_>]) -> R + Send,
+) -> PyResult<R> {
+    if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
+        return Err(invalid(format!("extras name prompt {prompt}, there are {}", tokens.len())));
+    }
+    let of_prompt = |i: usize| extras.iter().filter(move |extra| extra.0 == i);
+    let extras: Vec<Vec<BlockExtra<'_>>> = if extras.is_empty() {
+        Vec::new()
+    } else {
+        (0..tokens.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
+    };
+    memory::lend(tokens, |tokens| {
+        let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
+        let prompts =
+            tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec: specs.at(i), extras: extras(i) });
+        call(&prompts.collect::<Vec<_>>())
+    })
+}
+
+fn block_extra((_, block, kind, bytes): &PyExtra) -> BlockExtra<'_> {
+    BlockExtra { block: *block, extra: Extra { kind: *kind, bytes } }
+}

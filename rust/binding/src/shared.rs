@@ -1,0 +1,44 @@
+//! The manager that `BlockManager` and its facets share.
+//!
+//! The lock is held for one call and never while Python code runs.
+
+use crate::errors::to_py;
+use crate::memory;
+use blockyard_core::{Manager, SequenceId, memory as core_memory};
+use blockyard_locks::{Guard, InnerLock};
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use std::sync::Arc;
+
+/// One manager behind one lock.
+#[derive(Clone)]
+pub(crate) struct Shared(Arc<InnerLock<Manager>>);
+
+impl Shared {
+    pub(crate) fn new(manager: Manager) -> Self {
+        Self(Arc::new(InnerLock::new(manager)))
+    }
+
+    pub(crate) fn lock(&self) -> Guard<'_, Manager> {
+        self.0.lock()
+    }
+}
+
+/// A new uint64 array of handles.
+pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    memory::array(py, ids, |id| id.0)
+}
+
+/// The rows of sequences in one cache group.
+pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<SequenceId>> {
+    let mut rows = core_memory::with_room(sequences.len()).map_err(to_py)?;
+    for &sequence in sequences {
+        rows.push(row_in(manager, sequence, group)?);
+    }
+    Ok(rows)
+}
+
+/// The row of a sequence in one cache group.
+pub(crate) fn row_in(manager: &Manager, sequence: SequenceId, group: u32) -> PyResult<SequenceId> {
+    manager.table_of(sequence, group as usize).map_err(to_py)
+}

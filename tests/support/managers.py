@@ -1,0 +1,13 @@
+"""Managers for tests, with the options of the prefix cache beside the others."""
+
+from typing import Any
+
+from blockyard import BlockManager, PrefixCaching
+
+CACHING = ("eviction", "host", "max_events", "max_pinned")
+
+
+def make_manager(*, prefix_caching: bool = True, **options: Any) -> BlockManager:
+    """Make a manager; options of `PrefixCaching` turn the prefix cache on."""
+    caching = {name: options.pop(name) for name in CACHING if name in options}
+    return BlockManager(**options, prefix_caching=PrefixCaching(**caching) if prefix_caching or caching else False)

@@ -1,1 +1,0 @@
-"""The executor before it was made of parts, for comparison."""
