@@ -378,16 +378,12 @@ class Generator:
 
     def _take_in_what_landed(self, step: Step) -> None:
         """End the tickets that are done, and wait for this step's if what it computed depends on it."""
-        ended = self.executor.poll()
+        ended = self.executor.collect(step.decision.ticket)
         while not (step.rows or ended) and self._tickets:
             time.sleep(IDLE_SECONDS)
             ended = self.executor.poll()
         for done in ended:
             self._end(done)
-        ticket = step.decision.ticket
-        loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
-        if ticket in self._tickets and (loads or self.executor.lost(ticket)):
-            self._end(self.executor.wait(ticket))
 
     def _end(self, done: StepDone) -> None:
         """Tell the scheduler that a ticket has ended, and the user what went wrong."""
