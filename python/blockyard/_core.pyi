@@ -1014,8 +1014,7 @@ class BlockManager:
         block_tables: NDArray[np.int32] | None = None,
         out: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
-        """Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written, by
-        this step's decision.
+        """Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
 
         Args:
             sequences: handles, uint64 `[n]`, none twice; a list, or one.

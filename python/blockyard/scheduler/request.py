@@ -50,9 +50,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that is done: the tokens generated for each of its `n` sequences.
+    """A request that is done.
 
-    `error` says why it ended early, if it did: the device shrank and can no longer hold the request to its end.
+    Attributes:
+        request: as it was added.
+        outputs: token ids generated for each of its `n` sequences.
+        error: why it ended early, or None: the device shrank and can no longer hold the request to its end.
     """
 
     request: Request

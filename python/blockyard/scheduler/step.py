@@ -115,7 +115,23 @@ class Step:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the scheduler was made; peaks are blocks in use, `cached_tokens` those that prompts found."""
+    """Counters since the scheduler was made.
+
+    Attributes:
+        steps: steps scheduled.
+        tokens: tokens scheduled.
+        cached_tokens: prompt tokens that the prefix cache saved.
+        preempted_swap: preemptions that moved sequences to the host.
+        preempted_spill: preemptions that moved sequences to the external tier.
+        preempted_recompute: preemptions that freed sequences, to be computed again.
+        lost: sequences that lost bytes in a transfer and start again.
+        refused: requests that ended because the device became too small.
+        resumed_swap: sequences that came back from the host.
+        resumed_fetch: sequences that came back from the external tier.
+        peak_device_blocks: most device blocks in use at once.
+        peak_host_blocks: most host blocks in use at once.
+        peak_external_blocks: most external slots in use at once.
+    """
 
     steps: int = 0
     tokens: int = 0
