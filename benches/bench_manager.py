@@ -1,4 +1,4 @@
-"""The books' cost per unit, from Python: thread-CPU time, minimum of repeats.
+"""The block manager's cost per unit, from Python: thread-CPU time, minimum of repeats.
 
     python benches/bench_manager.py
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from figures import keep
 
-from blockyard import BlockManager, DecodeBatch
+from blockyard import BlockManager
 
 SEQUENCES = 256
 PROMPT = 1024
@@ -30,7 +30,7 @@ def cpu_ns(run: Callable[[], None]) -> int:
     return time.thread_time_ns() - start
 
 
-def decode(kind: str, manager: BlockManager | None = None) -> float:
+def decode(manager: BlockManager | None = None, *, tables: bool) -> float:
     """W-decode: nanoseconds per sequence and step, over all steps; the arrays are right at the end."""
     manager = manager or BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
     sequences = manager.allocate(counts=np.full(SEQUENCES, PROMPT, dtype=np.uint32))
@@ -42,20 +42,13 @@ def decode(kind: str, manager: BlockManager | None = None) -> float:
         for _ in range(STEPS):
             manager.append(sequences, out=slots)
 
-    def stateless() -> None:
+    def with_tables() -> None:
         for _ in range(STEPS):
             manager.append(sequences, block_tables=table, out=slots)
 
-    def bound() -> None:
-        for _ in range(STEPS):
-            batch.append()
-
-    if kind == "batch":
-        batch = DecodeBatch(manager, table, slots)
-        batch.add(sequences)
-    cost = cpu_ns({"append": append_alone, "stateless": stateless, "batch": bound}[kind]) / STEPS / SEQUENCES
-    if kind != "append" and not np.array_equal(table, manager.block_tables(sequences)):
-        raise AssertionError("the block table is not what the books say")
+    cost = cpu_ns(with_tables if tables else append_alone) / STEPS / SEQUENCES
+    if tables and not np.array_equal(table, manager.block_tables(sequences)):
+        raise AssertionError("the block table is not what the manager says")
     manager.free(sequences)
     return cost
 
@@ -126,7 +119,7 @@ def scattered() -> tuple[BlockManager, float, float]:
 def many_blocks(repeats: int) -> dict[str, float]:
     """A pool of 16M blocks: W-decode in its scattered free blocks against the pool of 32k; allocate and free there."""
     manager, allocated, freed = scattered()
-    costs = [(decode("stateless", manager), decode("stateless")) for _ in range(repeats)]
+    costs = [(decode(manager, tables=True), decode(tables=True)) for _ in range(repeats)]
     large, small = (min(side) for side in zip(*costs, strict=True))
     return {
         "pool_16m_decode_ratio": large / small,
@@ -139,9 +132,8 @@ def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
     repeats = 15
     figures = {
-        "append_256_ns": min(decode("append") for _ in range(repeats)),
-        "w_decode_ns": min(decode("stateless") for _ in range(repeats)),
-        "w_decode_batch_ns": min(decode("batch") for _ in range(repeats)),
+        "append_256_ns": min(decode(tables=False) for _ in range(repeats)),
+        "w_decode_ns": min(decode(tables=True) for _ in range(repeats)),
         "allocate_ns": min(allocate_and_free()[0] for _ in range(repeats)),
         "free_ns": min(allocate_and_free()[1] for _ in range(repeats)),
         "fork_1000_us": min(fork() for _ in range(repeats)),

@@ -78,13 +78,13 @@ def work(rank: int) -> None:
             # The forward pass: it writes its tokens after the step's transfers.
             for slot, tag in np.frombuffer(body[4 + length :], np.int64).reshape(-1, 2).tolist():
                 block, offset = divmod(slot, BLOCK_SIZE)
-                for cache, pair in zip(engine.device_caches, token_bytes(rank, tag), strict=True):
+                for cache, pair in zip(engine.tensors, token_bytes(rank, tag), strict=True):
                     cache[:, block, offset, 0] = torch.from_numpy(pair.copy())
             send(sink, DONE, struct.pack("<Q", decision.ticket))
         else:
             blocks = np.frombuffer(body[1:], np.int64)
             tier = "device" if TIERS[body[0]] == "device" else "host"
-            send(sink, DONE, engine.read_blocks(tier, blocks).tobytes())
+            send(sink, DONE, engine.read(tier, blocks).tobytes())
 
 
 # ---- the scheduler ----

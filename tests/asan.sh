@@ -15,6 +15,8 @@ RUSTFLAGS=-Zsanitizer=address PYO3_BUILD_EXTENSION_MODULE=1 cargo build --locked
 site=$PWD/target/asan/site
 rm -rf "$site" && mkdir -p "$site" && cp -rs "$PWD/python/blockyard" "$site"
 ln -sf "$PWD/target/asan/$host/debug/lib_core.so" "$site/blockyard/_core.abi3.so"
-PYTHONPATH=$site LD_PRELOAD=$(g++ -print-file-name=libasan.so) PYTHONMALLOC=malloc \
+# With the C++ runtime, or the sanitizer does not find what throws and aborts at the first exception of torch.
+preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+PYTHONPATH=$site LD_PRELOAD=$preload PYTHONMALLOC=malloc \
     .venv/bin/python -m pytest -m "not slow" -k "not inductor" --ignore tests/test_demo.py --ignore tests/test_buildsystem.py \
     -p no:cacheprovider "$@"

@@ -19,9 +19,6 @@ from blockyard._core import (
     FillMap,
     chain_keys,
     copy_rows,
-    merge_runs,
-    order_moves,
-    plan_moves,
 )
 from blockyard.allocators import NaiveAllocator
 from blockyard.errors import InvalidArgumentError
@@ -97,8 +94,6 @@ READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
     "to allocate": (TOKENS, lambda a: prompt(a, lambda m, t: m.can_allocate(t).blocks)),
     "pinned": (TOKENS, lambda a: prompt(a, lambda m, t: m.pins.pin_prompt(t, 9))),
     "pairs": (PAIRS, lambda a: Pairs("device", "host", a).ids.tolist()),
-    "runs": (PAIRS, lambda a: merge_runs(a).tolist()),
-    "waves": (PAIRS, lambda a: [part.tolist() for part in order_moves(a, 8)]),
     "mark": (IDS, lambda a: marked(a, FillMap.mark)),
     "unmark": (IDS, lambda a: marked(a, FillMap.unmark)),
     "require": (IDS, lambda a: marked(a, FillMap.require)),
@@ -109,7 +104,6 @@ READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
     "released ids": (IDS, lambda a: observed(a, lambda o, i: o.release_ids(i))),
     "leased ids": (IDS, lambda a: observed(a, lambda o, i: o.lease(i))),
     "resolved": (PAIRS.reshape(3, 2, 1), lambda a: BlockObserver(16).resolve(a).tolist()),
-    "live": (IDS, lambda a: plan_moves("max_id", 2, num_blocks=8, live=a).pairs.tolist()),
     "shared": (IDS.astype(np.int32), lambda a: (m := new_allocator(), m.share(a), [m.refs(i) for i in range(8)])[2]),
 }
 

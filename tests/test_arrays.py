@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, StepDecision
-from blockyard._core import Completion, StoreStats, merge_runs, order_moves
+from blockyard._core import Completion, StoreStats
+from blockyard.engine.mapping import check_pairs
 from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
 from blockyard.events import export_keys
-from blockyard.plan import check_pairs
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
     "a negative count": (InvalidArgumentError, "num_tokens is -1", lambda m, h: m.can_allocate(-1)),
     "a count beyond 32 bits": (InvalidArgumentError, "num_tokens is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
     "a float count": (InvalidArgumentError, "num_tokens is 1.5", lambda m, h: m.can_allocate(1.5)),  # type: ignore[arg-type]
-    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1, 1)),
+    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1)),
     "a handle never given out": (UnknownSequenceError, "sequence 5", lambda m, h: m.append([5])),
     "float sequences": (InvalidArgumentError, "float32", lambda m, h: m.append(h.astype(np.float32))),
     "text sequences": (InvalidArgumentError, "sequences is 'x'", lambda m, h: m.append("x")),  # type: ignore[arg-type]
@@ -141,15 +141,13 @@ def test_pairs_may_be_any_ints(ids: object) -> None:
     given = Pairs("device", "host", ids)  # type: ignore[arg-type]
     assert given == Pairs("device", "host", np.array([[1, 2], [3, 4]]))
     assert given.ids.dtype == np.int64
-    assert merge_runs(ids).tolist() == [[1, 2, 1], [3, 4, 1]]  # type: ignore[arg-type]
     assert check_pairs(ids, src_blocks=8, dst_blocks=8).tolist() == [[1, 2], [3, 4]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[[1]], [[1, 2, 3]], [[1, -1]], [[1, 1.5]], [[1, 2**32]], np.zeros((1, 2)), [1, 2], 3])
 def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
-    for call in (lambda: Pairs("device", "host", ids), lambda: merge_runs(ids), lambda: order_moves(ids, 8)):
-        with pytest.raises(InvalidArgumentError, match="pair"):
-            call()
+    with pytest.raises(InvalidArgumentError, match="pair"):
+        Pairs("device", "host", ids)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="pair"):
         check_pairs(ids, src_blocks=8, dst_blocks=8)  # type: ignore[arg-type]
 

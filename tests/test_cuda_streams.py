@@ -108,6 +108,23 @@ def test_work_between_memory_of_the_host_runs_in_a_thread(streams: CudaStreams):
     assert event.query()
 
 
+def test_the_callers_streams_are_the_current_one_and_this_thread(streams: CudaStreams):
+    store = streams.launch("out", lambda: None)
+    LOG.clear()
+    event = streams.launch("compute", lambda: LOG.append(("work", "compute")), [store])
+    assert isinstance(event, CudaEvent)
+    streams.launch("caller", lambda: LOG.append(("work", "caller")), [event])
+    assert [
+        ("compute", f"waits for {name_of(streams, 'out')}"),
+        ("compute", "current"),
+        ("work", "compute"),
+        ("compute", "recorded"),
+        ("compute", "event synchronized"),
+        ("work", "caller"),
+    ] == LOG
+    assert streams._host._thread is None
+
+
 def test_streams_do_not_delay_one_another_so_nothing_is_cut(streams: CudaStreams):
     assert streams.chunk_bytes is None
     assert WorkerStreams.chunk_bytes

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from blockyard import Pairs, StepDecision
-from blockyard._core import merge_runs
 from blockyard.errors import InvalidArgumentError, MappingError
 
 ORDER = ["spill", "swap_out", "swap_in", "fetch", "copy", "move", "exchange"]
@@ -79,13 +78,6 @@ def test_pairs_of_any_stride_are_taken():
 def test_pairs_of_a_wrong_shape_or_dtype_are_refused(ids: object):
     with pytest.raises(MappingError):
         Pairs("device", "host", ids)
-
-
-def test_runs_are_merged_where_both_sides_go_on():
-    ids = np.array([(0, 5), (1, 6), (2, 7), (3, 9), (4, 10), (9, 11)], dtype=np.int64)
-    assert merge_runs(ids).tolist() == [[0, 5, 3], [3, 9, 2], [9, 11, 1]]
-    assert merge_runs(ids[:0]).shape == (0, 3)
-    assert merge_runs(ids[::-1].copy()).tolist() == [[b, a, 1] for b, a in ids[::-1].tolist()]
 
 
 def same(one: StepDecision, other: StepDecision) -> bool:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard._core import merge_runs, plan_moves
 from blockyard.defrag import BlockObserver, OnlineDefragmenter
 from blockyard.errors import InvalidArgumentError
 
@@ -38,13 +37,17 @@ def fewest(states: list[str], page: int) -> tuple[int, int]:
 
 
 @given(STATES, st.integers(1, 9), st.integers(1, 12))
-def test_pages_are_emptied_down_to_the_fewest_by_the_fewest_moves(states: list[str], page: int, budget: int):
+def test_pages_are_emptied_down_to_the_fewest_by_the_fewest_moves(listed: list[str], page: int, budget: int):
+    states = ["f", *listed]  # block 0 is the null block
     live = {b for b, state in enumerate(states) if state == "l"}
     fixed = np.array([b for b, state in enumerate(states) if state == "f"], np.int64)
+    observer = BlockObserver(len(states))
+    observer.use_ids(sorted(live))
+    observer.lease(fixed[1:])
     pages, moves = fewest(states, page)
     done = 0
     while True:
-        plan = plan_moves("empty_pages", page, num_blocks=len(states), live=sorted(live), fixed=fixed, moves=budget)
+        plan = observer.plan("empty_pages", page, moves=budget)
         assert done + len(plan) + plan.left == moves
         if not len(plan):
             break
@@ -52,6 +55,7 @@ def test_pages_are_emptied_down_to_the_fewest_by_the_fewest_moves(states: list[s
         assert live.issuperset(sources)
         assert not set(holes) & (live | set(fixed.tolist()))
         assert len(set(sources) | set(holes)) == 2 * len(plan)
+        observer.commit(plan)
         live = live - set(sources) | set(holes)
         done += len(plan)
     assert len({b // page for b in live} | {b // page for b in fixed.tolist()}) == pages
@@ -173,13 +177,17 @@ def test_goals_are_named_with_their_numbers():
 
 
 def test_a_budget_cuts_a_plan_and_slack_delays_it():
-    plan = plan_moves("free_tail", 10, num_blocks=20, live=[12, 13, 14, 15], moves=3)
+    books = BlockObserver(20)
+    books.use_ids([12, 13, 14, 15])
+    plan = books.plan("free_tail", 10, moves=3)
     assert (len(plan), plan.left, plan.stuck) == (3, 1, 0)
-    assert len(merge_runs(plan.pairs)) == 1
+    assert (np.diff(plan.pairs, axis=0) == 1).all()
     assert len(plan.move) == 3
     assert len(plan.exchange) == 0
     assert repr(plan) == "MovePlan(move=3, exchange=0, left=1, stuck=0)"
-    full = plan_moves("max_id", 1, num_blocks=5, live=[1, 2, 3], fixed=[0])
+    books = BlockObserver(5)
+    books.use_ids([1, 2, 3])
+    full = books.plan("max_id", 1)
     assert (len(full), full.stuck) == (0, 2)
     books = BlockObserver(20)
     books.use_ids([5])
@@ -199,11 +207,9 @@ def test_a_plan_that_no_longer_fits_is_refused():
 
 def test_goals_without_meaning_are_refused():
     with pytest.raises(InvalidArgumentError, match="tidy"):
-        plan_moves("tidy", 1, num_blocks=3, live=[])
+        BlockObserver(3).plan("tidy", 1)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="page_blocks is 0"):
-        plan_moves("empty_pages", 0, num_blocks=3, live=[])
-    with pytest.raises(InvalidArgumentError, match="block is 3, must be below 3"):
-        plan_moves("max_id", 0, num_blocks=3, live=[3])
+        BlockObserver(3).plan("empty_pages", 0)
     with pytest.raises(InvalidArgumentError, match="num_blocks is"):
         BlockObserver(0)
 

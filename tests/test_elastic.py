@@ -155,14 +155,14 @@ def test_an_engine_takes_the_tensors_of_groups_and_moves_their_blocks():
     state = KVLayout("blocks tokens dim", num_layers=1, block_size=1, num_kv_heads=1, head_size=24, dtype="float16")
     both = GroupedLayout((("full", LAYOUT), ("state", state)))
     with ElasticCache(both, num_blocks=8, max_blocks=8) as cache:
-        engine = CacheEngine(both, num_device_blocks=8, num_host_blocks=4, device_caches=cache.tensors)
+        engine = CacheEngine(both, num_device_blocks=8, num_host_blocks=4, tensors=cache.tensors)
         for view in both.views(cache.tensors):
             view[:] = torch.randint(0, 256, view.shape, dtype=torch.uint8)
-        rows = engine.read_blocks("device", np.array([6, 7]))
-        engine.swap_out(np.array([[6, 0], [7, 1]]))
+        rows = engine.read("device", np.array([6, 7]))
+        engine.run("swap_out", np.array([[6, 0], [7, 1]]))
         cache.resize(3)
-        engine.swap_in(np.array([[0, 2], [1, 0]]))
-        assert np.array_equal(engine.read_blocks("device", np.array([2, 0])), rows)
+        engine.run("swap_in", np.array([[0, 2], [1, 0]]))
+        assert np.array_equal(engine.read("device", np.array([2, 0])), rows)
         engine.close()
 
 
@@ -178,15 +178,15 @@ class Moved:
             layout,
             num_device_blocks=self.SIZE,
             num_host_blocks=self.SIZE,
-            device_caches=self.cache.tensors,
+            tensors=self.cache.tensors,
             streams=SimulatedStreams(seed),
         )
         self.device, self.host = np.random.default_rng(seed).integers(
             0, 256, (2, self.SIZE, layout.bytes_per_block), np.uint8
         )
         every = np.arange(self.SIZE)
-        self.engine.write_blocks("device", every, self.device)
-        self.engine.write_blocks("host", every, self.host)
+        self.engine.write("device", every, self.device)
+        self.engine.write("host", every, self.host)
         self.last: tuple[int, ...] = ()
         self.reads: list[tuple[int, np.ndarray]] = []
 
@@ -204,10 +204,10 @@ class Moved:
         engine, after = self.engine, self.last
         rows = np.full((len(pairs), self.layout.bytes_per_block), len(self.reads) + 1, dtype=np.uint8)
         if kind == "swap_out":
-            ticket = engine.submit_swap_out(pairs, after=after)
+            ticket = engine.submit("swap_out", pairs, after=after)
             self.host[other] = self.device[one]
         elif kind in {"swap_in", "prefetch"}:
-            ticket = engine.submit_swap_in(pairs[:, ::-1], after=after, prefetch=kind == "prefetch")
+            ticket = engine.submit("swap_in", pairs[:, ::-1], after=after, prefetch=kind == "prefetch")
             self.device[one] = self.host[other]
         elif kind == "read":
             ticket = engine.submit_read("device", one, after=after)
@@ -216,7 +216,7 @@ class Moved:
             ticket = engine.submit_write("device", one, rows, after=after)
             self.device[one] = rows
         else:
-            ticket = getattr(engine, f"submit_{kind}")(pairs, after=after)
+            ticket = engine.submit(kind, pairs, after=after)
             values = self.device[one].copy()
             if kind == "exchange":
                 self.device[one] = self.device[other]
@@ -225,10 +225,10 @@ class Moved:
 
     def check(self) -> None:
         for ticket, wanted in self.reads:
-            np.testing.assert_array_equal(self.engine.wait(ticket).rows, wanted)
+            np.testing.assert_array_equal(ticket.wait().rows, wanted)
         blocks = np.arange(self.cache.num_blocks)
-        np.testing.assert_array_equal(self.engine.read_blocks("device", blocks), self.device[blocks])
-        np.testing.assert_array_equal(self.engine.read_blocks("host", np.arange(self.SIZE)), self.host)
+        np.testing.assert_array_equal(self.engine.read("device", blocks), self.device[blocks])
+        np.testing.assert_array_equal(self.engine.read("host", np.arange(self.SIZE)), self.host)
 
 
 @settings(max_examples=150, deadline=None)
@@ -248,34 +248,34 @@ def test_tickets_under_way_keep_their_bytes_whatever_the_sizes(data: st.DataObje
     if data.draw(st.booleans()):
         moved.transfer("swap_out", np.array([[0, 1]]))
         moved.cache.close()
-        assert moved.engine.wait(moved.last[0]).error is None
-        np.testing.assert_array_equal(moved.engine.read_blocks("host", np.arange(moved.SIZE)), moved.host)
+        assert moved.last[0].wait().error is None
+        np.testing.assert_array_equal(moved.engine.read("host", np.arange(moved.SIZE)), moved.host)
     moved.engine.close()
 
 
 def test_a_workers_tickets_end_before_their_blocks_go():
     layout = replace(LAYOUT, num_layers=4, num_kv_heads=8)
     with ElasticCache(layout, num_blocks=128, max_blocks=128) as cache:
-        engine = CacheEngine(layout, num_device_blocks=128, num_host_blocks=128, device_caches=cache.tensors)
+        engine = CacheEngine(layout, num_device_blocks=128, num_host_blocks=128, tensors=cache.tensors)
         for tensor in cache.tensors:
             tensor.fill_(7)
-        ticket = engine.submit_swap_out(np.column_stack((np.arange(128), np.arange(128))))
+        ticket = engine.submit("swap_out", np.column_stack((np.arange(128), np.arange(128))))
         cache.resize(1)
-        assert engine.wait(ticket).error is None
-        assert engine.host_cache.view(torch.float32).eq(7).all()
+        assert ticket.wait().error is None
+        assert engine.memory.host_rows.view(torch.float32).eq(7).all()
         engine.close()
 
 
 def test_a_resize_waits_for_no_ticket_that_touches_blocks_which_stay():
     gate = threading.Event()
     with ElasticCache(LAYOUT, num_blocks=64, max_blocks=64) as cache:
-        engine = CacheEngine(LAYOUT, num_device_blocks=64, num_host_blocks=64, device_caches=cache.tensors)
-        engine._transfers.streams.launch("out", gate.wait)
-        ticket = engine.submit_swap_out(np.array([[3, 0]]))
+        engine = CacheEngine(LAYOUT, num_device_blocks=64, num_host_blocks=64, tensors=cache.tensors)
+        engine.transfers.streams.launch("out", gate.wait)
+        ticket = engine.submit("swap_out", np.array([[3, 0]]))
         assert cache.resize(4).blocks == 4
-        assert engine.poll() == []
+        assert not ticket.done
         gate.set()
-        assert engine.wait(ticket).error is None
+        assert ticket.wait().error is None
         engine.close()
 
 

@@ -1,6 +1,5 @@
-"""The cache engine by ticket: on a worker thread and on a simulated device, against plain numpy rows."""
+"""The cache engine's asynchronous calls, on a worker thread and a simulated device, against plain numpy rows."""
 
-import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from blockyard.engine import engine as engine_module
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import WorkerStreams
+from blockyard.engine.transfers import Transfer
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -20,12 +20,10 @@ from blockyard.errors import (
     MappingError,
     TransferCancelledError,
     TransferQueueFullError,
-    UnknownTicketError,
 )
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
-from blockyard.plan import compile_pairs, route
-from blockyard.testing.device import SimulatedStreams
+from blockyard.testing.device import SimulatedFaultError, SimulatedStreams
 
 BLOCKS = 8
 LAYERS = 3
@@ -46,7 +44,7 @@ def content(seed: int, count: int = BLOCKS) -> np.ndarray:
 def filled(engine: CacheEngine) -> dict[str, np.ndarray]:
     rows = {"device": content(0), "host": content(1)}
     for tier, values in rows.items():
-        engine.write_blocks(tier, np.arange(BLOCKS), values)
+        engine.write(tier, np.arange(BLOCKS), values)
     return rows
 
 
@@ -56,7 +54,7 @@ def pairs(*rows: tuple[int, int]) -> np.ndarray:
 
 def assert_rows(engine: CacheEngine, wanted: dict[str, np.ndarray]) -> None:
     for tier, rows in wanted.items():
-        np.testing.assert_array_equal(engine.read_blocks(tier, np.arange(BLOCKS)), rows, err_msg=tier)
+        np.testing.assert_array_equal(engine.read(tier, np.arange(BLOCKS)), rows, err_msg=tier)
 
 
 @pytest.fixture(params=["worker", "simulated"])
@@ -68,26 +66,23 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
 
 @pytest.mark.parametrize("kind", [*KINDS, "rocm", "flat"])
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_every_kind_of_ticket_moves_its_bytes_and_no_others(kind: str, by_layer: bool):
+def test_every_kind_of_transfer_moves_its_bytes_and_no_others(kind: str, by_layer: bool):
     with make(kind=kind) as engine:
         rows = filled(engine)
-        out = engine.submit_swap_out(pairs((0, 5), (1, 2)))
-        back = engine.submit_swap_in(pairs((5, 7)), after=[out], by_layer=by_layer)
-        copied = engine.submit_copy(pairs((7, 6)), after=[back])
+        out = engine.submit("swap_out", pairs((0, 5), (1, 2)))
+        back = engine.submit("swap_in", pairs((5, 7)), after=[out], by_layer=by_layer)
+        copied = engine.submit("copy", pairs((7, 6)), after=[back])
         read = engine.submit_read("device", np.array([6, 3]), after=[copied])
         written = engine.submit_write("host", np.array([4, 0]), content(9, 2))
         wrote = engine.submit_write("device", np.array([2]), content(8, 1), after=[read])
-        done = engine.wait(read)
-        np.testing.assert_array_equal(done.rows, rows["device"][[0, 3]])
-        others = {out, back, copied, written, wrote}
-        engine.wait(wrote)
-        assert all(done.error is None for done in engine.poll())
+        np.testing.assert_array_equal(read.wait().rows, rows["device"][[0, 3]])
+        for transfer in (out, back, copied, written, wrote):
+            assert transfer.wait().done
         rows["host"][[5, 2]] = rows["device"][[0, 1]]
         rows["device"][[7, 6]] = rows["device"][0]
         rows["host"][[4, 0]] = content(9, 2)
         rows["device"][2] = content(8, 1)[0]
         assert_rows(engine, rows)
-        assert len(others) == 5
         size = engine.layout.bytes_per_block
         assert engine.counters == {
             ("device", "host"): (2, 2 * size),
@@ -96,10 +91,10 @@ def test_every_kind_of_ticket_moves_its_bytes_and_no_others(kind: str, by_layer:
         }
 
 
-def test_calls_at_once_come_after_all_tickets(engine: CacheEngine):
+def test_synchronous_calls_come_after_all_open_transfers(engine: CacheEngine):
     rows = filled(engine)
-    engine.submit_swap_out(pairs(*[(i, BLOCKS - 1 - i) for i in range(BLOCKS)]))
-    engine.swap_in(pairs((7, 3)))
+    engine.submit("swap_out", pairs(*[(i, BLOCKS - 1 - i) for i in range(BLOCKS)]))
+    engine.run("swap_in", pairs((7, 3)))
     rows["host"] = rows["device"][::-1].copy()
     rows["device"][3] = rows["device"][0]
     assert_rows(engine, rows)
@@ -111,9 +106,9 @@ def test_a_mapping_may_be_changed_as_soon_as_the_call_returns(engine: CacheEngin
     tickets = []
     for block in range(BLOCKS):
         mapping[:] = block, BLOCKS - 1 - block
-        tickets.append(engine.submit_swap_out(mapping))
+        tickets.append(engine.submit("swap_out", mapping))
     for ticket in tickets:
-        engine.wait(ticket)
+        ticket.wait()
     rows["host"] = rows["device"][::-1].copy()
     assert_rows(engine, rows)
 
@@ -123,20 +118,20 @@ def test_stores_and_loads_come_after_compute_and_compute_after_what_it_waits_for
     streams = SimulatedStreams(seed)
     engine = make(streams)
     rows = filled(engine)
-    first, read = engine.device_caches[0], []
+    first, read = engine.tensors[0], []
     before = first.clone()
     streams.compute(lambda: first.fill_(7))
-    engine.submit_swap_out(pairs((0, 0)))
+    engine.submit("swap_out", pairs((0, 0)))
     streams.compute(lambda: read.append(first[:, 4].clone()))
-    load = engine.submit_swap_in(pairs((3, 4)))
-    engine.order_compute(load)
+    load = engine.submit("swap_in", pairs((3, 4)))
+    load.order_compute()
     streams.compute(lambda: read.append(first[:, 4].clone()))
     engine.fence().synchronize()
-    engine.wait(load)
+    load.wait()
     assert bool((read[0] == 7).all())
     piece = layout().piece_sizes[0] * 2
     np.testing.assert_array_equal(read[1].view(torch.uint8).numpy().reshape(-1), rows["host"][3][:piece])
-    stored = engine.read_blocks("host", np.array([0]))[0]
+    stored = engine.read("host", np.array([0]))[0]
     np.testing.assert_array_equal(stored[:piece].view(np.float32), 7)
     np.testing.assert_array_equal(stored[piece:], rows["device"][0][piece:])
     assert before.shape == first.shape
@@ -156,14 +151,13 @@ def test_behind_an_earlier_fence_a_transfer_overtakes_later_compute(seed: int):
     fence = engine.fence()
     log: list[str] = []
     streams.compute(lambda: log.append("compute"))
-    ticket = engine.submit_swap_out(pairs((0, 0)), behind=fence)
-    engine.on_done(ticket, lambda done: log.append("store"))
+    store = engine.submit("swap_out", pairs((0, 0)), after_compute=fence)
     streams._speeds = dict.fromkeys(streams._speeds, 1.0) | {"compute": 1e-9}
     fence.synchronize()
-    engine.wait(ticket)
-    assert log == ["store"]
+    store.wait()
+    assert log == []
     engine.close()
-    assert log == ["store", "compute"]
+    assert log == ["compute"]
 
 
 def test_a_layer_can_be_computed_while_the_next_one_is_loaded():
@@ -185,16 +179,17 @@ def test_a_layer_can_be_computed_while_the_next_one_is_loaded():
     streams = OneAtATime()
     with make(streams) as engine:
         rows = filled(engine)
-        ticket = engine.submit_swap_in(pairs((2, 5)), by_layer=True)
+        ticket = engine.submit("swap_in", pairs((2, 5)), by_layer=True)
         piece = layout().piece_sizes[0] * 2
         for layer in range(LAYERS):
             streams.permits.release()
-            engine.wait_for_layer(ticket, layer)
-            loaded = engine.device_caches[layer][:, 5].contiguous().view(torch.uint8).numpy().reshape(-1)
+            ticket.order_compute(layer)
+            loaded = engine.tensors[layer][:, 5].contiguous().view(torch.uint8).numpy().reshape(-1)
             np.testing.assert_array_equal(loaded, rows["host"][2][layer * piece : (layer + 1) * piece])
+            assert ticket.done or layer + 1 < LAYERS
             if layer + 1 < LAYERS:
-                assert engine.poll() == []
-        assert engine.wait(ticket).error is None
+                assert not ticket.done
+        assert ticket.wait().error is None
 
 
 def test_a_load_waits_for_one_piece_of_a_long_store_at_most():
@@ -216,11 +211,11 @@ def test_a_load_waits_for_one_piece_of_a_long_store_at_most():
 
     streams = Small()
     with make(streams) as engine:
-        store = engine.submit_swap_out(pairs(*[(i, i) for i in range(BLOCKS)]))
-        load = engine.submit_swap_in(pairs((0, 0)), behind=None)
+        store = engine.submit("swap_out", pairs(*[(i, i) for i in range(BLOCKS)]))
+        load = engine.submit("swap_in", pairs((0, 0)), after_compute=None)
         streams.gate.set()
-        engine.wait(load)
-        engine.wait(store)
+        load.wait()
+        store.wait()
         assert streams.log.index("in") <= 1
         assert len(streams.log) == BLOCKS + 1
 
@@ -229,18 +224,17 @@ def test_a_full_queue_refuses_and_leaves_all_as_it_was():
     streams = SimulatedStreams(0)
     streams.progress = lambda: None
     with make(streams, max_outstanding=2 * layout().bytes_per_block) as engine:
-        engine.submit_swap_out(pairs((0, 0), (1, 1)))
+        engine.submit("swap_out", pairs((0, 0), (1, 1)))
         with pytest.raises(TransferQueueFullError):
-            engine.submit_swap_out(pairs((2, 2)), on_full="refuse")
-        load = engine.submit_swap_in(pairs((5, 5)), on_full="refuse")
-        waited = engine.submit_swap_out(pairs((2, 2)))
-        assert engine.wait(waited).ticket == waited == load + 1
+            engine.submit("swap_out", pairs((2, 2)), on_full="refuse")
+        engine.submit("swap_in", pairs((5, 5)), on_full="refuse")
+        assert engine.submit("swap_out", pairs((2, 2))).wait().done
 
 
 BAD_CALLS = {
-    "swap_out beyond the host": lambda engine: engine.submit_swap_out(pairs((0, BLOCKS))),
-    "swap_in twice onto one block": lambda engine: engine.submit_swap_in(pairs((0, 2), (1, 2))),
-    "copy of what is written": lambda engine: engine.submit_copy(pairs((0, 2), (2, 3))),
+    "swap_out beyond the host": lambda engine: engine.submit("swap_out", pairs((0, BLOCKS))),
+    "swap_in twice onto one block": lambda engine: engine.submit("swap_in", pairs((0, 2), (1, 2))),
+    "copy of what is written": lambda engine: engine.submit("copy", pairs((0, 2), (2, 3))),
     "read beyond the end": lambda engine: engine.submit_read("host", np.array([BLOCKS])),
     "write twice onto one block": lambda engine: engine.submit_write("host", np.array([1, 1]), content(0, 2)),
 }
@@ -253,7 +247,7 @@ def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
         BAD_CALLS[case](engine)
     with pytest.raises(LayoutError, match="wanted uint8"):
         engine.submit_write("device", np.array([1]), content(0, 2))
-    assert engine.poll() == []
+    assert engine.transfers.open() == ()
     assert_rows(engine, rows)
 
 
@@ -261,41 +255,47 @@ def test_empty_transfers_end_too(engine: CacheEngine):
     none = np.zeros(0, np.int64)
     empty = content(0)[np.zeros(BLOCKS, np.bool_)]
     tickets = [
-        engine.submit_swap_out(pairs()),
-        engine.submit_swap_in(pairs(), by_layer=True),
-        engine.submit_copy(pairs()),
+        engine.submit("swap_out", pairs()),
+        engine.submit("swap_in", pairs(), by_layer=True),
+        engine.submit("copy", pairs()),
         *(engine.submit_read(tier, none) for tier in ("device", "host")),
         *(engine.submit_write(tier, none, empty) for tier in ("device", "host")),
     ]
-    assert [engine.wait(ticket).error for ticket in tickets] == [None] * len(tickets)
+    assert [ticket.wait().error for ticket in tickets] == [None] * len(tickets)
 
 
 def test_a_failed_transfer_is_reported_and_not_counted():
     with make(SimulatedStreams(0, fail=1.0)) as engine:
-        ticket = engine.submit_swap_out(pairs((0, 0)))
-        assert "failed on purpose" in str(engine.wait(ticket).error)
+        store = engine.submit("swap_out", pairs((0, 0)))
+        with pytest.raises(SimulatedFaultError, match="failed on purpose"):
+            store.wait()
+        assert store.done
+        assert "failed on purpose" in repr(store)
         assert engine.counters == {}
 
 
-def test_tickets_and_layers_that_there_are_not_are_refused(engine: CacheEngine):
-    with pytest.raises(UnknownTicketError):
-        engine.wait(1)
-    with pytest.raises(UnknownTicketError):
-        engine.submit_swap_out(pairs((0, 0)), after=[7])
-    ticket = engine.submit_swap_in(pairs((0, 0)))
-    engine.wait_for_layer(ticket, 99)  # it is waited for as a whole
+def test_arguments_out_of_range_are_refused(engine: CacheEngine):
+    with make() as other, pytest.raises(InvalidArgumentError, match="of another engine"):
+        engine.submit("swap_out", pairs((0, 0)), after=[other.submit("swap_out", pairs((0, 0)))])
+    with pytest.raises(InvalidArgumentError, match="kind is 'spill', must be one of swap_out, swap_in, copy"):
+        engine.submit("spill", pairs((0, 0)))
+    with pytest.raises(InvalidArgumentError, match="kind is 'copy': by_layer and prefetch are for 'swap_in'"):
+        engine.submit("copy", pairs((0, 1)), prefetch=True)
+    assert engine.transfers.open() == ()
+    load = engine.submit("swap_in", pairs((0, 0)))
+    load.order_compute(99)  # it is waited for as a whole
     with pytest.raises(InvalidArgumentError, match="max_outstanding"):
         make(max_outstanding=0)
 
 
-def test_closing_waits_for_tickets(engine: CacheEngine):
-    host = engine.host_cache
-    engine.write_blocks("device", np.array([1]), content(4, 1))
-    engine.submit_swap_out(pairs((1, 6)))
+def test_closing_waits_for_transfers(engine: CacheEngine):
+    host = engine.memory.host_rows
+    engine.write("device", np.array([1]), content(4, 1))
+    engine.submit("swap_out", pairs((1, 6)))
     engine.close()
     np.testing.assert_array_equal(host[6].numpy(), content(4, 1)[0])
     with pytest.raises(BlockyardError, match="closed"):
-        engine.submit_swap_out(pairs((0, 0)))
+        engine.submit("swap_out", pairs((0, 0)))
 
 
 # ---- within a tier ----
@@ -303,11 +303,11 @@ def test_closing_waits_for_tickets(engine: CacheEngine):
 
 def test_moves_and_exchanges_change_whole_blocks_in_either_tier(engine: CacheEngine):
     rows = filled(engine)
-    ring = engine.submit_move(pairs((0, 1), (1, 2), (2, 0), (3, 7)))
-    swapped = engine.submit_exchange(pairs((4, 5), (-1, -1), (7, 6)), after=[ring])
-    host = engine.submit_move(pairs((6, 5), (5, 4)), tier="host")
-    both = engine.submit_exchange(pairs((0, 7)), tier="host", after=[host])
-    assert [engine.wait(ticket).error for ticket in (ring, swapped, host, both)] == [None] * 4
+    ring = engine.submit("move", pairs((0, 1), (1, 2), (2, 0), (3, 7)))
+    swapped = engine.submit("exchange", pairs((4, 5), (-1, -1), (7, 6)), after=[ring])
+    host = engine.submit("move", pairs((6, 5), (5, 4)), tier="host")
+    both = engine.submit("exchange", pairs((0, 7)), tier="host", after=[host])
+    assert [ticket.wait().error for ticket in (ring, swapped, host, both)] == [None] * 4
     rows["device"][[1, 2, 0, 7]] = rows["device"][[0, 1, 2, 3]]
     rows["device"][[4, 5, 7, 6]] = rows["device"][[5, 4, 6, 7]]
     rows["host"][[5, 4]] = rows["host"][[6, 5]]
@@ -316,9 +316,9 @@ def test_moves_and_exchanges_change_whole_blocks_in_either_tier(engine: CacheEng
     size = engine.layout.bytes_per_block
     assert engine.counters == {("device", "device"): (8, 8 * size), ("host", "host"): (4, 4 * size)}
     with pytest.raises(MappingError, match="exchanged twice"):
-        engine.submit_exchange(pairs((4, 5), (5, 6)))
+        engine.submit("exchange", pairs((4, 5), (5, 6)))
     with pytest.raises(MappingError, match="written twice"):
-        engine.submit_move(pairs((4, 5), (6, 5)), tier="host")
+        engine.submit("move", pairs((4, 5), (6, 5)), tier="host")
 
 
 # ---- loads that nobody waits for ----
@@ -329,16 +329,17 @@ def test_prefetches_wait_for_awaited_loads_and_can_be_given_up():
     with make(streams) as engine:
         rows = filled(engine)
         streams.progress = lambda: None  # nothing runs by itself
-        awaited = engine.submit_swap_in(pairs((0, 0)))
-        dropped = engine.submit_swap_in(pairs((1, 1)), prefetch=True)
+        awaited = engine.submit("swap_in", pairs((0, 0)))
+        dropped = engine.submit("swap_in", pairs((1, 1)), prefetch=True)
         later = engine.submit_write("device", np.array([2]), content(7, 1), prefetch=True)
-        layered = engine.submit_swap_in(pairs((3, 3)), prefetch=True, by_layer=True)
-        assert engine.cancel(dropped)
-        assert not engine.cancel(awaited)
-        assert isinstance(engine.wait(dropped).error, TransferCancelledError)
-        engine.wait_for_layer(layered, 0)
-        assert engine.wait(layered).error is None
-        assert engine.wait(later).error is None
+        layered = engine.submit("swap_in", pairs((3, 3)), prefetch=True, by_layer=True)
+        assert dropped.cancel()
+        assert not awaited.cancel()
+        with pytest.raises(TransferCancelledError):
+            dropped.wait()
+        layered.order_compute(0)
+        assert layered.wait().error is None
+        assert later.wait().error is None
         rows["device"][[0, 3]] = rows["host"][[0, 3]]
         rows["device"][2] = content(7, 1)[0]
         assert_rows(engine, rows)
@@ -356,12 +357,12 @@ def test_a_long_prefetch_goes_in_pieces_on_any_device():
         size = layout().bytes_per_block
         engine_module.CHUNK_BYTES, kept = 2 * size, engine_module.CHUNK_BYTES
         try:
-            ticket = engine.submit_swap_in(pairs(*[(i, i) for i in range(BLOCKS)]), prefetch=True)
+            load = engine.submit("swap_in", pairs(*[(i, i) for i in range(BLOCKS)]), prefetch=True)
         finally:
             engine_module.CHUNK_BYTES = kept
-        while not (done := engine.poll()):
+        while not load.done:
             assert streams.launched <= 12
-        assert (done[0].ticket, done[0].error) == (ticket, None)
+        assert load.wait().error is None
         rows["device"] = rows["host"].copy()
         assert_rows(engine, rows)
 
@@ -393,13 +394,13 @@ def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed:
     )
     device, host = content(0), np.zeros_like(content(0, HOST_BLOCKS * parts))
     filled_parts: set[int] = set()
-    engine.write_blocks("device", np.arange(BLOCKS), device)
-    tickets: list[int] = []
+    engine.write("device", np.arange(BLOCKS), device)
+    tickets: list[Transfer] = []
     for _ in range(data.draw(st.integers(1, 8))):
         call = data.draw(st.sampled_from(["store", "store", "load", "clear"]))
         if call == "clear":
             block = data.draw(st.integers(0, HOST_BLOCKS - 1))
-            engine._transfers.synchronize()  # nothing may be on its way there
+            engine.transfers.synchronize()  # nothing may be on its way there
             engine.fill.clear(np.array([block]))
             filled_parts -= set(range(block * parts, (block + 1) * parts))
             continue
@@ -409,20 +410,20 @@ def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed:
         to = "host" if call == "store" else "device"
         ids = engine.fill.pairs(small, np.array(large, np.int64), first=first, last=last, to=to)
         if call == "store":
-            tickets.append(engine.submit_swap_out(ids, after=tickets))
+            tickets.append(engine.submit("swap_out", ids, after=tickets))
             host[ids[:, 1]] = device[ids[:, 0]]
             filled_parts |= set(ids[:, 1].tolist())
         elif missing := sorted(set(ids[:, 0].tolist()) - filled_parts):
             with pytest.raises(MappingError, match=r"part \d of host block \d holds no bytes \(id (\d+)\)") as raised:
-                engine.submit_swap_in(ids, after=tickets)
+                engine.submit("swap_in", ids, after=tickets)
             assert int(str(raised.value).rsplit(" ", 1)[1].rstrip(")")) in missing
         else:
-            tickets.append(engine.submit_swap_in(ids, after=tickets))
+            tickets.append(engine.submit("swap_in", ids, after=tickets))
             device[ids[:, 1]] = host[ids[:, 0]]
-    engine._transfers.synchronize()
-    assert all(done.error is None for done in engine.poll())
-    np.testing.assert_array_equal(engine.read_blocks("device", np.arange(BLOCKS)), device)
-    np.testing.assert_array_equal(engine.host_cache.numpy().reshape(host.shape), host)
+    engine.transfers.synchronize()
+    assert all(ticket.wait().error is None for ticket in tickets)
+    np.testing.assert_array_equal(engine.read("device", np.arange(BLOCKS)), device)
+    np.testing.assert_array_equal(engine.memory.host_rows.numpy().reshape(host.shape), host)
     counts = [sum(part // parts == block for part in filled_parts) for block in range(HOST_BLOCKS)]
     assert engine.fill.count(np.arange(HOST_BLOCKS)).tolist() == counts
     engine.close()
@@ -433,22 +434,23 @@ def test_parts_that_a_store_did_not_reach_are_refused_with_their_numbers():
     with CacheEngine(
         layout(), num_device_blocks=BLOCKS, num_host_blocks=2, streams=streams, blocks_per_host_block=3
     ) as engine:
-        engine.swap_out(pairs((0, 1)))
-        engine.write_blocks("host", np.array([2]), content(3, 1))
+        engine.run("swap_out", pairs((0, 1)))
+        engine.write("host", np.array([2]), content(3, 1))
         streams._fail = 1.0
-        assert engine.wait(engine.submit_swap_out(pairs((0, 2), (1, 4)))).error is not None
+        with pytest.raises(SimulatedFaultError):
+            engine.submit("swap_out", pairs((0, 2), (1, 4))).wait()
         streams._fail = 0.0
         for call in (
-            lambda: engine.submit_swap_in(pairs((1, 0), (2, 1))),
-            lambda: engine.swap_in(pairs((1, 0), (2, 1))),
+            lambda: engine.submit("swap_in", pairs((1, 0), (2, 1))),
+            lambda: engine.run("swap_in", pairs((1, 0), (2, 1))),
             lambda: engine.submit_read("host", np.array([1, 2])),
-            lambda: engine.read_blocks("host", np.array([1, 2])),
-            lambda: engine.submit_move(pairs((2, 5)), tier="host"),
+            lambda: engine.read("host", np.array([1, 2])),
+            lambda: engine.submit("move", pairs((2, 5)), tier="host"),
         ):
             with pytest.raises(MappingError, match=r"part 2 of host block 0 holds no bytes \(id 2\)"):
                 call()
-        move = engine.submit_move(pairs((1, 5)), tier="host")
-        engine.wait(engine.submit_swap_in(pairs((5, 7)), after=[move]))
+        move = engine.submit("move", pairs((1, 5)), tier="host")
+        engine.submit("swap_in", pairs((5, 7)), after=[move]).wait()
         assert engine.fill.count(np.array([0, 1])).tolist() == [1, 1]
 
 
@@ -477,32 +479,25 @@ def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, part
         chosen,
         num_device_blocks=BLOCKS,
         num_host_blocks=6 // (parts or 1),
-        device_caches=tensors,
+        tensors=tensors,
         blocks_per_host_block=parts,
     )
     with engine:
-        out = engine.submit_swap_out(pairs((0, 4), (5, 1), (2, 2)))
+        out = engine.submit("swap_out", pairs((0, 4), (5, 1), (2, 2)))
         host[[4, 1, 2]] = device[[0, 5, 2]]
-        last = engine.submit_swap_in(pairs((4, 7), (1, 6)), after=[out], by_layer=name != "flat")
+        last = engine.submit("swap_in", pairs((4, 7), (1, 6)), after=[out], by_layer=name != "flat")
         device[[7, 6]] = host[[4, 1]]
-        for call, ids in (
-            (engine.submit_copy, [(7, 0), (3, 1)]),
-            (engine.submit_move, [(0, 1), (1, 2), (2, 0)]),
-            (engine.submit_exchange, [(4, 5)]),
+        for kind, ids in (
+            ("copy", [(7, 0), (3, 1)]),
+            ("move", [(0, 1), (1, 2), (2, 0)]),
+            ("exchange", [(4, 5)]),
         ):
-            last = call(pairs(*ids), after=[last])
+            last = engine.submit(kind, pairs(*ids), after=[last])
             before = device.copy()
             for source, target in ids:
                 device[target] = before[source]
-                if call == engine.submit_exchange:
+                if kind == "exchange":
                     device[source] = before[target]
-        assert engine.wait(last).error is None
+        assert last.wait().error is None
         np.testing.assert_array_equal(rows_of_tensors(name, tensors), device)
-        np.testing.assert_array_equal(engine.read_blocks("host", np.array([4, 1, 2])), host[[4, 1, 2]])
-        views, rows = chosen.views(tensors), torch.zeros(host.shape, dtype=torch.uint8)
-        plan = compile_pairs(
-            route(views, chosen.row_views(rows), parts=chosen.view_layers), pairs((6, 0), (7, 1), (3, 5))
-        )
-        for source, target, size in zip(*(column.tolist() for column in plan[:3]), strict=True):
-            ctypes.memmove(target, source, size)
-        np.testing.assert_array_equal(rows.numpy()[[0, 1, 5]], device[[6, 7, 3]])
+        np.testing.assert_array_equal(engine.read("host", np.array([4, 1, 2])), host[[4, 1, 2]])

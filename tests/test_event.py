@@ -168,12 +168,13 @@ def test_replaying_the_events_gives_what_can_be_found() -> None:
         assert set(longest) <= set(found)
 
 
-def test_events_are_off_by_default_and_need_the_prefix_cache() -> None:
+def test_events_are_off_by_default_and_without_a_prefix_cache() -> None:
     books = BlockManager(block_size=SIZE, device_blocks=8, prefix_caching=True)
     run(books, list(range(8)))
     batch = books.prefix.take_events()
     assert (len(batch), batch.first, batch.keys.shape) == (0, 0, (0, 32))
-    with pytest.raises(InvalidArgumentError, match="number of events is 5"):
-        BlockManager(block_size=SIZE, device_blocks=8, prefix_caching=PrefixCaching(max_events=5))
-    with pytest.raises(InvalidArgumentError, match="number of events is 4294967295, must be 1 to 16777216"):
-        BlockManager(block_size=SIZE, device_blocks=8, prefix_caching=PrefixCaching(max_events=2**32 - 1))
+    off = BlockManager(block_size=SIZE, device_blocks=8)
+    run(off, list(range(8)))
+    assert len(off.prefix.take_events()) == 0
+    with pytest.raises(InvalidArgumentError, match="max_events is 4294967295, must be 0 to 16777216"):
+        PrefixCaching(max_events=2**32 - 1)

@@ -56,7 +56,7 @@ def test_every_cached_block_can_be_had(eviction: str) -> None:
     assert books.pool().num_free == 16
     books.free(books.allocate(counts=[16 * SIZE]))
     step(books)
-    assert books.prefix_stats.cached_blocks == 0
+    assert books.stats().cached_blocks["device"] == 0
 
 
 def test_the_least_recently_used_chain_goes_first() -> None:
@@ -83,7 +83,7 @@ def test_adaptive_learns_at_which_depth_prompts_part() -> None:
         rng = np.random.default_rng(1)
         for i, family in enumerate(rng.integers(0, 10, 600).tolist()):
             run(books, [*prompt(1000 * family, 4), *prompt(10**6 + 100 * i, 4)])
-        return books.prefix_stats.hit_rate
+        return books.stats().hit_rate
 
     assert hits("adaptive") > hits("lru") + 0.05
 

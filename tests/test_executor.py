@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> Iterator[ExternalStore]:
 def engine() -> Iterator[CacheEngine]:
     with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as made:
         for seed, tier in enumerate(("device", "host")):
-            made.write_blocks(tier, np.arange(BLOCKS), content(seed))
+            made.write(tier, np.arange(BLOCKS), content(seed))
         yield made
 
 
@@ -68,7 +68,7 @@ def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
 
 
 def read(engine: CacheEngine, tier: str) -> np.ndarray:
-    return engine.read_blocks(tier, np.arange(BLOCKS))
+    return engine.read(tier, np.arange(BLOCKS))
 
 
 def finish(executor: StepExecutor, count: int = 1) -> list[StepDone]:
@@ -164,12 +164,12 @@ def test_what_did_not_come_is_known_to_be_lost_when_compute_is_ordered(engine: C
 def test_a_load_that_failed_is_known_to_be_lost_when_compute_is_ordered():
     with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine:
         executor = StepExecutor(engine)
-        launch = engine._transfers.streams.launch
+        launch = engine.transfers.streams.launch
 
         def fail(stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
             return launch(stream, partial(int, "no number"), waits)
 
-        engine._transfers.streams.launch = fail  # type: ignore[method-assign]
+        engine.transfers.streams.launch = fail  # type: ignore[method-assign]
         executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 1)))]), prefetch=True)
         assert executor.order_compute(1)
         assert [lost.ids.tolist() for lost in executor.lost(1)] == [[[0, 1]]]
@@ -208,7 +208,7 @@ def test_what_the_device_fails_is_reported_with_its_error():
         executor = StepExecutor(engine)
         streams._fail = 1.0
         executor.submit(StepDecision(1, [("swap_out", pairs("device", "host", (0, 1)))]))
-        engine._transfers.synchronize()
+        engine.transfers.synchronize()
         while not executor.poll():
             assert executor.lost(1) == ()
         executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (0, 1)))]))
@@ -260,7 +260,7 @@ def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, stor
         if move == books.swap_out:
             books.free([b])
         step()
-    assert np.array_equal(engine.read_blocks("device", books.block_table(a).astype(np.int64)), rows)
+    assert np.array_equal(engine.read("device", books.block_table(a).astype(np.int64)), rows)
 
 
 def test_blocks_that_there_are_not_lose_the_whole_decision(engine: CacheEngine):
@@ -330,9 +330,9 @@ def test_a_move_of_what_is_fetched_waits_and_so_does_what_follows_it(engine: Cac
 def test_compute_waits_for_exchanges_but_not_for_moves(seed: int):
     streams = SimulatedStreams(seed)
     with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0, streams=streams) as engine:
-        engine.write_blocks("device", np.arange(BLOCKS), content(0))
+        engine.write("device", np.arange(BLOCKS), content(0))
         executor = StepExecutor(engine)
-        cells = engine.device_caches[0]
+        cells = engine.tensors[0]
         first = cells[0].flatten(1)
         before, seen = first.clone(), []
         streams.compute(lambda: first[0].add_(1))  # of the step before; what it writes is moved
@@ -365,7 +365,7 @@ def test_loads_that_nobody_waits_for_let_others_go_first_and_can_be_given_up():
     streams = SimulatedStreams(0)
     streams.progress = lambda: None  # nothing runs before it is waited for
     with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
-        engine.write_blocks("host", np.arange(BLOCKS), content(1))
+        engine.write("host", np.arange(BLOCKS), content(1))
         executor = StepExecutor(engine)
         executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 0)))]))
         executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (1, 1)))]), prefetch=True)
@@ -423,7 +423,7 @@ class Decoder:
                 return self.scheduler.update(step, sampled)
 
     def cells(self, layer: int) -> np.ndarray:
-        return self.engine.device_caches[layer].numpy().reshape(2, -1)[0]
+        return self.engine.tensors[layer].numpy().reshape(2, -1)[0]
 
     def text(self, step: Step, row: int) -> list[int]:
         at, table = np.arange(step.start[row] + step.lengths[row]), step.block_tables[row].astype(np.int64)
@@ -496,12 +496,12 @@ def test_prompts_find_their_bytes_while_sequences_are_made_contiguous_among_cach
             if started is not None:
                 table = books.block_table(started).astype(np.int64)
                 first = found // 4
-                engine.write_blocks("device", table[first:blocks], bytes_of(family, blocks)[first:])
+                engine.write("device", table[first:blocks], bytes_of(family, blocks)[first:])
                 books.mark_computed([started])
                 live[started] = (family, blocks)
             for handle, (owner, count) in live.items():
                 table = books.block_table(handle).astype(np.int64)[:count]
-                assert np.array_equal(engine.read_blocks("device", table), bytes_of(owner, count))
+                assert np.array_equal(engine.read("device", table), bytes_of(owner, count))
             books.check()
     assert moved > 0
     assert hit > 0

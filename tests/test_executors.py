@@ -41,7 +41,7 @@ class Bench:
         self.sequence = self.manager.allocate(counts=[5])
         self.manager.complete(self.manager.take_decision().ticket)
         rows = np.random.default_rng(0).integers(1, 256, (3, size), dtype=np.uint8)
-        self.engine.write_blocks("device", self.blocks(), rows)
+        self.engine.write("device", self.blocks(), rows)
         self.rows = rows
 
     def blocks(self) -> NDArray[np.int64]:
@@ -62,7 +62,7 @@ class Bench:
 
     def differing(self) -> list[bool]:
         """Which of the sequence's device blocks hold other bytes than at the start."""
-        held = self.engine.read_blocks("device", self.blocks())
+        held = self.engine.read("device", self.blocks())
         return [bool(row.any()) for row in held != self.rows]
 
 
@@ -77,7 +77,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def overwrite_device(bench: Bench) -> None:
     """Fill all device blocks, as other sequences would while this one is away."""
-    bench.engine.write_blocks("device", np.arange(DEVICE), np.full((DEVICE, LAYOUT.bytes_per_block), 9, np.uint8))
+    bench.engine.write("device", np.arange(DEVICE), np.full((DEVICE, LAYOUT.bytes_per_block), 9, np.uint8))
 
 
 def test_undisturbed_round_trips_bring_every_byte_back(bench: Bench) -> None:
@@ -151,7 +151,7 @@ def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
     bench.carry_out(sabotaged)
     copied = bench.manager.block_table(int(child[0])).astype(np.int64)[2:]
     assert sabotaged.dropped
-    assert not bench.engine.read_blocks("device", copied).any()
+    assert not bench.engine.read("device", copied).any()
 
 
 def test_sabotage_passes_over_blocks_that_the_transfer_does_not_change(bench: Bench) -> None:
@@ -186,7 +186,7 @@ def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
     bench.manager.free(bench.sequence)
     bench.sequence = bench.manager.allocate(counts=[5])
     bench.carry_out(corrupting)
-    bench.engine.write_blocks("device", bench.blocks(), bench.rows)
+    bench.engine.write("device", bench.blocks(), bench.rows)
     assert bench.move(corrupting, "spill", "fetch") == []
     assert (corrupting.stored, corrupting.read) == (2, 0)
     assert bench.differing() == [False, False, False]

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard._core import FillMap
 from blockyard.engine.fill import HostFill
 from blockyard.errors import InvalidArgumentError, MappingError
-from blockyard.plan import FillMap
 
 
 def ids(*listed: int) -> np.ndarray:

@@ -178,7 +178,7 @@ class Losing(Wrapper):
     def lose(self, done):
         lost = [Pairs(pairs.src, pairs.dst, pairs.ids[::3].copy()) for pairs in self.fetched.pop(done.ticket)]
         for pairs in lost:
-            self._inner.engine.write_blocks("device", pairs.ids[:, 1].copy(), self.noise(len(pairs)))
+            self._inner.engine.write("device", pairs.ids[:, 1].copy(), self.noise(len(pairs)))
         self.losses += sum(len(pairs) for pairs in lost)
         return done._replace(lost=(*done.lost, *lost))
 
@@ -209,8 +209,8 @@ class Scrambling(Losing):
 
     def scramble(self, back):
         for pairs in back:
-            rows = self._inner.engine.read_blocks("device", pairs.ids[:, 1].copy())
-            self._inner.engine.write_blocks("device", pairs.ids[:, 1].copy(), np.roll(rows, 64, axis=1))
+            rows = self._inner.engine.read("device", pairs.ids[:, 1].copy())
+            self._inner.engine.write("device", pairs.ids[:, 1].copy(), np.roll(rows, 64, axis=1))
 
 
 def test_wrong_bytes_change_tokens(model, work, wanted, tmp_path):

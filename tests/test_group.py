@@ -102,25 +102,20 @@ def test_append_gives_each_group_its_slots() -> None:
         assert np.array_equal(tables[2 * group : 2 * group + 2, :3], manager.block_tables(sequences, group=group))
 
 
-def test_a_decode_batch_keeps_one_part_of_its_arrays_for_each_group() -> None:
+def test_kept_tables_and_slots_have_one_part_for_each_group_while_a_window_slides() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6)])
-    tables, slots = np.zeros((2, 3, 8), dtype=np.int32), np.full((2, 5), -1, dtype=np.int64)
-    batch = DecodeBatch(manager, tables.reshape(6, 8), slots.reshape(10))
+    tables, slots = np.zeros((2, 2, 8), dtype=np.int32), np.full((2, 2), -1, dtype=np.int64)
     sequences = manager.allocate(counts=[5, 9])
-    batch.add(sequences)
     for _ in range(12):
         settle(manager)
-        assert batch.append() == 2
+        manager.append(sequences, block_tables=tables.reshape(4, 8), out=slots.reshape(4))
         for group in range(2):
             shown = manager.block_tables(sequences, group=group)
-            assert np.array_equal(tables[group, :2, : shown.shape[1]], shown)
+            assert np.array_equal(tables[group, :, : shown.shape[1]], shown)
             for row, sequence in enumerate(sequences):
                 last = manager.num_tokens(sequence)
                 assert slots[group, row] == manager.slot_mapping(sequence, last - 1, last, group=group)[0]
-    assert (slots[:, 2:] == -1).all()
     assert (tables[1, 1] == 0).sum() > (tables[0, 1] == 0).sum(), "the window gave blocks back"
-    batch.remove(0)
-    assert not tables[:, 1:].any()
 
 
 def test_a_recurrent_group_holds_two_states_at_most_and_a_fork_copies_the_one_it_writes() -> None:
@@ -171,7 +166,9 @@ def test_groups_and_lengths_that_cannot_be_are_refused_with_the_numbers() -> Non
     with pytest.raises(InvalidArgumentError, match="encoder"):
         manager.allocate(counts=[3, 4], encoder_tokens=[5])
     with pytest.raises(InvalidArgumentError, match="encoder"):
-        BlockManager(block_size=4, device_blocks=8).allocate([3], encoder_tokens=[5])
+        BlockManager(block_size=4, device_blocks=8).allocate(counts=[3], encoder_tokens=[5])
+    with pytest.raises(InvalidArgumentError, match="encoder_tokens are given with token ids"):
+        manager.allocate([3], encoder_tokens=[5])
     (sequence,) = manager.allocate(counts=[3], encoder_tokens=[5])
     with pytest.raises(InvalidArgumentError, match="cache group is 2, must be below 2"):
         manager.block_table(sequence, 2)
@@ -186,5 +183,5 @@ def test_a_group_says_what_it_is() -> None:
     assert (window.kind, window.window, repr(window)) == ("sliding_window", 9, "CacheGroup.sliding_window(9)")
     assert window == CacheGroup.sliding_window(9)
     assert len({window, CacheGroup.sliding_window(9), FULL}) == 2
-    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).groups == [FULL, window]
+    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).pool().groups == (FULL, window)
     assert window.peak_blocks(1000, block_size=4, chunk_tokens=1) == 9 // 4 + 2

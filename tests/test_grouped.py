@@ -94,7 +94,7 @@ class Served:
 
     def cells(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """Group, layer, and the cells of every slot `[tokens, ...]`."""
-        tensors = LAYERS.by_group(self.engine.device_caches)
+        tensors = LAYERS.by_group(self.engine.tensors)
         for group, (name, _) in enumerate(LAYERS.groups):
             for tensor in tensors[name]:
                 cells = tensor.numpy()

@@ -330,24 +330,24 @@ def test_an_engine_has_ordinary_memory_where_none_can_be_locked_if_it_is_asked_t
     with pytest.raises(PageLockError, match="the test says no"):
         CacheEngine(layout, num_device_blocks=4, num_host_blocks=9)
     with CacheEngine(layout, num_device_blocks=4, num_host_blocks=9, on_host_failure="unpinned") as engine:
-        assert "could not be page-locked: the test says no (712)" in engine.host_pool.problem
-        engine.device_caches[0].fill_(3)
-        before = engine.read_blocks("device", np.array([1]))
-        engine.swap_out(np.array([[1, 8]]))
-        assert np.array_equal(engine.read_blocks("host", np.array([8])), before)
+        assert "could not be page-locked: the test says no (712)" in engine.memory.host_pool.problem
+        engine.tensors[0].fill_(3)
+        before = engine.read("device", np.array([1]))
+        engine.run("swap_out", np.array([[1, 8]]))
+        assert np.array_equal(engine.read("host", np.array([8])), before)
     assert [locker.locked for locker in lockers] == [{}, {}]
 
 
 def test_the_engines_host_blocks_are_of_a_pool_and_transfers_wait_for_them(monkeypatch: pytest.MonkeyPatch):
     layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
     with CacheEngine(layout, num_device_blocks=4, num_host_blocks=9) as engine:
-        assert engine.host_cache.data_ptr() == engine.host_pool.rows.data_ptr()
+        assert engine.memory.host_rows.data_ptr() == engine.memory.host_pool.rows.data_ptr()
         waited: list[int] = []
-        monkeypatch.setattr(engine.host_pool, "wait", waited.append)
-        engine.swap_out(np.array([[0, 7], [3, 2]]))
-        engine.swap_in(np.array([[5, 1], [8, 0]]))
-        engine.wait(engine.submit_swap_in(np.array([[4, 1]])))
-        engine.copy(np.array([[1, 2]]))
+        monkeypatch.setattr(engine.memory.host_pool, "wait", waited.append)
+        engine.run("swap_out", np.array([[0, 7], [3, 2]]))
+        engine.run("swap_in", np.array([[5, 1], [8, 0]]))
+        engine.submit("swap_in", np.array([[4, 1]])).wait()
+        engine.run("copy", np.array([[1, 2]]))
         assert waited == [8, 9, 5]
-        pool = engine.host_pool
+        pool = engine.memory.host_pool
     assert pool.num_blocks == 0

@@ -58,7 +58,7 @@ def test_a_copy_outlives_its_sequence_and_comes_back_by_the_prompts_own_step() -
     books.complete(decision.ticket)
     books.check()
     assert books.stats().cached_blocks["device"] == 3
-    assert books.stats().loaded_blocks == books.prefix_stats.loaded == 3
+    assert books.stats().loaded_blocks == 3
     assert len(step(books)) == 0
     assert books.prefix.lookup(PROMPT).tokens == 12
 
@@ -198,10 +198,14 @@ def test_a_snapshot_keeps_the_copies() -> None:
     assert len(handles) == 1
 
 
-@pytest.mark.parametrize("options", [{"prefix_caching": False}, {"host_blocks": 0}])
-def test_copies_need_a_prefix_cache_and_host_blocks(options: dict[str, int]) -> None:
-    sizes = {"block_size": SIZE, "device_blocks": 4, "host_blocks": 4, "prefix_caching": True} | options
-    with pytest.raises(InvalidArgumentError, match="host blocks of a prefix cache"):
-        BlockManager(**sizes, prefix_caching=PrefixCaching(host=True))  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="blocks to offload is 3"):
-        BlockManager(**sizes).offload_cached(3)  # type: ignore[arg-type]
+def test_copies_need_host_blocks() -> None:
+    with pytest.raises(InvalidArgumentError, match="host_blocks is 0, must be at least 1 with PrefixCaching.host=True"):
+        BlockManager(block_size=SIZE, device_blocks=4, prefix_caching=PrefixCaching(host=True))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_offload_needs_copies_that_are_kept(caching: bool) -> None:
+    books = BlockManager(block_size=SIZE, device_blocks=4, host_blocks=4, prefix_caching=caching)
+    for blocks in (0, 3):
+        with pytest.raises(InvalidArgumentError, match=f"max_blocks is {blocks}, but .*PrefixCaching.host=True"):
+            books.prefix.offload(blocks)

@@ -22,7 +22,7 @@ from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-FILES = ("offload/executor.py", "offload/store_side.py", "transfer/tickets.py")
+FILES = ("executor/executor.py", "executor/store_side.py", "engine/transfers.py")
 TIERS = ("device", "host", "external")
 
 
@@ -43,7 +43,7 @@ class Rig:
             blocks = self.blocks(handle)
             random = np.random.default_rng(seed)
             self.rows[handle] = random.integers(0, 256, (len(blocks), LAYOUT.bytes_per_block), dtype=np.uint8)
-            engine.write_blocks("device", blocks, self.rows[handle])
+            engine.write("device", blocks, self.rows[handle])
 
     def blocks(self, handle: int) -> np.ndarray:
         return self.books.block_table(handle).astype(np.int64)
@@ -98,7 +98,7 @@ class Rig:
         assert self.executor.poll() == []
         for handle in self.live:
             assert self.books.tier(handle) == "device"
-            assert np.array_equal(self.engine.read_blocks("device", self.blocks(handle)), self.rows[handle])
+            assert np.array_equal(self.engine.read("device", self.blocks(handle)), self.rows[handle])
         self.books.free(self.live)
         self.books.check()
         assert all(self.books.pool(tier).num_free == self.books.pool(tier).num_blocks for tier in TIERS)

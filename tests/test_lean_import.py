@@ -14,7 +14,6 @@ LEAN_MODULES = [
     "blockyard.errors",
     "blockyard.layout.grouped",
     "blockyard.layout.kv",
-    "blockyard.plan",
     "blockyard.stores",
     "blockyard.scheduler",
     "blockyard.sim.trace",

@@ -1,5 +1,7 @@
 """The manager's rules, one by one; `tests/property` drives it at random beside the reference model."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -256,7 +258,8 @@ def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
     books = manager()
     handle = open_one(books, 3)
     before = snapshot(books, handle)
-    for call in (books.append, books.can_append, books.blocks_to_append, books.free, books.swap_out, books.spill):
+    spill = partial(books.swap_out, to="external")
+    for call in (books.append, books.can_append, books.free, books.can_swap_out, books.swap_out, spill):
         with pytest.raises(InvalidArgumentError, match="named twice"):
             call([handle, handle])
     assert snapshot(books, handle) == before
@@ -280,7 +283,7 @@ def test_an_empty_sequence_is_refused_where_any_other_is():
     handle = open_one(books, 0)
     books.swap_out([handle])
     settle(books)
-    for call in (books.append, books.blocks_to_append, books.can_append):
+    for call in (books.append, books.can_append):
         with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
             call([handle], 0)
 
@@ -312,7 +315,8 @@ def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
 def test_handles_of_a_wrong_kind_are_refused(bad: object):
     books = manager()
     open_one(books, 3)
-    for call in (books.append, books.free, books.swap_out, books.can_swap_in, books.fetch, books.block_tables):
+    fetch = partial(books.swap_in, to="host")
+    for call in (books.append, books.free, books.swap_out, books.can_swap_in, fetch, books.block_tables):
         with pytest.raises((InvalidArgumentError, UnknownSequenceError)):
             call(bad)
     books.check()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockyard.engine.mover import PAD_SIZES, BlockMover, pad_size
+from blockyard.engine.mover import PAD_SIZES, BlockMover, cache_views, pad_size
 from blockyard.engine.ops import exchange_blocks
 from blockyard.errors import InvalidArgumentError, LayoutError
 
@@ -31,7 +31,7 @@ def blocks_of(tensor: Tensor) -> list[bytes]:
 def test_blocks_change_places_in_all_tensors(dtype: torch.dtype, graphed: bool):
     layers = [(flat(dtype), flat(dtype)) for _ in range(3)]
     expected = [[blocks_of(tensor) for tensor in layer] for layer in layers]
-    mover = BlockMover(layers, BLOCK_SIZE, graphed=graphed)
+    mover = BlockMover(cache_views(layers, BLOCK_SIZE), graphed=graphed)
     mover.exchange(pairs_of((11, 1), (3, 2)))
     for layer, before in zip(layers, expected, strict=True):
         for tensor, rows in zip(layer, before, strict=True):
@@ -43,22 +43,29 @@ def test_blocks_change_places_in_all_tensors(dtype: torch.dtype, graphed: bool):
 def test_a_move_writes_the_destination_and_nothing_else(graphed: bool):
     cache = flat()
     before = blocks_of(cache)
-    BlockMover([cache], BLOCK_SIZE, graphed=graphed).move(pairs_of((9, 1)))
+    BlockMover(cache_views([cache], BLOCK_SIZE), graphed=graphed).move(pairs_of((9, 1)))
     after = blocks_of(cache)
     assert after[1] == before[9]
     assert [after[b] for b in range(BLOCKS) if b not in {1, 9}] == [before[b] for b in range(BLOCKS) if b not in {1, 9}]
 
 
 def test_mla_has_keys_only():
-    mover = BlockMover([(flat(), None), (flat(), None)], BLOCK_SIZE)
-    assert mover.is_mla
-    assert len(mover.views) == 2
-    assert not BlockMover([(flat(), flat())], BLOCK_SIZE).is_mla
+    assert len(cache_views([(flat(), None), (flat(), None)], BLOCK_SIZE)) == 2
+
+
+def test_chains_and_rings_move_as_if_all_were_read_before_one_is_written():
+    cache = flat()
+    before = blocks_of(cache)
+    mover = BlockMover(cache_views([cache], BLOCK_SIZE))
+    mover.move(pairs_of((1, 2), (2, 3), (3, 1), (4, 5), (5, 6)))
+    mover.copy(pairs_of((7, 8)))
+    after = blocks_of(cache)
+    assert [after[b] for b in (2, 3, 1, 5, 6, 8)] == [before[b] for b in (1, 2, 3, 4, 5, 7)]
 
 
 def test_tensors_of_blocks_and_strided_halves_are_seen_as_blocks():
     cache = torch.randint(0, 100, (BLOCKS, 2, BLOCK_SIZE, 2, 8))
-    mover = BlockMover([(cache[:, 0], cache[:, 1])], 1)
+    mover = BlockMover(cache_views([(cache[:, 0], cache[:, 1])], 1))
     assert (mover.num_blocks, mover.bytes_per_block) == (BLOCKS, 2 * BLOCK_SIZE * 16 * 8)
     before = blocks_of(cache)
     mover.exchange(pairs_of((5, 6)))
@@ -73,7 +80,7 @@ def test_graphed_calls_get_the_same_padded_tensors_again():
         seen.append((pairs.data_ptr(), len(pairs), int((pairs[:, 0] >= 0).sum())))
 
     cache = torch.zeros(4096, 1, 2)
-    mover = BlockMover([cache], 1, graphed=True, exchange=record)
+    mover = BlockMover(cache_views([cache], 1), graphed=True, exchange=record)
     for n in (1, 8, 9, 512, 7, 1030):
         mover.exchange(np.arange(2 * n, dtype=np.int64).reshape(n, 2))
     assert [length for _, length, _ in seen] == [8, 8, 16, 512, 8, 512, 512, 8]
@@ -89,7 +96,7 @@ def test_wrap_is_called_once():
         wrapped.append(function)
         return function
 
-    mover = BlockMover([flat()], BLOCK_SIZE, exchange=exchange_blocks, wrap=wrap)
+    mover = BlockMover(cache_views([flat()], BLOCK_SIZE), exchange=exchange_blocks, wrap=wrap)
     mover.exchange(pairs_of((1, 2)))
     mover.exchange(pairs_of((1, 2)))
     assert wrapped == [exchange_blocks]
@@ -97,15 +104,15 @@ def test_wrap_is_called_once():
 
 def test_tensors_that_hold_no_blocks_are_refused():
     with pytest.raises(LayoutError, match=r"\[48, 2, 8\], wanted \[n \* 5, ...\]"):
-        BlockMover([flat()], 5)
+        cache_views([flat()], 5)
     with pytest.raises(LayoutError, match="not contiguous"):
-        BlockMover([flat().transpose(0, 1).contiguous().transpose(0, 1)], BLOCK_SIZE)
+        cache_views([flat().transpose(0, 1).contiguous().transpose(0, 1)], BLOCK_SIZE)
     with pytest.raises(LayoutError, match=r"unequal numbers of blocks: \[6, 12\]"):
-        BlockMover([flat(), flat()[:24]], BLOCK_SIZE)
+        cache_views([flat(), flat()[:24]], BLOCK_SIZE)
     with pytest.raises(LayoutError, match="no cache tensors"):
-        BlockMover([(None, None)], BLOCK_SIZE)
+        cache_views([(None, None)], BLOCK_SIZE)
     with pytest.raises(InvalidArgumentError, match="block_size is 0"):
-        BlockMover([flat()], 0)
+        cache_views([flat()], 0)
 
 
 @pytest.mark.parametrize(("count", "size"), [(0, 8), (8, 8), (9, 16), (512, 512)])

@@ -1,4 +1,4 @@
-"""The KV tensor of a nano engine: every transfer moves the blocks it names, and no other byte."""
+"""A copy engine over a nano engine's KV tensor: a decision moves the blocks it names, and no other byte."""
 
 import math
 
@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from blockyard import Pairs, StepDecision
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
-from blockyard.integrations.nano_cache import KVTensor
+from blockyard.integrations.nano import KIND, BlockManager
+from blockyard.layout.kv import KVLayout
 
 SHAPE = (2, 3, 6, 4, 2, 5)
 
@@ -18,6 +20,11 @@ def tensor(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return values.to(dtype)
 
 
+def engine_of(kv_cache: torch.Tensor, host_blocks: int = 0) -> CacheEngine:
+    layout = KVLayout.from_tensors([kv_cache], kind=KIND)
+    return CacheEngine(layout, tensors=[kv_cache], num_host_blocks=host_blocks)
+
+
 def decision(kind: str, src: str, dst: str, *pairs: tuple[int, int]) -> StepDecision:
     return StepDecision(0, [(kind, Pairs(src, dst, np.array(pairs, np.int64)))])  # type: ignore[arg-type]
 
@@ -25,9 +32,9 @@ def decision(kind: str, src: str, dst: str, *pairs: tuple[int, int]) -> StepDeci
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_blocks_come_back_from_the_host_as_they_went(dtype: torch.dtype):
     kv_cache = tensor(dtype)
-    cache, before = KVTensor(kv_cache, host_blocks=3), kv_cache.clone().view(torch.uint8)
+    cache, before = engine_of(kv_cache, 3), kv_cache.clone().view(torch.uint8)
     assert cache.execute(decision("swap_out", "device", "host", (5, 0), (2, 2))) == []
-    assert not cache.host_rows[1].any()
+    assert not cache.memory.host_rows[1].any()
     assert cache.execute(decision("swap_in", "host", "device", (0, 1), (2, 4))) == []
     after = kv_cache.view(torch.uint8)
     assert torch.equal(after[:, :, [0, 1, 2, 3, 4, 5]], before[:, :, [0, 5, 2, 3, 2, 5]])
@@ -43,20 +50,21 @@ def test_blocks_come_back_from_the_host_as_they_went(dtype: torch.dtype):
 )
 def test_blocks_move_within_the_tensor(kind: str, pairs: list[tuple[int, int]], order: list[int]):
     kv_cache = tensor()
-    cache, before = KVTensor(kv_cache), kv_cache.clone()
+    cache, before = engine_of(kv_cache), kv_cache.clone()
     cache.execute(decision(kind, "device", "device", *pairs))
     assert torch.equal(kv_cache, before[:, :, order])
 
 
 def test_a_tensor_of_another_shape_is_refused():
+    manager = BlockManager(SHAPE[2], SHAPE[3])
     with pytest.raises(LayoutError, match="5 dimensions, wanted 6"):
-        KVTensor(tensor()[0])
+        manager.attach(tensor()[0])
     with pytest.raises(LayoutError):
-        KVTensor(torch.zeros(3, *SHAPE[1:]))
+        manager.attach(torch.zeros(3, *SHAPE[1:]))
     with pytest.raises(LayoutError, match="the innermost must be 1"):
-        KVTensor(tensor().transpose(4, 5))
+        manager.attach(tensor().transpose(4, 5))
     with pytest.raises(InvalidArgumentError, match="host_blocks is -1"):
-        KVTensor(tensor(), host_blocks=-1)
+        manager.attach(tensor(), host_blocks=-1)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +77,14 @@ def test_a_tensor_of_another_shape_is_refused():
 )
 def test_transfers_that_cannot_be_carried_out_change_nothing(bad: StepDecision):
     kv_cache = tensor()
-    cache, before = KVTensor(kv_cache, host_blocks=2), kv_cache.clone()
+    cache, before = engine_of(kv_cache, 2), kv_cache.clone()
     with pytest.raises(MappingError):
         cache.execute(bad)
     assert torch.equal(kv_cache, before)
-    assert not cache.host_rows.any()
+    assert not cache.memory.host_rows.any()
 
 
 def test_a_row_of_the_host_has_all_layers_of_a_block():
-    cache = KVTensor(tensor(), host_blocks=1)
-    assert cache.num_blocks == SHAPE[2]
-    assert cache.host_rows.shape == (1, 2 * math.prod(SHAPE) // SHAPE[2])
+    cache = engine_of(tensor(), 1)
+    assert (cache.num_blocks("device"), cache.num_blocks("host")) == (SHAPE[2], 1)
+    assert cache.memory.host_rows.shape == (1, 2 * math.prod(SHAPE) // SHAPE[2])

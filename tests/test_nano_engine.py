@@ -412,7 +412,7 @@ class Breaking:
     def changes(self, source: int, target: int) -> bool:
         """Whether a transfer brings other bytes than are there already: only then it can be missed."""
         kv_cache = self.engine.kv_cache
-        brought = self.inner.host_rows[source] if self.kind == "swap_in" else row(kv_cache, source)
+        brought = self.inner.memory.host_rows[source] if self.kind == "swap_in" else row(kv_cache, source)
         return not torch.equal(brought, row(kv_cache, target))
 
 

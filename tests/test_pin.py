@@ -98,8 +98,7 @@ def test_a_ticket_that_is_not_submitted_ends_at_its_deadline_as_if_it_had_failed
     books = manager()
     handle = run(books)
     books.swap_out([handle])
-    ticket = books.take_decision().ticket
-    books.set_deadline(ticket, 10)
+    ticket = books.take_decision(deadline=10).ticket
     assert books.expire(9).tickets == []
     expired = books.expire(10)
     assert (expired.tickets, expired.overdue, expired.sequences.tolist()) == ([ticket], [], [handle])
@@ -117,9 +116,8 @@ def test_blocks_of_a_late_transfer_are_quarantined_until_its_event() -> None:
     books = manager()
     handle = run(books)
     books.swap_out([handle])
-    ticket = books.take_decision().ticket
+    ticket = books.take_decision(deadline=10).ticket
     books.submit(ticket)
-    books.set_deadline(ticket, 10)
     expired = books.expire(10)
     assert (expired.tickets, expired.overdue, expired.sequences.tolist()) == ([], [ticket], [handle])
     assert books.expire(11).overdue == [], "once is enough"
@@ -143,7 +141,7 @@ def test_a_snapshot_is_refused_while_a_pin_is_held_and_keeps_the_limit() -> None
     other.pins.unpin(pin)
     handle = run(other)
     step(other)
-    assert BlockManager.restore(other.snapshot()).pin(handle, 10) == pin + 1
+    assert BlockManager.restore(other.snapshot()).pins.pin(handle, 10) == pin + 1
     handle = run(books)
     with pytest.raises(OutOfBlocksError):
-        BlockManager.restore(books.snapshot()).pin(handle, 10)
+        BlockManager.restore(books.snapshot()).pins.pin(handle, 10)

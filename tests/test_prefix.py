@@ -93,7 +93,7 @@ def test_blocks_computed_twice_are_merged() -> None:
     first, second = (list(books.block_table(int(h))) for h in handles)
     assert first[:2] == second[:2]
     assert first[2] != second[2]
-    assert books.prefix_stats.merged == 2
+    assert books.stats().merged_blocks == 2
 
 
 def test_salt_and_adapter_keep_tenants_apart() -> None:
@@ -130,7 +130,7 @@ def test_tokens_without_ids_end_the_publishing_of_a_sequence() -> None:
     step(books)
     books.mark_computed(handle)
     books.check()
-    assert books.prefix_stats.cached_blocks == 0
+    assert books.stats().cached_blocks["device"] == 0
 
 
 def test_what_comes_back_from_the_host_finds_its_cached_device_blocks() -> None:
@@ -149,10 +149,10 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
     books = manager(device=4)
     first, _ = run(books, list(range(12)))
     books.free(first)
-    before = books.prefix_stats
+    before = books.stats()
     with pytest.raises(OutOfBlocksError, match="asked for 6 device blocks, 4 of 4 are free"):
         allocate_prompts(books, [list(range(12)), list(range(50, 62))])
-    assert books.prefix_stats == before
+    assert books.stats() == before
     assert books.prefix.lookup(list(range(13))).tokens == 12
     books.check()
 
@@ -207,9 +207,9 @@ def test_exported_keys_are_plain_sha256_of_the_documented_stream() -> None:
 
 def test_the_hit_rate_counts_full_blocks() -> None:
     books = manager()
-    assert books.prefix_stats.hit_rate == 0.0
+    assert books.stats().hit_rate == 0.0
     run(books, list(range(9)))
     run(books, list(range(9)))
-    stats = books.prefix_stats
-    assert (stats.prompts, stats.blocks, stats.hit_blocks, stats.hit_tokens) == (2, 4, 2, 8)
+    stats = books.stats()
+    assert (stats.prompts, stats.hit_blocks, stats.missed_blocks, stats.hit_tokens) == (2, 2, 2, 8)
     assert stats.hit_rate == 0.5

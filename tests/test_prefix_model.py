@@ -33,9 +33,9 @@ def test_counters_that_differ_are_refused():
     cache, books = ReferencePrefixCache(block_size=2), manager()
     run(books, PROMPT)
     with pytest.raises(InvariantError, match="expected"):
-        cache.check(books.prefix_stats)
+        cache.check(books.stats())
     cache.count(PROMPT, 0)
-    cache.check(books.prefix_stats)
+    cache.check(books.stats())
 
 
 def test_the_replay_of_events_is_what_can_be_found():
@@ -45,7 +45,7 @@ def test_the_replay_of_events_is_what_can_be_found():
     assert len(replay.blocks) == 2
     books.free(run(books, [7, 7, 7, 7, 7, 7, 7]))
     replay.apply(books.prefix.take_events())
-    assert (replay.complete, len(replay.blocks)) == (True, books.prefix_stats.cached_blocks)
+    assert (replay.complete, len(replay.blocks)) == (True, books.stats().cached_blocks["device"])
     assert books.prefix.reset()
     replay.apply(books.prefix.take_events())
     assert not replay.blocks

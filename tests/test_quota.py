@@ -91,8 +91,8 @@ def test_a_quota_out_of_range_is_refused_with_the_numbers() -> None:
     books = manager(device=8)
     with pytest.raises(InvalidArgumentError, match="quota is 9, must be at most the device's 8 blocks"):
         books.prefix.set_quota(None, 9)
-    with pytest.raises(InvalidArgumentError, match="quota is -1"):
+    with pytest.raises(InvalidArgumentError, match="blocks is -1, must be at least 0"):
         books.prefix.set_quota(None, -1)
     with pytest.raises(InvalidArgumentError, match="with prefix caching"):
-        BlockManager(block_size=SIZE, device_blocks=8).set_quota(1)
+        BlockManager(block_size=SIZE, device_blocks=8).prefix.set_quota(None, 1)
     assert books.prefix.quota(None) is None

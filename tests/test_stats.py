@@ -33,20 +33,22 @@ def test_hits_misses_merges_and_evictions_are_counted() -> None:
     assert (stats.hit_tokens, stats.missed_tokens, stats.merged_blocks) == (8, 42, 0)
     assert stats.evicted_blocks == {"device": 2, "host": 0, "external": 0}
     assert (stats.cached_blocks["device"], stats.used_blocks["device"]) == (0, 8)
-    assert stats.hit_blocks == books.prefix_stats.hit_blocks
+    assert stats.hit_rate == 2 / 12
 
 
 def test_transfers_are_counted_by_kind_when_they_are_decided() -> None:
     books = manager()
     (handle,) = books.allocate(counts=[6])
     step(books)
-    fork = books.fork(int(handle))
-    books.append([int(fork)])
+    fork = books.fork(handle)
+    books.append([fork])
     assert books.stats().copied_blocks == 0
     step(books)
     assert books.stats().copied_blocks == 1
-    for move in (books.swap_out, books.swap_in, books.spill, books.fetch):
-        move([int(handle)])
+    for tier in ("host", "external"):
+        books.swap_out([handle], to=tier)
+        step(books)
+        books.swap_in([handle])
         step(books)
     stats = books.stats()
     assert (stats.swapped_out_blocks, stats.swapped_in_blocks) == (2, 1), "the shared block stayed on the device"
@@ -60,11 +62,11 @@ def test_open_tickets_hold_blocks_until_they_end() -> None:
     books.swap_out(handles)
     decision = books.take_decision()
     stats = books.stats()
-    assert (stats.open_tickets, stats.leased_blocks) == (1, {"device": 2, "host": 2, "external": 0})
+    assert (stats.open_tickets, stats.leased_blocks) == ([decision.ticket], {"device": 2, "host": 2, "external": 0})
     assert stats.used_blocks == {"device": 2, "host": 2, "external": 0}
     books.fail(decision.ticket, [Pairs("device", "host", decision.swap_out[0].ids)])
     stats = books.stats()
-    assert (stats.open_tickets, sum(stats.leased_blocks.values())) == (0, 0)
+    assert (stats.open_tickets, sum(stats.leased_blocks.values())) == ([], 0)
     assert stats.used_blocks == {"device": 0, "host": 2, "external": 0}
 
 

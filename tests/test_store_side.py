@@ -84,13 +84,13 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
             for handle in tuple(rows):
                 if books.tier(handle) == "device":
                     table = books.block_table(handle).astype(np.int64)
-                    assert np.array_equal(engine.read_blocks("device", table), rows[handle])
+                    assert np.array_equal(engine.read("device", table), rows[handle])
             while len(rows) < 2:
                 (handle,) = books.allocate(counts=[4 * int(random.integers(1, 4))]).tolist()
                 books.complete(books.take_decision().ticket)
                 table = books.block_table(handle).astype(np.int64)
                 rows[handle] = random.integers(0, 256, (len(table), SIZE), dtype=np.uint8)
-                engine.write_blocks("device", table, rows[handle])
+                engine.write("device", table, rows[handle])
             handle = list(rows)[random.integers(2)]
             (books.spill if books.tier(handle) == "device" else books.fetch)([handle])
             decision = books.take_decision()
@@ -167,7 +167,7 @@ def test_arrays_of_another_shape_are_misses_and_write_nothing(ok: list[bool], sh
         done = executor.wait(2)
         assert [pairs.ids.tolist() for pairs in done.lost] == [[[1, 4], [0, 5]]]
         assert found in str(done.errors[0])
-        assert not engine.read_blocks("device", np.arange(BLOCKS)).any()
+        assert not engine.read("device", np.arange(BLOCKS)).any()
 
 
 def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
@@ -177,7 +177,7 @@ def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
         store = Odd(wait=lambda ticket, _, given=given: Completion(ticket, np.ones(2, bool), given, ["", ""]))
         with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
             assert StepExecutor(engine, store).execute(fetch()) == []
-            assert np.array_equal(engine.read_blocks("device", np.array([4, 5])), given)
+            assert np.array_equal(engine.read("device", np.array([4, 5])), given)
 
 
 @pytest.mark.parametrize("found", [None, 3, ["x"], [None]])

@@ -19,8 +19,8 @@ def test_caches_fill_the_space_they_are_given(model):
         blocks = worker.determine_num_available_blocks(kv_cache_space=10 * size + 1, swap_space=3 * size)
         assert blocks == (10, 3)
         engine = worker.initialize_cache(*blocks)
-        assert (engine.pool("device").num_blocks, engine.pool("host").num_blocks) == blocks
-        assert worker.model.layout.num_blocks(engine.device_caches[0]) == 10
+        assert (engine.num_blocks("device"), engine.num_blocks("host")) == blocks
+        assert worker.model.layout.num_blocks(engine.tensors[0]) == 10
 
 
 def test_device_and_host_together_stay_within_the_memory_there_is(model):
@@ -102,7 +102,7 @@ def test_elastic_caches_are_the_engines_tensors_and_go_with_the_worker(model):
     with Worker(model, block_size=4) as worker:
         engine = worker.initialize_cache(6, 2, elastic=True)
         elastic = worker.elastic
-        assert [tensor.data_ptr() for tensor in engine.device_caches] == [t.data_ptr() for t in elastic.tensors]
+        assert [tensor.data_ptr() for tensor in engine.tensors] == [t.data_ptr() for t in elastic.tensors]
         assert elastic.num_blocks == elastic.max_blocks == 6
     assert elastic.committed_bytes == 0
     assert worker.elastic is None

@@ -17,6 +17,7 @@ from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.streams import WorkerStreams
+from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, ForkedError
 from blockyard.executor.executor import StepExecutor
 from blockyard.layout.kv import KVLayout
@@ -24,6 +25,7 @@ from blockyard.layout.kv import KVLayout
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
 IDS = np.array([[0, 1]])
 PATIENCE = 60.0
+KINDS = ("swap_out", "swap_in", "copy", "move", "exchange")
 
 # ---- the interpreter ends ----
 
@@ -40,20 +42,20 @@ SETUP = """
         return CacheEngine(layout, num_device_blocks=64, num_host_blocks=64)
 """
 BUSY = {
-    "an engine with tickets": """
+    "an engine with transfers": """
         kept = engine()
-        for _ in range(200): kept.submit_swap_out(ids)
+        for _ in range(200): kept.submit("swap_out", ids)
     """,
-    "many small tickets, and the engine forgotten": """
+    "many small transfers, and the engine forgotten": """
         kept = engine()
-        for _ in range(1000): kept.submit_swap_out(ids[:2])
+        for _ in range(1000): kept.submit("swap_out", ids[:2])
         del kept
     """,
     "an engine whose worker waits for one that hangs": """
         first, kept = engine(), engine()
         gate = threading.Event()
-        hangs = first._transfers.streams.launch("in", gate.wait)
-        kept._transfers.streams.launch("in", lambda: None, [hangs])
+        hangs = first.transfers.streams.launch("in", gate.wait)
+        kept.transfers.streams.launch("in", lambda: None, [hangs])
         threading.Timer(0.5, gate.set).start()
     """,
     "a host pool that is made ready": """
@@ -96,12 +98,13 @@ def test_exit_handlers_see_what_ended_and_what_was_given_up(tmp_path: Path):
         def hang():
             hangs.set()
             gate.wait()
-        kept._transfers.streams.launch("in", hang)
+        kept.transfers.streams.launch("in", hang)
         hangs.wait()
-        first, second = kept.submit_swap_out(ids), kept.submit_swap_out(ids)
+        first, second = kept.submit("swap_out", ids), kept.submit("swap_out", ids)
         # The worker is let go once the handlers run.
         threading.Timer(0.5, gate.set).start()
-        late.append(lambda: print(kept.wait(first).error, kept.wait(second).error, sep="; "))
+        late.append(lambda: [kept.transfers.wait(each) for each in (first, second)])
+        late.append(lambda: print(first.error, second.error, sep="; "))
         late.append(kept.close)
         late.append(lambda: print("closed"))
     """
@@ -163,34 +166,26 @@ def in_child(check: Callable[[], None]) -> None:
         assert os.waitstatus_to_exitcode(status) == 0, pipe.read() or "the child hung"
 
 
-ENGINE_CALLS: dict[str, Callable[[CacheEngine, int], object]] = {
-    "swap_out": lambda e, _: e.swap_out(IDS),
-    "swap_in": lambda e, _: e.swap_in(IDS),
-    "copy": lambda e, _: e.copy(IDS),
-    "move": lambda e, _: e.move(IDS),
-    "exchange": lambda e, _: e.exchange(IDS),
-    "read_blocks": lambda e, _: e.read_blocks("host", IDS[0]),
-    "write_blocks": lambda e, _: e.write_blocks("host", IDS[0], np.zeros((2, LAYOUT.bytes_per_block), np.uint8)),
-    "submit_swap_out": lambda e, _: e.submit_swap_out(IDS),
-    "submit_swap_in": lambda e, _: e.submit_swap_in(IDS),
-    "submit_swap_in, a prefetch": lambda e, _: e.submit_swap_in(IDS, prefetch=True),
-    "submit_copy": lambda e, _: e.submit_copy(IDS),
-    "submit_move": lambda e, _: e.submit_move(IDS),
-    "submit_exchange": lambda e, _: e.submit_exchange(IDS),
+ENGINE_CALLS: dict[str, Callable[[CacheEngine, Transfer], object]] = {
+    **{f"run {kind}": lambda e, _, kind=kind: e.run(kind, IDS) for kind in KINDS},
+    **{f"submit {kind}": lambda e, _, kind=kind: e.submit(kind, IDS) for kind in KINDS},
+    "submit, a prefetch": lambda e, _: e.submit("swap_in", IDS, prefetch=True),
+    "read": lambda e, _: e.read("host", IDS[0]),
+    "write": lambda e, _: e.write("host", IDS[0], np.zeros((2, LAYOUT.bytes_per_block), np.uint8)),
     "submit_read": lambda e, _: e.submit_read("device", IDS[0]),
     "submit_write": lambda e, _: e.submit_write("host", IDS[0], np.zeros((2, LAYOUT.bytes_per_block), np.uint8)),
     "fence": lambda e, _: e.fence(),
-    "order_compute": lambda e, ticket: e.order_compute(ticket),
-    "wait_for_layer": lambda e, ticket: e.wait_for_layer(ticket, 0),
-    "cancel": lambda e, ticket: e.cancel(ticket),
     "poll": lambda e, _: e.poll(),
-    "wait": lambda e, ticket: e.wait(ticket),
-    "on_done": lambda e, ticket: e.on_done(ticket, print),
+    "order_compute": lambda _, transfer: transfer.order_compute(),
+    "order_compute by layer": lambda _, transfer: transfer.order_compute(0),
+    "cancel": lambda _, transfer: transfer.cancel(),
+    "done": lambda _, transfer: transfer.done,
+    "wait": lambda _, transfer: transfer.wait(),
 }
 
 
 class Held:
-    """An engine whose worker is in the middle of something, with a ticket behind it."""
+    """An engine whose worker is in the middle of something, with a transfer behind it."""
 
     def __init__(self) -> None:
         self.engine = CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4)
@@ -200,17 +195,17 @@ class Held:
             begun.set()
             assert self.gate.wait(PATIENCE)
 
-        self.streams = self.engine._transfers.streams
+        self.streams = self.engine.transfers.streams
         self.hangs = self.streams.launch("in", hang)
         assert begun.wait(PATIENCE)
-        self.ticket = self.engine.submit_swap_out(IDS)
+        self.transfer = self.engine.submit("swap_out", IDS)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
         self.gate.set()
-        assert self.engine.wait(self.ticket).error is None, "the parent goes on"
+        assert self.transfer.wait().done, "the parent goes on"
         self.engine.close()
 
 
@@ -222,8 +217,8 @@ def test_every_call_of_an_engine_fails_at_once_in_a_fork_and_close_returns(locke
         def check() -> None:
             for name, call in ENGINE_CALLS.items():
                 with pytest.raises(ForkedError, match=f"a copy engine was made by process {os.getppid()}"):
-                    call(held.engine, held.ticket)
-                assert held.engine._transfers._next_ticket == held.ticket + 1, name
+                    call(held.engine, held.transfer)
+                assert held.engine.transfers._submitted == 1, name
             with pytest.raises(ForkedError, match="a worker stream was made by"):
                 held.hangs.synchronize()
             with pytest.raises(ForkedError, match="a worker stream was made by"):
@@ -294,7 +289,7 @@ def test_a_fork_that_leaves_by_the_usual_way_waits_for_nothing(tmp_path: Path):
     fork = """
         import os
         kept = engine()
-        for _ in range(200): kept.submit_swap_out(ids)
+        for _ in range(200): kept.submit("swap_out", ids)
         pid = os.fork()
         if pid:
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -308,6 +303,6 @@ def test_a_new_engine_works_in_a_fork():
     def check() -> None:
         torch.set_num_threads(1)
         with CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4) as engine:
-            assert engine.wait(engine.submit_swap_out(IDS)).error is None
+            assert engine.submit("swap_out", IDS).wait().error is None
 
     in_child(check)

@@ -17,13 +17,11 @@ from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "AllocStatus",
-    "AllocatorPair",
     "BlockAllocator",
     "BlockManager",
     "BlockObserver",
     "CacheGroup",
     "Completion",
-    "CopyRoute",
     "Defrag",
     "DefragReport",
     "EventBatch",
@@ -61,11 +59,7 @@ __all__ = [
     "exchange_rows",
     "expand_span",
     "export_keys",
-    "merge_runs",
     "move_rows",
-    "order_moves",
-    "plan_moves",
-    "transfer_orders",
     "v0_hash_blocks",
 ]
 
@@ -229,54 +223,6 @@ class PrefixCachingAllocator(BlockAllocator):
         reuse: _Reuse = "lowest",
         eviction: Literal["released", "accessed"] = "released",
     ) -> PrefixCachingAllocator: ...
-
-@final
-class AllocatorPair:
-    """A device and a host allocator behind one space of ids."""
-
-    def __new__(
-        cls,
-        device_blocks: int,
-        host_blocks: int,
-        *,
-        prefix_caching: bool = False,
-        reuse: _Reuse = "lowest",
-        eviction: Literal["released", "accessed"] = "released",
-    ) -> AllocatorPair: ...
-    @property
-    def device(self) -> NaiveAllocator | PrefixCachingAllocator:
-        """The device's side; a new view at each call, over the same blocks."""
-    @property
-    def host(self) -> NaiveAllocator | PrefixCachingAllocator:
-        """The host's side; a new view at each call, over the same blocks."""
-    def locate(self, absolute: int) -> tuple[_Tier, int]:
-        """Tier of an id of the common space, and the id there.
-
-        Raises:
-            InvalidArgumentError: neither side has that many blocks.
-        """
-    def absolute(self, tier: Literal["device", "host"], block: int) -> int:
-        """Id in the common space of a block of one side.
-
-        Raises:
-            InvalidArgumentError: the side has no such block, or there is no such side.
-        """
-    def swap_out(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
-        """Exchange one reference to each device block for one to a host block, all or none.
-
-        A block that is named several times stays one block, so sharing is kept. The caller copies the bytes.
-
-        Args:
-            blocks: device ids, int32 `[n]`.
-        Returns:
-            Host ids, int32 `[n]`, and the copies to make, each source once.
-        Raises:
-            OutOfBlocksError: the host has fewer free blocks.
-            InvalidArgumentError: a block has fewer references than the call names, or is the null block.
-        """
-    def swap_in(self, blocks: _Blocks) -> tuple[NDArray[np.int32], Pairs]:
-        """As `swap_out`, from host to device."""
-    def check(self) -> None: ...
 
 @final
 class FreeBlocks:
@@ -1580,7 +1526,7 @@ class SlabStore:
     def poll(self) -> list[int]:
         """Tickets that finished or expired since the last call, not collected yet. Never waits."""
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket; waits until its deadline, or `timeout` seconds if that is sooner. See `ExternalStore.wait`."""
+        """Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`."""
     def stats(self) -> StoreStats:
         """Counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:
@@ -1631,38 +1577,6 @@ def export_keys(
     Raises:
         InvalidArgumentError: a token id or `block_size` is out of range.
     """
-
-@final
-class CopyRoute:
-    """Views of two sets of memory, joined."""
-
-    def __new__(
-        cls,
-        regions: NDArray[np.uint64],
-        *,
-        src_blocks: int,
-        dst_blocks: int,
-        src_per_row: int = 1,
-        dst_per_row: int = 1,
-        in_place: bool = False,
-    ) -> CopyRoute: ...
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def num_regions(self) -> int:
-        """Most pieces that one pair becomes."""
-    def compile(self, pairs: _IdPairs, out: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Write the pieces of a mapping, part by part and in each in the order of the pairs, runs merged.
-
-        Args:
-            pairs: `(from, to)`, int64 `[n, 2]`.
-            out: uint64 `[3, pieces]`, C-contiguous: where each piece is read, where it is written, its bytes.
-        Returns:
-            Where each part begins, and last the number of pieces: int64 `[num_parts + 1]`.
-        Raises:
-            MappingError: an id is out of range, a destination repeats, a block is read and written in place, or the
-                pieces are more than `out` holds. Nothing was written.
-        """
 
 @final
 class FillMap:
@@ -1746,19 +1660,6 @@ def move_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads:
         MappingError: a row does not exist or is written twice; nothing was moved.
         OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
     """
-
-def order_moves(pairs: _IdPairs, num_blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Orders moves within one tier into waves."""
-
-def transfer_orders(decision: StepDecision) -> tuple[tuple[int, ...], ...]:
-    """For each transfer of a decision the earlier ones that must have finished before it begins."""
-
-def merge_runs(ids: _IdPairs) -> NDArray[np.int64]:
-    """Merges pairs whose source and destination both continue the pair before; the order is kept."""
-
-# The objects of vLLM V0's block manager (0.7.3), exported by `blockyard.integrations.vllm_v0`. A device is an enum's
-# member named `GPU` or `CPU`. Raises, as V0 does: `NoFreeBlocksError` where fewer blocks are free, AssertionError for a
-# broken rule of the call, ValueError for an id of nobody's; a failed call changes nothing.
 
 @disjoint_base
 class V0NaiveBlock:
@@ -2140,32 +2041,6 @@ class MovePlan:
         """Blocks in the way that have nowhere to go."""
     def __len__(self) -> int: ...
 
-def plan_moves(
-    goal: _Goal,
-    number: int,
-    *,
-    num_blocks: int,
-    live: _BlockIds,
-    fixed: _BlockIds | None = None,
-    moves: int | None = None,
-) -> MovePlan:
-    """Plan the fewest moves that bring live blocks where the goal wants them.
-
-    However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
-
-    Args:
-        goal: `"max_id"`: none above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as low as
-            can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-        number: see above.
-        num_blocks: blocks of the pool.
-        live: block ids in use that can be moved.
-        fixed: block ids that are neither moved nor moved into: leased, pinned, the null block.
-        moves: budget of this plan; None means all that are needed.
-
-    Raises:
-        InvalidArgumentError: the goal is unknown, its page has no blocks, or a block is out of range.
-    """
-
 @final
 class BlockObserver:
     """Where a foreign allocator's blocks lie, and where they should.
@@ -2326,8 +2201,8 @@ class BlockObserver:
         """Plan a step's moves; nothing changes until `commit`.
 
         Args:
-            goal: see `plan_moves`.
-            number: see `plan_moves`.
+            goal: see `Defrag.run`.
+            number: see `Defrag.run`.
             slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
                 until the goal is met.
             moves: budget of this step.

@@ -115,11 +115,10 @@ class OnlineDefragmenter:
             LayoutError: a block of a tensor is not contiguous, or the tensors have unequal numbers of blocks.
             InvalidArgumentError: ids beyond the tensors have been used already.
         """
-        from blockyard.engine.mover import BlockMover  # noqa: PLC0415 - loads torch
+        from blockyard.engine.mover import BlockMover, cache_views  # noqa: PLC0415 - loads torch
 
-        mover = BlockMover(
-            kv_caches, block_size, exchange=self._exchange, move=self._move, graphed=self.graphed, wrap=self._wrap
-        )
+        views = cache_views(kv_caches, block_size)
+        mover = BlockMover(views, exchange=self._exchange, move=self._move, graphed=self.graphed, wrap=self._wrap)
         self._books.set_limit(mover.num_blocks)
         self.mover = mover
 

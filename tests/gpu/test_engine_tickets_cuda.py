@@ -1,4 +1,4 @@
-"""The cache engine by ticket on a CUDA device: stores behind compute, compute behind loads, layer by layer."""
+"""The engine's asynchronous calls on a CUDA device: stores behind compute, compute behind loads, layer by layer."""
 
 from collections.abc import Iterator
 
@@ -34,65 +34,65 @@ EVERYTHING = np.arange(BLOCKS)
 
 def test_a_store_waits_for_compute_that_was_queued_before(engine: CacheEngine):
     torch.cuda._sleep(PAUSE)
-    for tensor in engine.device_caches:
+    for tensor in engine.tensors:
         tensor.view(torch.uint8).fill_(5)
-    ticket = engine.submit_swap_out(pairs(EVERYTHING, EVERYTHING))
-    assert engine.poll() == []
-    assert engine.wait(ticket).error is None
-    assert bool((engine.host_cache == 5).all())
+    ticket = engine.submit("swap_out", pairs(EVERYTHING, EVERYTHING))
+    assert not ticket.done
+    assert ticket.wait().error is None
+    assert bool((engine.memory.host_rows == 5).all())
 
 
 def test_compute_goes_on_while_a_store_drains_and_does_not_change_what_is_stored(engine: CacheEngine):
     rows = some_rows(engine, BLOCKS)
-    engine.write_blocks("device", EVERYTHING, rows)
-    ticket = engine.submit_swap_out(pairs(EVERYTHING, EVERYTHING[::-1]))
-    engine.order_compute(ticket)
-    for tensor in engine.device_caches:
+    engine.write("device", EVERYTHING, rows)
+    ticket = engine.submit("swap_out", pairs(EVERYTHING, EVERYTHING[::-1]))
+    ticket.order_compute()
+    for tensor in engine.tensors:
         tensor.zero_()
-    engine.wait(ticket)
-    np.testing.assert_array_equal(engine.read_blocks("host", EVERYTHING[::-1].copy()), rows)
+    ticket.wait()
+    np.testing.assert_array_equal(engine.read("host", EVERYTHING[::-1].copy()), rows)
 
 
 def test_compute_waits_for_each_layer_of_a_load(engine: CacheEngine):
     rows = some_rows(engine, BLOCKS)
-    engine.write_blocks("host", EVERYTHING, rows)
+    engine.write("host", EVERYTHING, rows)
     torch.cuda._sleep(PAUSE)
-    ticket = engine.submit_swap_in(pairs(EVERYTHING, EVERYTHING), by_layer=True)
+    ticket = engine.submit("swap_in", pairs(EVERYTHING, EVERYTHING), by_layer=True)
     seen = []
-    for layer, tensor in enumerate(engine.device_caches):
-        engine.wait_for_layer(ticket, layer)
+    for layer, tensor in enumerate(engine.tensors):
+        ticket.order_compute(layer)
         seen.append(tensor.clone())
-    engine.wait(ticket)
-    for copied, tensor in zip(seen, engine.device_caches, strict=True):
+    ticket.wait()
+    for copied, tensor in zip(seen, engine.tensors, strict=True):
         assert torch.equal(copied.view(torch.uint8), tensor.view(torch.uint8))
-    np.testing.assert_array_equal(engine.read_blocks("device", EVERYTHING), rows)
+    np.testing.assert_array_equal(engine.read("device", EVERYTHING), rows)
 
 
 def test_a_load_into_blocks_that_a_store_reads_comes_after_it(engine: CacheEngine):
     device, host = some_rows(engine, BLOCKS), some_rows(engine, BLOCKS, seed=1)
     half = BLOCKS // 2
-    engine.write_blocks("device", EVERYTHING, device)
-    engine.write_blocks("host", EVERYTHING, host)
+    engine.write("device", EVERYTHING, device)
+    engine.write("host", EVERYTHING, host)
     torch.cuda._sleep(PAUSE)
-    store = engine.submit_swap_out(pairs(EVERYTHING[:half], EVERYTHING[:half]))
-    load = engine.submit_swap_in(pairs(EVERYTHING[half:], EVERYTHING[:half]), after=[store])
-    copied = engine.submit_copy(pairs(EVERYTHING[:half], EVERYTHING[half:]), after=[load])
-    assert engine.wait(copied).error is None
-    np.testing.assert_array_equal(engine.read_blocks("host", EVERYTHING), np.concatenate((device[:half], host[half:])))
-    np.testing.assert_array_equal(engine.read_blocks("device", EVERYTHING), np.tile(host[half:], (2, 1)))
+    store = engine.submit("swap_out", pairs(EVERYTHING[:half], EVERYTHING[:half]))
+    load = engine.submit("swap_in", pairs(EVERYTHING[half:], EVERYTHING[:half]), after=[store])
+    copied = engine.submit("copy", pairs(EVERYTHING[:half], EVERYTHING[half:]), after=[load])
+    assert copied.wait().error is None
+    np.testing.assert_array_equal(engine.read("host", EVERYTHING), np.concatenate((device[:half], host[half:])))
+    np.testing.assert_array_equal(engine.read("device", EVERYTHING), np.tile(host[half:], (2, 1)))
 
 
 def test_mappings_and_rows_may_be_changed_when_their_call_or_their_ticket_has_ended(engine: CacheEngine):
     rows = some_rows(engine, BLOCKS)
-    engine.write_blocks("device", EVERYTHING, rows)
+    engine.write("device", EVERYTHING, rows)
     torch.cuda._sleep(PAUSE)
     mapping = pairs(EVERYTHING[:1], EVERYTHING[:1])
     tickets = []
     for block in range(BLOCKS):
         mapping[:] = block, BLOCKS - 1 - block
-        tickets.append(engine.submit_swap_out(mapping))
-    assert all(engine.wait(ticket).error is None for ticket in tickets)
-    np.testing.assert_array_equal(engine.read_blocks("host", EVERYTHING[::-1].copy()), rows)
+        tickets.append(engine.submit("swap_out", mapping))
+    assert all(ticket.wait().error is None for ticket in tickets)
+    np.testing.assert_array_equal(engine.read("host", EVERYTHING[::-1].copy()), rows)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -100,15 +100,15 @@ def test_rows_come_and_go_by_ticket(engine: CacheEngine, tier: str):
     rows = some_rows(engine, BLOCKS)
     written = engine.submit_write(tier, EVERYTHING, rows)
     read = engine.submit_read(tier, EVERYTHING, after=[written])
-    np.testing.assert_array_equal(engine.wait(read).rows, rows)
+    np.testing.assert_array_equal(read.wait().rows, rows)
 
 
-def test_calls_at_once_come_after_tickets(engine: CacheEngine):
+def test_synchronous_calls_come_after_open_transfers(engine: CacheEngine):
     rows = some_rows(engine, BLOCKS)
-    engine.write_blocks("host", EVERYTHING, rows)
+    engine.write("host", EVERYTHING, rows)
     torch.cuda._sleep(PAUSE)
-    engine.submit_swap_in(pairs(EVERYTHING, EVERYTHING))
-    np.testing.assert_array_equal(engine.read_blocks("device", EVERYTHING), rows)
+    engine.submit("swap_in", pairs(EVERYTHING, EVERYTHING))
+    np.testing.assert_array_equal(engine.read("device", EVERYTHING), rows)
     torch.cuda._sleep(PAUSE)
-    engine.submit_swap_out(pairs(EVERYTHING, EVERYTHING[::-1]))
-    np.testing.assert_array_equal(engine.read_blocks("host", EVERYTHING[::-1].copy()), rows)
+    engine.submit("swap_out", pairs(EVERYTHING, EVERYTHING[::-1]))
+    np.testing.assert_array_equal(engine.read("host", EVERYTHING[::-1].copy()), rows)

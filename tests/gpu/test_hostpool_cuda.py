@@ -105,13 +105,13 @@ def test_an_engine_works_while_its_host_blocks_are_made_ready():
     with CacheEngine(layout, num_device_blocks=8, num_host_blocks=blocks, device="cuda") as engine:
         rows = np.random.default_rng(0).integers(0, 256, (8, layout.bytes_per_block), np.uint8)
         everything = np.arange(8)
-        engine.write_blocks("device", everything, rows)
+        engine.write("device", everything, rows)
         last = np.column_stack((everything, blocks - 1 - everything))
-        engine.swap_out(np.column_stack((everything, everything)))
-        engine.swap_out(last)
-        assert engine.host_pool.pinned_blocks == blocks
-        for tensor in engine.device_caches:
+        engine.run("swap_out", np.column_stack((everything, everything)))
+        engine.run("swap_out", last)
+        assert engine.memory.host_pool.pinned_blocks == blocks
+        for tensor in engine.tensors:
             tensor.zero_()
-        engine.swap_in(last[:, ::-1].copy())
-        np.testing.assert_array_equal(engine.read_blocks("device", everything), rows)
-        np.testing.assert_array_equal(engine.read_blocks("host", everything), rows)
+        engine.run("swap_in", last[:, ::-1].copy())
+        np.testing.assert_array_equal(engine.read("device", everything), rows)
+        np.testing.assert_array_equal(engine.read("host", everything), rows)

@@ -1,22 +1,21 @@
 """Scheduler, manager, copy engine and executor over a simulated device at random, and known bugs planted in each."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import noticing
 import numpy as np
 import pytest
-import torch
 from hypothesis import seed, settings
 
 from blockyard import BlockManager, Pairs, StepDecision
-from blockyard.engine.engine import CacheEngine
-from blockyard.engine.tickets import Mapping, MappingBuffers
+from blockyard.engine.engine import CacheEngine, Kind
+from blockyard.engine.mapping import Ids
+from blockyard.engine.transfers import Mapping, MappingBuffers, Transfer
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.executor.open_step import OpenStep
 from blockyard.layout.kv import KVLayout
-from blockyard.plan import Ids
 from blockyard.stores import ExternalStore
 from blockyard.testing import Config
 from blockyard.testing.device import SimulatedStore
@@ -94,7 +93,7 @@ class OneMappingBuffer(MappingBuffers):
 def test_a_mapping_buffer_that_is_overwritten_in_flight_is_noticed():
     def engine(layout: KVLayout, **arguments: object) -> CacheEngine:
         made = CacheEngine(layout, **arguments)
-        made._transfers._mappings = OneMappingBuffer(pinned=False)
+        made.transfers._mappings = OneMappingBuffer(pinned=False)
         return made
 
     assert_noticed(make_engine=engine)
@@ -164,8 +163,8 @@ def test_freeing_blocks_under_a_copy_in_flight_is_noticed():
 class LoadsDoNotWait(CacheEngine):
     """Loads into blocks that a store is still reading."""
 
-    def submit_swap_in(self, ids: Ids, *, after: Sequence[int] = (), **arguments: object) -> int:
-        return super().submit_swap_in(ids, **arguments)
+    def submit(self, kind: Kind, pairs: Ids, *, after: Sequence[Transfer] = (), **arguments: object) -> Transfer:
+        return super().submit(kind, pairs, after=() if kind == "swap_in" else after, **arguments)
 
 
 @pytest.mark.slow  # a load seldom enters blocks that an earlier step's store still reads
@@ -186,33 +185,35 @@ class IgnoresAfter(StepExecutor):
         super()._write_device(step, StepDecision(decision.ticket, transfers), transfers, **arguments)
 
 
-class ComputeDoesNotWait(CacheEngine):
-    def order_compute(self, ticket: int) -> None:
-        return
-
-    def wait_for_layer(self, ticket: int, layer: int) -> None:
-        return
+def compute_does_not_wait(layout: KVLayout, **arguments: object) -> CacheEngine:
+    made = CacheEngine(layout, **arguments)
+    made.transfers.order_compute = lambda transfer, layer=None: None
+    return made
 
 
-class WaitsForTheLayerBefore(CacheEngine):
-    def wait_for_layer(self, ticket: int, layer: int) -> None:
-        super().wait_for_layer(ticket, max(0, layer - 1))
+def compute_waits_for_the_layer_before(layout: KVLayout, **arguments: object) -> CacheEngine:
+    made = CacheEngine(layout, **arguments)
+    order = made.transfers.order_compute
+    made.transfers.order_compute = lambda transfer, layer=None: order(transfer, layer and max(0, layer - 1))
+    return made
 
 
-class OneStagingBuffer(CacheEngine):
-    def _staging(self, num_rows: int) -> torch.Tensor:
-        if not hasattr(self, "kept"):
-            self.kept = super()._staging(1000)
-        return self.kept[:num_rows]
+def one_staging_buffer(layout: KVLayout, **arguments: object) -> CacheEngine:
+    made = CacheEngine(layout, **arguments)
+    kept = made.memory.staging(1000)
+    made.memory.staging = lambda num_rows: kept[:num_rows]
+    return made
 
 
 class CopiesDoNotWait(CacheEngine):
-    def submit_copy(self, ids: Ids, *, after: Sequence[int] = (), **arguments: object) -> int:
-        return super().submit_copy(ids, **arguments)
+    def submit(self, kind: Kind, pairs: Ids, *, after: Sequence[Transfer] = (), **arguments: object) -> Transfer:
+        return super().submit(kind, pairs, after=() if kind == "copy" else after, **arguments)
 
 
-@pytest.mark.parametrize("engine", [ComputeDoesNotWait, WaitsForTheLayerBefore, OneStagingBuffer, CopiesDoNotWait])
-def test_an_engine_that_leaves_something_unordered_is_noticed(engine: type[CacheEngine]):
+@pytest.mark.parametrize(
+    "engine", [compute_does_not_wait, compute_waits_for_the_layer_before, one_staging_buffer, CopiesDoNotWait]
+)
+def test_an_engine_that_leaves_something_unordered_is_noticed(engine: Callable[..., CacheEngine]):
     assert_noticed(make_engine=engine)
 
 
@@ -490,7 +491,7 @@ class MovesEndEarly(StepExecutor):
 
     def _launch_within(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
         if kind == "move":
-            self.engine.submit_move(pairs.ids, after=[*step.drains, *step.loads], behind=step.fence)
+            self.engine.submit("move", pairs.ids, after=[*step.drains, *step.loads], after_compute=step.fence)
         else:
             super()._launch_within(step, kind, pairs)
 

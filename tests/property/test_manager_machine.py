@@ -14,6 +14,7 @@ from blockyard.testing import Config, LateMemory, ReferenceManager
 from blockyard.testing.books import Row
 from blockyard.testing.interfaces import Counts, Handles, ManagerLike, TierName
 from blockyard.testing.machines import manager_machine, run_state_machine_as_test
+from blockyard.testing.model import ReferencePool
 
 STEP_COUNT = 50
 
@@ -108,9 +109,10 @@ class GivesOutLeasedBlocks(Buggy):
         self._books.free_blocks = self._books._unreferenced
         self._books.draining_blocks = lambda tier: []
 
-    def num_free(self, tier: TierName = "device") -> int:
+    def pool(self, tier: TierName = "device") -> ReferencePool:
         uses = self._books.uses(tier)
-        return sum(not uses[block] for block in self._books._unreferenced(tier))
+        free = sum(not uses[block] for block in self._books._unreferenced(tier))
+        return super().pool(tier)._replace(num_free=free)
 
 
 class ForgetsWhatToWaitFor(Buggy):
@@ -156,13 +158,13 @@ def test_a_manager_with_a_bug_is_noticed(buggy: type[Buggy]):
 
 
 class ForgetsCopiesOfLostBlocks(Buggy):
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
+    def fail(self, ticket: int, lost: Sequence[Pairs] | None = None) -> NDArray[np.uint64]:
         self._books.unlanded.clear()
         return super().fail(ticket, lost)
 
 
 class ForgetsLosses(Buggy):
-    def fail(self, ticket: int, lost: Sequence[Pairs]) -> NDArray[np.uint64]:
+    def fail(self, ticket: int, lost: Sequence[Pairs] | None = None) -> NDArray[np.uint64]:
         self.complete(ticket)
         return np.zeros(0, dtype=np.uint64)
 

@@ -37,7 +37,6 @@ def test_every_token_is_that_of_endless_memory(mode: PreemptionMode, prefix_cach
     machine = scheduler_machine(
         lambda manager, _: Scheduler(
             manager,
-            prefix_caching=prefix_caching,
             preemption_mode=mode,
             max_num_seqs=6,
             max_num_batched_tokens=tokens,
@@ -65,7 +64,6 @@ def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
     def factory(manager: BlockManager, _: Config) -> Scheduler:
         return Scheduler(
             manager,
-            prefix_caching=prefix_caching,
             preemption_mode=mode,
             max_num_seqs=6,
             max_num_batched_tokens=20,
@@ -183,7 +181,7 @@ class TellsWrongTokens(Scheduler):
 
 def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
     def factory(manager: BlockManager, _: Config) -> Scheduler:
-        return TellsWrongTokens(manager, prefix_caching=True, preemption_mode="recompute", max_num_batched_tokens=16)
+        return TellsWrongTokens(manager, preemption_mode="recompute", max_num_batched_tokens=16)
 
     assert_noticed(scheduler_machine(factory, manager=caching))
 

@@ -4,7 +4,8 @@
 The last line of the progress file names the call that a process died in.
 
 Each callable is called with arguments that are valid but for one. `VALID` has a valid value for each name of a
-parameter, `WORLDS` an object for each class: a callable without them is an error, so that none is forgotten.
+parameter, `WORLDS` or `FACETS` an object for each class: a callable without them is an error, so that none is
+forgotten. Where arguments exclude each other, `VARIANTS` has other valid sets.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prompts import allocate_prompts
 
 import blockyard
-from blockyard import _core
+from blockyard import _core, defrag
 from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError
 
 ROOM_BYTES = 1 << 30
@@ -51,7 +51,21 @@ def long_view(dtype: type, *shape: int) -> np.ndarray:
 
 INTS = [-1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 10**12, 2**70, -(2**70), 10**5000]
 SEQUENCES: list[Any] = [
-    *(range(10**12), range(2**70), Liar(), [0] * 10**6, [2**70], [-1], [[2**70, 0]], [None], (), "text", b"bytes", {}),
+    *(
+        _core.Sequence(2**64 - 1),
+        range(10**12),
+        range(2**70),
+        Liar(),
+        [0] * 10**6,
+        [2**70],
+        [-1],
+        [[2**70, 0]],
+        [None],
+        (),
+        "text",
+        b"bytes",
+        {},
+    ),
     *(long_view(dtype, 2**40) for dtype in (np.uint64, np.uint32, np.int64, np.int32)),
     *(long_view(np.int64, 2**40, 2), long_view(np.int64, 2**33, 2), long_view(np.uint64, 2**40, 8)),
 ]
@@ -62,10 +76,11 @@ HOSTILE: list[Any] = [*INTS, *FLOATS, None, *SEQUENCES]
 
 
 def manager() -> blockyard.BlockManager:
+    caching = blockyard.PrefixCaching(host=True, eviction="priority")
     books = blockyard.BlockManager(
-        block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=True
+        block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=caching
     )
-    allocate_prompts(books, [list(range(10))])
+    books.allocate(list(range(10)))
     books.complete(books.take_decision().ticket)
     books.mark_computed([HANDLE])
     books.pins.pin(HANDLE, 100)
@@ -81,12 +96,6 @@ def stepping() -> blockyard.BlockManager:
     return books
 
 
-def batch() -> blockyard.DecodeBatch:
-    made = blockyard.DecodeBatch(manager(), np.zeros((4, 8), np.int32), np.zeros(8, np.int64))
-    made.add([HANDLE])
-    return made
-
-
 def allocator(kind: type) -> Callable[[], Any]:
     def make() -> Any:
         made = kind(8)
@@ -96,8 +105,8 @@ def allocator(kind: type) -> Callable[[], Any]:
     return make
 
 
-def observer() -> blockyard.defrag.BlockObserver:
-    made = blockyard.defrag.BlockObserver(64)
+def observer() -> _core.BlockObserver:
+    made = _core.BlockObserver(64)
     made.use_ids([1, 2, 9])
     return made
 
@@ -141,17 +150,16 @@ def store() -> Any:
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
     "AllocatorPair": pair,
-    "BlockAllocator": allocator(blockyard.allocators.NaiveAllocator),
+    "BlockAllocator": allocator(_core.NaiveAllocator),
     "BlockManager": manager,
     "BlockObserver": observer,
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
     "CopyRoute": route,
-    "DecodeBatch": batch,
     "FillMap": lambda: _core.FillMap(4, 4),
     "ManagerStats": lambda: manager().stats(),
-    "NaiveAllocator": allocator(blockyard.allocators.NaiveAllocator),
-    "OnlineDefragmenter": blockyard.defrag.OnlineDefragmenter,
-    "PrefixCachingAllocator": allocator(blockyard.allocators.PrefixCachingAllocator),
+    "NaiveAllocator": allocator(_core.NaiveAllocator),
+    "OnlineDefragmenter": defrag.OnlineDefragmenter,
+    "PrefixCachingAllocator": allocator(_core.PrefixCachingAllocator),
     "SlabStore": store,
     "StepDecision": decision,
     "StoreStats": _core.StoreStats,
@@ -163,6 +171,14 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "V0PoolAllocator": v0_pool,
     "V0PrefixCachingBlock": lambda: v0_pair().allocate_mutable_block(None, v0_device("GPU")),
     "V0PrefixCachingBlockAllocator": v0_pool,
+}
+
+# The facets of a manager: what a call changes is in the manager.
+FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
+    "Defrag": lambda books: books.defrag,
+    "Pins": lambda books: books.pins,
+    "Pool": lambda books: books.pool("host"),
+    "Prefix": lambda books: books.prefix,
 }
 
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
@@ -197,10 +213,12 @@ VALID: dict[str, Any] = {
     "bytes_per_block": 512,
     "cache_group": 0,
     "cached": "move",
+    "cached_tokens": 4,
     "chunk_tokens": 8,
     "computed": False,
     "computed_seq_block_ids": [[0]],
     "count": 1,
+    "counts": None,
     "cpu_block_allocator": v0_pool,
     "create_block": lambda: _core.V0NaiveBlock,
     "cur_block_token_ids": [1, 2, 3, 4],
@@ -220,7 +238,6 @@ VALID: dict[str, Any] = {
     "enabled": True,
     "encoder_tokens": 0,
     "errors": 0,
-    "events": 0,
     "eviction": "lru",
     "eviction_policy": None,
     "exchange": None,
@@ -231,6 +248,7 @@ VALID: dict[str, Any] = {
     "finished_reqs": [],
     "first": 0,
     "fixed": [2],
+    "free": 8,
     "fresh": False,
     "goal": "max_id",
     "goals": [("max_id", 3)],
@@ -238,8 +256,9 @@ VALID: dict[str, Any] = {
     "graphed": False,
     "group": 0,
     "groups": lambda: [blockyard.CacheGroup.full_attention()],
+    "handle": HANDLE,
+    "host": False,
     "host_blocks": 4,
-    "host_prefix_cache": False,
     "hot": [1],
     "id": 1,
     "ids": [1],
@@ -257,13 +276,12 @@ VALID: dict[str, Any] = {
     "lookahead": 1,
     "lora_id": 1,
     "lost": [],
-    "manager": manager,
     "margin": 0,
     "max_block_sliding_window": 4,
     "max_blocks": 2,
     "max_bytes": 64,
+    "max_events": 8,
     "max_moves": 4,
-    "max_open_tickets": 8,
     "max_pinned": 0.5,
     "memory": 1 << 20,
     "misses": {"timeout": 1},
@@ -325,13 +343,13 @@ VALID: dict[str, Any] = {
     "shared_tokens": 4,
     "size": None,
     "slack": 0,
-    "sliding_window": None,
     "slot": 1,
     "slots": lambda: np.zeros(8, np.int64),
     "src": lambda: [np.zeros((4, 8), np.uint8)],
     "src_blocks": 4,
     "src_device": lambda: v0_device("GPU"),
     "src_per_row": 1,
+    "status": _core.AllocStatus.OK,
     "threads": 2,
     "threshold": 32,
     "ticket": 2,
@@ -348,16 +366,22 @@ VALID: dict[str, Any] = {
     "written_blocks": 0,
     "written_bytes": 0,
     "AllocatorPair.eviction": "released",
+    "BlockManager.allocate.encoder_tokens": None,
+    "BlockManager.allocate.prompts": list(range(10)),
     "BlockManager.append.token_ids": [7],
     "BlockManager.append.block_tables": lambda: np.zeros((1, 8), np.int32),
+    "BlockManager.can_swap_out.to": "host",
+    "BlockManager.fork.num_tokens": None,
+    "BlockManager.fork.shared_tokens": None,
     "BlockManager.restore.data": lambda: quiet().snapshot(),
+    "BlockManager.swap_out.to": "host",
     "BlockObserver.commit.plan": lambda books: books.plan("max_id", 3),
     "BlockObserver.runs.sequences": [[1, 2]],
     "BlockObserver.plan_all.sequences": [[1, 2]],
-    "BlockManager.defragment.sequences": None,
-    "BlockManager.defragment.number": 3,
-    "BlockManager.resize_device.blocks": 12,
-    "BlockManager.set_quota.blocks": 4,
+    "Defrag.resize.blocks": 12,
+    "Defrag.run.sequences": None,
+    "Fit.blocks": 2,
+    "Prefix.set_quota.blocks": 4,
     "CopyRoute.compile.out": lambda: np.zeros((3, 4), np.uint64),
     "Completion.rows": lambda: np.zeros((1, 8), np.uint8),
     "FillMap.clear.blocks": lambda: np.array([1]),
@@ -388,6 +412,17 @@ VALID: dict[str, Any] = {
     "V0PoolAllocator.device": None,
     "V0PrefixCachingBlockAllocator.device": None,
 }
+
+NOTHING = object()
+"""Stands for no positional argument."""
+
+PLAIN: dict[str, Any] = {"salt": None, "lora_id": None, "extras": [], "chunk_tokens": None}
+# Other arguments that are valid together, where those of `VALID` exclude some.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "BlockManager.allocate": [{"prompts": 10, **PLAIN}, {"prompts": NOTHING, "counts": [3, 4], **PLAIN}],
+    "BlockManager.can_allocate": [{"prompt": 10}],
+    "BlockManager.fork": [{"count": None, "shared_tokens": 4, "num_tokens": 8}],
+}
 V0 = {name for name in dir(_core) if name.startswith(("V0", "v0"))}
 V0_BLOCK = {"block", "blocks"}
 
@@ -413,9 +448,9 @@ def on_device(pool: Any) -> list[Any]:
 
 def public() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Each callable: the name of its class, if it has one, its own, and itself."""
-    names = {name for name in {*dir(_core), *blockyard.__all__} if not name.startswith("_")}
+    names = {name for name in dir(_core) if not name.startswith("_")} | {"OnlineDefragmenter"}
     for name in sorted(names):
-        item = getattr(_core, name, None) or getattr(blockyard, name)
+        item = getattr(_core, name, None) or getattr(defrag, name)
         if inspect.isclass(item):
             if issubclass(item, BaseException):
                 continue
@@ -445,14 +480,13 @@ def state(this: Any) -> Any:
     """What a call that fails leaves as it was."""
     match this:
         case blockyard.BlockManager():
-            return this.stats().as_dict(), this.num_free(), this.num_free("host"), this.num_blocks()
-        case blockyard.DecodeBatch():
-            return this.sequences.tolist(), this.block_tables.tolist()
+            pools = [this.pool(tier) for tier in ("device", "host", "external")]
+            return this.stats().as_dict(), [(pool.num_free, pool.num_blocks) for pool in pools]
         case _core.BlockAllocator():
             return this.num_free, [this.refs(block) for block in range(this.num_blocks)]
         case blockyard._core.AllocatorPair():
             return this.device.num_free, this.host.num_free
-        case blockyard.defrag.BlockObserver():
+        case _core.BlockObserver():
             return this.used().tolist(), this.forward.tolist(), this.limit
         case _:
             return None
@@ -464,36 +498,49 @@ class Attack:
     def __init__(self, owner: str, method: str, call: Callable[..., Any]) -> None:
         self.owner, self.method, self.call = owner, method, call
         parameters = inspect.signature(call).parameters.values()
-        self.parameters = [p for p in parameters if p.name != "self" and p.kind is not p.VAR_POSITIONAL]
+        self.parameters = [p for p in parameters if p.name != "self"]
         self.is_bound = bool(method and owner) and next(iter(inspect.signature(call).parameters), "") == "self"
         self.name = ".".join(part for part in (owner, method) if part)
 
-    def world(self) -> Any:
+    def world(self) -> tuple[Any, Any]:
+        """The object that is called, and what its state is part of."""
         if not self.is_bound:
-            return None
+            return None, None
+        if self.owner in FACETS:
+            books = manager()
+            return FACETS[self.owner](books), books
         if self.name in ("BlockManager.complete", "BlockManager.fail", "BlockManager.submit"):
-            return stepping()
-        return WORLDS[self.owner]()
+            books = stepping()
+            return books, books
+        made = WORLDS[self.owner]()
+        return made, made
 
-    def run(self, changed: str = "", value: Any = None) -> tuple[BaseException | None, Any, Any, Any]:
+    def run(
+        self, variant: dict[str, Any], changed: str = "", value: Any = None
+    ) -> tuple[BaseException | None, Any, Any, Any]:
         """Calls it; with what it raised, the object, its state before, and the value that was valid."""
-        this = self.world()
-        given = {p.name: valid(self.owner, self.method, p.name, this) for p in self.parameters}
+        this, whole = self.world()
+        given = {p.name: valid(self.owner, self.method, p.name, this) for p in self.parameters} | variant
         was = given.get(changed)
         if changed:
             given[changed] = value
         plain = [given[p.name] for p in self.parameters if p.kind is not p.KEYWORD_ONLY]
+        plain = [argument for argument in plain if argument is not NOTHING]
         named = {p.name: given[p.name] for p in self.parameters if p.kind is p.KEYWORD_ONLY}
-        before = state(this)
+        before = state(whole)
         try:
             self.call(*([this] if self.is_bound else []), *plain, **named)
         except BaseException as error:  # noqa: BLE001 - a panic is one
-            return error, this, before, was
-        return None, this, before, was
+            return error, whole, before, was
+        return None, whole, before, was
 
     def wrongs(self, tell: Callable[[str], None]) -> Iterator[str]:
+        for variant in ({}, *VARIANTS.get(self.name, [])):
+            yield from self.wrongs_of(variant, tell)
+
+    def wrongs_of(self, variant: dict[str, Any], tell: Callable[[str], None]) -> Iterator[str]:
         tell(self.name)
-        error, *_ = self.run()
+        error, *_ = self.run(variant)
         # A world may have nothing for a valid call to do, but a wrong type is a wrong case here.
         if error is not None and not isinstance(error, (BlockyardError, AssertionError, ValueError)):
             yield f"valid arguments: {error!r}"
@@ -502,7 +549,7 @@ class Attack:
                 shown = f"{type(value).__name__} {str(value)[:40] if abs_fits(value) else ''}"
                 tell(f"{self.name}({parameter.name}={shown})")
                 began = time.monotonic()
-                error, this, before, was = self.run(parameter.name, value)
+                error, this, before, was = self.run(variant, parameter.name, value)
                 seconds = time.monotonic() - began
                 for wrong in judge(self.owner or self.name, parameter.name, value, was, error):
                     yield f"{parameter.name}={shown}: {wrong}"
@@ -571,7 +618,7 @@ def main(progress: Path, first: str = "") -> int:
 
 
 def uncovered(attack: Attack) -> Iterator[str]:
-    if attack.is_bound and attack.owner not in WORLDS:
+    if attack.is_bound and attack.owner not in {*WORLDS, *FACETS}:
         yield attack.owner
     for parameter in attack.parameters:
         names = (f"{attack.name}.{parameter.name}", f"{attack.owner}.{parameter.name}", parameter.name)

@@ -32,7 +32,7 @@ class Engine:
     ) -> None:
         config = Config(BLOCK, device, host, external, watermark)
         self.manager = BlockManager(**config.arguments(), prefix_caching=prefix_caching)
-        self.scheduler = Scheduler(self.manager, prefix_caching=prefix_caching, **options)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.manager, **options)  # type: ignore[arg-type]
         self.memory = SimulatedMemory(config)
         self.done: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.refused: dict[str, Finished] = {}

@@ -1,10 +1,10 @@
 """The copy engine: moves blocks between device, host and staging rows, and the torch ops that it is made of."""
 
-from blockyard.engine.caches import Traffic
 from blockyard.engine.elastic.cache import ElasticCache
-from blockyard.engine.engine import CacheEngine
+from blockyard.engine.engine import CacheEngine, Traffic
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.mover import BlockMover
 from blockyard.engine.streams import Streams
+from blockyard.engine.transfers import Transfer
 
-__all__ = ["BlockMover", "CacheEngine", "ElasticCache", "HostPool", "Streams", "Traffic"]
+__all__ = ["BlockMover", "CacheEngine", "ElasticCache", "HostPool", "Streams", "Traffic", "Transfer"]

@@ -1,71 +1,86 @@
-"""The cache engine: owns the caches of the device and of the host, and moves blocks between and within them."""
+"""The cache engine: has the blocks of the device and of the host, and moves them between and within the two."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.engine import ops
-from blockyard.engine.at_once import AtOnce
-from blockyard.engine.caches import EngineTier, Rows, Traffic, as_tensor
+from blockyard._core import Pairs, StepDecision
 from blockyard.engine.cuda.streams import CudaStreams
+from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import OnFailure
+from blockyard.engine.mapping import Ids
+from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import check_device, op_library
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
-from blockyard.engine.tickets import Callback, Done, MappingBuffers, OnFull, Transfers
+from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
+from blockyard.engine.transfers import MappingBuffers, OnFull, Transfer, Transfers
+from blockyard.errors import InvalidArgumentError, MappingError
 from blockyard.layout.kv import BlockLayout
-from blockyard.plan import CopyPlan, Ids, check_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheEngine", "EngineTier", "Rows", "Traffic", "wait_for_engines"]
+__all__ = ["CacheEngine", "EngineTier", "Kind", "Rows", "Traffic", "wait_for_engines"]
 
-_Cut = Callable[[Tensor], Sequence[Callable[[], None]]]
 _alive: weakref.WeakSet[CacheEngine] = weakref.WeakSet()
 
 
-class CacheEngine(AtOnce):
-    """Owns the caches of the device (the engine's own tensors) and of the host (rows), and moves blocks.
+class Traffic(NamedTuple):
+    """What went from one tier to another."""
 
-    There are two ways to use it, and they may be mixed; each call of either comes after all earlier ones of the other.
+    blocks: int
+    num_bytes: int
 
-    *At once*: `swap_out`, `swap_in`, `copy`, `move`, `exchange`, `read_blocks`, `write_blocks`, see `AtOnce`.
 
-    *By ticket*: the `submit_` calls. Work runs on streams of its own (on a CPU: in a worker thread), after all compute
-    that was queued before the call, or before `behind`, a place that `fence` has marked; after the tickets in `after`;
-    in order with earlier work of the same direction, and in no other order. So compute is overtaken by nothing, and
-    waits for nothing until `order_compute` or `wait_for_layer` says so. `poll` and `wait` report what has ended; a
-    ticket is reported once. Loads go before stores where they share a worker, and loads that somebody waits for before
-    those that are a `prefetch`, among which the first submitted is first; loads of one block keep their order. Until
-    it has started, a prefetch can be given up by `cancel`. All these calls belong to one thread.
+class CacheEngine:
+    """Moves blocks between the device (an engine's own tensors) and the host (rows), and within each.
 
-    An engine belongs to the process that made it: in a forked child every call but `close` raises `ForkedError`, and
-    `close` lets go of the child's view of the memory alone. When the interpreter ends, work that has not begun is given
-    up.
+    Each kind of transfer exists in two forms, and they may be mixed.
 
-    The caches start as zeros: attention over a gathered block meets no NaN in slots that were never written.
+    *Asynchronous*: `submit`, `submit_read` and `submit_write` return a `Transfer`. Work runs on streams of its own (on
+    a CPU: in a worker thread), after all compute that was queued before the call, or before `after_compute`, a place
+    that `fence` has marked; after the transfers in `after`; in order with earlier work of the same direction, and in no
+    other order. Compute waits for nothing until `Transfer.order_compute` says so. Loads go before stores where they
+    share a worker, and loads that somebody waits for before those that are a `prefetch`. Of the prefetches the first
+    submitted is first; loads of one block keep their order. `Transfer.cancel` gives a prefetch up that has not started.
+
+    *Synchronous*: `run`, `read`, `write` and `execute` submit the same transfers to the stream of compute, after all
+    transfers that are open. On a CPU the work runs in the calling thread, and is done when the call returns. On CUDA it
+    is queued on the current stream, and the CPU does not wait, except in `read`.
+
+    All calls belong to one thread. An engine belongs to the process that made it: in a forked child every call but
+    `close` raises `ForkedError`, and `close` lets go of the child's view of the memory alone. When the interpreter
+    ends, work that has not begun is given up.
+
+    The blocks start as zeros: attention over a gathered block meets no NaN in slots that were never written.
 
     Args:
         layout: of the device's tensors; of one group, or of several.
-        num_device_blocks: at least 1.
+        num_device_blocks: at least 1; what the tensors hold if None.
         num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
-        device: where the device's caches live; `"cpu"` needs no GPU.
-        max_outstanding: bytes of tickets that may be under way on one stream; a longer transfer goes alone.
+        device: where the device's tensors live; by default where those that are given are, or on the CPU.
+        max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
         max_ahead: bytes of prefetches that may stand before a load that is waited for.
-        streams: what runs the tickets' work; by default what the device has.
-        device_caches: tensors that there are already, as `layout.views` takes them; made here if None.
-        blocks_per_host_block: device blocks in a host block, see `Caches`; `fill` then knows what is there.
+        streams: what runs the transfers' work; by default what the device has.
+        tensors: tensors that exist already, as `layout.views` takes them; made here if None.
+        blocks_per_host_block: device blocks that one host block holds, any number from 1. Host ids then count device
+            blocks, see `Memory`, and `fill` knows which parts hold bytes. None: a host block is a device block, and the
+            block manager knows what it holds.
         on_host_failure: what follows where memory of the host cannot be page-locked: an error (`"raise"`), or ordinary
-            memory from there on, which copies slowly (`"unpinned"`; `host_pool.problem` says why).
+            memory from there on, which copies slowly (`"unpinned"`; `memory.host_pool.problem` says why).
+
+    Attributes:
+        memory: the blocks of both tiers.
+        transfers: those that are open.
+        streams: what runs their work.
+        counters: what has landed so far, by (source, destination) tier; reads and writes of rows do not count.
 
     Raises:
         InvalidArgumentError: a number of blocks or bytes is too small, or `on_host_failure` is another word.
@@ -79,209 +94,127 @@ class CacheEngine(AtOnce):
         self,
         layout: BlockLayout,
         *,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        device: str | torch.device = "cpu",
+        num_device_blocks: int | None = None,
+        num_host_blocks: int = 0,
+        device: str | torch.device | None = None,
         max_outstanding: int = 1 << 30,
         max_ahead: int = 8 * CHUNK_BYTES,
         streams: Streams | None = None,
-        device_caches: Sequence[Tensor] | None = None,
+        tensors: Sequence[Tensor] | None = None,
         blocks_per_host_block: int | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
-        on_cuda = torch.device(device).type == "cuda"
-        if on_cuda:
-            check_device(torch.device(device), op_library())
+        self.device = torch.device(device or (tensors[0].device if tensors else "cpu"))
+        self._on_cuda = self.device.type == "cuda"
+        if self._on_cuda:
+            check_device(self.device, op_library())
         if streams is None:
-            streams = CudaStreams(torch.device(device)) if on_cuda else WorkerStreams()
-            if on_cuda:
+            streams = CudaStreams(self.device) if self._on_cuda else WorkerStreams()
+            if self._on_cuda:
                 # Memory of an engine that is forgotten is given out again while copies on these streams still use it.
                 weakref.finalize(self, streams.close).atexit = False
-        mappings = MappingBuffers(pinned=on_cuda)
-        self._queued = deque()
-        self._transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead)
-        super().__init__(
+        self.layout = layout
+        self.streams = streams
+        mappings = MappingBuffers(pinned=self._on_cuda)
+        self.transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead)
+        self.memory = Memory(
             layout,
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
-            device=device,
-            device_caches=device_caches,
+            device=self.device,
+            tensors=tensors,
             blocks_per_host_block=blocks_per_host_block,
             on_host_failure=on_host_failure,
         )
+        self.counters: dict[tuple[str, str], Traffic] = {}
+        self._fill = None if blocks_per_host_block is None else HostFill(num_host_blocks, blocks_per_host_block)
         _alive.add(self)
 
-    # ---- by ticket ----
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The device's tensors."""
+        return self.memory.tensors
 
-    def submit_swap_out(
-        self, ids: Ids, *, after: Sequence[int] = (), behind: Event | None = None, on_full: OnFull = "wait"
-    ) -> int:
-        """Start to copy blocks from the device to the host.
-
-        Args:
-            ids: (device block, host block), int64 `[n, 2]`; no host block repeats. They are copied.
-            after: tickets that must have ended before.
-            behind: a place in compute that must have been reached before; by default the present one.
-            on_full: whether to `"wait"` or to `"refuse"` if too many bytes are under way.
-
-        Returns:
-            A ticket.
+    @property
+    def fill(self) -> HostFill:
+        """Which parts of the host's blocks hold bytes.
 
         Raises:
-            MappingError: the mapping is malformed or out of range; nothing was submitted.
-            TransferQueueFullError: too many bytes are under way, and `on_full` is `"refuse"`.
-            UnknownTicketError: a ticket in `after` was never issued; nothing was submitted.
+            InvalidArgumentError: the engine was made without `blocks_per_host_block`.
         """
-        plan = self._join("device", "host", ids)
-        cut = partial(self._cut, self._views["device"], self._views["host"], self._chunk)
-        parts = plan.pairs[:, 1]
-        return self._launch("out", cut, plan, after, behind, on_full, counted=("device", "host"), filled=parts)
+        if self._fill is None:
+            raise InvalidArgumentError("a host block is a device block here: give blocks_per_host_block")
+        return self._fill
 
-    def submit_swap_in(
+    def num_blocks(self, tier: EngineTier) -> int:
+        """Give the number of device blocks that a tier, `"device"` or `"host"`, has room for: its ids are below it."""
+        return self.memory.num_blocks(tier)
+
+    # ---- asynchronous ----
+
+    def submit(
         self,
-        ids: Ids,
+        kind: Kind,
+        pairs: Ids,
         *,
-        after: Sequence[int] = (),
-        behind: Event | None = None,
+        tier: EngineTier = "device",
+        after: Sequence[Transfer] = (),
+        after_compute: Event | None = None,
         by_layer: bool = False,
         prefetch: bool = False,
         on_full: OnFull = "wait",
-    ) -> int:
-        """Start to copy blocks from the host to the device; see `submit_swap_out`.
+    ) -> Transfer:
+        """Start to move blocks.
 
         Args:
-            ids: (host block, device block), int64 `[n, 2]`; no device block repeats. They are copied.
-            after: tickets that must have ended before.
-            behind: a place in compute that must have been reached before; by default the present one.
-            by_layer: the layers arrive one after another, for `wait_for_layer`.
-            prefetch: nobody waits for it yet; `poll` starts it when no other load is under way.
+            kind: `"swap_out"` copies from the device to the host, `"swap_in"` back. `"copy"` copies within a tier; no
+                block is both read and written. `"move"` moves within a tier, as if all were read before the first is
+                written: chains and rings are legal. `"exchange"` lets the two blocks of each pair change places; no
+                block is named twice, `(-1, -1)` is padding.
+            pairs: block ids (from, to), int64 `[n, 2]`; no destination repeats. They are copied.
+            tier: of a copy, move or exchange. Compute does not touch the host, so `after_compute` has no effect there.
+            after: transfers that must have ended before.
+            after_compute: a place in compute that must have been reached before; by default the present one.
+            by_layer: the layers of a swap in arrive one after another, for `Transfer.order_compute(layer)`.
+            prefetch: nobody waits for this swap in yet; `poll` starts it when no other load is under way.
             on_full: whether to `"wait"` or to `"refuse"` if too many bytes are under way.
 
         Returns:
-            A ticket.
+            The transfer. If an exchange fails, both blocks of a pair are lost.
 
         Raises:
-            MappingError: as for `submit_swap_out`, or a part of a host block that holds no bytes is named.
-            TransferQueueFullError, UnknownTicketError: as for `submit_swap_out`.
+            MappingError: the mapping is malformed or out of range, or names a part of a host block that holds no bytes;
+                nothing was submitted.
+            TransferQueueFullError: too many bytes are under way, and `on_full` is `"refuse"`.
+            InvalidArgumentError: another argument is out of range, or a transfer in `after` is of another engine.
         """
-        plan = self._join("host", "device", ids)
-        self._require(plan.pairs[:, 0], after)
-        places = self._places_by_layer() if by_layer else []
-        src, dst = self._views["host"], self._views["device"]
-        chunk = self._chunk or (CHUNK_BYTES if prefetch else None)
-        cut = partial(self._cut_layers, src, dst, places) if places else partial(self._cut, src, dst, chunk)
-        return self._launch(
-            "in",
-            cut,
-            plan,
-            after,
-            behind,
-            on_full,
-            layers=len(places),
-            prefetch=prefetch,
-            counted=("host", "device"),
-        )
-
-    def submit_copy(
-        self, ids: Ids, *, after: Sequence[int] = (), behind: Event | None = None, on_full: OnFull = "wait"
-    ) -> int:
-        """Start to copy blocks within the device; see `submit_swap_out`, and `copy` for the mapping."""
-        plan = self._join("device", "device", ids)
-        cut = partial(self._cut_within, ops.copy_blocks, "device")
-        return self._launch("copy", cut, plan, after, behind, on_full, counted=("device", "device"))
-
-    def submit_move(
-        self,
-        ids: Ids,
-        *,
-        tier: EngineTier = "device",
-        after: Sequence[int] = (),
-        behind: Event | None = None,
-        on_full: OnFull = "wait",
-    ) -> int:
-        """Start to move blocks within a tier, as if all were read before the first is written.
-
-        Args:
-            ids: (from, to), int64 `[n, 2]`; no destination repeats. Chains and rings are legal. They are copied.
-            tier: `"device"` or `"host"`; compute does not touch the host, so `behind` says nothing there.
-            after: tickets that must have ended before.
-            behind: as for `submit_swap_out`.
-            on_full: as for `submit_swap_out`.
-
-        Returns:
-            A ticket.
-
-        Raises:
-            MappingError: as for `submit_swap_out`, or a part of a host block that holds no bytes is named.
-            TransferQueueFullError, UnknownTicketError: as for `submit_swap_out`.
-        """
-        plan = self._join(tier, tier, ids, moves=True)
-        touched = plan.pairs[:, 0], plan.pairs[:, 1]
-        return self._launch_within(ops.move_blocks, tier, plan, touched, after=after, behind=behind, on_full=on_full)
-
-    def submit_exchange(
-        self,
-        ids: Ids,
-        *,
-        tier: EngineTier = "device",
-        after: Sequence[int] = (),
-        behind: Event | None = None,
-        on_full: OnFull = "wait",
-    ) -> int:
-        """Start to let two blocks of each pair change places; see `submit_move`.
-
-        Args:
-            ids: int64 `[n, 2]`; no block is named twice. `(-1, -1)` is padding. They are copied.
-            tier: `"device"` or `"host"`.
-            after: tickets that must have ended before.
-            behind: as for `submit_swap_out`.
-            on_full: as for `submit_swap_out`.
-
-        Returns:
-            A ticket. If it fails, both blocks of a pair are lost.
-
-        Raises:
-            MappingError, TransferQueueFullError, UnknownTicketError: as for `submit_move`.
-        """
-        plan, op = self._plan_exchange(tier, ids), ops.exchange_blocks
-        both = plan.pairs.reshape(-1)
-        return self._launch_within(op, tier, plan, (both, both), after=after, behind=behind, on_full=on_full)
+        if (by_layer or prefetch) and kind != "swap_in":
+            raise InvalidArgumentError(f"kind is {kind!r}: by_layer and prefetch are for 'swap_in'")
+        task = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
+        return self._submit(task, after, after_compute, on_full, prefetch=prefetch)
 
     def submit_read(
         self,
         tier: EngineTier,
         blocks: Ids,
         *,
-        after: Sequence[int] = (),
-        behind: Event | None = None,
+        after: Sequence[Transfer] = (),
+        after_compute: Event | None = None,
         on_full: OnFull = "wait",
-    ) -> int:
-        """Start to copy blocks into fresh rows on the CPU, which the ticket's `Done` hands over.
+    ) -> Transfer:
+        """Start to copy blocks into fresh rows on the CPU, which are the transfer's `rows` when it has ended.
 
         Args:
-            tier: `"device"` or `"host"`; compute does not touch the host, so `behind` says nothing there.
+            tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, int64 `[n]`; they may repeat. They are copied.
-            after: tickets that must have ended before.
-            behind: as for `submit_swap_out`.
-            on_full: as for `submit_swap_out`.
-
-        Returns:
-            A ticket.
+            after: transfers that must have ended before.
+            after_compute: a place in compute that must have been reached before.
+            on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
-            MappingError: as for `submit_swap_out`, or a part of a host block that holds no bytes is named.
-            TransferQueueFullError, UnknownTicketError: as for `submit_swap_out`.
+            MappingError, TransferQueueFullError, InvalidArgumentError: as for `submit`.
         """
-        checked = check_blocks(blocks, self.num_blocks(tier))
-        if tier == "host":
-            self._require(checked, after)
-        rows = self._staging(len(checked))
-        cache, pieces = self._between(tier, rows)
-        plan = self._plan(checked, np.arange(len(checked)))
-        cut = partial(self._cut, cache, pieces, self._chunk)
-        if tier == "host":
-            return self._launch("host", cut, plan, after, None, on_full, rows=rows)
-        return self._launch("out", cut, plan, after, behind, on_full, rows=rows)
+        return self._submit(reading(self.memory, tier, blocks, chunk=self._chunk()), after, after_compute, on_full)
 
     def submit_write(
         self,
@@ -289,118 +222,121 @@ class CacheEngine(AtOnce):
         blocks: Ids,
         rows: Rows,
         *,
-        after: Sequence[int] = (),
-        behind: Event | None = None,
+        after: Sequence[Transfer] = (),
+        after_compute: Event | None = None,
         prefetch: bool = False,
         on_full: OnFull = "wait",
-    ) -> int:
-        """Start to copy rows on the CPU into blocks; the rows must stay as they are until the ticket has ended.
+    ) -> Transfer:
+        """Start to copy rows on the CPU into blocks; the rows must stay as they are until the transfer has ended.
 
         Args:
-            tier: `"device"` or `"host"`; compute does not touch the host, so `behind` says nothing there.
+            tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, int64 `[n]`, no repeats. They are copied.
             rows: uint8 `[n, bytes_per_block]`.
-            after: tickets that must have ended before.
-            behind: as for `submit_swap_out`.
-            prefetch: as for `submit_swap_in`; says nothing for the host.
-            on_full: as for `submit_swap_out`.
-
-        Returns:
-            A ticket.
+            after: transfers that must have ended before.
+            after_compute: a place in compute that must have been reached before.
+            prefetch: nobody waits for it yet; has no effect for the host.
+            on_full: whether to `"wait"` or to `"refuse"`.
 
         Raises:
             LayoutError: the rows have another shape or dtype; nothing was submitted.
-            MappingError, TransferQueueFullError, UnknownTicketError: as for `submit_swap_out`.
+            MappingError, TransferQueueFullError, InvalidArgumentError: as for `submit`.
         """
-        checked = self._check_rows(tier, blocks, rows)
-        # Page-locked, so that the copy is asynchronous; and an array of no rows has no strides to go by.
-        staged = not len(checked) or (tier == "device" and self.device.type == "cuda")
-        source = self._staging(len(checked)).copy_(as_tensor(rows)) if staged else as_tensor(rows)
-        cache, pieces = self._between(tier, source)
-        plan = self._plan(np.arange(len(checked)), checked)
-        chunk = self._chunk or (CHUNK_BYTES if prefetch else None)
-        cut = partial(self._cut, pieces, cache, chunk)
-        if tier == "host":
-            return self._launch("host", cut, plan, after, None, on_full, kept=(source,), filled=plan.pairs[:, 1])
-        return self._launch("in", cut, plan, after, behind, on_full, kept=(source,), prefetch=prefetch)
+        prefetch = prefetch and tier == "device"
+        task = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
+        return self._submit(task, after, after_compute, on_full, prefetch=prefetch)
 
-    def fence(self) -> Event:
-        """Mark the present end of compute, for `behind`."""
-        self._transfers.process.check()
-        return self._transfers.streams.fence()
+    # ---- synchronous ----
 
-    def order_compute(self, ticket: int) -> None:
-        """Let compute that is queued from now on wait for a ticket; on a CPU, wait for it.
+    def run(self, kind: Kind, pairs: Ids, *, tier: EngineTier = "device") -> None:
+        """Move blocks on the stream of compute, after all open transfers; see `submit` for the arguments.
+
+        On a CPU the blocks have moved when this returns. On CUDA the work is queued on the current stream, in the order
+        of the calls; compute that reads or writes the same blocks belongs on that stream.
 
         Raises:
-            UnknownTicketError: it was never issued.
+            MappingError: the mapping is malformed or out of range, or names a part of a host block that holds no bytes;
+                nothing was moved.
+            CaptureError: a graph is being recorded, and transfers are open.
         """
-        self._transfers.order_compute(ticket)
+        self.transfers.process.check()
+        task = moving(self.memory, kind, pairs, tier, chunk=None)
+        if len(task.pairs):
+            self._run(task)
 
-    def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Let compute that is queued from now on wait until a layer has arrived; on a CPU, wait for it.
+    def read(self, tier: EngineTier, blocks: Ids) -> Rows:
+        """Copy blocks into fresh rows on the CPU; waits until they are there.
 
         Args:
-            ticket: of a load. One that was not submitted `by_layer` is waited for as a whole.
-            layer: 0-based.
-
-        Raises:
-            UnknownTicketError: it was never issued.
-            InvalidArgumentError: there is no such layer.
-        """
-        self._transfers.order_compute_layer(ticket, layer)
-
-    def cancel(self, ticket: int) -> bool:
-        """Give a ticket up that has not started, as a prefetch may not have.
-
-        Args:
-            ticket: of any transfer.
+            tier: `"device"` or `"host"`.
+            blocks: ids, int64 `[n]`; they may repeat.
 
         Returns:
-            Whether it was given up: then `poll` or `wait` reports it with a `TransferCancelledError`, and no byte was
-            moved. False if it has started; it runs to its end.
+            uint8 `[n, bytes_per_block]`.
 
         Raises:
-            UnknownTicketError: it was never issued.
+            MappingError: an id is out of range, or names a part of a host block that holds no bytes.
         """
-        return self._transfers.cancel(ticket)
+        self.transfers.process.check()
+        task = reading(self.memory, tier, blocks, chunk=None)
+        self._run(task).wait()
+        rows: Rows = cast("Tensor", task.rows).numpy()
+        return rows
 
-    def poll(self) -> list[Done]:
-        """Give the tickets that have ended since the last call and were not waited for; never waits.
+    def write(self, tier: EngineTier, blocks: Ids, rows: Rows) -> None:
+        """Copy rows on the CPU into blocks; the rows are free for other use when it returns.
 
-        It also starts prefetches that may start by now.
-        """
-        return self._transfers.poll()
-
-    def wait(self, ticket: int) -> Done:
-        """Wait for a ticket to end; `poll` will not report it.
+        Args:
+            tier: `"device"` or `"host"`.
+            blocks: ids, int64 `[n]`, no repeats.
+            rows: uint8 `[n, bytes_per_block]`.
 
         Raises:
-            UnknownTicketError: it was never issued, or has been reported.
+            MappingError: an id is out of range or repeats; nothing was written.
+            LayoutError: the rows have another shape or dtype; nothing was written.
         """
-        return self._transfers.wait(ticket)
+        self.transfers.process.check()
+        task = writing(self.memory, tier, blocks, rows, chunk=None)
+        if len(task.pairs):
+            self._run(task)
 
-    def synchronize(self) -> None:
-        """Wait until no ticket is under way; `poll` and `wait` report them."""
-        self._transfers.synchronize()
+    def execute(self, decision: StepDecision) -> list[Pairs]:
+        """Carry a decision out with `run`, transfer by transfer.
 
-    def on_done(self, ticket: int, callback: Callback) -> None:
-        """Have a function called with the ticket's `Done`, by the call that first sees that it has ended.
+        Args:
+            decision: transfers within the device or the host, and between the two.
+
+        Returns:
+            The pairs that did not land: none.
 
         Raises:
-            UnknownTicketError: it was never issued, or has been reported.
+            MappingError: an id is out of range, or a transfer is of the external tier.
+            OutOfMemoryError, PageLockError: memory of the host cannot be made ready.
         """
-        self._transfers.on_done(ticket, callback)
+        for kind, pairs in decision.transfers():
+            if kind not in KINDS:
+                raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, and there is none")
+        for kind, pairs in decision.transfers():
+            self.run(kind, pairs.ids, tier="host" if pairs.src == pairs.dst == "host" else "device")  # type: ignore[arg-type]
+        return []
+
+    # ---- both ----
+
+    def fence(self) -> Event:
+        """Mark the present end of compute, for `after_compute`."""
+        self.transfers.process.check()
+        return self.streams.fence()
+
+    def poll(self) -> None:
+        """End transfers that have ended, and start prefetches that may start by now; never waits."""
+        self.transfers.poll()
 
     def close(self) -> None:
         """Wait for queued work and let go of all memory; twice does nothing."""
-        if self._closed:
-            return
-        if self._transfers.process.is_current:
-            self._transfers.synchronize()
-            self._transfers.streams.close()
-            self._drain()
-        self._release()
+        if self.transfers.process.is_current:
+            self.transfers.synchronize()
+            self.streams.close()
+        self.memory.release()
 
     def __enter__(self) -> Self:
         return self
@@ -410,95 +346,74 @@ class CacheEngine(AtOnce):
     ) -> None:
         self.close()
 
-    @property
-    def _chunk(self) -> int | None:
-        return self._transfers.streams.chunk_bytes
+    def _chunk(self, *, prefetch: bool = False) -> int | None:
+        """Blocks of one piece, where longer ones would hold others up."""
+        self.transfers.process.check()
+        chunk = self.streams.chunk_bytes or (CHUNK_BYTES if prefetch else None)
+        return chunk and max(1, chunk // self.layout.bytes_per_block)
 
-    def _launch_within(
+    def _submit(
         self,
-        op: Callable[[Sequence[Tensor], Tensor], None],
-        tier: EngineTier,
-        plan: CopyPlan,
-        touched: tuple[Ids, Ids],
-        *,
-        after: Sequence[int],
-        behind: Event | None,
-        on_full: OnFull,
-    ) -> int:
-        """Launch what reads and writes one tier; `touched` are the blocks read and those written."""
-        cut = partial(self._cut_within, op, tier)
-        if tier == "device":
-            return self._launch("copy", cut, plan, after, behind, on_full, counted=(tier, tier))
-        self._require(touched[0], after)
-        return self._launch("host", cut, plan, after, None, on_full, counted=(tier, tier), filled=touched[1])
-
-    def _launch(
-        self,
-        stream: StreamName,
-        cut: _Cut,
-        plan: CopyPlan,
-        after: Sequence[int],
-        behind: Event | None,
+        task: Task,
+        after: Sequence[Transfer],
+        after_compute: Event | None,
         on_full: OnFull,
         *,
         prefetch: bool = False,
-        layers: int = 0,
-        rows: Tensor | None = None,
-        kept: tuple[Tensor, ...] = (),
-        counted: tuple[EngineTier, EngineTier] | None = None,
-        filled: Ids | None = None,
-    ) -> int:
-        self._transfers.make_room(stream, plan.num_bytes, on_full)
-        if behind is None and stream != "host":
-            behind = self.fence()
-        ticket = self._transfers.submit(
-            stream,
-            cut,
-            plan.pairs,
-            num_bytes=plan.num_bytes,
+    ) -> Transfer:
+        self._require(task, after)
+        self.transfers.make_room(task.stream, task.num_bytes, on_full)
+        if task.stream == "host":
+            after_compute = None
+        elif after_compute is None:
+            after_compute = self.streams.fence()
+        transfer = self.transfers.submit(
+            task.stream,
+            task,
             after=after,
-            behind=behind,
+            after_compute=after_compute,
             prefetch=prefetch,
-            layers=layers,
-            kept=kept,
-            rows=rows,
-            on_landed=partial(self._count, *counted, plan) if counted else None,
+            on_end=partial(self._ended, task),
         )
-        if self._fill and filled is not None:
-            self._fill.begin(ticket, np.ascontiguousarray(filled))
-            self._transfers.on_done(ticket, self._note_filled)
-        return ticket
+        self._note_begun(task, transfer)
+        return transfer
 
-    def _note_filled(self, done: Done) -> None:
-        self.fill.end(done.ticket, landed=done.error is None)
+    def _run(self, task: Task) -> Transfer:
+        on_device = bool(task.device_columns)
+        if on_device and self.streams.capturing():
+            return self.transfers.capture(task)
+        waits = not (self._on_cuda and on_device)
+        if waits:
+            self.transfers.synchronize()
+        after = self.transfers.open()
+        self._require(task, after)
+        stream: StreamName = "compute" if on_device else "caller"
+        transfer = self.transfers.submit(stream, task, after=after, on_end=partial(self._ended, task))
+        self._note_begun(task, transfer)
+        if waits or self.transfers.failed_to_launch(transfer):
+            transfer.wait()
+        return transfer
 
-    def _cut(
-        self, src: Sequence[Tensor], dst: Sequence[Tensor], chunk_bytes: int | None, pairs: Tensor
-    ) -> list[Callable[[], None]]:
-        """Cut a transfer into pieces of whole blocks, where it would hold others up."""
-        step = max(1, len(pairs) if chunk_bytes is None else chunk_bytes // self.layout.bytes_per_block)
-        return [partial(ops.swap_blocks, src, dst, pairs[i : i + step]) for i in range(0, max(1, len(pairs)), step)]
+    def _require(self, task: Task, after: Sequence[Transfer]) -> None:
+        """Refuse to read parts of the host's blocks that hold nothing."""
+        if self._fill and task.src == "host":
+            self._fill.require(task.blocks(0), after)
 
-    def _cut_layers(
-        self, src: Sequence[Tensor], dst: Sequence[Tensor], places: Sequence[Sequence[int]], pairs: Tensor
-    ) -> list[Callable[[], None]]:
-        # A layer whose bytes come with those of another one has a piece too, in which nothing is left to do.
-        return [partial(_swap_views, [src[i] for i in layer], [dst[i] for i in layer], pairs) for layer in places]
+    def _note_begun(self, task: Task, transfer: Transfer) -> None:
+        if self._fill and task.dst == "host":
+            self._fill.begin(transfer, task.blocks(1))
 
-    def _cut_within(
-        self, op: Callable[[Sequence[Tensor], Tensor], None], tier: EngineTier, pairs: Tensor
-    ) -> list[Callable[[], None]]:
-        # In one piece: what is both read and written is seen over all of them, and so is the order of moves.
-        return [partial(op, self._within(tier), pairs)]
-
-
-def _swap_views(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> None:
-    if src:
-        ops.swap_blocks(src, dst, pairs)
+    def _ended(self, task: Task, transfer: Transfer) -> None:
+        if self._fill and task.dst == "host":
+            self._fill.end(transfer, landed=transfer.error is None)
+        if transfer.error is None and "rows" not in {task.src, task.dst}:
+            before = self.counters.get((task.src, task.dst), Traffic(0, 0))
+            blocks = task.num_bytes // self.layout.bytes_per_block  # an exchange moves two of a pair
+            self.counters[task.src, task.dst] = Traffic(before.blocks + blocks, before.num_bytes + task.num_bytes)
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:
-    """Wait for the tickets of all engines that touch blocks of a device cache; a fork has none under way.
+    """Wait for the transfers of all engines that touch blocks of a device cache; a fork has none under way.
 
     Args:
         memory: that the cache's tensors lie in, uint8 `[bytes]`.
@@ -506,6 +421,6 @@ def wait_for_engines(memory: Tensor, first: int) -> None:
     """
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
     for engine in tuple(_alive):
-        over = any(start <= cache.data_ptr() < end for cache in engine.device_caches)
-        if over and engine._transfers.process.is_current:  # noqa: SLF001 (its own module)
-            engine._transfers.synchronize(first)  # noqa: SLF001
+        over = any(start <= tensor.data_ptr() < end for tensor in engine.tensors)
+        if over and engine.transfers.process.is_current:
+            engine.transfers.synchronize(first)

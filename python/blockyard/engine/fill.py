@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.plan import FillMap, Ids, unequal_pairs
+from blockyard._core import FillMap
+from blockyard.engine.mapping import Ids, unequal_pairs
 
 __all__ = ["HostFill"]
 
@@ -28,7 +29,7 @@ class HostFill:
 
     def __init__(self, num_blocks: int, per_block: int) -> None:
         self._map = FillMap(num_blocks, per_block)
-        self._landing: dict[int, Ids] = {}  # parts that a ticket writes
+        self._landing: dict[Hashable, Ids] = {}  # parts that a transfer writes
 
     @property
     def per_block(self) -> int:
@@ -36,7 +37,7 @@ class HostFill:
         return self._map.per_block
 
     def pairs(self, small: Ids, large: Ids, *, first: int, last: int, to: Literal["device", "host"]) -> Ids:
-        """Pair device blocks with the parts of host blocks, for `submit_swap_out` or `submit_swap_in`.
+        """Pair device blocks with the parts of host blocks, for a swap out or a swap in.
 
         Args:
             small: device blocks in the order of the sequence, int64 `[n]`.
@@ -60,34 +61,36 @@ class HostFill:
         return self._map.count(blocks)
 
     def clear(self, blocks: Ids) -> None:
-        """Note that host blocks hold nothing, as before they are given out again; no ticket may still write there.
+        """Note that host blocks hold nothing, as before they are given out again; no transfer may still write there.
 
         Raises:
             MappingError: there is no such block; nothing was noted.
         """
         self._map.clear(blocks)
 
-    def require(self, parts: Ids, after: Sequence[int] = ()) -> None:
+    def require(self, parts: Ids, after: Sequence[Hashable] = ()) -> None:
         """Refuse to read what holds no bytes.
 
         Args:
             parts: to be read, int64 `[n]`.
-            after: tickets that will have ended before: what they write will be there.
+            after: transfers that will have ended before: what they write will be there.
 
         Raises:
             MappingError: a part holds no bytes; the message names part and block.
         """
-        coming = [self._landing[ticket] for ticket in after if ticket in self._landing]
+        coming = [self._landing[transfer] for transfer in after if transfer in self._landing]
         self._map.require(parts[~np.isin(parts, np.concatenate(coming))] if coming else parts)
 
-    def begin(self, ticket: int, parts: Ids) -> None:
-        """Note that a ticket writes parts: until that has landed, they hold nothing that could be read."""
+    def begin(self, transfer: Hashable, parts: Ids) -> None:
+        """Note that a transfer writes parts: until that has landed, they hold nothing that could be read."""
         self._map.unmark(parts)
-        self._landing[ticket] = parts
+        self._landing[transfer] = parts
 
-    def end(self, ticket: int, *, landed: bool) -> None:
-        """Note that a ticket has ended, and whether its bytes are there."""
-        parts = self._landing.pop(ticket)
+    def end(self, transfer: Hashable, *, landed: bool) -> None:
+        """Note that a transfer has ended, and whether its bytes are there."""
+        parts = self._landing.pop(transfer, None)
+        if parts is None:  # an interrupt came before `begin`
+            return
         for others in self._landing.values():
             parts = parts[~np.isin(parts, others)]  # written again: there when that has landed
         if landed:

@@ -1,7 +1,8 @@
 """Streams and events, as the copy engine sees them: the one interface, and a worker thread that serves it on a CPU.
 
-Work on one stream runs in the order in which it was launched; nothing else is ordered but by events. The compute
-stream is the caller's: on a CPU the calling thread, on CUDA the current stream.
+Work on one stream runs in the order in which it was launched; only events order streams among each other. Two streams
+are the caller's own. `"compute"` is where compute runs: on a CPU the calling thread, on CUDA the current stream.
+`"caller"` is the calling thread on any device, for work between memory of the host.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from blockyard.errors import BlockyardError
 
 __all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams"]
 
-StreamName: TypeAlias = Literal["copy", "in", "host", "out"]
+StreamName: TypeAlias = Literal["copy", "in", "host", "out", "compute", "caller"]
 
 STREAMS: Final[tuple[StreamName, ...]] = ("copy", "in", "host", "out")
-"""What compute waits for soonest comes first: where streams share a worker, it is served first."""
+"""The streams that are not the caller's. Where they share a worker, the first is served first."""
 
 CHUNK_BYTES: Final = 8 << 20
 """Where streams share a worker, no single piece of work moves more: a load waits for one piece of a store at most."""
@@ -52,10 +53,10 @@ class Streams(Protocol):
     chunk_bytes: int | None
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
-        """Put work at the end of a stream; never waits.
+        """Put work at the end of a stream; never waits, except on the calling thread's.
 
         Args:
-            stream: where.
+            stream: where. On the calling thread the work has run when this returns.
             work: runs once, in the stream's order; an exception becomes the event's error.
             waits: must all have fired before it runs, and before anything behind it on the stream.
 
@@ -69,6 +70,9 @@ class Streams(Protocol):
     def fence(self) -> Event:
         """Mark the present end of the compute stream."""
 
+    def capturing(self) -> bool:
+        """Whether work on the compute stream goes into a graph instead of running."""
+
     def order_compute(self, event: Event) -> None:
         """Let the compute stream wait for an event; where that is the calling thread, wait."""
 
@@ -77,9 +81,10 @@ class Streams(Protocol):
 
 
 class _Fired:
-    """The end of a compute stream that is the calling thread: all before it has run."""
+    """The end of a stream that is the calling thread: all before it has run."""
 
-    error: Exception | None = None
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
 
     def query(self) -> bool:
         return True
@@ -114,7 +119,7 @@ class _Item:
 
 
 class WorkerStreams:
-    """All streams, served by one thread that starts with the first work and ends when there is none for a second.
+    """All streams but the caller's, served by one thread that starts with the first work and ends after an idle second.
 
     Of the streams whose next work may run, the first in `STREAMS` is served. Work that waits for an event of another
     device holds all streams up until it fires. When the interpreter ends, what has begun runs to its end and the rest
@@ -133,6 +138,8 @@ class WorkerStreams:
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
         """Put work at the end of a stream; see `Streams.launch`."""
         self._process.check()
+        if stream not in self._queues:
+            return self._run_here(stream, work, waits)
         event = _WorkerEvent(self)
         own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.streams is self]
         foreign = [wait for wait in waits if not isinstance(wait, _Fired) and wait not in own]
@@ -148,6 +155,10 @@ class WorkerStreams:
     def fence(self) -> Event:
         """Give an event that has fired: compute runs in the calling thread."""
         return _Fired()
+
+    def capturing(self) -> bool:
+        """No: a CPU has no graphs."""
+        return False
 
     def order_compute(self, event: Event) -> None:
         """Wait for an event: compute runs in the calling thread."""
@@ -169,6 +180,17 @@ class WorkerStreams:
         with self._changed:
             self._changed.wait_for(reached)
 
+    def _run_here(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event]) -> Event:
+        if self._closed:
+            raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
+        for event in waits:
+            event.synchronize()
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the transfer reports it)
+            return _Fired(error)
+        return _Fired()
+
     def _give_up(self) -> None:
         """Let what has begun run to its end, and nothing else begin."""
         with self._changed:
@@ -187,7 +209,7 @@ class WorkerStreams:
                     for event in item.foreign:
                         event.synchronize()
                     item.work()
-                except BaseException as error:  # noqa: BLE001 (whatever it is, the ticket reports it)
+                except BaseException as error:  # noqa: BLE001 (whatever it is, the transfer reports it)
                     item.event.error = _reported(error)
                 with self._changed:
                     item.event.fired = True
@@ -219,7 +241,7 @@ class WorkerStreams:
 
 
 def _reported(error: BaseException) -> Exception:
-    """What a ticket says of an error; one that would end a program is wrapped, for it is not the caller's."""
+    """What a transfer says of an error; one that would end a program is wrapped, for it is not the caller's."""
     if isinstance(error, Exception):
         return error
     wrapped = BlockyardError(f"the work was ended by {type(error).__name__}: {error}")

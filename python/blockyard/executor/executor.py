@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.tickets import Done
+from blockyard.engine.tasks import Kind
+from blockyard.engine.transfers import Transfer
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -44,7 +45,7 @@ __all__ = ["CHUNK_BYTES", "Executor", "StepDone", "StepExecutor"]
 CHUNK_BYTES: Final = 64 << 20
 """Longer transfers with the external tier are cut into pieces of this size."""
 
-_Handler: TypeAlias = Callable[[Done], None]
+_Handler: TypeAlias = Callable[[Transfer], None]
 
 
 class StepExecutor:
@@ -95,8 +96,7 @@ class StepExecutor:
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
         self._staged = 0
         self._steps: dict[int, OpenStep] = {}
-        self._engine_parts: dict[int, tuple[OpenStep, _Handler]] = {}
-        self._ended: list[Done] = []  # of the engine, waited for
+        self._engine_parts: dict[Transfer, tuple[OpenStep, _Handler]] = {}
         self._fetches: deque[tuple[OpenStep, Pairs]] = deque()
         self._done: dict[int, StepDone] = {}
         self._executing: StepDecision | None = None
@@ -188,7 +188,7 @@ class StepExecutor:
             self._lose(entry[0], pairs, TransferCancelledError(f"{len(pairs)} blocks were not fetched any more"))
             self._fetched(entry[0])
         loads = [load for load, (owner, _) in tuple(self._engine_parts.items()) if owner is step]
-        given_up = sum(self.engine.cancel(load) for load in loads) + len(queued)
+        given_up = sum(load.cancel() for load in loads) + len(queued)
         self._torn = False
         return given_up > 0
 
@@ -207,7 +207,7 @@ class StepExecutor:
         if step is None:
             return True
         for write in (*step.loads, *step.within):
-            self.engine.order_compute(write)
+            write.order_compute()
         self._collect()  # on a CPU these have ended, and what failed is known
         return not step.fetching and not step.waiting
 
@@ -220,7 +220,7 @@ class StepExecutor:
         """
         step = self._steps.get(ticket)
         for load in step.loads if step else ():
-            self.engine.wait_for_layer(load, layer)
+            load.order_compute(layer)
 
     def is_open(self, ticket: int) -> bool:
         """Whether a decision was submitted and has not ended."""
@@ -274,23 +274,18 @@ class StepExecutor:
     def _collect(self) -> None:
         """Take in what the engine has ended."""
         self._torn = True
-        for done in (*self._ended, *self.engine.poll()):
-            part = self._engine_parts.pop(done.ticket, None)
-            if part:
-                part[1](done)
-        self._ended = []
+        self.engine.poll()
+        for transfer in [transfer for transfer in self._engine_parts if transfer.done]:
+            _, handle = self._engine_parts.pop(transfer)
+            handle(transfer)
         self._torn = False
 
     def _wait_for_part(self, step: OpenStep) -> None:
         """Wait for one thing that is under way, of this step if there is one; `_go_on` takes it in."""
         for owner in (step, None):
-            for ticket, (other, _) in self._engine_parts.items():
+            for transfer, (other, _) in self._engine_parts.items():
                 if owner in {None, other}:
-                    try:
-                        # Run by C code as a whole, so no interrupt can come between the answer and the list.
-                        self._ended.extend(map(self.engine.wait, (ticket,)))
-                    except UnknownTicketError as error:  # somebody else has collected it
-                        self._ended.append(Done(ticket, error, None))
+                    self.engine.transfers.wait(transfer)
                     return
             batch = self._side.ticket_of(owner) if self._side else None
             if self._side and batch is not None:
@@ -303,14 +298,13 @@ class StepExecutor:
         if not self._torn:
             return
         # No copy may be under way when the leases end. The store orders what it does by slot.
-        self.engine.synchronize()
-        self.engine.poll()
+        self.engine.transfers.synchronize()
         if self._side:
             self._side.give_up()
         error = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
         for ticket, step in self._steps.items():
             self._done.setdefault(ticket, step.lost_whole(error))
-        self._steps, self._engine_parts, self._ended = {}, {}, []
+        self._steps, self._engine_parts = {}, {}
         self._fetches.clear()
         self._staged = 0
         self._torn = False
@@ -335,7 +329,7 @@ class StepExecutor:
             if kind == "spill":
                 self._each_chunk(step, pairs, self._spill)
             elif kind == "swap_out":
-                step.reads.append(self.engine.submit_swap_out(pairs.ids, behind=step.fence))
+                step.reads.append(self.engine.submit("swap_out", pairs.ids, after_compute=step.fence))
                 self._expect(step, step.reads[-1], pairs)
 
     def _write_device(
@@ -359,19 +353,19 @@ class StepExecutor:
             elif kind in {"copy", "move", "exchange"}:
                 self._within(step, kind, pairs)
         for read in step.drains:
-            self.engine.order_compute(read)
+            read.order_compute()
         for load in () if by_layer or prefetch else step.loads:
-            self.engine.order_compute(load)
+            load.order_compute()
         self._start_fetches()
 
     def _load(self, step: OpenStep, pairs: Pairs, *, by_layer: bool, prefetch: bool) -> None:
-        load = self.engine.submit_swap_in(
-            pairs.ids, after=step.drains, behind=step.fence, by_layer=by_layer, prefetch=prefetch
+        load = self.engine.submit(
+            "swap_in", pairs.ids, after=step.drains, after_compute=step.fence, by_layer=by_layer, prefetch=prefetch
         )
         step.loads.append(load)
         self._expect(step, load, pairs)
 
-    def _within(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
+    def _within(self, step: OpenStep, kind: Kind, pairs: Pairs) -> None:
         """Launch what a step does within a tier, or have it wait for blocks that are still to come."""
         touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if step.awaited else set()
         if step.awaited.isdisjoint(touched):
@@ -381,21 +375,16 @@ class StepExecutor:
         step.waiting.append((kind, pairs))
         step.parts += 1
 
-    def _launch_within(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
+    def _launch_within(self, step: OpenStep, kind: Kind, pairs: Pairs) -> None:
         tier = cached_tier(pairs.src)
         after = [*step.drains, *step.loads, *(step.reads if tier == "host" else ())]
-        if kind == "copy":
-            ticket = self.engine.submit_copy(pairs.ids, after=after, behind=step.fence)
-        elif kind == "move":
-            ticket = self.engine.submit_move(pairs.ids, tier=tier, after=after, behind=step.fence)
-        else:
-            ticket = self.engine.submit_exchange(pairs.ids, tier=tier, after=after, behind=step.fence)
+        transfer = self.engine.submit(kind, pairs.ids, tier=tier, after=after, after_compute=step.fence)
         if tier == "device":
-            step.within.append(ticket)
-            step.reads.append(ticket)
+            step.within.append(transfer)
+            step.reads.append(transfer)
             if kind != "move":
-                self.engine.order_compute(ticket)
-        self._expect(step, ticket, written(kind, pairs))
+                transfer.order_compute()
+        self._expect(step, transfer, written(kind, pairs))
 
     # ---- the external tier ----
 
@@ -407,13 +396,13 @@ class StepExecutor:
             staged = f"{self._staged} bytes are staged, at most {self._max_staging} may be"
             self._lose(step, pairs, StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {staged}"))
             return
-        read = self.engine.submit_read(cached_tier(pairs.src), blocks, behind=step.fence)
+        read = self.engine.submit_read(cached_tier(pairs.src), blocks, after_compute=step.fence)
         self._staged += num_bytes
         if pairs.src == "device":
             step.reads.append(read)
         self._engine_parts[read] = step, partial(self._store, step, pairs)
 
-    def _store(self, step: OpenStep, pairs: Pairs, done: Done) -> None:
+    def _store(self, step: OpenStep, pairs: Pairs, done: Transfer) -> None:
         """Blocks to be spilled have been read."""
         self._staged -= len(pairs) * self.engine.layout.bytes_per_block
         if done.rows is None or done.error is not None:
@@ -466,7 +455,7 @@ class StepExecutor:
                 columns(pairs)[1],
                 rows,
                 after=step.drains,
-                behind=step.fence,
+                after_compute=step.fence,
                 prefetch=pairs.dst == "device",
             )
         except BlockyardError as error:
@@ -478,7 +467,7 @@ class StepExecutor:
             self._engine_parts[write] = step, partial(self._landed, step, pairs, num_bytes)
         self._fetched(step)
 
-    def _landed(self, step: OpenStep, pairs: Pairs, num_bytes: int, done: Done) -> None:
+    def _landed(self, step: OpenStep, pairs: Pairs, num_bytes: int, done: Transfer) -> None:
         self._staged -= num_bytes
         self._moved(step, pairs, done)
 
@@ -491,7 +480,7 @@ class StepExecutor:
         for kind, pairs in waiting:
             self._launch_waiting(step, kind, pairs)
 
-    def _launch_waiting(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
+    def _launch_waiting(self, step: OpenStep, kind: Kind, pairs: Pairs) -> None:
         try:
             self._launch_within(step, kind, pairs)
         except BlockyardError as error:
@@ -501,11 +490,11 @@ class StepExecutor:
 
     # ---- ends ----
 
-    def _expect(self, step: OpenStep, ticket: int, pairs: Pairs) -> None:
+    def _expect(self, step: OpenStep, transfer: Transfer, pairs: Pairs) -> None:
         step.parts += 1
-        self._engine_parts[ticket] = step, partial(self._moved, step, pairs)
+        self._engine_parts[transfer] = step, partial(self._moved, step, pairs)
 
-    def _moved(self, step: OpenStep, pairs: Pairs, done: Done) -> None:
+    def _moved(self, step: OpenStep, pairs: Pairs, done: Transfer) -> None:
         if done.error is None:
             self._part_done(step, pairs, np.ones(len(pairs), dtype=np.bool_))
         else:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
+from blockyard.engine.tasks import Kind
+from blockyard.engine.transfers import Transfer
 from blockyard.errors import MappingError
 
 __all__ = ["Executor", "OpenStep", "StepDone", "cached_tier", "columns", "written"]
@@ -51,17 +53,17 @@ class Executor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """A decision under way; `reads`, `loads`, `within` and `drains` are tickets of the copy engine."""
+    """A decision under way; `reads`, `loads`, `within` and `drains` are transfers of the copy engine."""
 
     ticket: int
     fence: Event
     transfers: Sequence[tuple[str, Pairs]] = ()
-    reads: list[int] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
-    within: list[int] = field(default_factory=list)
-    drains: list[int] = field(default_factory=list)
+    reads: list[Transfer] = field(default_factory=list)
+    loads: list[Transfer] = field(default_factory=list)
+    within: list[Transfer] = field(default_factory=list)
+    drains: list[Transfer] = field(default_factory=list)
     awaited: set[tuple[str, int]] = field(default_factory=set)  # what fetches, and those that wait for them, will write
-    waiting: list[tuple[str, Pairs]] = field(default_factory=list)  # copies, moves and exchanges of such blocks
+    waiting: list[tuple[Kind, Pairs]] = field(default_factory=list)  # copies, moves and exchanges of such blocks
     fetching: int = 0  # pieces that are not launched yet
     parts: int = 1  # the submission is one
     lost: list[Pairs] = field(default_factory=list)

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.engine.mover import BlockMover, block_view
-from blockyard.engine.ops import exchange_blocks
+from blockyard.engine.mover import BlockMover, cache_views
 
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 
@@ -35,10 +34,10 @@ class CacheSwapUtils(torch.nn.Module):
 
     def __init__(self, kv_caches: Sequence[Cache], block_size: int) -> None:
         super().__init__()
-        self._mover = BlockMover(kv_caches, block_size)
+        self._mover = BlockMover(cache_views(kv_caches, block_size))
         self.block_size = block_size
         self.kv_caches = tuple(kv_caches)
-        self.is_mla = self._mover.is_mla
+        self.is_mla = all(sum(tensor is not None for tensor in cache[:2]) == 1 for cache in kv_caches)
 
     def forward(self, srcs: Tensor, dsts: Tensor, caches: Sequence[Tensor]) -> None:
         """Exchange block srcs[i] with block dsts[i] in some caches.
@@ -51,8 +50,8 @@ class CacheSwapUtils(torch.nn.Module):
         Raises:
             MappingError: an id is out of range or repeats; nothing was exchanged.
         """
-        views = [block_view(cache, self.block_size) for cache in caches]
-        exchange_blocks(views, torch.stack((srcs, dsts), dim=1).to(device="cpu", dtype=torch.int64))
+        pairs = torch.stack((srcs, dsts), dim=1).to(device="cpu", dtype=torch.int64)
+        BlockMover(cache_views(caches, self.block_size)).exchange(pairs)
 
     def swap(self, to_swap: Sequence[tuple[int, int]], threshold: int) -> None:
         """Exchange the blocks of each pair in the keys and values of all layers, in one call.

@@ -14,17 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from blockyard import _core
+from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, LayoutError, SequenceStateError, UnknownSequenceError
-from blockyard.integrations.nano_cache import KVTensor
+from blockyard.layout.kv import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BlockManager", "Fit", "Goal", "NanoSequence", "ScheduledSequence"]
 
+
+KIND: Final = "kv layers blocks tokens heads dim"
+"""Dimensions of the KV tensor, outermost first."""
 
 Goal: TypeAlias = Literal["max_id", "free_tail", "dense", "empty_pages"]
 
@@ -40,7 +44,7 @@ class NanoSequence(Protocol):
 
 
 class Carrier(Protocol):
-    """What carries decisions out: a `KVTensor`, or something around one."""
+    """What carries decisions out: a `CacheEngine`, or something around one."""
 
     def execute(self, decision: _core.StepDecision) -> list[_core.Pairs]:
         """Carry out a decision before anything else is queued; returns the pairs that did not land."""
@@ -135,13 +139,17 @@ class BlockManager:
             raise SequenceStateError(f"{len(self._running)} sequences have blocks: attach before the first one")
         if moves < 0:
             raise InvalidArgumentError(f"moves is {moves}, must be at least 0")
-        cache = KVTensor(kv_cache, host_blocks=host_blocks)
-        if (cache.num_blocks, cache.layout.block_size) != (self.num_blocks, self.block_size):
+        if host_blocks < 0:
+            raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be at least 0")
+        layout = KVLayout.from_tensors([kv_cache], kind=KIND)
+        found = layout.num_blocks(kv_cache)
+        if (found, layout.block_size) != (self.num_blocks, self.block_size):
             raise LayoutError(
-                f"the KV tensor has {cache.num_blocks} blocks of {cache.layout.block_size}, "
+                f"the KV tensor has {found} blocks of {layout.block_size}, "
                 f"the manager {self.num_blocks} of {self.block_size}"
             )
-        self.manager, self.executor, self.moves = self._books(host_blocks), cache, moves
+        engine = CacheEngine(layout, tensors=[kv_cache], num_host_blocks=host_blocks)
+        self.manager, self.executor, self.moves = self._books(host_blocks), engine, moves
 
     @property
     def free_block_ids(self) -> list[int]:

@@ -225,7 +225,7 @@ class KVLayout:
 
     @property
     def view_layers(self) -> list[int]:
-        """Layer of every view that `views` returns, for `plan.route`; all 0 where views do not follow the layers."""
+        """Layer of every view that `views` returns, in order; all 0 where views do not follow the layers."""
         count = len(self.piece_sizes)
         follows = "layers" not in self.names or (self.names[0] == "layers" and self.tensors_per_layer == 1)
         return [index * self.num_layers // count if follows else 0 for index in range(count)]

@@ -164,7 +164,7 @@ class SabotagedExecutor(Wrapper):
         return self._held(pairs.src, pairs.ids[:, 0])
 
     def _held(self, tier: str, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
-        return self._executor.engine.read_blocks("host" if tier == "host" else "device", blocks)
+        return self._executor.engine.read("host" if tier == "host" else "device", blocks)
 
     def _put_one_back(
         self, pairs: Pairs, old: NDArray[np.uint8], changed: NDArray[np.bool_], gone: set[tuple[str, int]]
@@ -181,7 +181,7 @@ class SabotagedExecutor(Wrapper):
         if tier == "external" and store is not None:
             store.wait(store.submit_write(blocks, rows))
         else:
-            self._executor.engine.write_blocks("host" if tier == "host" else "device", blocks, rows)
+            self._executor.engine.write("host" if tier == "host" else "device", blocks, rows)
 
 
 class CorruptingExecutor(Wrapper):

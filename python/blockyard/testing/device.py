@@ -5,8 +5,8 @@ it: whatever the engine has left unordered will sooner or later run in the harmf
 
     streams = SimulatedStreams(seed=7)
     engine = CacheEngine(layout, num_device_blocks=8, num_host_blocks=8, streams=streams)
-    streams.compute(lambda: write_new_tokens(engine.device_caches))
-    engine.submit_swap_out(ids)
+    streams.compute(lambda: write_new_tokens(engine.tensors))
+    engine.submit("swap_out", ids)
     streams.fence().synchronize()
 
 `SimulatedStore` is an external tier that is as late and as unreliable.
@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
+from blockyard.engine.mapping import check_blocks
 from blockyard.engine.streams import STREAMS, Event, StreamName
 from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, StoreError, UnknownTicketError
-from blockyard.plan import check_blocks
 from blockyard.stores.base import ExternalStore
 
 __all__ = ["SimulatedEvent", "SimulatedFaultError", "SimulatedStore", "SimulatedStreams"]
@@ -69,6 +69,7 @@ class _Item:
     work: Callable[[], None]
     waits: Sequence[SimulatedEvent]
     event: SimulatedEvent
+    transfer: bool = False
     fails: bool = False
 
     def ready(self) -> bool:
@@ -101,9 +102,11 @@ class SimulatedStreams:
         self.launched = self.failed = 0
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
-        """Put a transfer at the end of a stream; some work may run meanwhile."""
+        """Put a transfer at the end of a stream; some work may run meanwhile. One on a caller's stream never fails."""
+        if stream not in STREAMS:
+            return self._append(_COMPUTE, work, waits, transfer=True)
         self.launched += 1
-        return self._append(stream, work, waits, fails=self._random.random() < self._fail)
+        return self._append(stream, work, waits, transfer=True, fails=self._random.random() < self._fail)
 
     def compute(self, work: Callable[[], None]) -> Event:
         """Put work at the end of the compute stream; it never fails on purpose."""
@@ -112,6 +115,10 @@ class SimulatedStreams:
     def fence(self) -> Event:
         """Mark the present end of the compute stream."""
         return self._append(_COMPUTE, _nothing, ())
+
+    def capturing(self) -> bool:
+        """No: a simulated device has no graphs."""
+        return False
 
     def order_compute(self, event: Event) -> None:
         """Let the compute stream wait for an event."""
@@ -141,12 +148,20 @@ class SimulatedStreams:
                 queued = {name: len(queue) for name, queue in self._queues.items() if queue}
                 raise AssertionError(f"the streams are stuck with {queued} pieces of work queued")
 
-    def _append(self, stream: str, work: Callable[[], None], waits: Sequence[Event], *, fails: bool = False) -> Event:
+    def _append(
+        self,
+        stream: str,
+        work: Callable[[], None],
+        waits: Sequence[Event],
+        *,
+        transfer: bool = False,
+        fails: bool = False,
+    ) -> Event:
         event = SimulatedEvent(self)
         own = [wait for wait in waits if isinstance(wait, SimulatedEvent)]
         if len(own) < len(waits):
             raise InvalidArgumentError(f"{len(waits) - len(own)} events of {len(waits)} are of another device")
-        self._queues[stream].append(_Item(work, own, event, fails))
+        self._queues[stream].append(_Item(work, own, event, transfer, fails))
         self.progress()
         return event
 
@@ -171,7 +186,7 @@ class SimulatedStreams:
             try:
                 item.work()
             except Exception as error:
-                if name == _COMPUTE:
+                if not item.transfer:
                     raise
                 item.event.error = error
         item.event.fired = True

@@ -1,5 +1,4 @@
-//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock, alone or as one
-//! side of an `AllocatorPair`.
+//! `NaiveAllocator` and `PrefixCachingAllocator`: the core's allocators behind one base class and a lock.
 //!
 //! The lock is held for one call and never while Python code runs.
 
@@ -7,19 +6,17 @@ use crate::args::{self, Argument, items, refused, shown};
 use crate::arrays;
 use crate::errors::{invalid, to_py};
 use crate::memory;
-use crate::pair::{Pair, PyAllocatorPair};
 use crate::pool::PyFreeBlocks;
 use crate::tiers::tier_of;
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed, Tier};
+use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt};
 use std::fmt::Display;
-use std::ops::{Deref, DerefMut};
 
 pub(crate) type Ids<'py> = Bound<'py, PyArray1<i32>>;
 
@@ -74,38 +71,6 @@ pub(crate) fn eviction(name: &str) -> PyResult<Eviction> {
     named("eviction", name, Eviction::from_name(name), "released, accessed")
 }
 
-/// Where an allocator lives.
-enum Home {
-    Alone(InnerLock<Box<dyn BlockAllocator>>),
-    InPair(Py<PyAllocatorPair>, Tier),
-}
-
-/// An allocator while this thread uses it.
-pub(crate) enum Used<'a> {
-    Alone(Guard<'a, Box<dyn BlockAllocator>>),
-    InPair(Guard<'a, Pair>, Tier),
-}
-
-impl Deref for Used<'_> {
-    type Target = dyn BlockAllocator;
-
-    fn deref(&self) -> &Self::Target {
-        match self {
-            Self::Alone(allocator) => &***allocator,
-            Self::InPair(pair, tier) => pair.side(*tier),
-        }
-    }
-}
-
-impl DerefMut for Used<'_> {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        match self {
-            Self::Alone(allocator) => &mut ***allocator,
-            Self::InPair(pair, tier) => pair.side_mut(*tier),
-        }
-    }
-}
-
 /// The blocks of one tier, given out and taken back by reference; what the two allocators have in common.
 ///
 /// The caller owns one reference for each id that it was given. Block ids are int32 `[n]`; every verb takes a batch and
@@ -115,24 +80,15 @@ impl DerefMut for Used<'_> {
 ///     OutOfBlocksError: the call needs more blocks than are free.
 ///     InvalidArgumentError: a block is out of range, has fewer references than the call names, or is the null block.
 #[pyclass(frozen, subclass, name = "BlockAllocator", module = "blockyard._core")]
-pub(crate) struct PyBlockAllocator {
-    home: Home,
-}
+pub(crate) struct PyBlockAllocator(InnerLock<Box<dyn BlockAllocator>>);
 
 impl PyBlockAllocator {
     fn over(allocator: impl BlockAllocator + 'static) -> Self {
-        Self { home: Home::Alone(InnerLock::new(Box::new(allocator))) }
+        Self(InnerLock::new(Box::new(allocator)))
     }
 
-    pub(crate) fn in_pair(pair: Py<PyAllocatorPair>, tier: Tier) -> Self {
-        Self { home: Home::InPair(pair, tier) }
-    }
-
-    pub(crate) fn lock(&self) -> Used<'_> {
-        match &self.home {
-            Home::Alone(allocator) => Used::Alone(allocator.lock()),
-            Home::InPair(pair, tier) => Used::InPair(pair.get().lock(), *tier),
-        }
+    pub(crate) fn lock(&self) -> Guard<'_, Box<dyn BlockAllocator>> {
+        self.0.lock()
     }
 }
 

@@ -30,6 +30,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 /// Slots of one call that are many: whether there are blocks is asked before memory for the slots is taken.
 const MANY_SLOTS: usize = 1 << 16;
 
+/// Why options of token ids are refused where there are only counts.
+const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts, give token ids with them";
+
 /// Open tickets above which `take_decision` warns: a `complete` is probably missing.
 const MANY_TICKETS: usize = 1000;
 
@@ -212,6 +215,9 @@ impl PyBlockManager {
                 let demand = Demand { tokens, lookahead, encoder_tokens, chunk: chunk_tokens.unwrap_or(0) };
                 Ok(self.lock().can_admit(&demand).into())
             }
+            PromptLike::Tokens(_) if encoder_tokens > 0 => {
+                Err(invalid(format!("encoder_tokens is {encoder_tokens}, must be 0 with token ids: give their number")))
+            }
             PromptLike::Tokens(tokens) => {
                 let (specs, chunk) = (KeySpecs::one(salt, lora_id)?, chunk_tokens.unwrap_or(u32::MAX));
                 let fit = prompts::lend(&[tokens], &specs, &[], |prompts| {
@@ -261,7 +267,11 @@ impl PyBlockManager {
         encoder_tokens: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = prompts.py();
+        let is_keyed = salt.is_some() || lora_id.is_some() || !extras.is_empty() || chunk_tokens.is_some();
         if let Some(counts) = counts {
+            if is_keyed {
+                return Err(invalid(KEYED.to_owned()));
+            }
             if !prompts.is_empty() {
                 return Err(invalid(format!("counts are given with {} prompts, give one of them", prompts.len())));
             }
@@ -272,6 +282,7 @@ impl PyBlockManager {
             return Err(invalid("prompts are missing: give token ids or counts".to_owned()));
         }
         let opened = match Prompts::new(prompts)? {
+            Prompts::Counts(_) if is_keyed => return Err(invalid(KEYED.to_owned())),
             Prompts::Counts(counts) => {
                 self.allocate_counts(&counts, encoder_tokens)?.into_iter().map(|id| (id, 0)).collect()
             }

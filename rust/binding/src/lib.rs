@@ -17,15 +17,14 @@ mod group;
 #[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
 mod memory;
 mod observer;
-mod pair;
 mod pins;
-mod plan;
 mod policies;
 mod pool;
 mod prefix;
 mod prompts;
 mod sequence;
 mod shared;
+mod span;
 mod stats;
 mod store;
 mod tiers;
@@ -57,13 +56,11 @@ mod _core {
     #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
-    use crate::observer::{PyBlockObserver, PyMovePlan, plan_moves};
-    #[pymodule_export]
-    use crate::pair::PyAllocatorPair;
+    use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]
     use crate::pins::{PyExpired, PyPins};
     #[pymodule_export]
-    use crate::plan::{PyCopyRoute, expand_span, py_merge_runs, py_order_moves, transfer_orders};
+    use crate::span::expand_span;
     #[pymodule_export]
     use crate::policies::PyPrefixCaching;
     #[pymodule_export]

@@ -18,10 +18,8 @@ use crate::arrays::describe;
 use crate::errors::{invalid, out_of_memory};
 use blockyard_copy::Rows;
 use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};
-use numpy::npyffi::{
-    _PyArray_GET_ITEM_DATA, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, PY_ARRAY_API, npy_intp,
-};
-use numpy::{Element, PyArray, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
+use numpy::npyffi::{_PyArray_GET_ITEM_DATA, NPY_ARRAY_WRITEABLE, PY_ARRAY_API, npy_intp};
+use numpy::{Element, PyArray, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
@@ -141,8 +139,7 @@ pub(crate) fn array<'py, S, T: Zeroed>(
 
 // ---- arrays that are read ----
 
-/// The items of an array, in C order, and its shape; none if it is no array of that type and dimension. Any layout will
-/// do.
+/// The items of an array, in C order, and its shape; none if it is no array of that type and dimension. Any layout will do.
 pub(crate) fn copied<T: Plain, D: Dimension>(value: &Bound<'_, PyAny>) -> PyResult<Option<(Vec<T>, D)>> {
     let Ok(array) = value.cast::<PyArray<T, D>>() else { return Ok(None) };
     let (data, len) = (array.data(), array.len());
@@ -246,8 +243,8 @@ pub(crate) fn lend<T: Plain, R>(numbers: &[Numbers<'_, T>], call: impl FnOnce(&[
     Ok(call(&slices))
 }
 
-/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none
-/// if `value` is no such array.
+/// Lends the bytes of an array `[n, width]` of this shape, in C order, to `call` without the interpreter's lock; none if
+/// `value` is no such array.
 pub(crate) fn lend_rows<R: Send>(
     value: &Bound<'_, PyAny>,
     shape: [usize; 2],
@@ -275,8 +272,6 @@ pub(crate) struct Target<'a, 'py, T, D> {
     array: &'a Bound<'py, PyAny>,
     name: &'static str,
     must: &'static str,
-    /// What the array is known to be.
-    form: Option<&'a Form>,
     kind: PhantomData<(T, D)>,
 }
 
@@ -288,49 +283,6 @@ impl<T, D> Clone for Target<'_, '_, T, D> {
 
 impl<T, D> Copy for Target<'_, '_, T, D> {}
 
-/// What an array was when it was checked.
-struct Form {
-    address: usize,
-    shape: Vec<usize>,
-    /// Kept, so that no other dtype gets its address.
-    dtype: Py<PyArrayDescr>,
-}
-
-/// An array of the caller's that many calls write to. It stays as it was when it was handed over, or the calls fail:
-/// what they have written is nowhere else.
-pub(crate) struct Kept<T, D> {
-    pub(crate) array: Py<PyAny>,
-    name: &'static str,
-    must: &'static str,
-    form: Form,
-    kind: PhantomData<fn() -> (T, D)>,
-}
-
-impl<T: Plain, D: Dimension> Kept<T, D> {
-    /// The array that each call writes to.
-    pub(crate) fn target<'a, 'py>(&'a self, py: Python<'py>) -> Target<'a, 'py, T, D> {
-        let Self { array, name, must, form, kind: _ } = self;
-        Target { form: Some(form), ..Target::new(array.bind(py), name, must) }
-    }
-}
-
-impl Form {
-    /// Whether an array can be written, has this form and is one slice.
-    fn is_of<T, D>(&self, array: &Bound<'_, PyArray<T, D>>) -> bool {
-        const FLAGS: i32 = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
-        // SAFETY: attached, and it is an array, which has as many lengths as dimensions.
-        let (fields, shape) = unsafe {
-            let fields = &*_PyArray_GET_ITEM_DATA(array.as_array_ptr());
-            let dims = if fields.nd == 0 { [].as_ptr() } else { fields.dimensions.cast::<usize>().cast_const() };
-            (fields, std::slice::from_raw_parts(dims, usize::try_from(fields.nd).unwrap_or_default()))
-        };
-        fields.data.addr() == self.address
-            && fields.descr.cast() == self.dtype.as_ptr()
-            && fields.flags & FLAGS == FLAGS
-            && shape == self.shape
-    }
-}
-
 /// The memory of a [`Target`].
 pub(crate) struct Area<'a, T> {
     pub(crate) items: &'a mut [T],
@@ -340,37 +292,11 @@ pub(crate) struct Area<'a, T> {
 impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
     /// An argument by its name, and its dtype and shape in words.
     pub(crate) fn new(array: &'a Bound<'py, PyAny>, name: &'static str, must: &'static str) -> Self {
-        Self { array, name, must, form: None, kind: PhantomData }
+        Self { array, name, must, kind: PhantomData }
     }
 
-    /// The array, for many calls.
-    pub(crate) fn keep(&self) -> PyResult<Kept<T, D>> {
-        let Self { name, must, .. } = *self;
-        let array = self.checked(true)?;
-        let (address, shape) = (array.data().addr(), array.shape().to_vec());
-        let form = Form { address, shape, dtype: array.dtype().unbind() };
-        Ok(Kept { array: self.array.clone().unbind(), name, must, form, kind: PhantomData })
-    }
-
-    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice. An array of which a
-    /// form is known must have that still.
+    /// The array, if it can be written and has the dtype and dimension; with `whole`, as one slice.
     fn checked(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
-        let Some(form) = self.form else { return self.checked_anew(whole) };
-        // SAFETY: the form is that of an array with this dtype and dimension, which no other object can become.
-        let array = unsafe { self.array.cast_unchecked::<PyArray<T, D>>() };
-        if form.is_of(array) {
-            return Ok(array);
-        }
-        let array = self.checked_anew(whole)?;
-        let (name, found, shape) = (self.name, array.shape(), &form.shape);
-        Err(invalid(if found == shape {
-            format!("{name} has other memory than at first")
-        } else {
-            format!("{name} has shape {found:?}, must have {shape:?}, as at first")
-        }))
-    }
-
-    fn checked_anew(&self, whole: bool) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
         let Self { name, must, .. } = self;
         let found = self.array.cast::<PyArray<T, D>>().ok().filter(|array| !whole || is_slice(array));
         let form = if whole { "C-contiguous and aligned " } else { "" };
@@ -393,8 +319,9 @@ impl<'a, 'py, T: Plain, D: Dimension> Target<'a, 'py, T, D> {
 
 /// The array as one slice.
 ///
-/// # Safety It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses
-/// them and no Python code can reach the array.
+/// # Safety
+/// It is C-contiguous and aligned, its items are values of `T`, and until the area's last use nobody else uses them and no
+/// Python code can reach the array.
 unsafe fn area<'a, T, D: Dimension>(array: &'a Bound<'_, PyArray<T, D>>) -> Area<'a, T> {
     let (data, len) = (array.data(), array.len());
     // SAFETY: as the caller says; of no items the address may be anything.
@@ -519,8 +446,8 @@ pub(crate) fn with_rows<R: Send, const N: usize>(
 /// Items of a list that are fetched before the first of them is read.
 const AHEAD: usize = 64;
 
-/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything
-/// else, or out of range: the slow way then finds what to do or to say.
+/// The items of a list of ints, which is most of what a prompt given as a list costs; none if some item is anything else,
+/// or out of range: the slow way then finds what to do or to say.
 pub(crate) fn ints<T: TryFrom<isize>>(list: &Bound<'_, PyList>) -> PyResult<Option<Vec<T>>> {
     with_critical_section(list, || {
         let len = list.len();

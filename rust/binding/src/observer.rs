@@ -1,4 +1,4 @@
-//! `BlockObserver` and `plan_moves`: the core's defragmentation behind one lock.
+//! `BlockObserver`: the core's defragmentation behind one lock.
 //!
 //! The lock is held for one call and never while Python code runs.
 
@@ -8,7 +8,7 @@ use crate::decision::array;
 use crate::errors::{invalid, to_py};
 use crate::memory::{self, Plain, Target};
 use blockyard_core::BlockId;
-use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Place, Places, Plan, Planner, Wanted};
+use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::ndarray::Dimension;
 use numpy::{IxDyn, PyArray1, PyArray2};
@@ -462,8 +462,8 @@ impl PyBlockObserver {
     /// Plan a step's moves; nothing changes until `commit`.
     ///
     /// Args:
-    ///     goal: see `plan_moves`.
-    ///     number: see `plan_moves`.
+    ///     goal: see `Defrag.run`.
+    ///     number: see `Defrag.run`.
     ///     slack: the plan is empty while the goal is missed by no more ids or pages; once begun, it is carried on
     ///         until the goal is met.
     ///     moves: budget of this step.
@@ -536,44 +536,4 @@ impl PyBlockObserver {
     fn check(&self) -> PyResult<()> {
         self.lock().observer.check().map_err(to_py)
     }
-}
-
-/// Plan the fewest moves that bring live blocks where the goal wants them.
-///
-/// However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
-///
-/// Args:
-///     goal: `"max_id"`: none above `number`. `"free_tail"`: none among the last `number` blocks. `"dense"`: as low as
-///         can be, give or take `number` ids. `"empty_pages"`: in as few pages of `number` blocks as can be.
-///     number: see above.
-///     num_blocks: blocks of the pool.
-///     live: block ids in use that can be moved.
-///     fixed: block ids that are neither moved nor moved into: leased, pinned, the null block.
-///     moves: budget of this plan; None means all that are needed.
-///
-/// Raises:
-///     InvalidArgumentError: the goal is unknown, its page has no blocks, or a block is out of range.
-#[pyfunction]
-#[pyo3(signature = (goal, number, *, num_blocks, live, fixed = None, moves = None))]
-pub(crate) fn plan_moves(
-    goal: &str,
-    #[pyo3(from_py_with = args::number)] number: u32,
-    #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32,
-    #[pyo3(from_py_with = args::live)] live: Ids,
-    #[pyo3(from_py_with = args::fixed)] fixed: Option<Ids>,
-    #[pyo3(from_py_with = args::moves)] moves: Option<usize>,
-) -> PyResult<PyMovePlan> {
-    let goal = Goal::from_name(goal, number).map_err(to_py)?;
-    let fixed = fixed.map_or_else(Vec::new, |Ids(ids)| ids);
-    blockyard_core::memory::require(Places::bytes(num_blocks as usize)).map_err(to_py)?;
-    let mut places = Places::new(num_blocks as usize);
-    for (blocks, place) in [(live.0, Place::Live), (fixed, Place::Fixed)] {
-        for block in blocks {
-            if block >= num_blocks {
-                return Err(invalid(format!("block is {block}, must be below {num_blocks}")));
-            }
-            places.set(BlockId(block), place);
-        }
-    }
-    Ok(PyMovePlan { plan: places.plan(goal, moves.unwrap_or(usize::MAX)) })
 }

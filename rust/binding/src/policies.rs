@@ -2,8 +2,9 @@
 
 use crate::args::{self, Argument, shown};
 use crate::errors::{invalid, to_py};
-use blockyard_core::{Eviction, Manager, Policies, ReuseOrder};
+use blockyard_core::{Eviction, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 use std::fmt::Display;
 
 /// Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
@@ -43,20 +44,23 @@ impl PyPrefixCaching {
         #[pyo3(from_py_with = args::max_pinned)] max_pinned: f64,
     ) -> PyResult<Self> {
         if !(0.0..1.0).contains(&max_pinned) {
-            return Err(invalid(format!("max_pinned is {max_pinned}, must be at least 0 and below 1")));
+            return Err(invalid(format!("max_pinned is {max_pinned}, must be 0 or more and below 1")));
+        }
+        if max_events as usize > MAX_EVENTS {
+            return Err(invalid(format!("max_events is {max_events}, must be 0 to {MAX_EVENTS}")));
         }
         Ok(Self { eviction: policy(eviction)?.name(), host, max_events, max_pinned })
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyAny>,))> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         let (py, this) = (slf.py(), slf.get());
-        let options = pyo3::types::PyDict::new(py);
+        let options = PyDict::new(py);
         options.set_item("eviction", this.eviction)?;
         options.set_item("host", this.host)?;
         options.set_item("max_events", this.max_events)?;
         options.set_item("max_pinned", this.max_pinned)?;
         let make = py.import("functools")?.getattr("partial")?.call((slf.get_type(),), Some(&options))?;
-        Ok((py.import("operator")?.getattr("call")?, (make,)))
+        Ok((make, PyTuple::empty(py)))
     }
 
     fn __repr__(&self) -> String {
@@ -71,7 +75,9 @@ impl PyPrefixCaching {
     pub(crate) fn apply(&self, manager: &mut Manager) -> PyResult<()> {
         manager.limit_pins(self.max_pinned).map_err(to_py)?;
         if self.host {
-            manager.keep_host_copies().map_err(to_py)?;
+            let blocks = manager.pool(Tier::Host).len();
+            let must = "must be at least 1 with PrefixCaching(host=True), 2 where a group has a sliding window";
+            manager.keep_host_copies().map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;
         }
         if self.max_events > 0 {
             manager.record_events(self.max_events as usize).map_err(to_py)?;

@@ -114,7 +114,12 @@ impl PyPrefix {
     /// Raises:
     ///     InvalidArgumentError: the manager was made without `PrefixCaching(host=True)`.
     fn offload(&self, #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32) -> PyResult<usize> {
-        self.0.lock().offload_cached(max_blocks as usize).map_err(to_py)
+        let mut manager = self.0.lock();
+        if !manager.keeps_host_copies() {
+            let only = "but only a manager with PrefixCaching(host=True) keeps copies on the host";
+            return Err(invalid(format!("max_blocks is {max_blocks}, {only}")));
+        }
+        manager.offload_cached(max_blocks as usize).map_err(to_py)
     }
 
     /// Set how long the cached blocks of sequences are kept once they are freed, for `eviction="priority"`.

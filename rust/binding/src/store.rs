@@ -338,7 +338,7 @@ impl PySlabStore {
         self.store.poll().map_err(|error| to_py(&error))
     }
 
-    /// Collect a ticket; waits until its deadline, or `timeout` seconds if that is sooner. See `ExternalStore.wait`.
+    /// Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`.
     #[pyo3(signature = (ticket, timeout=None))]
     fn wait(
         &self,

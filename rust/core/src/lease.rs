@@ -3,8 +3,8 @@
 
 use crate::event::Told;
 use crate::id::{BlockId, TicketId, Tier};
-use crate::plan::Run;
 use crate::pool::{Findable, Pool};
+use crate::transfer::Run;
 use std::collections::{BTreeMap, HashMap};
 
 /// What a transfer does with a block, and so what the block may be used for meanwhile.

@@ -9,34 +9,32 @@ mod envelope;
 pub mod error;
 pub mod event;
 pub mod evict;
-pub mod fill;
 pub mod group;
 pub mod hash;
 pub mod id;
 pub mod lease;
 pub mod manager;
 pub mod memory;
-pub mod plan;
 pub mod pool;
 mod prefix;
 pub mod reuse;
 mod ring;
 pub mod snapshot;
 mod table;
+pub mod transfer;
 
-pub use allocator::{AllocatorPair, BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
+pub use allocator::{BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
 pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
-pub use event::{Event, EventBatch, Reason};
+pub use event::{Event, EventBatch, MAX_EVENTS, Reason};
 pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
-pub use fill::FillMap;
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{
-    AllocStatus, BlockExtra, Cached, Config, Counts, DecodeBatch, Demand, Expired, Fit, Fragmentation, Manager,
-    MoveStats, Moves, PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
+    AllocStatus, BlockExtra, Cached, Config, Counts, Demand, Expired, Fit, Fragmentation, Manager, MoveStats, Moves,
+    PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
 };
-pub use plan::{End, Pieces, Region, Route, Run, Side, Span, merge_runs, order_moves, orders};
 pub use pool::{BlockUse, Policies};
 pub use reuse::ReuseOrder;
+pub use transfer::{FillMap, Run, Span, merge_runs};

@@ -114,8 +114,9 @@ impl Table {
         for (to, block) in row[kept..len].iter_mut().zip(&self.blocks[kept..]) {
             *to = as_i32(*block);
         }
-        if stale > len {
-            row[len..stale].fill(0);
+        // The row may be of another table that is narrower than the last one.
+        if let Some(rest) = row.get_mut(len..stale.min(row.len())) {
+            rest.fill(0);
         }
         *shown = Shown { version: self.version, filled: u32::try_from(len).unwrap_or(Shown::UNKNOWN) };
     }

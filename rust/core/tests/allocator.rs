@@ -5,9 +5,7 @@
 use blockyard_core::allocator::Lookups;
 use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::{Chain, Key, KeySpec};
-use blockyard_core::{
-    AllocatorPair, BlockAllocator, BlockId, Error, Keyed, NaiveAllocator, PrefixCachingAllocator, Tier,
-};
+use blockyard_core::{BlockAllocator, BlockId, Error, Keyed, NaiveAllocator, PrefixCachingAllocator, Tier};
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
 
@@ -157,27 +155,6 @@ fn reset_forgets_all_unless_a_block_is_in_use() {
         assert_eq!((allocator.holder(&key(1)), allocator.pool().free()), (None, BLOCKS));
         allocator.check().unwrap();
     }
-}
-
-#[test]
-fn a_swap_keeps_sharing_and_is_all_or_nothing() {
-    let device = naive(Reuse::Lowest);
-    let host = NaiveAllocator::new(Tier::Host, 2, Reuse::Lowest).unwrap();
-    let mut pair = AllocatorPair { device, host };
-    let mut blocks = Vec::new();
-    pair.device.allocate(3, &mut blocks).unwrap();
-    pair.device.share(&blocks[..1]).unwrap();
-    assert!(pair.swap_out(&blocks, &mut Vec::new()).is_err());
-    assert_eq!((pair.device.pool().free(), pair.host.pool().free()), (BLOCKS - 3, 2));
-    let mut out = Vec::new();
-    let copies = pair.swap_out(&[blocks[0], blocks[1], blocks[0]], &mut out).unwrap();
-    assert_eq!(copies, [[BlockId(0), BlockId(0)], [BlockId(1), BlockId(1)]]);
-    assert_eq!(out, [BlockId(0), BlockId(1), BlockId(0)]);
-    assert_eq!((pair.host.pool().refs(BlockId(0)), pair.device.pool().free()), (2, BLOCKS - 1));
-    assert_eq!(pair.locate(13).unwrap(), (Tier::Host, BlockId(1)));
-    assert_eq!((pair.absolute(Tier::Host, BlockId(1)), pair.locate(14).is_err()), (13, true));
-    pair.swap_in(&out, &mut blocks).unwrap();
-    assert_eq!(pair.host.pool().free(), 2);
 }
 
 #[derive(Clone, Debug)]

@@ -9,16 +9,13 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, DecodeBatch, Demand, Error, Group, Manager, Prompt, Resize, SequenceId,
-    TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, Demand, Error, Group, Manager, Prompt, Resize, SequenceId, TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 #[path = "manager/books.rs"]
 mod books;
-#[path = "manager/bound.rs"]
-mod bound;
 #[path = "manager/groups.rs"]
 mod groups;
 #[path = "manager/keep.rs"]
@@ -31,6 +28,10 @@ mod moves;
 mod ops;
 #[path = "manager/resize.rs"]
 mod resize;
+#[path = "manager/tables.rs"]
+mod tables;
+#[path = "manager/trace.rs"]
+mod trace;
 
 use memory::Transfer;
 pub(crate) use ops::{Op, Setup, op, setup};
@@ -72,11 +73,7 @@ pub(crate) struct World {
     /// Where the slots end that sequences got beyond their tokens in this step: drafts are written there when it runs.
     drafts: BTreeMap<SequenceId, u32>,
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
-    /// A batch object and the block table that it keeps.
-    batch: DecodeBatch,
-    table: Vec<i32>,
-    /// Block tables without one.
-    shown: bound::Arrays,
+    tables: tables::Arrays,
     next: u64,
     /// What the events say can be found, and how many events there were.
     findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
@@ -84,11 +81,8 @@ pub(crate) struct World {
     pins: Vec<keep::Held>,
     /// How far the device's last change of size had come.
     resized: Resize,
+    trace: trace::Trace,
 }
-
-/// Rows and columns of the batch's block table: fewer than there may be sequences or blocks.
-const ROWS: usize = 6;
-const COLUMNS: usize = 8;
 
 impl World {
     pub(crate) fn new(Setup { blocks, policies, groups, host_cache }: Setup) -> Self {
@@ -117,14 +111,13 @@ impl World {
             pending: vec![],
             drafts: BTreeMap::new(),
             tickets: BTreeMap::new(),
-            batch: DecodeBatch::new(),
-            table: vec![-1; ROWS * COLUMNS],
-            shown: bound::Arrays::default(),
+            tables: tables::Arrays::default(),
             next: 0,
             findable: BTreeMap::new(),
             events: 0,
             pins: vec![],
             resized,
+            trace: trace::Trace::default(),
         }
     }
 
@@ -183,6 +176,7 @@ impl World {
         } else {
             self.manager.allocate(&[tokens], &mut out)
         };
+        self.trace.result(&result);
         match result {
             Ok(()) => {
                 assert_eq!(status, AllocStatus::Ok);
@@ -209,7 +203,9 @@ impl World {
         let fit = self.manager.can_admit_prompt(&prompt, chunk, 0).unwrap();
         let wanted = fit.blocks;
         let mut out = Vec::new();
-        match self.manager.allocate_chunks(&[prompt], chunk, &mut out) {
+        let result = self.manager.allocate_chunks(&[prompt], chunk, &mut out);
+        self.trace.result(&result);
+        match result {
             Ok(()) => {
                 let (sequence, hit) = out[0];
                 let rest = self.manager.pool(Tier::Device).available();
@@ -241,7 +237,9 @@ impl World {
 
     fn mark(&mut self, sequences: &[SequenceId]) {
         let waiting: Vec<_> = sequences.iter().filter(|s| self.dirty.contains(s)).collect();
-        match self.manager.mark_computed(sequences) {
+        let result = self.manager.mark_computed(sequences);
+        self.trace.result(&result);
+        match result {
             Ok(()) => assert!(waiting.is_empty()),
             Err(error) => assert!(matches!(error, Error::Unwritten { sequence } if waiting.contains(&&sequence))),
         }
@@ -249,7 +247,9 @@ impl World {
 
     /// Marks the first tokens of a sequence, as of one whose prompt is computed in chunks.
     fn mark_to(&mut self, sequence: SequenceId, tokens: u32) {
-        match self.manager.mark_computed_to(&[sequence], Some(&[tokens])) {
+        let result = self.manager.mark_computed_to(&[sequence], Some(&[tokens]));
+        self.trace.result(&result);
+        match result {
             Ok(()) => assert!(!self.dirty.contains(&sequence) && tokens as usize <= self.truth[&sequence].len()),
             Err(Error::InvalidArgument { .. }) => assert!(tokens as usize > self.truth[&sequence].len()),
             Err(error) => assert!(error == Error::Unwritten { sequence } && self.dirty.contains(&sequence)),
@@ -257,7 +257,9 @@ impl World {
     }
 
     fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
-        match self.manager.fork(sequence, count, out) {
+        let result = self.manager.fork(sequence, count, out);
+        self.trace.result(&result);
+        match result {
             Ok(()) => {
                 for &child in &*out {
                     self.truth.insert(child, self.truth[&sequence].clone());
@@ -284,7 +286,9 @@ impl World {
     fn fork_prefix(&mut self, sequence: SequenceId, extra: u32) {
         let len = self.truth[&sequence].len() as u32;
         let shared = len / BLOCK * BLOCK;
-        if let Ok(child) = self.manager.fork_prefix(sequence, shared, shared + extra) {
+        let result = self.manager.fork_prefix(sequence, shared, shared + extra);
+        self.trace.result(&result);
+        if let Ok(child) = result {
             let mut content = self.truth[&sequence][..shared as usize].to_vec();
             content.extend(self.tokens(extra));
             self.truth.insert(child, content);
@@ -304,15 +308,16 @@ impl World {
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
-            let tables = array.map(|array| self.shown.rows(array));
+            let tables = array.map(|array| self.tables.rows(array));
             self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, tables, &mut slots)
         } else if let Some(array) = array {
-            let tables = self.shown.rows(array);
+            let tables = self.tables.rows(array);
             self.manager.append_with_tables(sequences, Counts::All(tokens), lookahead, tables, &mut slots)
         } else {
             self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
         };
         let done = result.is_ok();
+        self.trace.result(&result);
         match result {
             Ok(()) => {
                 let taken = before.saturating_sub(self.manager.pool(Tier::Device).available());
@@ -322,6 +327,7 @@ impl World {
             Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
                 assert_eq!((Ok(asked), free), (wanted, before));
             }
+            Err(Error::InvalidArgument { what: "width of the block tables", .. }) => assert!(array.is_some()),
             Err(error) => assert!(wanted.is_err(), "{error}"),
         }
         done
@@ -359,7 +365,7 @@ impl World {
                 let sequences = self.pick(first, count);
                 self.append(&sequences, tokens, lookahead, None);
             }
-            Op::Bound(op) => self.apply_bound(op),
+            Op::Tables(op) => self.apply_tables(op),
             Op::Keep(op) => self.apply_keep(op),
             Op::Moves(op) => self.apply_moves(op),
             Op::Free(s, n) => {
@@ -370,18 +376,21 @@ impl World {
                 let s = self.pick(s, n);
                 let can = self.manager.can_swap_out(&s, Tier::Host).unwrap().status == AllocStatus::Ok;
                 let result = self.manager.swap_out(&s, Tier::Host);
+                self.trace.result(&result);
                 assert_eq!(can, result.is_ok(), "{result:?}");
             }
             Op::SwapIn(s, n) => {
                 let s = self.pick(s, n);
                 let can = self.manager.can_swap_in(&s, Tier::Device, 0).unwrap().status;
                 let result = self.manager.swap_in(&s, Tier::Device);
+                self.trace.result(&result);
                 assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
             }
             Op::Spill(s, n) => {
                 let s = self.pick(s, n);
                 let can = self.manager.can_swap_out(&s, Tier::External).unwrap().status == AllocStatus::Ok;
                 let result = self.manager.swap_out(&s, Tier::External);
+                self.trace.result(&result);
                 assert_eq!(can, result.is_ok(), "{result:?}");
             }
             Op::Fetch(s, n, host) => {
@@ -389,6 +398,7 @@ impl World {
                 let to = if host { Tier::Host } else { Tier::Device };
                 let can = self.manager.can_swap_in(&s, to, 0).unwrap().status;
                 let result = self.manager.swap_in(&s, to);
+                self.trace.result(&result);
                 assert!(!host || (can == AllocStatus::Ok) == result.is_ok(), "{can:?} {result:?}");
                 assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
             }

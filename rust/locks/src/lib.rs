@@ -1,12 +1,12 @@
 //! Blockyard's locks for Python's threads, and the order in which a thread takes them.
 //!
 //! ```text
-//! OuterLock (a decode batch) -> InnerLock (the books: a manager, an allocator, a list of copies)
+//! OuterLock (an iterator over free blocks) -> InnerLock (a manager, an allocator, a list of copies)
 //! ```
 //!
 //! A thread that holds an inner lock takes no other, so no two threads can wait for each other. Nor does Python code run
 //! under a lock: the interpreter may hand control to a thread that waits for it. Debug builds assert both; release
-//! builds pay for the mutex alone. The tests run the real books behind these locks in schedules chosen by `shuttle`.
+//! builds pay for the mutex alone. The tests run a real block manager behind these locks in schedules chosen by `shuttle`.
 #![forbid(unsafe_code)]
 
 mod sync;
@@ -44,13 +44,6 @@ impl<T: ?Sized, const RANK: u32> Lock<T, RANK> {
         let held = Held::new(RANK);
         Guard { value: self.0.lock().unwrap_or_else(PoisonError::into_inner), _held: held }
     }
-}
-
-/// Uses two values at once, in the one order that is allowed.
-pub fn with_both<T, U, R>(outer: &OuterLock<T>, inner: &InnerLock<U>, call: impl FnOnce(&mut T, &mut U) -> R) -> R {
-    let mut outer = outer.lock();
-    let mut inner = inner.lock();
-    call(&mut outer, &mut inner)
 }
 
 /// Debug builds: fails if this thread holds a lock. For where Python code is about to run.

@@ -1,15 +1,15 @@
-//! The real books under the real locks, in schedules of `shuttle`'s choosing, and faults that it must notice.
+//! A real block manager under the real locks, in schedules of `shuttle`'s choosing, and faults that it must notice.
 
 use crate::sync::Mutex;
-use crate::{InnerLock, OuterLock, debug_assert_none_held, with_both};
-use blockyard_core::{Config, Counts, DecodeBatch, Error, Manager, SequenceId, TableRows, Tier};
+use crate::{InnerLock, OuterLock, debug_assert_none_held};
+use blockyard_core::{Config, Counts, Manager, SequenceId, TableRows, Tier};
 use shuttle::{check_dfs, check_pct, check_random, thread};
 use std::sync::Arc;
 
 const WIDTH: usize = 6;
 
-/// A batch with its table and slots.
-type Shown = OuterLock<(DecodeBatch, [i32; 2 * WIDTH], [i64; 2])>;
+/// A block table with its slots, which two threads share.
+type Shared = OuterLock<([i32; 2 * WIDTH], [i64; 2])>;
 
 fn books(prefix_caching: bool) -> Arc<InnerLock<Manager>> {
     let config = Config { block_size: 4, blocks: [24, 16, 0], watermark: 0.0, prefix_caching };
@@ -22,31 +22,24 @@ fn end_step(manager: &mut Manager) {
     manager.complete(ticket).unwrap();
 }
 
-/// One engine thread: its own sequences in a batch of its own, appended to until `steps` are over.
+/// One engine thread: appends to its own sequences, with a block table, until `steps` are over.
 fn decode(manager: &InnerLock<Manager>, steps: usize) {
     let mut sequences = Vec::new();
     manager.lock().allocate(&[5, 3], &mut sequences).unwrap();
     end_step(&mut manager.lock());
-    let (batch, mut table, mut slots) = (OuterLock::new(DecodeBatch::new()), [0; 2 * WIDTH], [0; 2]);
-    let rows = TableRows::new(&mut table, WIDTH);
-    with_both(&batch, manager, |batch, manager| batch.add(manager, &sequences, rows)).unwrap();
+    let (mut table, mut slots) = ([0; 2 * WIDTH], [0; 2]);
     for _ in 0..steps {
         let rows = TableRows::new(&mut table, WIDTH);
-        with_both(&batch, manager, |batch, manager| {
-            batch.append(manager, Counts::All(1), 0, rows, &mut slots)?;
-            end_step(manager);
-            Ok::<(), Error>(())
-        })
-        .unwrap();
+        let mut manager = manager.lock();
+        manager.append_with_tables(&sequences, Counts::All(1), 0, rows, &mut slots).unwrap();
+        end_step(&mut manager);
     }
-    let rows = TableRows::new(&mut table, WIDTH);
-    with_both(&batch, manager, |batch, manager| batch.refresh(manager, rows)).unwrap();
-    let books = manager.lock();
+    let guard = manager.lock();
     for (&sequence, row) in sequences.iter().zip(table.chunks_exact(WIDTH)) {
-        let own = books.block_table(sequence).unwrap();
-        assert!(own.iter().zip(row).all(|(block, &shown)| i64::from(block.0) == i64::from(shown)));
+        let own = guard.block_table(sequence).unwrap();
+        assert!(own.iter().zip(row).all(|(block, &id)| i64::from(block.0) == i64::from(id)));
     }
-    drop(books);
+    drop(guard);
     manager.lock().free(&sequences).unwrap();
 }
 
@@ -82,35 +75,34 @@ fn engine_threads(prefix_caching: bool) {
 }
 
 #[test]
-fn the_books_are_exact_whatever_the_schedule() {
+fn the_state_is_exact_whatever_the_schedule() {
     check_random(|| engine_threads(false), 300);
     check_pct(|| engine_threads(true), 300, 3);
 }
 
-/// Two threads share one batch: rows, slots and books agree after every call.
+/// Two threads share one block table: rows, slots and the manager agree after every call.
 #[test]
-fn one_batch_is_shared_by_two_threads() {
+fn one_block_table_is_shared_by_two_threads() {
     check_dfs(
         || {
             let manager = books(false);
             let mut sequences = Vec::new();
             manager.lock().allocate(&[4, 4], &mut sequences).unwrap();
             end_step(&mut manager.lock());
-            let batch = Arc::new(OuterLock::new((DecodeBatch::new(), [0; 2 * WIDTH], [0; 2])));
-            with_both(&batch, &manager, |(batch, table, _), manager| {
-                batch.add(manager, &sequences, TableRows::new(table, WIDTH))
-            })
-            .unwrap();
-            let step = |manager: Arc<InnerLock<Manager>>, batch: Arc<Shown>| {
-                with_both(&batch, &manager, |(batch, table, slots), manager| {
-                    batch.append(manager, Counts::All(1), 0, TableRows::new(table, WIDTH), slots).unwrap();
-                    end_step(manager);
-                    assert_eq!(slots.map(|slot| slot / 4), [table[1], table[WIDTH + 1]].map(i64::from));
-                });
+            let table: Arc<Shared> = Arc::new(OuterLock::new(([0; 2 * WIDTH], [0; 2])));
+            let handles = sequences.clone();
+            let step = move |manager: Arc<InnerLock<Manager>>, shared: Arc<Shared>| {
+                let mut shared = shared.lock();
+                let mut manager = manager.lock();
+                let (table, slots) = &mut *shared;
+                let rows = TableRows::new(table, WIDTH);
+                manager.append_with_tables(&handles, Counts::All(1), 0, rows, slots).unwrap();
+                end_step(&mut manager);
+                assert_eq!(slots.map(|slot| slot / 4), [table[1], table[WIDTH + 1]].map(i64::from));
             };
-            let (other_books, other_batch) = (Arc::clone(&manager), Arc::clone(&batch));
-            let other = thread::spawn(move || step(other_books, other_batch));
-            step(Arc::clone(&manager), batch);
+            let (other_manager, other_table, other_step) = (Arc::clone(&manager), Arc::clone(&table), step.clone());
+            let other = thread::spawn(move || other_step(other_manager, other_table));
+            step(Arc::clone(&manager), table);
             other.join().unwrap();
             let manager = manager.lock();
             assert!(sequences.iter().all(|&sequence| manager.num_tokens(sequence) == Ok(6)));
@@ -126,13 +118,13 @@ fn one_batch_is_shared_by_two_threads() {
 fn an_inversion_is_found_by_the_schedules() {
     check_random(
         || {
-            let (batch, manager) = (Arc::new(Mutex::new(DecodeBatch::new())), Arc::new(Mutex::new(())));
-            let (other_batch, other_manager) = (Arc::clone(&batch), Arc::clone(&manager));
+            let (table, manager) = (Arc::new(Mutex::new(())), Arc::new(Mutex::new(())));
+            let (other_table, other_manager) = (Arc::clone(&table), Arc::clone(&manager));
             let other = thread::spawn(move || {
-                let _books = other_manager.lock().unwrap();
-                let _batch = other_batch.lock().unwrap();
+                let _manager = other_manager.lock().unwrap();
+                let _table = other_table.lock().unwrap();
             });
-            let held = batch.lock().unwrap();
+            let held = table.lock().unwrap();
             drop(manager.lock().unwrap());
             drop(held);
             other.join().unwrap();
@@ -147,9 +139,9 @@ fn an_inversion_is_found_by_the_schedules() {
 fn an_inversion_is_refused_even_where_nobody_waits() {
     check_random(
         || {
-            let (batch, manager) = (OuterLock::new(DecodeBatch::new()), books(false));
-            let _books = manager.lock();
-            drop(batch.lock());
+            let (table, manager) = (OuterLock::new(()), books(false));
+            let _held = manager.lock();
+            drop(table.lock());
         },
         1,
     );
@@ -158,7 +150,7 @@ fn an_inversion_is_refused_even_where_nobody_waits() {
 #[test]
 #[cfg(debug_assertions)]
 #[should_panic(expected = "lock order: rank 1")]
-fn two_books_at_once_are_refused() {
+fn two_managers_at_once_are_refused() {
     check_random(
         || {
             let (one, other) = (books(false), books(false));

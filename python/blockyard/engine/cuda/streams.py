@@ -65,9 +65,9 @@ class CudaStreams:
         """
         if self._closed:
             raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
-        if stream == "host":
+        if stream in {"host", "caller"}:
             return self._host.launch(stream, work, waits)
-        target = self._streams[stream]
+        target = torch.cuda.current_stream(self._device) if stream == "compute" else self._streams[stream]
         for event in waits:
             if isinstance(event, CudaEvent):
                 target.wait_event(event.event)
@@ -77,7 +77,7 @@ class CudaStreams:
         with torch.cuda.stream(target):
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 (the ticket reports it)
+            except Exception as error:  # noqa: BLE001 (the transfer reports it)
                 failed = error
         # A call that fails half-way has queued its first half.
         return CudaEvent(target, failed)
@@ -85,6 +85,10 @@ class CudaStreams:
     def fence(self) -> Event:
         """Mark the present end of the current stream."""
         return CudaEvent(torch.cuda.current_stream(self._device))
+
+    def capturing(self) -> bool:
+        """Whether the current stream is recorded into a graph."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def order_compute(self, event: Event) -> None:
         """Let the current stream wait for an event; the call itself waits for one of the `"host"` stream."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from blockyard.engine.caches import torch_dtype
 from blockyard.engine.engine import wait_for_engines
+from blockyard.engine.memory import torch_dtype
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout
@@ -142,7 +142,7 @@ class ElasticCache:
     def resize(self, num_blocks: int) -> Resized:
         """Have so many blocks from now on; those that stay keep their bytes, those that come are zeros.
 
-        It waits for tickets of copy engines that touch blocks which go, and on a GPU for the device. Like an engine's
+        It waits for transfers of copy engines that touch blocks which go, and on a GPU for the device. Like an engine's
         calls it belongs to the engine's thread.
 
         Args:
@@ -177,7 +177,7 @@ class ElasticCache:
         return Resized(num_blocks, _length(come) * chunk, _length(gone) * chunk, kept)
 
     def close(self) -> None:
-        """Give all memory back, once tickets of copy engines over it have ended; twice does nothing.
+        """Give all memory back, once transfers of copy engines over it have ended; twice does nothing.
 
         The tensors must not be touched any more.
 

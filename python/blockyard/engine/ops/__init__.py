@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from blockyard._core import Pairs
+from blockyard.engine.mapping import IdPairs
 from blockyard.engine.ops import cpu, fallback
 from blockyard.engine.ops.checks import CopyOps
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import use_cached
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
-from blockyard.plan import IdPairs
 
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from blockyard.engine.mapping import Ids, check_blocks, check_pairs
 from blockyard.errors import LayoutError, MappingError
 from blockyard.layout.extents import Extent, check_apart, overlap
-from blockyard.plan import Ids, check_blocks, check_pairs
 
 # A pair of these is padding: graphs want mappings of a fixed length.
 PADDING = -1
@@ -160,7 +160,7 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_ids(pairs: Tensor, src_blocks: int, dst_blocks: int, *, in_place: bool) -> Ids:
-    """Check a mapping, as `blockyard.plan.check_pairs` does.
+    """Check a mapping, as `blockyard.engine.mapping.check_pairs` does.
 
     Returns:
         The pairs, int64 `[n, 2]`, C-contiguous.

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard._core import copy_rows, exchange_rows, move_rows
+from blockyard.engine.mapping import Ids
 from blockyard.engine.ops import checks
-from blockyard.plan import Ids
 
 
 def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:

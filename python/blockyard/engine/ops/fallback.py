@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.engine.mapping import Ids
 from blockyard.engine.ops import checks
 from blockyard.errors import CaptureError
-from blockyard.plan import Ids
 
 # How much device memory is taken at a time where the order of copies does not matter.
 _PART_BYTES = 32 << 20

@@ -143,9 +143,9 @@ class Worker:
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
             device=device,
-            device_caches=None if self.elastic is None else self.elastic.tensors,
+            tensors=None if self.elastic is None else self.elastic.tensors,
         )
-        self.model.bind(self.engine.device_caches)
+        self.model.bind(self.engine.tensors)
         return self.engine
 
     def initialize_external_cache(self, num_external_blocks: int) -> ExternalStore | None:
@@ -197,7 +197,7 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(device)
         engine = CacheEngine(self.model.layout, num_device_blocks=blocks, num_host_blocks=0, device=device)
         cache_bytes = blocks * self.model.layout.bytes_per_block
-        self.model.bind(engine.device_caches)
+        self.model.bind(engine.tensors)
         where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))
         self.model.forward(np.zeros(tokens, dtype=np.int64), where, samples=1)
         peak = torch.cuda.max_memory_allocated(device) - cache_bytes

@@ -83,7 +83,7 @@ class HazardMachine(SchedulerMachine):
             num_device_blocks=config.device_blocks,
             num_host_blocks=config.host_blocks,
             streams=self.streams,
-            device_caches=self.make_caches(layout, config),
+            tensors=self.make_caches(layout, config),
         )
         size = self.engine.layout.bytes_per_block
         store = type(self).make_store(max(1, config.external_blocks), size, seed=seed, fail=fail)
@@ -187,7 +187,7 @@ class HazardMachine(SchedulerMachine):
 
     def compute_layer(self, step: Step, layer: int, read: list[list[Cells]]) -> None:
         """Write the new tokens' cells of a layer, then read each sequence's through its block table."""
-        cells = self.engine.device_caches[layer].view(torch.int64).numpy().reshape(2, -1)
+        cells = self.engine.tensors[layer].view(torch.int64).numpy().reshape(2, -1)
         ends = (step.start + step.lengths).tolist()
         positions = [i for first, end in zip(step.start.tolist(), ends, strict=True) for i in range(first, end)]
         cells[:, step.slot_mapping] = model_cells(step.token_ids.tolist(), positions, layer)

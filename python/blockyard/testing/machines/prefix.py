@@ -322,7 +322,10 @@ class PrefixMachine(RuleBasedStateMachine):
             self.manager.prefix.lookup(tokens, salt=salt).tokens
             for salt, tokens in sorted(self.model.computed, key=repr)
         ]
-        return [tables, cached, self.manager.stats().hit_blocks, [self.manager.pool(tier).num_free for tier in TIERS]]
+        stats = self.manager.stats()
+        counters = (stats.prompts, stats.hit_blocks, stats.missed_blocks, stats.hit_tokens, stats.missed_tokens)
+        others = (stats.merged_blocks, stats.loaded_blocks, stats.cached_blocks, stats.evicted_blocks)
+        return [tables, cached, counters, others, [self.manager.pool(tier).num_free for tier in TIERS]]
 
     def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
         """Different live sequences for some numbers."""

@@ -26,7 +26,6 @@
 
 mod caching;
 mod naive;
-mod pair;
 
 use crate::error::Result;
 use crate::hash::Key;
@@ -35,7 +34,6 @@ use crate::pool::Pool;
 
 pub use caching::{Eviction, PrefixCachingAllocator};
 pub use naive::NaiveAllocator;
-pub use pair::AllocatorPair;
 
 /// Which free block is given out next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

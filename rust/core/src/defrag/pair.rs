@@ -120,7 +120,7 @@ fn len(run: &[u32]) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::merge_runs;
+    use crate::transfer::merge_runs;
     use proptest::prelude::*;
 
     fn pair(mut sources: Vec<u32>, holes: &[Range<u32>]) -> Vec<[u32; 2]> {
@@ -140,15 +140,15 @@ mod tests {
     #[test]
     fn long_runs_fit_too() {
         let pairs = pair((1000..1100).chain(2000..2070).collect(), &[1..80, 100..300, 400..500]);
-        assert_eq!(merge_runs(&pairs).iter().map(|run| run.dst).collect::<Vec<_>>(), [400, 1]);
+        assert_eq!(merge_runs(&pairs).map(|run| run.dst).collect::<Vec<_>>(), [400, 1]);
         let cut = pair((1000..1100).collect(), &[1..20, 30..40, 50..80, 100..170]);
-        assert_eq!(merge_runs(&cut).len(), 2);
+        assert_eq!(merge_runs(&cut).count(), 2);
     }
 
     #[test]
     fn a_run_without_a_fit_is_cut_into_the_longest_holes() {
         let pairs = pair((100..104).collect(), &[1..2, 3..5, 7..8]);
-        assert_eq!(merge_runs(&pairs).len(), 3);
+        assert_eq!(merge_runs(&pairs).count(), 3);
     }
 
     proptest! {

@@ -1,6 +1,6 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
-use super::pass::{self, Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
+use super::pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
 use super::{
     Fit, Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
     write_slots,
@@ -152,7 +152,7 @@ impl Manager {
             tables.require_rows(sequences.len())?;
         }
         self.rows.begin_batch();
-        self.append_batch(Batch { sequences, counts, lookahead, slots, tables, shown: None })?;
+        self.append_batch(Batch { sequences, counts, lookahead, slots, tables })?;
         if self.groups.cross() {
             self.await_encoders(sequences);
         }
@@ -163,12 +163,8 @@ impl Manager {
     /// the others. If those cannot be served, the first pass is undone.
     pub(super) fn append_batch(&mut self, mut batch: Batch<'_>) -> Result<()> {
         let mut work = std::mem::take(&mut self.work);
-        let kind = match (&batch.shown, &batch.tables) {
-            (Some(_), _) => pass::<{ pass::BOUND }>,
-            (None, Some(_)) => pass::<{ pass::SHOWN }>,
-            (None, None) => pass::<{ pass::ALONE }>,
-        };
-        let passed = kind(&mut self.rows, self.tickets.open(), &mut batch, &mut work);
+        let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
+        let passed = pass(&mut self.rows, self.tickets.open(), &mut batch, &mut work);
         work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
             // What is wrong with a row before comes first.
@@ -280,8 +276,7 @@ impl Manager {
             self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.at_mut(sequence);
-                let shown = batch.shown.as_deref_mut().map_or(&mut row.shown, |shown| &mut shown[index]);
-                row.table.show(shown, tables.row(index));
+                row.table.show(&mut row.shown, tables.row(index));
             }
         }
         Ok(())
@@ -330,8 +325,7 @@ impl Manager {
                 }
             }
         }
-        // Others wait for a state that would be passed over now.
-        if unwritten && passed.start < passed.end && self.pools[0].refs(row.table[passed.start]) > 1 {
+        if unwritten && self.leaves_awaited_state(sequence, count) {
             return Err(Error::Unwritten { sequence });
         }
         let held = row.table.len();
@@ -341,6 +335,18 @@ impl Manager {
             self.require_nulls(std::iter::once(skipped))?;
         }
         Ok(Need { blocks: entries - skipped, entries })
+    }
+
+    /// Whether another sequence shares the block for the state after a row's last token, and the step would not write that
+    /// state any more with `count` tokens put in: it writes the state after those, in another block.
+    fn leaves_awaited_state(&self, sequence: SequenceId, count: u32) -> bool {
+        let (row, size) = (self.rows.at(sequence), u64::from(self.block_size));
+        let Some(last) = row.len.checked_sub(1).filter(|_| count > 0 && self.is_recurrent(sequence)) else {
+            return false;
+        };
+        let block = row.table[(last / self.block_size) as usize];
+        let leaves = (u64::from(last) + u64::from(count)) / size > u64::from(last) / size;
+        leaves && !self.is_null(block) && self.pools[0].refs(block) > 1
     }
 
     /// Copies that a batch needs which writes the shared blocks so often: the last owner left writes in place.

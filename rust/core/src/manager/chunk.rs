@@ -168,6 +168,24 @@ mod tests {
     }
 
     #[test]
+    fn a_state_that_a_child_waits_for_is_not_left_in_a_block_of_an_earlier_step() {
+        let (mut manager, mut out) = (manager(&[Group::Recurrent]), Vec::new());
+        manager.allocate(&[3], &mut out).unwrap();
+        let (parent, ticket) = (out[0], manager.take_decision().ticket);
+        manager.complete(ticket).unwrap();
+        manager.append(&[parent], Counts::All(1), 0, &mut [0]).unwrap();
+        let child = manager.fork_prefix(parent, 4, 4).unwrap();
+        for sequence in [parent, child] {
+            let refused = manager.append(&[sequence], Counts::All(2), 0, &mut [0; 2]);
+            assert_eq!(refused, Err(Error::Unwritten { sequence }), "the state after 4 tokens is yet to be written");
+        }
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        manager.append(&[parent, child], Counts::All(2), 0, &mut [0; 4]).unwrap();
+        manager.check().unwrap();
+    }
+
+    #[test]
     fn a_window_gives_its_blocks_back_chunk_by_chunk() {
         let mut manager = manager(&[Group::SlidingWindow { window: 6 }]);
         let tokens: Vec<u32> = (0..60).collect();

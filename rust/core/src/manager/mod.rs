@@ -8,7 +8,6 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod append;
-mod batch;
 mod chunk;
 mod goals;
 mod groups;
@@ -43,7 +42,6 @@ use std::collections::HashSet;
 use twins::{link, part_orphans, release, release_all, take, unlink};
 
 pub use append::Counts;
-pub use batch::DecodeBatch;
 pub use groups::Demand;
 pub use moves::{Cached, Fragmentation, MoveStats, Moves};
 pub use pin::Expired;

@@ -5,7 +5,7 @@
 
 use super::{Counts, TableRows};
 use crate::id::{BlockId, SequenceId, TicketId};
-use crate::table::{Row, Rows, Shown};
+use crate::table::{Row, Rows};
 
 /// One call's worth of appending.
 #[derive(Debug)]
@@ -15,8 +15,6 @@ pub(super) struct Batch<'a> {
     pub(super) lookahead: u32,
     pub(super) slots: &'a mut [i64],
     pub(super) tables: Option<TableRows<'a>>,
-    /// What `tables` shows, where a batch object keeps it; else the rows do.
-    pub(super) shown: Option<&'a mut [Shown]>,
 }
 
 /// A row that the first pass has left to the second: its place in the batch, and that of its slots.
@@ -36,13 +34,6 @@ pub(super) struct Work {
     pub(super) plain: Vec<bool>,
 }
 
-/// Nothing but slots is wanted.
-pub(super) const ALONE: u8 = 0;
-/// A block table too; the rows know what it shows.
-pub(super) const SHOWN: u8 = 1;
-/// As [`SHOWN`], but the batch knows, and names no row twice.
-pub(super) const BOUND: u8 = 2;
-
 /// What the first pass has seen: rows in all, fewer than there are if one is named twice, and those left to the second.
 pub(super) struct Passed {
     pub(super) rows: usize,
@@ -55,15 +46,20 @@ pub(super) struct Passed {
 const NEVER: TicketId = TicketId(u64::MAX);
 
 /// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and notes the others.
-pub(super) fn pass<const KIND: u8>(rows: &mut Rows, open: TicketId, batch: &mut Batch<'_>, work: &mut Work) -> Passed {
+/// `TABLES`: the caller keeps a block table from call to call, and the rows know what it shows.
+pub(super) fn pass<const TABLES: bool>(
+    rows: &mut Rows,
+    open: TicketId,
+    batch: &mut Batch<'_>,
+    work: &mut Work,
+) -> Passed {
     let count = batch.sequences.len();
     work.slow.resize(count, Slow { index: 0, at: 0 });
     let (rows, epoch) = rows.entries();
     let first = First { rows, epoch, open, left: Left { slow: &mut work.slow, len: 0 } };
-    match (batch.counts, batch.lookahead, &batch.shown) {
-        (Counts::All(1), 0, Some(shown)) => first.one_bound(batch.sequences, shown, batch.slots),
-        (Counts::All(1), 0, None) => first.one::<KIND>(batch.sequences, batch.slots),
-        _ => first.several::<KIND>(batch),
+    match (batch.counts, batch.lookahead) {
+        (Counts::All(1), 0) => first.one::<TABLES>(batch.sequences, batch.slots),
+        _ => first.several::<TABLES>(batch),
     }
 }
 
@@ -102,7 +98,7 @@ fn advance(row: &mut Row, slot: &mut i64, open: TicketId) {
 impl First<'_> {
     /// One token a row, as in every decode step. No instruction here is for nothing.
     #[inline(never)]
-    fn one<const KIND: u8>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
+    fn one<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
         let Self { rows, epoch, open, mut left } = self;
         let (mut index, mut before) = (0_usize, NEVER);
         for (&sequence, slot) in sequences.iter().zip(slots) {
@@ -112,7 +108,7 @@ impl First<'_> {
                         return Passed { rows: index, slow: left.len, before };
                     }
                     row.stamp = epoch;
-                    if is_shown::<KIND>(row, None) && row.len < row.writable && joins(row, &mut before) {
+                    if is_shown::<TABLES>(row) && row.len < row.writable && joins(row, &mut before) {
                         advance(row, slot, open);
                     } else {
                         left.push(index, index);
@@ -125,43 +121,21 @@ impl First<'_> {
         Passed { rows: index, slow: left.len, before }
     }
 
-    /// As [`First::one`], for a batch object: of a row that is used again, the version of the table is another, too.
-    #[inline(never)]
-    fn one_bound(self, sequences: &[SequenceId], shown: &[Shown], slots: &mut [i64]) -> Passed {
-        let Self { rows, open, mut left, .. } = self;
-        let (mut index, mut before) = (0_usize, NEVER);
-        for ((&sequence, shown), slot) in sequences.iter().zip(shown).zip(slots) {
-            match rows.get_mut(sequence.row() as usize) {
-                Some(row)
-                    if shown.version == row.table.version() && row.len < row.writable && joins(row, &mut before) =>
-                {
-                    advance(row, slot, open);
-                }
-                _ => left.push(index, index),
-            }
-            index = index.wrapping_add(1);
-        }
-        Passed { rows: index, slow: left.len, before }
-    }
-
     /// Any number of tokens a row, and lookahead.
     #[inline(never)]
-    fn several<const KIND: u8>(self, batch: &mut Batch<'_>) -> Passed {
+    fn several<const TABLES: bool>(self, batch: &mut Batch<'_>) -> Passed {
         let Self { rows, epoch, open, mut left } = self;
-        let shown = batch.shown.as_deref();
         let (mut at, mut before) = (0, NEVER);
         for (index, &sequence) in batch.sequences.iter().enumerate() {
             let count = batch.counts.at(index);
             let end = at + count as usize;
             match rows.get_mut(sequence.row() as usize) {
                 Some(row) if row.generation == sequence.generation() => {
-                    if KIND != BOUND {
-                        if row.stamp == epoch {
-                            return Passed { rows: index, slow: left.len, before };
-                        }
-                        row.stamp = epoch;
+                    if row.stamp == epoch {
+                        return Passed { rows: index, slow: left.len, before };
                     }
-                    if is_shown::<KIND>(row, shown.and_then(|shown| shown.get(index)))
+                    row.stamp = epoch;
+                    if is_shown::<TABLES>(row)
                         && fits(row.len, count, batch.lookahead, row.writable)
                         && joins(row, &mut before)
                     {
@@ -198,12 +172,8 @@ fn joins(row: &Row, before: &mut TicketId) -> bool {
 
 /// Whether the block table that is kept of a row, if any is, shows what the row has now.
 #[inline]
-fn is_shown<const KIND: u8>(row: &Row, bound: Option<&Shown>) -> bool {
-    match KIND {
-        ALONE => true,
-        SHOWN => row.shown.version == row.table.version(),
-        _ => bound.is_some_and(|shown| shown.version == row.table.version()),
-    }
+fn is_shown<const TABLES: bool>(row: &Row) -> bool {
+    !TABLES || row.shown.version == row.table.version()
 }
 
 /// Whether tokens and lookahead fit into the block that a row is writing.
@@ -238,8 +208,7 @@ pub(super) fn next_blocks(
         next_block(row, block, size, open);
         batch.slots[at] = i64::from(block.0) * i64::from(size);
         if let Some(tables) = &mut batch.tables {
-            let shown = batch.shown.as_deref_mut().map_or(&mut row.shown, |shown| &mut shown[index]);
-            row.table.show(shown, tables.row(index));
+            row.table.show(&mut row.shown, tables.row(index));
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::lease::{Lease, LeaseKind};
-use crate::plan::runs;
+use crate::transfer::merge_runs;
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -316,7 +316,7 @@ impl Manager {
         let pairs = self.step.pairs(route.kind, route.from, route.to);
         let first = pairs.len();
         pairs.extend(table.iter().zip(to).map(|(source, target)| [source.0, target.0]));
-        for run in runs(&pairs[first..]) {
+        for run in merge_runs(&pairs[first..]) {
             self.pools[route.from.index()].depart(run.src..run.src + run.len, route.reads);
             self.tickets.collect_run(route.from, route.reads, route.to, run);
         }

@@ -48,15 +48,6 @@ impl<'a> TableRows<'a> {
         Self { rows, width }
     }
 
-    /// The rows of one of several groups, which have as many each.
-    pub(super) fn part(&mut self, group: usize, groups: usize) -> TableRows<'_> {
-        let rows = self.rows.len().checked_div(self.width).unwrap_or(0) / groups;
-        let size = rows * self.width;
-        // Without a width there are as many rows as anyone wants.
-        let rows = if self.width == 0 { &mut self.rows[..] } else { &mut self.rows[group * size..(group + 1) * size] };
-        TableRows { rows, width: self.width }
-    }
-
     /// Fails unless there are so many rows.
     pub(super) fn require_rows(&self, wanted: usize) -> Result<()> {
         let rows = self.rows.len().checked_div(self.width).unwrap_or(usize::MAX);
@@ -73,10 +64,6 @@ impl<'a> TableRows<'a> {
         }
         let must = format!("at least {blocks}, the blocks of sequence {sequence}");
         Err(invalid("width of the block tables", self.width as i128, must))
-    }
-
-    pub(super) fn copy_row(&mut self, from: usize, to: usize) {
-        self.rows.copy_within(from * self.width..(from + 1) * self.width, to * self.width);
     }
 
     pub(super) fn row(&mut self, index: usize) -> &mut [i32] {

@@ -127,7 +127,10 @@ impl Manager {
     }
 
     fn end_without(&mut self, ticket: TicketId, blocks: &HashSet<Twin>) -> Result<Vec<SequenceId>> {
-        for &(tier, block) in blocks {
+        // In order, so that their events are.
+        let mut gone: Vec<Twin> = blocks.iter().copied().collect();
+        gone.sort_unstable();
+        for (tier, block) in gone {
             unlink(&mut self.pools, tier, block);
             self.pools[tier.index()].unpublish(block);
         }

@@ -3,7 +3,7 @@
 use super::groups::needed;
 use super::{BLOCK, World, keep};
 use blockyard_core::hash::Chain;
-use blockyard_core::{DecodeBatch, Error, Event, EventBatch, Manager, Prompt, Tier};
+use blockyard_core::{Error, Event, EventBatch, Manager, Prompt, Tier};
 
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
@@ -29,6 +29,7 @@ impl World {
     pub(super) fn follow(&mut self) {
         let EventBatch { first, dropped, events } = self.manager.take_events();
         assert_eq!((first, dropped), (self.events, 0));
+        self.trace.events(first, &events);
         self.events += events.len() as u64;
         for event in events {
             match event {
@@ -75,8 +76,6 @@ impl World {
                 let mut books = Manager::restore(&bytes).unwrap();
                 assert_eq!((books.snapshot().as_ref(), books.stats()), (Ok(&bytes), self.manager.stats()));
                 self.manager = books;
-                // A batch belongs to the books that it was made with.
-                self.batch = DecodeBatch::new();
             }
             Err(error) => {
                 let Error::Busy { tickets, open, pairs } = error else { unreachable!("{error}") };

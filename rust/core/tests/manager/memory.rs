@@ -29,6 +29,7 @@ impl World {
     /// Hands the step out: what is ordered on the device runs now, the rest when its ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
         let decision = self.manager.take_decision();
+        self.trace.decision(&decision);
         let mut mine = Vec::new();
         for (kind, pairs) in &decision.transfers {
             let transfer = |&[from, to]: &[u32; 2]| Transfer {

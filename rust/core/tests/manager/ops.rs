@@ -1,6 +1,6 @@
 //! What may be done, at random: by the test, and by the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
-use super::{bound, groups, keep, moves};
+use super::{groups, keep, moves, tables};
 use blockyard_core::{Eviction, Group, Policies, ReuseOrder};
 use proptest::prelude::*;
 
@@ -53,7 +53,7 @@ pub(crate) enum Op {
         tokens: [u32; 2],
         lookahead: u32,
     },
-    Bound(bound::Op),
+    Tables(tables::Op),
     Keep(keep::Op),
     Moves(moves::Op),
     Free(usize, usize),
@@ -91,7 +91,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
             .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
         5 => (pick.clone(), [1u32..9, 1u32..9], prop_oneof![2 => Just(0), 1 => 1u32..6])
             .prop_map(|(pick, tokens, lookahead)| Op::AppendTwice { pick, tokens, lookahead }),
-        13 => bound::op().prop_map(Op::Bound),
+        12 => tables::op().prop_map(Op::Tables),
         7 => keep::op().prop_map(Op::Keep),
         8 => moves::op().prop_map(Op::Moves),
         3 => (pick.clone(), 1usize..3).prop_map(|(s, n)| Op::Free(s, n)),

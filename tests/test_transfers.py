@@ -1,5 +1,6 @@
-"""Tickets over a simulated device: when they end, what they hold until then, and what is refused meanwhile."""
+"""Transfers over a simulated device: when they end, what they hold until then, and what is refused meanwhile."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -8,14 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockyard.engine.tickets import Done, MappingBuffers, Transfers
-from blockyard.errors import (
-    InvalidArgumentError,
-    TransferCancelledError,
-    TransferQueueFullError,
-    UnknownTicketError,
-)
-from blockyard.testing.device import SimulatedStreams
+from blockyard.engine.streams import WorkerStreams
+from blockyard.engine.tasks import Task
+from blockyard.engine.transfers import MappingBuffers, Transfer, Transfers
+from blockyard.errors import CaptureError, InvalidArgumentError, TransferCancelledError, TransferQueueFullError
+from blockyard.testing.device import SimulatedFaultError, SimulatedStreams
 
 
 class StoppedStreams(SimulatedStreams):
@@ -34,39 +32,45 @@ def pairs(*rows: tuple[int, int]) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def start(book: Transfers, stream: str = "out", num_bytes: int = 10, log: list[object] | None = None, **more: object):
+SIDES = {"out": ("device", "host"), "in": ("host", "device"), "copy": ("device", "device"), "host": ("host", "host")}
+
+
+def task(
+    stream: str, chosen: np.ndarray, num_bytes: int, cut: Callable[[Tensor], list[object]], **more: object
+) -> Task:
+    return Task("copy", *SIDES.get(stream, SIDES["copy"]), chosen, num_bytes, cut, **more)
+
+
+def start(
+    book: Transfers, stream: str = "out", num_bytes: int = 10, log: list[object] | None = None, **more: object
+) -> Transfer:
     def cut(mapping: Tensor) -> list[object]:
         return [lambda: None if log is None else log.append(mapping.tolist())]
 
-    return book.submit(stream, cut, more.pop("pairs", pairs((0, 1))), num_bytes=num_bytes, **more)
+    return book.submit(stream, task(stream, more.pop("pairs", pairs((0, 1))), num_bytes, cut), **more)
 
 
-def test_a_ticket_is_reported_once_when_its_event_has_fired():
+def test_a_transfer_is_done_when_its_event_has_fired():
     book = transfers()
     first, second = start(book), start(book)
-    assert book.poll() == []
+    assert not first.done
+    assert repr(first) == "Transfer(under way)"
     assert book.outstanding("out") == 20
-    assert book.wait(first) == Done(first, None, None)
+    assert first.wait() is first
+    assert (first.done, first.error, first.rows, repr(first)) == (True, None, None, "Transfer(landed)")
     book.synchronize()
-    assert book.poll() == [Done(second, None, None)]
-    assert book.poll() == []
+    assert second.done
     assert book.outstanding("out") == 0
-    with pytest.raises(UnknownTicketError, match=f"ticket {first} has been reported"):
-        book.wait(first)
+    assert first.wait().error is None, "a transfer can be asked again"
+    first.order_compute()
+    assert not first.cancel()
 
 
-def test_a_ticket_that_was_never_issued_is_refused_everywhere():
-    book = transfers()
-    for call in (
-        book.wait,
-        book.order_compute,
-        lambda t: book.order_compute_layer(t, 0),
-        lambda t: start(book, after=[t]),
-    ):
-        with pytest.raises(UnknownTicketError, match="ticket 1 was never issued, the last is 0"):
-            call(1)
-    with pytest.raises(UnknownTicketError):
-        book.on_done(0, lambda done: None)
+def test_a_transfer_of_another_engine_is_refused():
+    book, other = transfers(), transfers()
+    with pytest.raises(InvalidArgumentError, match="a transfer of another engine"):
+        start(book, after=[start(other)])
+    assert book.open() == ()
 
 
 def test_pairs_are_copied_and_their_buffer_is_kept_until_the_event_has_fired():
@@ -76,9 +80,9 @@ def test_pairs_are_copied_and_their_buffer_is_kept_until_the_event_has_fired():
     first = start(book, log=log, pairs=mapping)
     mapping[:] = 9
     second = start(book, log=log, pairs=pairs((4, 5)))
-    book.wait(second)
+    second.wait()
     assert log == [[[0, 1], [2, 3]], [[4, 5]]]
-    assert first < second
+    assert first.done
 
 
 def test_buffers_are_used_again_after_that_and_not_before():
@@ -91,30 +95,18 @@ def test_buffers_are_used_again_after_that_and_not_before():
     assert (len(long.pairs), len(long.buffer)) == (300, 512)
 
 
-def test_what_fails_is_reported_with_its_error_and_does_not_count_as_landed():
+def test_what_fails_raises_when_it_is_waited_for_and_its_end_is_noted_once():
     book = transfers(fail=1.0)
-    landed: list[int] = []
-    ticket = start(book, on_landed=lambda: landed.append(1))
-    assert "failed on purpose" in str(book.wait(ticket).error)
-    assert landed == []
+    seen: list[Transfer] = []
+    failed = start(book, on_end=seen.append)
+    with pytest.raises(SimulatedFaultError, match="failed on purpose"):
+        failed.wait()
     book = transfers()
-    book.wait(start(book, on_landed=lambda: landed.append(2)))
-    assert landed == [2]
-
-
-def test_callbacks_run_when_the_end_is_seen_or_at_once():
-    book = transfers()
-    seen: list[Done] = []
-    ticket = start(book)
-    book.on_done(ticket, seen.append)
-    assert seen == []
+    landed = start(book, on_end=seen.append)
+    assert seen == [failed]
     book.synchronize()
-    assert [done.ticket for done in seen] == [ticket]
-    book.on_done(ticket, seen.append)
-    assert [done.ticket for done in seen] == [ticket, ticket]
     book.poll()
-    with pytest.raises(UnknownTicketError):
-        book.on_done(ticket, seen.append)
+    assert seen == [failed, landed]
 
 
 def test_a_full_stream_refuses_or_waits_as_the_caller_chooses():
@@ -124,10 +116,10 @@ def test_a_full_stream_refuses_or_waits_as_the_caller_chooses():
         book.make_room("out", 10, "refuse")
     book.make_room("in", 25, "refuse")
     book.make_room("out", 5, "refuse")
-    assert book.poll() == []
+    assert len(book.open()) == 1
     book.make_room("out", 10, "wait")
     assert book.outstanding("out") == 0
-    assert len(book.poll()) == 1
+    assert book.open() == ()
     with pytest.raises(InvalidArgumentError, match="on_full is 'never'"):
         book.make_room("out", 1, "never")
 
@@ -147,16 +139,16 @@ def test_a_limit_of_nothing_is_refused():
 
 def test_a_layer_that_there_is_not_is_refused():
     book = transfers()
-    ticket = book.submit("in", lambda _: [lambda: None] * 3, pairs(), num_bytes=3, layers=3)
+    load = book.submit("in", task("in", pairs(), 3, lambda _: [lambda: None] * 3, layers=3))
     for layer in (-1, 3):
-        with pytest.raises(InvalidArgumentError, match=f"layer {layer} of ticket 1, there are 3"):
-            book.order_compute_layer(ticket, layer)
+        with pytest.raises(InvalidArgumentError, match=f"layer {layer} of a transfer, there are 3"):
+            load.order_compute(layer)
     book.synchronize()
-    book.order_compute_layer(ticket, 3)
+    load.order_compute(3)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tickets_run_after_those_they_name_on_any_stream(seed: int):
+def test_transfers_run_after_those_they_name_on_any_stream(seed: int):
     book = Transfers(SimulatedStreams(seed), max_outstanding=100, mappings=MappingBuffers(pinned=False))
     log: list[object] = []
     store = start(book, "out", log=log, pairs=pairs((1, 1)))
@@ -176,13 +168,13 @@ def test_a_prefetch_starts_when_no_load_is_awaited_and_the_first_submitted_is_fi
     one = start(book, "in", log=log, pairs=pairs((0, 1)), prefetch=True)
     two = start(book, "in", log=log, pairs=pairs((0, 2)), prefetch=True)
     last = start(book, "in", log=log, pairs=pairs((0, 3)))
-    assert book.poll() == []
-    assert book.wait(two).error is None
+    assert not one.done
+    assert two.wait().error is None
     assert log == [[[0, 0]], [[0, 3]], [[0, 2]]], "a prefetch that is waited for goes at once"
-    assert sorted(done.ticket for done in book.poll()) == [awaited, last]
+    assert (awaited.done, last.done, one.done) == (True, True, False)
     book.synchronize()
     assert log[3:] == [[[0, 1]]]
-    assert book.poll() == [Done(one, None, None)]
+    assert one.done
 
 
 def test_loads_of_one_block_keep_their_order_whoever_waits():
@@ -191,48 +183,43 @@ def test_loads_of_one_block_keep_their_order_whoever_waits():
     start(book, "in", log=log, pairs=pairs((0, 0)))
     start(book, "in", log=log, pairs=pairs((0, 7), (1, 8)), prefetch=True)
     start(book, "in", log=log, pairs=pairs((0, 9)), prefetch=True)
-    book.wait(start(book, "in", log=log, pairs=pairs((2, 8))))
+    start(book, "in", log=log, pairs=pairs((2, 8))).wait()
     assert log == [[[0, 0]], [[0, 7], [1, 8]], [[2, 8]]]
 
 
-def test_a_ticket_that_has_not_started_can_be_given_up_and_is_reported():
+def test_a_transfer_that_has_not_started_can_be_given_up():
     book = transfers(limit=1000)
     log: list[object] = []
-    seen: list[Done] = []
+    seen: list[Transfer] = []
     awaited = start(book, "in", log=log)
-    ticket = start(book, "in", log=log, prefetch=True, num_bytes=30)
-    book.on_done(ticket, seen.append)
+    dropped = start(book, "in", log=log, prefetch=True, num_bytes=30, on_end=seen.append)
     assert book.outstanding("in") == 40
-    assert book.cancel(ticket)
-    assert not book.cancel(ticket)
-    assert not book.cancel(awaited)
+    assert dropped.cancel()
+    assert not dropped.cancel()
+    assert not awaited.cancel()
     assert book.outstanding("in") == 10
-    (done,) = book.poll()
-    assert (done.ticket, done.rows) == (ticket, None)
-    assert isinstance(done.error, TransferCancelledError)
-    assert seen == [done]
-    book.wait(start(book, "out", log=log, after=[ticket], pairs=pairs((5, 5))))
+    assert (dropped.done, dropped.rows, seen) == (True, None, [dropped])
+    with pytest.raises(TransferCancelledError):
+        dropped.wait()
+    start(book, "out", log=log, after=[dropped], pairs=pairs((5, 5))).wait()
     book.synchronize()
     assert log == [[[0, 1]], [[5, 5]]] or log == [[[5, 5]], [[0, 1]]]
-    with pytest.raises(UnknownTicketError):
-        book.cancel(99)
 
 
 def test_what_others_need_starts_and_cannot_be_given_up():
     book = transfers(limit=1000)
     start(book, "in")
-    ticket = start(book, "in", prefetch=True)
-    start(book, "copy", after=[ticket])
-    assert not book.cancel(ticket)
+    needed = start(book, "in", prefetch=True)
+    start(book, "copy", after=[needed])
+    assert not needed.cancel()
 
 
 def test_no_more_than_a_window_goes_ahead():
     streams = StoppedStreams(0)
     book = Transfers(streams, max_outstanding=1000, mappings=MappingBuffers(pinned=False), max_ahead=25)
-    for _ in range(4):
-        start(book, "in", prefetch=True)
+    loads = [start(book, "in", prefetch=True) for _ in range(4)]
     assert streams.launched == 2
-    assert [book.cancel(ticket) for ticket in (1, 2, 3, 4)] == [False, False, True, True]
+    assert [load.cancel() for load in loads] == [False, False, True, True]
     with pytest.raises(InvalidArgumentError, match="max_ahead 0, must be at least 1"):
         Transfers(streams, max_outstanding=1, mappings=MappingBuffers(pinned=False), max_ahead=0)
 
@@ -252,7 +239,7 @@ class Play:
         self.prefetches: set[int] = set()
         self.started: list[int] = []
         self.cancelled: set[int] = set()
-        self.done: list[Done] = []
+        self.made: dict[int, Transfer] = {}
         self.free_will = False  # whether what starts now was not asked for
 
     def launched(self, ticket: int) -> None:
@@ -274,38 +261,38 @@ class Play:
         self.writes[ticket], self.pieces[ticket] = blocks, 2
         if prefetch:
             self.prefetches.add(ticket)
-        made = self.book.submit(
+        chosen = pairs(*[(0, block) for block in blocks])
+        pieces = lambda _: [partial(self.run, ticket, part) for part in range(2)]  # noqa: E731
+        self.made[ticket] = self.book.submit(
             "in",
-            lambda mapping: [partial(self.run, ticket, part) for part in range(2)],
-            pairs(*[(0, block) for block in blocks]),
-            num_bytes=len(blocks) * 10,
-            after=after,
+            task("in", chosen, len(blocks) * 10, pieces),
+            after=[self.made[earlier] for earlier in after],
             prefetch=prefetch,
         )
-        assert made == ticket
 
     def need(self, ticket: int) -> None:
         """Somebody waits for a ticket: it is awaited from now on."""
         if ticket in self.prefetches - self.cancelled:
-            self.book.order_compute(ticket)
+            self.made[ticket].order_compute()
 
     def cancel(self, ticket: int) -> None:
         fresh = ticket not in self.started and ticket not in self.cancelled
-        assert self.book.cancel(ticket) == fresh
+        assert self.made[ticket].cancel() == fresh
         if fresh:
             self.cancelled.add(ticket)
             self.pieces[ticket] = 0
 
     def poll(self) -> None:
         self.free_will = True
-        self.done += self.book.poll()
+        self.book.poll()
         self.free_will = False
 
     def finish(self) -> None:
         self.book.synchronize()
-        self.done += self.book.poll()
-        assert sorted(done.ticket for done in self.done) == sorted(self.writes)
-        assert {d.ticket for d in self.done if isinstance(d.error, TransferCancelledError)} == self.cancelled
+        assert self.book.open() == ()
+        errors = {number: made.error for number, made in self.made.items() if made.error is not None}
+        assert errors.keys() == self.cancelled
+        assert all(isinstance(error, TransferCancelledError) for error in errors.values())
         wanted = {block: t for t, blocks in self.writes.items() if t not in self.cancelled for block in blocks}
         assert self.memory == wanted
 
@@ -325,3 +312,51 @@ def test_whatever_is_awaited_or_given_up_loads_of_a_block_keep_their_order(seed:
         elif tickets:
             getattr(play, call)(data.draw(st.sampled_from(tickets)))
     play.finish()
+
+
+# ---- the caller's own streams ----
+
+
+@pytest.mark.parametrize("stream", ["compute", "caller"])
+def test_work_on_the_callers_stream_runs_here_and_what_it_raises_is_the_transfers_error(stream: str):
+    book = Transfers(WorkerStreams(), max_outstanding=100, mappings=MappingBuffers(pinned=False))
+    log: list[object] = []
+    assert start(book, stream, log=log).wait().error is None
+    assert log == [[[0, 1]]]
+    failed = book.submit(stream, task(stream, pairs(), 0, lambda _: [lambda: int("no number")]))
+    assert book.failed_to_launch(failed)
+    with pytest.raises(ValueError, match="no number"):
+        failed.wait()
+    assert book.streams._thread is None
+
+
+def test_an_interrupted_call_fails_its_own_transfer_and_keeps_those_that_have_run():
+    book = Transfers(WorkerStreams(), max_outstanding=100, mappings=MappingBuffers(pinned=False))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    before = start(book, "out")
+    with pytest.raises(KeyboardInterrupt):
+        book.submit("compute", task("compute", pairs(), 0, lambda _: [interrupt]))
+    (_, torn) = book.open()
+    assert before.done
+    assert before.error is None
+    assert "interrupted" in str(torn.error)
+    assert book.open() == ()
+    assert book.outstanding("out") == 0
+    book.streams.close()
+
+
+def test_a_graph_takes_work_alone_and_only_if_nothing_is_open():
+    book = transfers()
+    log: list[object] = []
+    work = task("copy", pairs((1, 2)), 10, lambda mapping: [partial(log.append, mapping.tolist())])
+    assert book.capture(work).done
+    assert log == [[[1, 2]]]
+    with pytest.raises(CaptureError, match="1 blocks go through staging rows"):
+        book.capture(work._replace(kept=(Tensor(),)))
+    start(book)
+    with pytest.raises(CaptureError, match="1 transfers are open"):
+        book.capture(work)
+    assert len(log) == 1

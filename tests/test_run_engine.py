@@ -1,5 +1,6 @@
-"""The cache engine at once, against plain numpy rows: every byte of both tiers, after every call."""
+"""The cache engine's synchronous calls, against plain numpy rows: every byte of both tiers, after every call."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout.kv import KINDS, KVLayout
+from blockyard.testing.device import SimulatedStreams
 
 LAYOUT = KVLayout(kind="kv_first", num_layers=2, block_size=2, num_kv_heads=3, head_size=4, dtype="bfloat16")
 TIERS = ("device", "host")
@@ -25,21 +28,21 @@ def engine() -> Iterator[CacheEngine]:
 
 
 def fill(engine: CacheEngine, random: np.random.Generator) -> None:
-    for tensor in (*engine.device_caches, engine.host_cache):
+    for tensor in (*engine.tensors, engine.memory.host_rows):
         tensor.view(torch.uint8).copy_(torch.from_numpy(random.integers(0, 256, tensor.view(torch.uint8).shape, "u1")))
 
 
 def device_rows(engine: CacheEngine) -> np.ndarray:
     """The plain model of a row: for each layer K, then V."""
     parts = []
-    for tensor in engine.device_caches:
+    for tensor in engine.tensors:
         by_block = tensor.transpose(0, 1) if engine.layout.kind == "kv_first" else tensor
         parts.append(by_block.contiguous().view(torch.uint8).numpy().reshape(engine.pool("device").num_blocks, -1))
     return np.concatenate(parts, axis=1)
 
 
 def state(engine: CacheEngine) -> dict[str, np.ndarray]:
-    return {"device": device_rows(engine), "host": engine.host_cache.numpy().copy()}
+    return {"device": device_rows(engine), "host": engine.memory.host_rows.numpy().copy()}
 
 
 def assert_state(engine: CacheEngine, wanted: dict[str, np.ndarray]) -> None:
@@ -61,7 +64,7 @@ def draw_pairs(data: st.DataObject, src: int, dst: int, *, in_place: bool) -> np
 def do_swap(engine: CacheEngine, model: dict[str, np.ndarray], call: str, data: st.DataObject) -> None:
     src, dst = SWAPS[call]
     pairs = draw_pairs(data, len(model[src]), len(model[dst]), in_place=src == dst)
-    getattr(engine, call)(pairs)
+    engine.run(call, pairs)
     model[dst][pairs[:, 1]] = model[src][pairs[:, 0]]
 
 
@@ -69,14 +72,14 @@ def do_move(engine: CacheEngine, model: dict[str, np.ndarray], data: st.DataObje
     total = len(model["device"])
     targets = data.draw(st.lists(st.integers(0, total - 1), unique=True, max_size=total))
     pairs = ids(*((data.draw(st.integers(0, total - 1)), target) for target in targets))
-    engine.move(pairs)
+    engine.run("move", pairs)
     model["device"][pairs[:, 1]] = model["device"][pairs[:, 0]]
 
 
 def do_exchange(engine: CacheEngine, model: dict[str, np.ndarray], data: st.DataObject) -> None:
     chosen = data.draw(st.permutations(range(len(model["device"]))))
     pairs = ids(*zip(chosen[::2], chosen[1::2], strict=False), (-1, -1))
-    engine.exchange(pairs)
+    engine.run("exchange", pairs)
     real = pairs[:-1]
     model["device"][real] = model["device"][real[:, ::-1]]
 
@@ -84,7 +87,7 @@ def do_exchange(engine: CacheEngine, model: dict[str, np.ndarray], data: st.Data
 def do_read(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
     total = len(model[tier])
     blocks = np.array(data.draw(st.lists(st.integers(0, total - 1), max_size=6)) if total else [], np.int64)
-    np.testing.assert_array_equal(engine.read_blocks(tier, blocks), model[tier][blocks])
+    np.testing.assert_array_equal(engine.read(tier, blocks), model[tier][blocks])
 
 
 def do_write(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data: st.DataObject) -> None:
@@ -94,7 +97,7 @@ def do_write(engine: CacheEngine, model: dict[str, np.ndarray], tier: str, data:
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     rows = random.integers(0, 256, (len(blocks), engine.layout.bytes_per_block), np.uint8)
     rows.flags.writeable = data.draw(st.booleans())
-    engine.write_blocks(tier, blocks, rows)
+    engine.write(tier, blocks, rows)
     model[tier][blocks] = rows
 
 
@@ -125,54 +128,52 @@ def test_any_sequence_of_calls_moves_exactly_the_mapped_bytes(data: st.DataObjec
 
 def test_caches_have_the_layouts_shape_and_start_as_zeros():
     with CacheEngine(LAYOUT, num_device_blocks=5, num_host_blocks=3) as engine:
-        assert [tuple(tensor.shape) for tensor in engine.device_caches] == [(2, 5, 2, 3, 4)] * 2
-        assert {tensor.dtype for tensor in engine.device_caches} == {torch.bfloat16}
-        assert tuple(engine.host_cache.shape) == (3, LAYOUT.bytes_per_block)
+        assert [tuple(tensor.shape) for tensor in engine.tensors] == [(2, 5, 2, 3, 4)] * 2
+        assert {tensor.dtype for tensor in engine.tensors} == {torch.bfloat16}
+        assert tuple(engine.memory.host_rows.shape) == (3, LAYOUT.bytes_per_block)
         assert not any(rows.any() for rows in state(engine).values())
 
 
 def test_counters_grow_by_tier_pair(engine: CacheEngine):
-    engine.swap_out(ids((0, 1), (5, 2)))
-    engine.swap_out(ids((1, 0)))
-    engine.swap_in(ids((2, 3)))
-    engine.copy(ids((0, 4), (0, 5)))
-    engine.copy(ids())
-    engine.move(ids((1, 2)))
-    engine.exchange(ids((3, 4), (-1, -1)))
+    engine.run("swap_out", ids((0, 1), (5, 2)))
+    engine.run("swap_out", ids((1, 0)))
+    engine.run("swap_in", ids((2, 3)))
+    engine.run("copy", ids((0, 4), (0, 5)))
+    engine.run("copy", ids())
+    engine.run("move", ids((1, 2)))
+    engine.run("exchange", ids((3, 4), (-1, -1)))
     size = LAYOUT.bytes_per_block
     assert engine.counters == {
         ("device", "host"): (3, 3 * size),
         ("host", "device"): (1, size),
         ("device", "device"): (5, 5 * size),
     }
-    assert engine.bytes_moved == 9 * size
 
 
 def test_reads_and_writes_do_not_count(engine: CacheEngine):
-    rows = engine.read_blocks("device", np.array([1, 2]))
-    engine.write_blocks("host", np.array([0, 3]), rows)
+    rows = engine.read("device", np.array([1, 2]))
+    engine.write("host", np.array([0, 3]), rows)
     assert engine.counters == {}
-    assert engine.bytes_moved == 0
 
 
 def test_read_rows_are_a_copy(engine: CacheEngine):
     for tier in TIERS:
         wanted = state(engine)
-        engine.read_blocks(tier, np.array([1]))[:] = 0
+        engine.read(tier, np.array([1]))[:] = 0
         assert_state(engine, wanted)
 
 
 BAD_CALLS = {
-    "swap_out beyond the host": lambda engine: engine.swap_out(ids((0, 4))),
-    "swap_out beyond the device": lambda engine: engine.swap_out(ids((6, 0))),
-    "swap_in of a negative block": lambda engine: engine.swap_in(ids((-1, 0))),
-    "swap_in twice onto one block": lambda engine: engine.swap_in(ids((0, 2), (1, 2))),
-    "copy of what is written": lambda engine: engine.copy(ids((0, 2), (2, 3))),
-    "a flat mapping": lambda engine: engine.swap_in(np.array([0, 1])),
-    "read beyond the end": lambda engine: engine.read_blocks("host", np.array([4])),
-    "read of a table": lambda engine: engine.read_blocks("host", ids((0, 1))),
-    "write beyond the end": lambda engine: engine.write_blocks("device", np.array([6]), rows_of_ones(1)),
-    "write twice onto one block": lambda engine: engine.write_blocks("host", np.array([1, 1]), rows_of_ones(2)),
+    "swap_out beyond the host": lambda engine: engine.run("swap_out", ids((0, 4))),
+    "swap_out beyond the device": lambda engine: engine.run("swap_out", ids((6, 0))),
+    "swap_in of a negative block": lambda engine: engine.run("swap_in", ids((-1, 0))),
+    "swap_in twice onto one block": lambda engine: engine.run("swap_in", ids((0, 2), (1, 2))),
+    "copy of what is written": lambda engine: engine.run("copy", ids((0, 2), (2, 3))),
+    "a flat mapping": lambda engine: engine.run("swap_in", np.array([0, 1])),
+    "read beyond the end": lambda engine: engine.read("host", np.array([4])),
+    "read of a table": lambda engine: engine.read("host", ids((0, 1))),
+    "write beyond the end": lambda engine: engine.write("device", np.array([6]), rows_of_ones(1)),
+    "write twice onto one block": lambda engine: engine.write("host", np.array([1, 1]), rows_of_ones(2)),
 }
 BAD_ROWS = {
     "fewer rows": np.ones((1, LAYOUT.bytes_per_block), np.uint8),
@@ -200,7 +201,7 @@ def test_a_refused_call_changes_nothing(engine: CacheEngine, case: str):
 def test_rows_of_another_shape_are_refused(engine: CacheEngine, case: str, tier: str):
     wanted = state(engine)
     with pytest.raises(LayoutError, match=rf"wanted uint8 \[2, {LAYOUT.bytes_per_block}\]"):
-        engine.write_blocks(tier, np.array([0, 1]), BAD_ROWS[case])
+        engine.write(tier, np.array([0, 1]), BAD_ROWS[case])
     assert_state(engine, wanted)
 
 
@@ -218,20 +219,134 @@ def test_a_dtype_that_torch_lacks_is_refused():
 
 def test_an_unknown_tier_is_refused(engine: CacheEngine):
     with pytest.raises(InvalidArgumentError, match="'disk' is not one of device, host"):
-        engine.read_blocks("disk", np.array([0]))
+        engine.read("disk", np.array([0]))
 
 
 def test_a_closed_engine_refuses_every_call(engine: CacheEngine):
     engine.close()
     engine.close()
-    for call in (engine.swap_out, engine.swap_in, engine.copy):
+    for kind in ("swap_out", "swap_in", "copy", "move", "exchange"):
         with pytest.raises(BlockyardError, match="the cache engine is closed"):
-            call(ids())
+            engine.run(kind, ids())
     with pytest.raises(BlockyardError, match="the cache engine is closed"):
-        engine.read_blocks("device", np.array([0]))
+        engine.read("device", np.array([0]))
 
 
 def test_closing_lets_go_of_the_memory(engine: CacheEngine):
     engine.close()
-    assert engine.device_caches == []
-    assert engine.host_cache.numel() == 0
+    assert engine.tensors == []
+    assert engine.memory.host_rows.numel() == 0
+
+
+# ---- where synchronous work runs ----
+
+
+def test_synchronous_calls_on_a_cpu_start_no_worker_thread(engine: CacheEngine):
+    before = threading.active_count()
+    for kind in ("swap_out", "swap_in", "copy", "move", "exchange"):
+        engine.run(kind, ids((0, 1)))
+    engine.execute(StepDecision(1, [("swap_out", Pairs("device", "host", ids((0, 1))))]))
+    for tier in TIERS:
+        engine.write(tier, np.array([1]), engine.read(tier, np.array([0])))
+    assert engine.streams._thread is None
+    assert threading.active_count() == before
+    engine.submit("swap_out", ids((0, 1))).wait()
+    assert threading.active_count() == before + 1
+
+
+def queued_engine(seed: int) -> CacheEngine:
+    engine = CacheEngine(LAYOUT, num_device_blocks=6, num_host_blocks=4, streams=SimulatedStreams(seed))
+    fill(engine, np.random.default_rng(seed))
+    size = LAYOUT.bytes_per_block
+    engine._on_cuda, engine.memory.device = True, torch.device("cuda")
+    engine.memory.staging = lambda rows: torch.empty((rows, size), dtype=torch.uint8)
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_queued_synchronous_calls_come_after_all_earlier_calls_and_before_all_later_ones(seed: int):
+    random = np.random.default_rng(seed)
+    engine = queued_engine(seed)
+    model = state(engine)
+    reads = []
+    for _ in range(30):
+        call = str(random.choice(["swap_out", "swap_in", "copy", "read", "write"]))
+        fence = engine.fence()
+        if call in SWAPS:
+            src, dst = SWAPS[call]
+            pairs = ids((int(random.integers(len(model[src]))), int(random.integers(len(model[dst])))))
+            if src == dst and pairs[0, 0] == pairs[0, 1]:
+                continue
+            if random.integers(2):
+                engine.run(call, pairs)
+            else:
+                engine.submit(call, pairs, after=engine.transfers.open(), after_compute=fence)
+            model[dst][pairs[:, 1]] = model[src][pairs[:, 0]]
+            continue
+        tier = TIERS[random.integers(2)]
+        blocks = random.permutation(len(model[tier]))[:2]
+        if call == "read":
+            if random.integers(2):
+                np.testing.assert_array_equal(engine.read(tier, blocks), model[tier][blocks])
+            else:
+                late = engine.submit_read(tier, blocks, after=engine.transfers.open())
+                reads.append((late, model[tier][blocks]))
+        else:
+            rows = random.integers(0, 256, (2, LAYOUT.bytes_per_block), np.uint8)
+            engine.write(tier, blocks, rows)
+            model[tier][blocks] = rows
+            rows[:] = 0  # they are the caller's again
+    for late, wanted in reads:
+        np.testing.assert_array_equal(late.wait().rows, wanted)
+    for tier in TIERS:
+        np.testing.assert_array_equal(engine.read(tier, np.arange(len(model[tier]))), model[tier])
+    engine.close()
+
+
+def test_a_host_transfer_comes_after_a_queued_synchronous_call():
+    engine = queued_engine(0)
+    engine.streams.progress = lambda: None  # nothing runs by itself
+    model = state(engine)
+    engine.run("swap_out", ids((5, 2)))
+    assert len(engine.transfers.open()) == 1
+    read = engine.submit_read("host", np.array([2]))
+    np.testing.assert_array_equal(read.wait().rows, model["device"][[5]])
+    engine.close()
+
+
+def test_a_queued_call_that_raises_says_so_at_once_and_nothing_is_counted():
+    engine = queued_engine(0)
+    engine.streams.progress = lambda: engine.streams.run_until(lambda: not any(engine.streams._queues.values()))
+    engine.memory.views["host"] = []
+    with pytest.raises(LayoutError):
+        engine.run("swap_out", ids((5, 2)))
+    assert engine.counters == {}
+
+
+def test_while_a_graph_is_recorded_work_goes_into_it_and_counts_as_done():
+    engine = queued_engine(0)
+    model = state(engine)
+    engine.streams.capturing = lambda: True
+    engine.run("copy", ids((0, 3)))
+    assert engine.transfers.open() == ()
+    assert not any(engine.streams._queues.values()), "no event is recorded"
+    model["device"][3] = model["device"][0]
+    assert_state(engine, model)
+    with pytest.raises(CaptureError, match="go through staging rows"):
+        engine.read("device", np.array([1]))
+    with pytest.raises(CaptureError, match="go through staging rows"):
+        engine.write("device", np.array([1]), rows_of_ones(1))
+    engine.streams.capturing = lambda: False
+    engine.submit("swap_out", ids((0, 1)))
+    engine.streams.capturing = lambda: True
+    with pytest.raises(CaptureError, match="1 transfers are open"):
+        engine.run("swap_in", ids((1, 2)))
+
+
+@pytest.mark.parametrize(("kind", "src", "dst"), [("spill", "device", "external"), ("fetch", "external", "host")])
+def test_a_decision_of_the_external_tier_is_refused_before_anything_moves(engine: CacheEngine, kind, src, dst):
+    wanted = state(engine)
+    copy = ("copy", Pairs("device", "device", ids((0, 1))))
+    with pytest.raises(MappingError, match=f"1 pairs of kind '{kind}' name the external tier, and there is none"):
+        engine.execute(StepDecision(1, [copy, (kind, Pairs(src, dst, ids((0, 1))))]))
+    assert_state(engine, wanted)

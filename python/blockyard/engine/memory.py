@@ -1,0 +1,159 @@
+"""The memory of the copy engine: the device's tensors, the host's rows, staging rows, and the views that pair them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockyard.engine.host_pool import HostPool, OnFailure
+from blockyard.engine.mover import BlockMover
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
+from blockyard.layout.kv import BlockLayout
+
+__all__ = ["EngineTier", "Memory", "Rows", "as_tensor", "torch_dtype"]
+
+EngineTier: TypeAlias = Literal["device", "host"]
+Rows: TypeAlias = NDArray[np.uint8]
+
+
+class Memory:
+    """The blocks of the device (the engine's own tensors) and of the host (rows), all zeros at first.
+
+    Args:
+        layout: of the device's tensors.
+        num_device_blocks: at least 1; what the tensors hold if None.
+        num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device, made ready in the background:
+            transfers wait for the blocks they name.
+        device: where the device's tensors live.
+        tensors: tensors that exist already, as `layout.views` takes them; made here if None.
+        blocks_per_host_block: device blocks that one host block holds. Host ids then count device blocks: part `p` of
+            host block `b` is `b * blocks_per_host_block + p`.
+        on_host_failure: what follows where the host's memory cannot be page-locked: an error (`"raise"`), or ordinary
+            memory from there on (`"unpinned"`), which copies slowly; `host_pool.problem` says why.
+
+    Attributes:
+        tensors: the device's.
+        host_pool: owns the host's memory.
+        host_rows: uint8 `[host ids, bytes_per_block]`.
+        views: of both tiers; view i of one goes with view i of the other.
+        movers: what moves blocks within each tier.
+
+    Raises:
+        InvalidArgumentError: a number of blocks is too small, or `on_host_failure` is another word.
+        LayoutError: the tensors given do not have the layout, or another number of blocks.
+        OutOfMemoryError: the host's memory cannot be had; later, from transfers.
+        PageLockError: it cannot be page-locked; later, from transfers.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        *,
+        num_device_blocks: int | None,
+        num_host_blocks: int,
+        device: str | torch.device = "cpu",
+        tensors: Sequence[Tensor] | None = None,
+        blocks_per_host_block: int | None = None,
+        on_host_failure: OnFailure = "raise",
+    ) -> None:
+        parts = 1 if blocks_per_host_block is None else blocks_per_host_block
+        if num_device_blocks is None:
+            if tensors is None:
+                raise InvalidArgumentError("num_device_blocks is None, and there are no tensors to count blocks in")
+            num_device_blocks = len(layout.views(tensors)[0])
+        if num_device_blocks < 1 or num_host_blocks < 0 or parts < 1:
+            raise InvalidArgumentError(
+                f"{num_device_blocks} device and {num_host_blocks} host blocks of {parts}: wanted at least 1, 0 and 1"
+            )
+        self.layout = layout
+        self.device = torch.device(device)
+        self.tensors: list[Tensor] = (
+            [
+                torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
+                for shape, dtype in layout.tensor_shapes(num_device_blocks)
+            ]
+            if tensors is None
+            else list(tensors)
+        )
+        self.host_pool = HostPool.for_device(
+            num_host_blocks, parts * layout.bytes_per_block, self.device, on_failure=on_host_failure
+        )
+        self.host_rows = self.host_pool.rows.view(-1, layout.bytes_per_block)
+        self.views: dict[EngineTier, list[Tensor]] = {
+            "device": layout.views(self.tensors),
+            "host": layout.row_views(self.host_rows),
+        }
+        self.movers: dict[EngineTier, BlockMover] = {
+            "device": BlockMover(self.views["device"]),
+            "host": BlockMover([self.host_rows]),
+        }
+        found = self.views["device"][0]
+        if len(found) != num_device_blocks or found.device.type != self.device.type:
+            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
+        self._num_blocks: dict[EngineTier, int] = {"device": num_device_blocks, "host": num_host_blocks * parts}
+        self._parts = parts
+        self._closed = False
+
+    def num_blocks(self, tier: EngineTier) -> int:
+        """Give the number of device blocks that a tier has room for: its ids are below it.
+
+        Raises:
+            BlockyardError: the memory was released.
+            InvalidArgumentError: the tier is neither `"device"` nor `"host"`.
+        """
+        if self._closed:
+            raise BlockyardError("the cache engine is closed")
+        found = self._num_blocks.get(tier)
+        if found is None:
+            raise InvalidArgumentError(f"tier {tier!r} is not one of {', '.join(self._num_blocks)}")
+        return found
+
+    def wait_for_host(self, ids: NDArray[np.int64]) -> None:
+        """Wait until the host blocks with these ids, int64 `[n]`, are ready to be copied."""
+        if len(ids):
+            self.host_pool.wait(int(ids.max()) // self._parts + 1)
+
+    def between(self, tier: EngineTier, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Give the views of a tier and of rows, uint8 `[n, bytes_per_block]`, that go together."""
+        if tier == "host":
+            return [self.host_rows], [rows]
+        return self.views["device"], self.layout.row_views(rows)
+
+    def by_layer(self) -> list[list[int]]:
+        """Give the places of each layer's views; none where views do not follow the layers."""
+        layers = self.layout.view_layers
+        if not any(layers):
+            return []
+        return [[at for at, owner in enumerate(layers) if owner == layer] for layer in range(self.layout.num_layers)]
+
+    def staging(self, num_rows: int) -> Tensor:
+        """Make rows, uint8 `[n, bytes_per_block]`, that the device copies to and from asynchronously."""
+        shape = (num_rows, self.layout.bytes_per_block)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def release(self) -> None:
+        """Let go of all memory."""
+        self._closed = True
+        self.views.clear()
+        self.movers.clear()
+        self.tensors = []
+        self.host_pool.close()
+        self.host_rows = self.host_pool.rows
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Give torch's dtype of a layout's name for it. Raises LayoutError."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"this torch has no dtype {name!r}")
+    return dtype
+
+
+def as_tensor(array: NDArray[np.generic]) -> Tensor:
+    """See an array as a tensor; torch takes only writable ones without a warning."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

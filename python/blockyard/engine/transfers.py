@@ -1,0 +1,461 @@
+"""The transfers of the copy engine: what waits, what is under way, what has ended, and what must be kept until then.
+
+A transfer starts when it is submitted, except for loads that nobody waits for yet (prefetches). Those stay in a queue
+while loads that are waited for are under way, and no more than a window of them is handed to the device ahead. So no
+prefetch delays a load that a request waits for, and a prefetch that has not started can be given up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockyard.engine.mapping import Ids
+from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams
+from blockyard.engine.tasks import Task, Work
+from blockyard.engine.workers import Process
+from blockyard.errors import (
+    BlockyardError,
+    CaptureError,
+    InvalidArgumentError,
+    TransferCancelledError,
+    TransferQueueFullError,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Mapping", "MappingBuffers", "OnFull", "Transfer", "Transfers"]
+
+OnFull: TypeAlias = Literal["wait", "refuse"]
+
+_SMALLEST_MAPPING = 256
+
+
+class Transfer:
+    """A transfer of the copy engine: under way, or ended.
+
+    Attributes:
+        error: what failed, `TransferCancelledError` if it never started; then no byte of its destinations can be
+            relied on. None if all landed, and while it is under way.
+        rows: what a read has read, uint8 `[n, bytes_per_block]`; None before it has ended, and for other transfers.
+    """
+
+    __slots__ = ("_transfers", "error", "rows")
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self.error: Exception | None = None
+        self.rows: NDArray[np.uint8] | None = None
+
+    def __repr__(self) -> str:
+        return f"Transfer({'under way' if self in self._transfers else self.error or 'landed'})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended; asks the device, never waits."""
+        return self._transfers.has_ended(self)
+
+    def wait(self) -> Self:
+        """Wait for it to end, and raise its `error` if it failed.
+
+        Returns:
+            The transfer itself.
+        """
+        self._transfers.wait(self)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def cancel(self) -> bool:
+        """Give it up if it has not started, which a prefetch may not have.
+
+        Returns:
+            Whether it was given up: then its error is a `TransferCancelledError`, and no byte was moved. False if it
+            has started; it runs to its end.
+        """
+        return self._transfers.cancel(self)
+
+    def order_compute(self, layer: int | None = None) -> None:
+        """Let compute that is queued from now on wait for it; on a CPU, wait here.
+
+        Args:
+            layer: 0-based; wait for this layer and those before it alone. A transfer that was not submitted `by_layer`
+                is waited for as a whole.
+
+        Raises:
+            InvalidArgumentError: there is no such layer.
+        """
+        self._transfers.order_compute(self, layer)
+
+
+class Mapping(NamedTuple):
+    """A buffer with the pairs of one transfer at its front."""
+
+    buffer: Tensor
+    pairs: Tensor
+
+
+class MappingBuffers:
+    """Buffers for pairs of block ids, which a transfer reads when it runs and not when it is submitted.
+
+    A buffer that was taken is not given out again before it is given back: when the transfer's event has fired.
+
+    Args:
+        pinned: whether they are page-locked.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, pairs: Ids) -> Mapping:
+        """Copy pairs, int64 `[n, 2]`, into a buffer that no transfer reads."""
+        capacity = max(_SMALLEST_MAPPING, 1 << (len(pairs) - 1).bit_length())
+        free = self._free.get(capacity)
+        buffer = free.pop() if free else torch.empty((capacity, 2), dtype=torch.int64, pin_memory=self._pinned)
+        view = buffer[: len(pairs)]
+        view.numpy()[:] = pairs
+        return Mapping(buffer, view)
+
+    def give_back(self, mapping: Mapping) -> None:
+        """Let a buffer be used again."""
+        self._free.setdefault(len(mapping.buffer), []).append(mapping.buffer)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A transfer that is open. Its pieces run on one stream, so the last of their events fires last."""
+
+    transfer: Transfer
+    number: int
+    task: Task
+    stream: StreamName
+    pieces: deque[Work]  # those that no stream has yet
+    mapping: Mapping
+    after: tuple[_Job, ...]
+    after_compute: Event | None
+    prefetch: bool
+    on_end: Callable[[Transfer], None] | None
+    piece_bytes: int = field(init=False)
+    events: list[Event] = field(default_factory=list)
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.piece_bytes = -(-self.task.num_bytes // len(self.pieces))
+
+    @property
+    def end(self) -> Event:
+        return self.events[-1]
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or (not self.pieces and self.end.query())
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next piece would run at once, and hold up nothing that is put behind it."""
+        return all(job.ended for job in self.after) and (self.after_compute is None or self.after_compute.query())
+
+    def waits(self) -> Iterator[Event]:
+        yield from (job.end for job in self.after if not job.cancelled)
+        if self.after_compute is not None:
+            yield self.after_compute
+
+    def touches_device(self, first: int) -> bool:
+        """Whether it reads or writes a block of the device from this one on."""
+        return bool((self.mapping.pairs.numpy()[:, self.task.device_columns] >= first).any())
+
+    def writes_what(self, other: _Job) -> bool:
+        """Whether both write a block; for two loads, which read nothing that a load writes."""
+        return bool(np.isin(self.mapping.pairs.numpy()[:, 1], other.mapping.pairs.numpy()[:, 1]).any())
+
+
+class Transfers:
+    """Submits transfers, and ends them when their events have fired. For one calling thread of one process.
+
+    Args:
+        streams: of the device.
+        max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
+        mappings: where the pairs of a transfer stay until its event has fired.
+        max_ahead: bytes of prefetches that a stream may have; one piece may always go.
+    """
+
+    def __init__(
+        self, streams: Streams, *, max_outstanding: int, mappings: MappingBuffers, max_ahead: int = 8 * CHUNK_BYTES
+    ) -> None:
+        if max_outstanding < 1 or max_ahead < 1:
+            raise InvalidArgumentError(
+                f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"
+            )
+        self.process = Process("a copy engine")
+        self.streams = streams
+        self._max_outstanding = max_outstanding
+        self._max_ahead = max_ahead
+        self._mappings = mappings
+        self._open: dict[Transfer, _Job] = {}  # in the order of submission
+        self._queue: deque[_Job] = deque()  # prefetches with pieces that no stream has, the oldest first
+        self._ahead: deque[tuple[Event, int]] = deque()  # their pieces that a stream has, with their bytes
+        self._outstanding: dict[StreamName, int] = {}
+        self._submitted = 0
+        self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
+
+    def __contains__(self, transfer: Transfer) -> bool:
+        return transfer in self._open
+
+    def open(self) -> tuple[Transfer, ...]:
+        """Give the transfers that have not been seen to end, in the order of submission."""
+        return tuple(self._open)
+
+    def outstanding(self, stream: StreamName) -> int:
+        """Bytes of transfers of a stream that have not been seen to end."""
+        return self._outstanding.get(stream, 0)
+
+    def make_room(self, stream: StreamName, num_bytes: int, on_full: OnFull) -> None:
+        """Wait until `num_bytes` more can be under way on a stream.
+
+        Raises:
+            TransferQueueFullError: they cannot yet, and `on_full` is `"refuse"`.
+            InvalidArgumentError: `on_full` is neither `"wait"` nor `"refuse"`.
+        """
+        if on_full not in {"wait", "refuse"}:
+            raise InvalidArgumentError(f"on_full is {on_full!r}, must be 'wait' or 'refuse'")
+        self._mend()
+        self._go_on()
+        while self.outstanding(stream) and self.outstanding(stream) + num_bytes > self._max_outstanding:
+            if on_full == "refuse":
+                raise TransferQueueFullError(
+                    f"{self.outstanding(stream)} bytes are under way on stream {stream!r}, {num_bytes} more would be "
+                    f"over the limit of {self._max_outstanding}"
+                )
+            oldest = next(job for job in self._open.values() if job.stream == stream)
+            self._start(oldest)
+            oldest.end.synchronize()
+            self._go_on()
+
+    def submit(
+        self,
+        stream: StreamName,
+        task: Task,
+        *,
+        after: Sequence[Transfer] = (),
+        after_compute: Event | None = None,
+        prefetch: bool = False,
+        on_end: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        """Take a transfer in; `make_room` comes first.
+
+        Args:
+            stream: where it runs.
+            task: what it does.
+            after: transfers that must have ended before it runs. Those that synchronous calls have queued count too.
+            after_compute: an event that must have fired before it runs.
+            prefetch: a load that nobody waits for yet: it starts when no other load is under way, or when somebody
+                waits for it, or when another transfer names it in `after`.
+            on_end: called once, when it has ended.
+
+        Raises:
+            InvalidArgumentError: a transfer in `after` belongs to another engine; nothing was submitted.
+        """
+        self._mend()
+        named = [self._job(transfer) for transfer in after]
+        queued = [job for job in self._open.values() if job.stream == "compute"]
+        earlier = tuple(job for job in (*named, *queued) if job is not None)
+        mapping = self._mappings.take(task.pairs)
+        pieces = deque(task.cut(mapping.pairs))
+        self._torn = True
+        self._submitted += 1
+        transfer = Transfer(self)
+        job = _Job(transfer, self._submitted, task, stream, pieces, mapping, earlier, after_compute, prefetch, on_end)
+        self._open[transfer] = job
+        self._outstanding[stream] = self.outstanding(stream) + task.num_bytes
+        if prefetch:
+            self._queue.append(job)
+            self._prefetch()
+        else:
+            self._start(job)
+        self._torn = False
+        return transfer
+
+    def capture(self, task: Task) -> Transfer:
+        """Put a transfer into the graph that the compute stream is recorded into; it counts as ended.
+
+        Raises:
+            CaptureError: transfers are open, which a graph cannot wait for, or the task needs memory of its own.
+        """
+        self._mend()
+        if self._open:
+            raise CaptureError(f"{len(self._open)} transfers are open: wait for them before the capture begins")
+        if task.kept or task.rows is not None:
+            raise CaptureError(f"{len(task.pairs)} blocks go through staging rows, which a graph does not keep")
+        for piece in task.cut(torch.from_numpy(task.pairs)):
+            piece()
+        return Transfer(self)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """Give a transfer up that has not started; see `Transfer.cancel`."""
+        self._mend()
+        job = self._job(transfer)
+        if job is None or job.events:
+            return False
+        self._torn = True
+        job.cancelled = True
+        job.pieces.clear()
+        self._queue.remove(job)
+        self._go_on()
+        return True
+
+    def poll(self) -> None:
+        """End what has ended, and start prefetches that may start by now; never waits."""
+        self._mend()
+        self._go_on()
+
+    def has_ended(self, transfer: Transfer) -> bool:
+        """Whether a transfer has ended; never waits."""
+        self._mend()
+        job = self._job(transfer)
+        if job is not None and (job.prefetch or job.ended):
+            self._go_on()
+        return transfer not in self._open
+
+    def failed_to_launch(self, transfer: Transfer) -> bool:
+        """Whether a transfer's work raised when it was put on its stream; never waits."""
+        job = self._job(transfer)
+        return job is not None and any(event.error is not None for event in job.events)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for a transfer to end."""
+        self._mend()
+        job = self._job(transfer)
+        if job is not None:
+            self._start(job)
+            job.end.synchronize()
+            self._go_on()
+
+    def order_compute(self, transfer: Transfer, layer: int | None = None) -> None:
+        """Let the compute stream wait for a transfer, or for its layers up to and with this one."""
+        self._mend()
+        job = self._job(transfer)
+        if job is None:
+            return
+        layers = job.task.layers
+        if layer is not None and layers and not 0 <= layer < layers:
+            raise InvalidArgumentError(f"layer {layer} of a transfer, there are {layers}")
+        self._start(job)
+        self.streams.order_compute(job.end if layer is None or not layers else job.events[layer])
+
+    def synchronize(self, first_device_block: int | None = None) -> None:
+        """Wait for all that is under way, or for what touches blocks of the device from one on."""
+        self._mend()
+        for job in tuple(self._open.values()):
+            if first_device_block is None or job.touches_device(first_device_block):
+                self._start(job)
+                job.end.synchronize()
+        self._go_on()
+
+    def _job(self, transfer: Transfer) -> _Job | None:
+        """Give the job of a transfer; None if it has ended."""
+        if transfer._transfers is not self:  # noqa: SLF001 (its own module)
+            raise InvalidArgumentError("a transfer of another engine was given")
+        return self._open.get(transfer)
+
+    def _mend(self) -> None:
+        """After an interrupt, fail what the interrupted call had begun to launch: how far it came is not known."""
+        self.process.check()
+        if not self._torn:
+            return
+        for stream in {job.stream for job in self._open.values()}:
+            self.streams.launch(stream, _nothing).synchronize()
+        for job in tuple(self._open.values()):
+            error = BlockyardError("the transfer was under way when a call of the engine was interrupted")
+            self._end(job, error if job.pieces or not job.events else None)
+        self._open, self._outstanding = {}, {}
+        self._queue.clear()
+        self._ahead.clear()
+        self._torn = False
+
+    # ---- starting ----
+
+    def _start(self, job: _Job) -> None:
+        """Hand all that is left of a transfer to its stream, after what it must not overtake."""
+        if not job.pieces:
+            return
+        before, self._torn = self._torn, True
+        for other in job.after:
+            self._start(other)
+        if job.stream == "in":
+            # Loads of one block keep their order, whoever waits for them.
+            for other in [other for other in self._queue if other.number < job.number and other.writes_what(job)]:
+                self._start(other)
+        while job.pieces:
+            self._launch_piece(job)
+        if job.prefetch:
+            self._queue.remove(job)
+            job.prefetch = False
+        self._torn = before
+
+    def _launch_piece(self, job: _Job) -> None:
+        event = self.streams.launch(job.stream, job.pieces[0], tuple(job.waits()))
+        job.events.append(event)
+        job.pieces.popleft()
+        # What is behind it on the stream comes after the same; and a chain of transfers is not kept for ever.
+        job.after, job.after_compute = (), None
+
+    def _prefetch(self) -> None:
+        """Hand pieces of queued loads to the stream, in order, as far as they hold nobody up."""
+        while self._ahead and self._ahead[0][0].query():
+            self._ahead.popleft()
+        while self._queue:
+            job = self._queue[0]
+            ahead = sum(num_bytes for _, num_bytes in self._ahead)
+            full = self._ahead and ahead + job.piece_bytes > self._max_ahead
+            if full or self._is_awaited() or not job.ready:
+                return
+            self._launch_piece(job)
+            self._ahead.append((job.end, job.piece_bytes))
+            if not job.pieces:
+                self._queue.popleft()
+
+    def _is_awaited(self) -> bool:
+        """Whether a load is under way that somebody waits for."""
+        return any(job.stream == "in" and not job.prefetch and not job.ended for job in self._open.values())
+
+    # ---- ending ----
+
+    def _go_on(self) -> None:
+        """End the transfers whose events have fired, and start what may start then."""
+        ended = [job for job in self._open.values() if job.ended]
+        self._torn = True
+        for job in ended:
+            self._end(job, None)
+            self._outstanding[job.stream] -= job.task.num_bytes
+            self._mappings.give_back(job.mapping)
+            del self._open[job.transfer]
+        self._prefetch()
+        self._torn = False
+
+    @staticmethod
+    def _end(job: _Job, error: Exception | None) -> None:
+        """Say how a transfer has ended; a second call does nothing more."""
+        transfer, on_end = job.transfer, job.on_end
+        if job.cancelled:
+            error = TransferCancelledError("the transfer was given up before it started")
+        elif error is None:
+            error = next((event.error for event in job.events if event.error is not None), None)
+        transfer.error = transfer.error or error
+        if job.task.rows is not None and not job.cancelled:
+            transfer.rows = job.task.rows.numpy()
+        job.on_end = None
+        if on_end is not None:
+            on_end(transfer)
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,139 @@
+//! Rules for truncation and for block tables that are kept from append to append.
+
+use super::{BLOCK, World};
+use blockyard_core::{Error, SequenceId, TableRows, Tier};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Op {
+    Truncate(usize, u32),
+    /// Appends and keeps the block tables in one of two arrays.
+    Append {
+        first: usize,
+        count: usize,
+        tokens: u32,
+        lookahead: u32,
+        array: usize,
+    },
+}
+
+/// Block tables of the caller's.
+#[derive(Default)]
+pub(crate) struct Arrays {
+    arrays: [Vec<i32>; 2],
+    /// Array and row that a table was last written to.
+    places: BTreeMap<SequenceId, (usize, usize)>,
+}
+
+/// Columns of these arrays: enough for every sequence, and fewer than some need.
+const COLUMNS: [usize; 2] = [512, 8];
+
+impl Arrays {
+    pub(crate) fn rows(&mut self, array: usize) -> TableRows<'_> {
+        TableRows::new(&mut self.arrays[array], COLUMNS[array])
+    }
+}
+
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let pick = 0usize..64;
+    prop_oneof![
+        4 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::Truncate(s, n)),
+        8 => (pick, 1usize..5, prop_oneof![0u32..4, 0u32..9], prop_oneof![2 => Just(0), 1 => 1u32..3], 0usize..2)
+            .prop_map(|(first, count, tokens, lookahead, array)| Op::Append { first, count, tokens, lookahead, array }),
+    ]
+}
+
+impl World {
+    pub(crate) fn apply_tables(&mut self, op: Op) {
+        match op {
+            Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
+            Op::Append { first, count, tokens, lookahead, array } => {
+                let s = self.pick(first, count);
+                self.append_with_tables(&s, (tokens, lookahead), array);
+            }
+        }
+    }
+
+    /// Appends with block tables in an array, to which those of other places are written first.
+    fn append_with_tables(&mut self, sequences: &[SequenceId], (tokens, lookahead): (u32, u32), array: usize) {
+        let groups = 0..self.growing().count();
+        let of_group = |group| sequences.iter().map(move |&s| (s, group));
+        let members: Vec<_> =
+            groups.flat_map(of_group).map(|(s, group)| self.manager.table_of(s, group).unwrap()).collect();
+        let (table, width) = (&mut self.tables.arrays[array], COLUMNS[array]);
+        table.resize(table.len().max(members.len() * width), -1);
+        for (i, (member, row)) in members.iter().zip(table.chunks_exact_mut(width)).enumerate() {
+            if self.tables.places.get(member) != Some(&(array, i)) {
+                if self.manager.block_tables(&[*member], width, row).is_err() {
+                    return;
+                }
+                self.tables.places.retain(|_, place| *place != (array, i));
+                self.tables.places.insert(*member, (array, i));
+            }
+        }
+        let before = self.tables.arrays[array].clone();
+        if self.append(sequences, tokens, lookahead, Some(array)) {
+            let mut expected = vec![0; members.len() * width];
+            self.manager.block_tables(&members, width, &mut expected).unwrap();
+            assert!(self.tables.arrays[array][..expected.len()] == expected, "a row holds another table");
+        } else {
+            assert!(self.tables.arrays[array] == before, "an append that failed has changed a block table");
+        }
+    }
+
+    /// Notes what a successful append has to be written to its slots.
+    pub(crate) fn appended(
+        &mut self,
+        sequences: &[SequenceId],
+        (tokens, lookahead): (u32, u32),
+        known: bool,
+        slots: &[i64],
+    ) {
+        self.dirty.extend(sequences);
+        for sequence in sequences {
+            let len = self.truth[sequence].len() as u32;
+            self.drafts.insert(*sequence, len + tokens + lookahead);
+            // Several appends of one step are computed at once.
+            if tokens > 0 && !self.computed.iter().any(|(s, _)| s == sequence) {
+                self.computed.push((*sequence, len));
+            }
+        }
+        for (i, sequence) in sequences.iter().enumerate() {
+            let next = self.next_ids(*sequence, tokens);
+            let content = self.content(*sequence, &next, known);
+            let groups = self.growing().zip(slots.chunks_exact((sequences.len() * tokens as usize).max(1)));
+            for ((_, group), slots) in groups {
+                let at = i * tokens as usize;
+                self.place(group, &slots[at..at + tokens as usize], &content);
+            }
+            self.truth.get_mut(sequence).unwrap().extend(content);
+        }
+    }
+
+    /// Cuts the last `dropped` tokens off.
+    fn truncate(&mut self, sequence: SequenceId, dropped: u32) {
+        let len = self.truth[&sequence].len() as u32;
+        let kept = len.saturating_sub(dropped);
+        let result = self.manager.truncate(sequence, kept);
+        self.trace.result(&result);
+        match result {
+            Ok(()) => {
+                assert!(!self.dirty.contains(&sequence));
+                assert_eq!(self.manager.block_table(sequence).unwrap().len() as u32, kept.div_ceil(BLOCK));
+                self.truth.get_mut(&sequence).unwrap().truncate(kept as usize);
+                if let Some(ids) = self.ids.get_mut(&sequence) {
+                    ids.truncate(kept as usize);
+                }
+                if kept < len {
+                    self.rest.remove(&sequence);
+                }
+            }
+            Err(Error::Unwritten { .. }) => assert!(self.dirty.contains(&sequence)),
+            Err(Error::InvalidArgument { .. }) => assert!(kept < len && self.null_blocks(Tier::Device) > 0),
+            Err(error) => assert_eq!(error, Error::Lost { sequence }),
+        }
+        let error = self.manager.truncate(sequence, len + 1).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. } | Error::Lost { .. }));
+    }
+}
