@@ -337,7 +337,7 @@ def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, w
             generator.resize_device(41)
 
 
-def test_without_elastic_caches_the_books_alone_shrink(model, work, wanted, tmp_path):
+def test_without_elastic_caches_only_the_manager_shrinks(model, work, wanted, tmp_path):
     with open_generator(model, tmp_path) as generator:
         assert generator.resize_device(24).done
         assert generator.generate(*work) == wanted

@@ -265,7 +265,7 @@ def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
     assert snapshot(books, handle) == before
 
 
-def test_abort_and_resubmit_in_one_step_leaves_the_books_exact():
+def test_abort_and_resubmit_in_one_step_leaves_the_manager_exact():
     books = manager(device=2)
     old = open_one(books, 2 * BLOCK)
     books.free([old])

@@ -92,7 +92,10 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
                 rows[handle] = random.integers(0, 256, (len(table), SIZE), dtype=np.uint8)
                 engine.write("device", table, rows[handle])
             handle = list(rows)[random.integers(2)]
-            (books.spill if books.tier(handle) == "device" else books.fetch)([handle])
+            if books.tier(handle) == "device":
+                books.swap_out([handle], to="external")
+            else:
+                books.swap_in([handle])
             decision = books.take_decision()
             executor.submit(decision)
             done = finish(executor, decision.ticket, polls=bool(random.integers(2)))

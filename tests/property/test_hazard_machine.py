@@ -421,7 +421,7 @@ class GivesSourcesOutEarly(MovingBooks):
 
 
 @pytest.mark.parametrize("books", [RewritesTablesEarly, WritesWhatMoves, GivesSourcesOutEarly])
-def test_books_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
+def test_managers_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
     assert_noticed(make_manager=books, make_engine=roomy_engine)
 
 
