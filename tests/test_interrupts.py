@@ -23,7 +23,7 @@ from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-FILES = ("executor/executor.py", "executor/store_side.py", "engine/tickets.py")
+FILES = ("executor/executor.py", "executor/staging.py", "executor/store_side.py", "engine/transfers.py")
 TIERS = ("device", "host", "external")
 
 
@@ -84,7 +84,9 @@ class Rig:
 
     def polled(self, decision: StepDecision, interrupt: Interrupt) -> list[Pairs]:
         ended: list[StepDone] = []
+        deadline = time.monotonic() + 30.0
         while not ended:
+            assert time.monotonic() < deadline, interrupt.where
             with suppress(KeyboardInterrupt), interrupt.armed():
                 if not self.executor.num_in_flight:
                     self.executor.submit(decision)
@@ -96,7 +98,7 @@ class Rig:
         return list(lost)
 
     def check(self) -> None:
-        assert (self.executor.num_in_flight, self.executor._staged) == (0, 0)
+        assert (self.executor.num_in_flight, self.executor.staged_bytes) == (0, 0)
         assert self.executor.poll() == []
         for handle in self.live:
             assert self.books.tier(handle) == "device"
@@ -156,7 +158,7 @@ def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():
             signal.signal(signal.SIGALRM, before)
         assert executor.num_in_flight == 1
         assert executor.execute(decision) == []
-        assert (executor.num_in_flight, executor._staged) == (0, 0)
+        assert (executor.num_in_flight, executor.staged_bytes) == (0, 0)
 
 
 class InterruptedStore(SimulatedStore):
