@@ -25,6 +25,7 @@ WIDTH = 120
 # What a user imports: modules, in the order of the page, with what they are for.
 MODULES = {
     "blockyard": "What most programs need.",
+    "blockyard.cache": "Manager, engine, store and executor in one; needs torch.",
     "blockyard.types": "Results and facets, for annotations.",
     "blockyard.layout": "Where the bytes of a block lie in an engine's tensors.",
     "blockyard.engine": "Copies between device, host and staging rows; needs torch.",

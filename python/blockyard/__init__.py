@@ -1,7 +1,7 @@
 """Blockyard tracks the blocks of a paged KV cache for LLM engines, and moves them.
 
 `BlockManager` decides who can run, and which blocks to copy or move. `CacheEngine` and `StepExecutor` carry decisions
-out between device, host and external storage.
+out between device, host and external storage. `KVCache` makes them all from one set of sizes.
 
     scheduler -> BlockManager -> StepDecision -> StepExecutor -> CacheEngine (device, host), store (external)
 
@@ -23,6 +23,7 @@ from blockyard._core import (
 from blockyard.errors import BlockyardError
 
 if TYPE_CHECKING:
+    from blockyard.cache import KVCache
     from blockyard.engine import CacheEngine
     from blockyard.executor import StepExecutor
     from blockyard.layout import KVLayout
@@ -35,6 +36,7 @@ __all__ = [
     "BlockyardError",
     "CacheEngine",
     "CacheGroup",
+    "KVCache",
     "KVLayout",
     "Pairs",
     "PrefixCaching",
@@ -50,6 +52,7 @@ if not TYPE_CHECKING:
     # Loaded at their first use: some need torch, all stand above this module.
     _MODULES = {
         "CacheEngine": "blockyard.engine",
+        "KVCache": "blockyard.cache",
         "KVLayout": "blockyard.layout",
         "Request": "blockyard.scheduler",
         "Scheduler": "blockyard.scheduler",

@@ -1,0 +1,334 @@
+"""`KVCache`: manager, copy engine, external store and executor, made from one set of sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from hashlib import sha256
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCaching, ResizeProgress, StepDecision
+from blockyard.engine.elastic.cache import ElasticCache, Resized
+from blockyard.engine.engine import CacheEngine
+from blockyard.errors import InvalidArgumentError, UnknownTicketError
+from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.stores.base import ExternalStore, open_store, parse_size
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CacheStep", "KVCache", "StepEnd"]
+
+
+class StepEnd(NamedTuple):
+    """A ticket that has ended.
+
+    Attributes:
+        ticket: its number.
+        lost: sequences that lost bytes, uint64 `[n]`; they can only be freed and started again.
+        errors: what went wrong in its transfers.
+    """
+
+    ticket: int
+    lost: NDArray[np.uint64]
+    errors: tuple[Exception, ...]
+
+
+class KVCache:
+    """The paged KV cache of one device: `manager` decides, `executor` carries its decisions out.
+
+    The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. A `Scheduler` takes and
+    ends decisions itself: then use `executor`.
+
+    Args:
+        layout: of the device's tensors.
+        tensors: tensors that exist already, as `layout.views` takes them; made here if None.
+        device: where the tensors are made, for instance `"cuda:0"`.
+        device_blocks: blocks of the device; what the tensors hold if None.
+        max_device_blocks: most blocks that `resize` can give the device. The memory of the tensors then goes back to
+            the system when the device shrinks. None: `device_blocks`, over ordinary memory.
+        host_blocks: blocks in host memory; page-locked with a CUDA device.
+        host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
+        external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
+        prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
+        groups: cache groups, see `BlockManager`.
+        watermark: see `BlockManager`.
+        reuse_order: see `BlockManager`.
+        namespace: names what decides the bytes of a block besides the layout, such as the model: any bytes. The store
+            treats blocks of another namespace or layout as misses.
+        max_staging: bytes on their way to or from the store that are staged, an int or text.
+
+    Attributes:
+        layout: as given.
+        manager: the `BlockManager`.
+        engine: the `CacheEngine`; `engine.tensors` are the device's tensors.
+        store: the external store, or None.
+        executor: the `StepExecutor`.
+        elastic: the memory under the tensors, with `max_device_blocks`; else None.
+
+    Raises:
+        InvalidArgumentError: a size is out of range, missing or given twice.
+        LayoutError: the tensors do not have the layout.
+        OutOfMemoryError: there is not enough memory.
+        StoreError: the store cannot be opened.
+
+    Example:
+        >>> from blockyard import KVLayout
+        >>> layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> with KVCache(layout, device_blocks=8, host_bytes="1MiB") as cache:
+        ...     sequence = cache.manager.allocate(40)
+        ...     with cache.step():
+        ...         pass  # the model computes 40 tokens
+        ...     cache.manager.swap_out(sequence)
+        ...     with cache.step() as step:
+        ...         pass
+        ...     ended = step.ended + cache.drain()
+        ...     [end.lost.tolist() for end in ended], cache.manager.tier(sequence)
+        ([[]], 'host')
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout | GroupedLayout,
+        *,
+        tensors: Sequence[Tensor] | None = None,
+        device: str | torch.device = "cpu",
+        device_blocks: int | None = None,
+        max_device_blocks: int | None = None,
+        host_blocks: int | None = None,
+        host_bytes: int | str | None = None,
+        external: str | ExternalStore | None = None,
+        prefix_caching: bool | PrefixCaching = False,
+        groups: Sequence[CacheGroup] | None = None,
+        watermark: float = 0.01,
+        reuse_order: str = "lowest",
+        namespace: bytes = b"",
+        max_staging: int | str = "256MiB",
+    ) -> None:
+        size = layout.bytes_per_block
+        host = _host_blocks(host_blocks, host_bytes, size)
+        staging = _bytes("max_staging", max_staging)
+        if max_device_blocks is not None and (tensors is not None or device_blocks is None):
+            raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
+        if tensors is None and device_blocks is None:
+            raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+        self.layout = layout
+        self._open: list[StepDecision] = []
+        with contextlib.ExitStack() as undo:
+            self.elastic: ElasticCache | None = None
+            if max_device_blocks is not None and device_blocks is not None:
+                self.elastic = ElasticCache(
+                    layout, num_blocks=device_blocks, max_blocks=max_device_blocks, device=device
+                )
+                undo.callback(self.elastic.close)
+                tensors = self.elastic.tensors
+            self.engine = CacheEngine(
+                layout,
+                num_device_blocks=max_device_blocks or device_blocks,
+                num_host_blocks=host,
+                device=device if tensors is None else None,
+                tensors=tensors,
+            )
+            undo.callback(self.engine.close)
+            self.store = _store(external, size, _namespace(namespace, layout))
+            if self.store is not None:
+                undo.callback(self.store.close)
+            self.executor = StepExecutor(self.engine, self.store, max_staging=staging)
+            self.manager = BlockManager(
+                block_size=_block_size(layout),
+                device_blocks=device_blocks or self.engine.num_blocks("device"),
+                host_blocks=host,
+                external_blocks=0 if self.store is None else self.store.num_slots,
+                watermark=watermark,
+                reuse_order=reuse_order,
+                groups=groups,
+                prefix_caching=prefix_caching,
+            )
+            self._closing = undo.pop_all()
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.manager!r}, {len(self._open)} steps open)"
+
+    def step(self, *, by_layer: bool = False, prefetch: bool = False) -> CacheStep:
+        """End the manager's step and start its transfers.
+
+        Args:
+            by_layer: loads arrive layer by layer; the model waits for each with `CacheStep.wait_for_layer`.
+            prefetch: no compute reads what this step loads before its ticket ends.
+
+        Returns:
+            The step, a context manager: its body computes, its exit takes in what has landed.
+
+        Raises:
+            MappingError: an executor's error; the ticket is failed as a whole.
+        """
+        self.give_back()
+        decision = self.manager.take_decision()
+        try:
+            self.executor.submit(decision, by_layer=by_layer, prefetch=prefetch)
+        except BaseException:
+            # What landed is not known: nothing counts as landed.
+            with contextlib.suppress(UnknownTicketError):
+                self.executor.wait(decision.ticket)
+            self.manager.fail(decision.ticket)
+            raise
+        self._open.append(decision)
+        return CacheStep(self, decision)
+
+    def poll(self) -> list[StepEnd]:
+        """End the tickets whose transfers have ended since the last call; never waits."""
+        return [self._end(done) for done in self.executor.poll()]
+
+    def drain(self) -> list[StepEnd]:
+        """Wait for all transfers that were started, and end their tickets."""
+        return [self._end(self.executor.wait(decision.ticket)) for decision in tuple(self._open)]
+
+    def resize(self, blocks: int) -> ResizeProgress:
+        """Give the device another number of blocks while sequences run.
+
+        Memory comes before the blocks when the device grows. When it shrinks, memory goes as blocks become unused: see
+        `give_back`.
+
+        Args:
+            blocks: at most `max_device_blocks`, or what the tensors hold.
+
+        Returns:
+            What is still in use beyond the end.
+
+        Raises:
+            InvalidArgumentError: there are no tensors for so many blocks, or the manager needs more.
+            OutOfMemoryError: there is not enough memory to grow.
+        """
+        most = self.engine.num_blocks("device")
+        if not 1 <= blocks <= most:
+            raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {most}, the blocks of the tensors")
+        if self.elastic is not None and blocks > self.elastic.num_blocks:
+            self.elastic.resize(blocks)
+        return self.manager.defrag.resize(blocks)
+
+    def give_back(self) -> Resized | None:
+        """Return the memory of device blocks that a smaller pool no longer uses; `step` does it too.
+
+        Returns:
+            What went; None if nothing could, or without `max_device_blocks`.
+        """
+        if self.elastic is None:
+            return None
+        extent = self.manager.defrag.progress().extent
+        return None if extent >= self.elastic.num_blocks else self.elastic.resize(extent)
+
+    def stats(self) -> ManagerStats:
+        """Return the manager's counters."""
+        return self.manager.stats()
+
+    def close(self) -> None:
+        """Wait for transfers, close engine and store, and give all memory back. Twice does nothing."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end(self, done: StepDone) -> StepEnd:
+        """End a ticket whose transfers have ended."""
+        self._open = [decision for decision in self._open if decision.ticket != done.ticket]
+        lost = self.manager.fail(done.ticket, done.lost)
+        return StepEnd(done.ticket, lost, tuple(done.errors))
+
+    def _finish(self, decision: StepDecision) -> list[StepEnd]:
+        """Take in what has landed; wait for this step if what was computed depends on its transfers."""
+        ended = self.poll()
+        if any(decision is other for other in self._open):
+            loads = any(kind == "swap_in" for kind, _ in decision.transfers())
+            if loads or self.executor.lost(decision.ticket):
+                ended.append(self._end(self.executor.wait(decision.ticket)))
+        return ended
+
+
+class CacheStep:
+    """One step of a `KVCache`: its transfers run while the body of the `with` statement computes.
+
+    If the body raises, the transfers run on and a later `KVCache.poll` ends their ticket.
+
+    Attributes:
+        decision: the step's transfers.
+        ended: after the step, what ended by then: this step's ticket or older ones.
+    """
+
+    def __init__(self, cache: KVCache, decision: StepDecision) -> None:
+        self.decision = decision
+        self.ended: list[StepEnd] = []
+        self._cache = cache
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let compute that is queued from now on wait until a layer's loads have arrived; on a CPU, wait for them."""
+        self._cache.executor.wait_for_layer(self.decision.ticket, layer)
+
+    def finish(self) -> list[StepEnd]:
+        """Take in what has landed, as the end of the `with` statement does.
+
+        Returns:
+            The tickets that have ended. It waits for this step's only if it loaded blocks from the host, or is known to
+            have lost some.
+        """
+        self.ended = self._cache._finish(self.decision)  # noqa: SLF001 (one file, one concept)
+        return self.ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+
+
+def _bytes(name: str, value: int | str) -> int:
+    try:
+        size = parse_size(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: {error}") from None
+    if size < 1:
+        raise InvalidArgumentError(f"{name} is {value}, must be at least 1 byte")
+    return size
+
+
+def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
+    return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+
+
+def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:
+    if blocks is not None and num_bytes is not None:
+        raise InvalidArgumentError(f"host_blocks is {blocks} and host_bytes {num_bytes}, give one of them")
+    if num_bytes is None:
+        if (blocks or 0) < 0:
+            raise InvalidArgumentError(f"host_blocks is {blocks}, must be at least 0")
+        return blocks or 0
+    found = _bytes("host_bytes", num_bytes)
+    if found < size:
+        raise InvalidArgumentError(f"host_bytes is {num_bytes}, must be at least {size}, the bytes of one block")
+    return found // size
+
+
+def _store(external: str | ExternalStore | None, size: int, namespace: bytes) -> ExternalStore | None:
+    if isinstance(external, str):
+        return open_store(external, bytes_per_block=size, namespace=namespace)
+    if external is not None and external.bytes_per_block != size:
+        raise InvalidArgumentError(f"external has blocks of {external.bytes_per_block} bytes, must have {size}")
+    return external
+
+
+def _block_size(layout: KVLayout | GroupedLayout) -> int:
+    return layout.groups[0][1].block_size if isinstance(layout, GroupedLayout) else layout.block_size

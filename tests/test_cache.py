@@ -1,0 +1,220 @@
+"""`KVCache`: one set of sizes, steps that own their tickets, three tiers read back byte for byte."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard import KVCache, KVLayout, PrefixCaching
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
+from blockyard.layout import GroupedLayout
+from blockyard.stores import open_store
+
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+SIZE = LAYOUT.bytes_per_block
+
+
+def url(folder: Path, blocks: int = 16) -> str:
+    return f"file://{folder}?size={blocks * (SIZE + 4096) + 65536}"
+
+
+def fill(cache: KVCache, blocks: np.ndarray, seed: int) -> np.ndarray:
+    rows = np.random.default_rng(seed).integers(0, 256, (len(blocks), SIZE)).astype(np.uint8)
+    cache.engine.write("device", blocks.astype(np.int64), rows)
+    return rows
+
+
+def held(cache: KVCache, sequence: object) -> np.ndarray:
+    return cache.engine.read("device", cache.manager.block_table(sequence).astype(np.int64))
+
+
+def test_sizes_are_given_once(tmp_path: Path):
+    with KVCache(LAYOUT, device_blocks=6, host_bytes=3 * SIZE + 1, external=url(tmp_path)) as cache:
+        pools = [cache.manager.pool(tier).num_blocks for tier in ("device", "host", "external")]
+        assert pools[:2] == [6, 3]
+        assert pools[2] == cache.store.num_slots > 0
+        assert [cache.engine.num_blocks(tier) for tier in ("device", "host")] == [6, 3]
+        assert cache.manager.block_size == 4
+        assert cache.store.bytes_per_block == SIZE
+
+
+def test_tensors_give_the_number_of_blocks():
+    tensors = [torch.zeros(shape, dtype=torch.float32) for shape, _ in LAYOUT.tensor_shapes(9)]
+    with KVCache(LAYOUT, tensors=tensors) as cache:
+        assert cache.manager.pool().num_blocks == 9
+        assert cache.engine.tensors[0].data_ptr() == tensors[0].data_ptr()
+
+
+def test_a_grouped_layout_has_one_block_size():
+    grouped = GroupedLayout((("a", LAYOUT), ("b", LAYOUT)))
+    with KVCache(grouped, device_blocks=4) as cache:
+        assert cache.manager.block_size == 4
+        assert cache.layout.bytes_per_block == 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "device_blocks is None"),
+        ({"device_blocks": 4, "host_blocks": 1, "host_bytes": 1000}, "host_blocks is 1 and host_bytes 1000"),
+        ({"device_blocks": 4, "host_bytes": SIZE - 1}, f"host_bytes is {SIZE - 1}, must be at least {SIZE}"),
+        ({"device_blocks": 4, "host_bytes": "1 parsec"}, "host_bytes: '1 parsec' is no size"),
+        ({"device_blocks": 4, "host_blocks": -1}, "host_blocks is -1"),
+        ({"device_blocks": 4, "max_staging": 0}, "max_staging is 0"),
+        ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(options: dict[str, object], message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        KVCache(LAYOUT, **options)  # type: ignore[arg-type]
+
+
+def test_what_was_opened_is_closed_when_a_later_part_is_refused(tmp_path: Path):
+    store = open_store(url(tmp_path), bytes_per_block=SIZE)
+    with pytest.raises(InvalidArgumentError, match="watermark"):
+        KVCache(LAYOUT, device_blocks=4, external=store, watermark=7.0)
+    with pytest.raises(Exception, match="closed"):
+        store.submit_read(np.array([0]))
+    message = f"external has blocks of {2 * SIZE} bytes, must have {SIZE}"
+    other = open_store(url(tmp_path), bytes_per_block=2 * SIZE)
+    with other, pytest.raises(InvalidArgumentError, match=message):
+        KVCache(LAYOUT, device_blocks=4, external=other)
+    with pytest.raises(LayoutError):
+        KVCache(LAYOUT, tensors=[torch.zeros(3)])
+
+
+@pytest.mark.parametrize("to", ["host", "external"])
+def test_a_sequence_comes_back_byte_for_byte(tmp_path: Path, to: str):
+    with KVCache(LAYOUT, device_blocks=6, host_blocks=6, external=url(tmp_path)) as cache:
+        sequence = cache.manager.allocate(10)
+        with cache.step():
+            rows = fill(cache, cache.manager.block_table(sequence), seed=1)
+        cache.manager.swap_out(sequence, to)
+        with cache.step() as step:
+            pass
+        ended = step.ended + cache.drain()
+        assert [(end.ticket, end.lost.tolist(), end.errors) for end in ended] == [(step.decision.ticket, [], ())]
+        assert cache.manager.tier(sequence) == to
+        others = cache.manager.allocate(counts=[20])
+        with cache.step():
+            fill(cache, cache.manager.block_table(int(others[0])), seed=2)
+        cache.manager.free(others)
+        cache.manager.swap_in(sequence)
+        with cache.step(by_layer=True) as step:
+            if to == "host":
+                step.wait_for_layer(0)
+                step.wait_for_layer(1)
+        cache.drain()
+        np.testing.assert_array_equal(held(cache, sequence), rows)
+        cache.manager.check()
+
+
+def test_a_step_that_loads_from_the_host_is_waited_for():
+    with KVCache(LAYOUT, device_blocks=4, host_blocks=4) as cache:
+        sequence = cache.manager.allocate(4)
+        with cache.step():
+            pass
+        cache.manager.swap_out(sequence)
+        cache.step()
+        cache.drain()
+        cache.manager.swap_in(sequence)
+        with cache.step() as step:
+            pass
+        assert [end.ticket for end in step.ended] == [step.decision.ticket]
+        assert cache.manager.stats().open_tickets == []
+
+
+def test_an_error_in_the_body_is_not_hidden_and_the_ticket_ends_later():
+    with KVCache(LAYOUT, device_blocks=4, host_blocks=4) as cache:
+        sequence = cache.manager.allocate(4)
+        with cache.step():
+            pass
+        cache.manager.swap_out(sequence)
+        with pytest.raises(ZeroDivisionError), cache.step() as step:
+            1 / 0  # noqa: B018
+        assert step.ended == []
+        assert [end.ticket for end in cache.drain()] == [step.decision.ticket]
+        assert cache.manager.tier(sequence) == "host"
+
+
+def test_several_steps_can_be_open_at_once():
+    with KVCache(LAYOUT, device_blocks=8, host_blocks=8) as cache:
+        first, second = cache.manager.allocate(4, 4)
+        cache.step().finish()
+        cache.manager.swap_out(first)
+        one = cache.step()
+        cache.manager.swap_out(second)
+        two = cache.step()
+        ended = two.finish() + one.finish() + cache.drain()
+        assert sorted(end.ticket for end in ended) == [one.decision.ticket, two.decision.ticket]
+        cache.manager.check()
+
+
+def test_a_decision_that_cannot_be_carried_out_fails_its_ticket(tmp_path: Path):
+    with KVCache(LAYOUT, device_blocks=4, external=url(tmp_path)) as cache:
+        sequence = cache.manager.allocate(4)
+        cache.step().finish()
+        cache.executor = type(cache.executor)(cache.engine)  # without the store
+        cache.manager.swap_out(sequence, "external")
+        with pytest.raises(MappingError):
+            cache.step()
+        assert cache.manager.stats().open_tickets == []
+        cache.manager.free(sequence)
+        cache.manager.check()
+
+
+def test_blocks_that_are_lost_are_named(tmp_path: Path):
+    with KVCache(LAYOUT, device_blocks=4, external=url(tmp_path)) as cache:
+        sequence = cache.manager.allocate(4)
+        cache.step().finish()
+        cache.manager.swap_out(sequence, "external")
+        cache.step().finish()
+        cache.drain()
+        path = cache.store.path
+        path.write_bytes(bytes(path.stat().st_size))
+        cache.manager.swap_in(sequence)
+        with cache.step() as step:
+            pass
+        ended = step.ended + cache.drain()
+        assert [end.lost.tolist() for end in ended] == [[int(sequence)]]
+        cache.manager.free(sequence)
+        cache.manager.check()
+
+
+def test_a_device_shrinks_and_grows_with_its_memory():
+    with KVCache(LAYOUT, device_blocks=64, max_device_blocks=128) as cache:
+        assert cache.elastic.num_blocks == 64
+        sequence = cache.manager.allocate(4 * 60)
+        cache.step().finish()
+        assert cache.resize(16).extent == 60
+        cache.manager.free(sequence)
+        cache.step().finish()
+        assert cache.manager.defrag.progress().done
+        assert cache.elastic.num_blocks == 16
+        assert cache.resize(128).blocks == cache.elastic.num_blocks == 128
+        assert cache.manager.allocate(4 * 100)
+        with pytest.raises(InvalidArgumentError, match="blocks is 129, must be 1 to 128"):
+            cache.resize(129)
+        cache.manager.check()
+
+
+def test_blocks_of_another_namespace_are_misses(tmp_path: Path):
+    options = {"device_blocks": 4, "external": url(tmp_path)}
+    with KVCache(LAYOUT, namespace=b"one", **options) as cache:
+        own = cache.store
+        own.wait(own.submit_write(np.array([0]), np.ones((1, SIZE), np.uint8)))
+        assert own.wait(own.submit_read(np.array([0]))).ok.all()
+    with KVCache(LAYOUT, namespace=b"other", **options) as cache:
+        assert not cache.store.wait(cache.store.submit_read(np.array([0]))).ok.any()
+
+
+def test_the_prefix_cache_is_an_option():
+    with KVCache(LAYOUT, device_blocks=8, prefix_caching=PrefixCaching(max_events=4)) as cache:
+        first = cache.manager.allocate(list(range(9)))
+        cache.step().finish()
+        cache.manager.mark_computed(first)
+        assert cache.manager.allocate(list(range(9))).cached_tokens == 8
+        assert cache.stats().hit_blocks == 2
+        assert len(cache.manager.prefix.take_events()) == 2
+    assert "2 sequences" in repr(cache)
