@@ -156,7 +156,7 @@ def used_paths(tree: str) -> Iterator[list[str]]:
 
 
 def rust_imports(source: Path) -> dict[str, set[str]]:
-    """The modules of a crate, and which others each imports; a folder's `mod.rs` and the files in it may know each other."""
+    """Which other modules each module of a crate imports. A folder's `mod.rs` and its files may know each other."""
     files = {}
     for path in source.rglob("*.rs"):
         parts = path.relative_to(source).with_suffix("").parts
