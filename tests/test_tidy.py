@@ -193,7 +193,10 @@ def test_each_python_module_has_a_test_file():
     untested = [
         name(path)
         for path in sorted((ROOT / "python" / "blockyard").rglob("*.py"))
-        if not path.stem.startswith("__") and not {path.stem, path.parent.name} & tested
+        if not path.stem.startswith("__")
+        and not {path.stem, path.parent.name} & tested
+        # A module that only gathers names has nothing of its own to test.
+        and any(line.startswith(("def ", "class ", "async def ")) for line in lines(path))
     ]
     assert not untested
 

@@ -111,12 +111,6 @@ def observer() -> _core.BlockObserver:
     return made
 
 
-def pair() -> blockyard._core.AllocatorPair:
-    made = blockyard._core.AllocatorPair(8, 8)
-    made.device.allocate(2)
-    return made
-
-
 def v0_pool() -> Any:
     return _core.V0PrefixCachingBlockAllocator(8, 4)
 
@@ -139,22 +133,16 @@ def decision() -> blockyard.StepDecision:
     return blockyard.StepDecision(1, [("copy", blockyard.Pairs("device", "device", PAIR))])
 
 
-def route() -> Any:
-    return _core.CopyRoute(np.array([[0, 8, 0, 64, 8, 0, 8, 0]], np.uint64), src_blocks=4, dst_blocks=4)
-
-
 def store() -> Any:
     return _core.SlabStore(FOLDER, bytes_per_block=512, num_slots=2, threads=2)
 
 
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
-    "AllocatorPair": pair,
     "BlockAllocator": allocator(_core.NaiveAllocator),
     "BlockManager": manager,
     "BlockObserver": observer,
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
-    "CopyRoute": route,
     "FillMap": lambda: _core.FillMap(4, 4),
     "ManagerStats": lambda: manager().stats(),
     "NaiveAllocator": allocator(_core.NaiveAllocator),
@@ -365,7 +353,6 @@ VALID: dict[str, Any] = {
     "wrap": None,
     "written_blocks": 0,
     "written_bytes": 0,
-    "AllocatorPair.eviction": "released",
     "BlockManager.allocate.encoder_tokens": None,
     "BlockManager.allocate.prompts": list(range(10)),
     "BlockManager.append.token_ids": [7],
@@ -382,7 +369,6 @@ VALID: dict[str, Any] = {
     "Defrag.run.sequences": None,
     "Fit.blocks": 2,
     "Prefix.set_quota.blocks": 4,
-    "CopyRoute.compile.out": lambda: np.zeros((3, 4), np.uint64),
     "Completion.rows": lambda: np.zeros((1, 8), np.uint8),
     "FillMap.clear.blocks": lambda: np.array([1]),
     "FillMap.count.blocks": lambda: np.array([1]),
@@ -484,8 +470,6 @@ def state(this: Any) -> Any:
             return this.stats().as_dict(), [(pool.num_free, pool.num_blocks) for pool in pools]
         case _core.BlockAllocator():
             return this.num_free, [this.refs(block) for block in range(this.num_blocks)]
-        case blockyard._core.AllocatorPair():
-            return this.device.num_free, this.host.num_free
         case _core.BlockObserver():
             return this.used().tolist(), this.forward.tolist(), this.limit
         case _:
