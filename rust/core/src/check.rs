@@ -4,9 +4,10 @@ use crate::block::Leases;
 use crate::error::{self, Error, Result};
 use crate::group::{Group, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::Lease;
+
 use crate::manager::Manager;
 use crate::table::Row;
+use crate::transfer::Lease;
 use std::collections::HashMap;
 
 impl Manager {
@@ -23,15 +24,12 @@ impl Manager {
         for tier in Tier::ALL {
             self.check_tier(tier)?;
         }
-        let quotas = || self.pool(Tier::Device).check_quotas().map_or(Ok(()), Err);
-        self.check_promises()
+        self.check_publishes()
             .and_then(|()| self.check_pins())
             .and_then(|()| self.check_moves())
-            .and_then(|()| quotas())
             .and_then(|()| self.check_settings())
-            .and_then(|()| self.check_stats())?;
-        let events = self.events().and_then(|events| events.check(&self.pools));
-        events.map_or_else(|| self.check_rows(), Err)
+            .and_then(|()| self.check_stats())
+            .and_then(|()| self.check_rows())
     }
 
     fn check_tier(&self, tier: Tier) -> std::result::Result<(), String> {
@@ -41,43 +39,12 @@ impl Manager {
                 *refs.entry(block).or_default() += 1;
             }
         }
-        if self.has_nulls() && !self.pool(tier).is_empty() {
-            *refs.entry(NULL_BLOCK).or_default() += 1;
-        }
         let mut leases: HashMap<BlockId, Leases> = HashMap::new();
-        let held = self.tickets().leases().chain(self.pin_leases());
+        let held = self.transfers().leases().chain(self.pin_leases());
         for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
             leases.entry(block).or_default().add(kind);
         }
-        let pool = self.pool(tier);
-        for block in (0..).map(BlockId).take(pool.extent()) {
-            let refs = refs.remove(&block).unwrap_or(0);
-            if let Some(what) = pool.check(block, refs, leases.remove(&block).unwrap_or_default()) {
-                return Err(what);
-            }
-            if let Some((other, twin)) = pool.block(block).tier_copy() {
-                if self.pool(other).block(twin).tier_copy() != Some((tier, block)) {
-                    return Err(format!("{tier} block {block}: its twin, {other} block {twin}, has another twin"));
-                }
-                let keys = pool.key(block).zip(self.pool(other).key(twin));
-                if other == tier || keys.is_some_and(|(one, two)| one != two) {
-                    return Err(format!("{tier} block {block} and its twin, {other} block {twin}, hold other bytes"));
-                }
-            }
-        }
-        if let Some(what) = pool.check_tail() {
-            return Err(what);
-        }
-        if self.has_nulls()
-            && !pool.is_empty()
-            && (pool.block(NULL_BLOCK).is_published() || pool.block(NULL_BLOCK).tier_copy().is_some())
-        {
-            return Err(format!("{tier} block {NULL_BLOCK} is the null block, and holds bytes"));
-        }
-        match refs.keys().chain(leases.keys()).next() {
-            Some(block) => Err(format!("{tier} block {block} is in use and beyond the {} of the tier", pool.len())),
-            None => Ok(()),
-        }
+        self.tiers.check_tier(tier, refs, leases)
     }
 
     fn has_nulls(&self) -> bool {
@@ -177,19 +144,19 @@ mod tests {
 
     #[test]
     fn a_reference_that_no_table_has_is_noticed() {
-        let what = complaint(|manager| manager.pools[0].share(BlockId(0), 1));
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Device).share(BlockId(0), 1));
         assert!(what.contains("device block 0: 3 references, counted 2"), "{what}");
     }
 
     #[test]
     fn a_reference_that_the_pool_has_lost_is_noticed() {
-        let what = complaint(|manager| manager.pools[0].release(BlockId(0)));
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Device).release(BlockId(0)));
         assert!(what.contains("device block 0: 1 references, counted 2"), "{what}");
     }
 
     #[test]
     fn a_lease_without_a_ticket_is_noticed() {
-        let what = complaint(|manager| manager.pools[1].lease(BlockId(5), LeaseKind::Read).unwrap());
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Host).lease(BlockId(5), LeaseKind::Read).unwrap());
         assert!(
             what.contains(
                 "host block 5: Leases { reads: 1, overlappable: 0, filling: false }, counted Leases { reads: 0"
@@ -200,7 +167,7 @@ mod tests {
 
     #[test]
     fn a_lease_that_ended_before_its_ticket_is_noticed() {
-        let what = complaint(|manager| manager.pools[1].end_lease(BlockId(0), LeaseKind::Write));
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Host).end_lease(BlockId(0), LeaseKind::Write));
         assert!(what.contains("host block 0: Leases"), "{what}");
     }
 
@@ -208,17 +175,17 @@ mod tests {
     fn a_block_lost_from_the_free_ones_is_noticed() {
         let mut taken = Vec::new();
         let what = complaint(|manager| {
-            manager.pools[1].take(1, false, &mut taken);
+            manager.tiers.pool_mut(Tier::Host).take(1, false, &mut taken);
         });
         assert!(what.contains("1 references, counted 0"), "{what}");
     }
 
     #[test]
-    fn a_one_sided_twin_is_noticed() {
+    fn a_one_sided_copy_is_noticed() {
         let what = complaint(|manager| {
-            manager.pools[0].set_tier_copy(BlockId(0), Some((Tier::Host, BlockId(0))));
+            manager.tiers.pool_mut(Tier::Device).set_tier_copy(BlockId(0), Some((Tier::Host, BlockId(0))));
         });
-        assert!(what.contains("has another twin"), "{what}");
+        assert!(what.contains("has another copy"), "{what}");
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Blocks of one sequence: token ids, and the id of the physical block that has their bytes.
 
-use super::allocator::PyPrefixCachingBlockAllocator;
 use super::key::{self, IntKey};
 use super::{lock, require};
 use crate::args;
@@ -9,6 +8,7 @@ use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use pyo3::{PyTypeInfo, intern};
 
@@ -64,8 +64,10 @@ impl PyNaiveBlock {
 
     fn caching(parts: Parts<'_>, computed: bool) -> PyResult<Self> {
         let py = parts.allocator.py();
-        // As V0 asks, so that what says that it is one will do.
-        require(parts.allocator.is_instance(&PyPrefixCachingBlockAllocator::type_object(py))?, || {
+        // By `isinstance`, as V0 does. The class is imported: its module makes blocks, and imports this one.
+        static CACHING: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        let class = CACHING.import(py, "blockyard._core", "V0PrefixCachingBlockAllocator")?;
+        require(parts.allocator.is_instance(class)?, || {
             format!("allocator is {:?}, must cache prefixes", parts.allocator)
         })?;
         let before = match &parts.prev {

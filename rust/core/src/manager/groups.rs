@@ -1,7 +1,7 @@
 //! Sequences with a block table in each cache group. Each table is a row of its own; the first group's row stands for the
 //! sequence, and the handles that callers have are its.
 
-use super::{AllocStatus, Counts, Fit, Manager, blocks_for, inherit, invalid, release_all, take};
+use super::{AllocStatus, Counts, Fit, Manager, blocks_for, inherit, invalid};
 use crate::error::{Error, Result};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
@@ -51,9 +51,9 @@ impl Manager {
         let wanted = self.groups.all().iter().map(peak).fold(0, usize::saturating_add);
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
         if self.groups.growing().iter().any(passes) {
-            return Fit { status: AllocStatus::Never, ..self.admit(wanted, self.pools[0].available()) };
+            return Fit { status: AllocStatus::Never, ..self.admit(wanted, self.tiers.device().available()) };
         }
-        self.admit(wanted, self.pools[0].available())
+        self.admit(wanted, self.tiers.device().available())
     }
 
     /// As [`Manager::allocate`], for sequences whose encoders read so many tokens.
@@ -89,7 +89,7 @@ impl Manager {
         let groups = self.groups.all().to_vec();
         let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
-        self.pools[0].require(wanted, true)?;
+        self.tiers.device().require(wanted, true)?;
         let passed = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         self.require_nulls(passed.map(|(group, i)| group.skipped(0, length(group, i), 0, self.block_size)))?;
         self.rows.require(tokens.len().saturating_mul(groups.len()))?;
@@ -213,13 +213,13 @@ impl Manager {
         table.reserve(wanted + 1);
         let skipped = kind.skipped(held, tokens - held, table.len(), self.block_size);
         self.pass_over(skipped, &mut table);
-        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted - skipped, &mut table);
+        self.step().take(Tier::Device, wanted - skipped, false, &mut table);
         let slid = table.iter().take_while(|&&block| self.is_null(block)).count();
         let sequence = self.rows.open(Tier::Device, table);
-        if self.pools[0].follows_places() {
-            self.pools[0].note_owner(sequence.row(), slid, &self.rows.at(sequence).table[slid..]);
+        if self.tiers.device().follows_places() {
+            self.tiers.note_owner(sequence.row(), slid, &self.rows.at(sequence).table[slid..]);
         }
-        let open = self.tickets.open();
+        let open = self.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.len = tokens;
         row.written = open;
@@ -240,7 +240,7 @@ impl Manager {
             return Ok(0);
         }
         // A step writes a sequence's state at its end: too late for tokens of the same step that need it.
-        if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == self.tickets.open() {
+        if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == self.transfers.open() {
             return Err(Error::Unwritten { sequence: member });
         }
         if state || needed.clone().any(|i| self.is_null(row.table[i])) {
@@ -263,16 +263,16 @@ impl Manager {
             return child[0];
         }
         let kept = (shared / self.block_size) as usize;
-        let settled = self.tickets.is_settled(parent.ticket);
+        let settled = self.transfers.is_settled(parent.ticket);
         let slid = if settled { group.unneeded(shared, self.block_size) } else { parent.slid as usize }.min(kept);
         let mut table = Vec::with_capacity(kept);
         self.pass_over(slid, &mut table);
         table.extend_from_slice(&parent.table[slid..kept]);
         for &block in &table[slid..] {
-            self.pools[0].share(block, 1);
+            self.tiers.share((Tier::Device, block), 1);
         }
         let child = self.open_row(parent.group, shared, tokens, table);
-        let open = self.tickets.open();
+        let open = self.transfers.open();
         let row = self.rows.at_mut(child);
         let slid = row.slid;
         inherit(row, &parent, tokens, open);
@@ -313,7 +313,7 @@ impl Manager {
         }
         let sum = |(longest, all): (usize, usize), count| (longest.max(count), all.saturating_add(count));
         let (longest, all) = counts.fold((0, 0), sum);
-        let room = (u32::MAX - self.pools[0].refs(NULL_BLOCK)) as usize;
+        let room = (u32::MAX - self.tiers.device().refs(NULL_BLOCK)) as usize;
         if longest > MAX_PASSED || all > room {
             let must = format!("at most {MAX_PASSED} for one block table, and {room} in all");
             return Err(invalid("number of blocks passed over", all as i128, must));
@@ -343,14 +343,14 @@ impl Manager {
     /// Appends null blocks to a table.
     pub(super) fn pass_over(&mut self, count: usize, table: &mut Vec<BlockId>) {
         if count > 0 {
-            self.pools[0].share(NULL_BLOCK, u32::try_from(count).unwrap_or(u32::MAX));
+            self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
             table.resize(table.len() + count, NULL_BLOCK);
         }
     }
 
     /// Appends null blocks to a row.
     pub(super) fn skip(&mut self, sequence: SequenceId, count: usize) {
-        self.pools[0].share(NULL_BLOCK, u32::try_from(count).unwrap_or(u32::MAX));
+        self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
         let row = self.rows.at_mut(sequence);
         row.table.extend_with(|table| table.resize(table.len() + count, NULL_BLOCK));
     }
@@ -369,7 +369,7 @@ impl Manager {
             && count > 0
             && (end - 1) / u64::from(self.block_size) >= u64::from(len.div_ceil(self.block_size))
         {
-            self.step.begun.insert(sequence);
+            self.begun.insert(sequence);
         }
     }
 
@@ -379,15 +379,15 @@ impl Manager {
         if !self.is_recurrent(sequence) {
             return 0..0;
         }
-        let (row, begun) = (self.rows.at(sequence), self.step.begun.contains(&sequence));
+        let (row, begun) = (self.rows.at(sequence), self.begun.contains(&sequence));
         Group::Recurrent.passed_over(row.len, count, row.table.len(), begun, self.block_size)
     }
 
     /// Gives up the blocks of a row that are left without a state when `count` tokens are put in.
     pub(super) fn pass(&mut self, sequence: SequenceId, count: u32) {
-        let (open, size) = (self.tickets.open(), u64::from(self.block_size));
+        let (open, size) = (self.transfers.open(), u64::from(self.block_size));
         let passed = self.passed_over(sequence, count);
-        let begun = self.step.begun.contains(&sequence);
+        let begun = self.begun.contains(&sequence);
         let row = self.rows.at_mut(sequence);
         let len = u64::from(row.len);
         let leaves = len > 0 && (len + u64::from(count) - 1) / size > (len - 1) / size;
@@ -397,8 +397,8 @@ impl Manager {
         }
         if !passed.is_empty() {
             let gone = row.table.blank(passed.start, passed.end, NULL_BLOCK);
-            self.pools[0].share(NULL_BLOCK, u32::try_from(gone.len()).unwrap_or(u32::MAX));
-            release_all(&mut self.pools, Tier::Device, &gone);
+            self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
+            self.tiers.release_all(Tier::Device, &gone);
         }
     }
 

@@ -31,7 +31,7 @@ pub(super) struct Work {
     /// How many of these rows get one token, and have just filled the last block that they have.
     pub(super) ended: usize,
     /// Rows of a batch that moves whose blocks nothing else uses.
-    pub(super) plain: Vec<bool>,
+    pub(super) private: Vec<bool>,
 }
 
 /// What the first pass has seen: rows in all, fewer than there are if one is named twice, and those left to the second.

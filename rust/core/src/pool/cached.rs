@@ -1,13 +1,13 @@
 //! What a pool remembers of cached blocks, and how it gives them out again.
 
-use super::{Pool, Published};
+use super::Pool;
 use crate::error::Result;
-use crate::event::Reason;
 use crate::evict::{Departure, Eviction, Policy};
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
 use crate::prefix::PrefixIndex;
+use crate::removal::Reason;
 use std::hint::black_box;
 
 /// What a prompt finds a block by, and whose it is.
@@ -15,8 +15,9 @@ use std::hint::black_box;
 pub(crate) struct CachedIdentity {
     pub(crate) key: Key,
     /// Blocks of its prompt before it, as far as is known.
-    depth: u32,
-    tenant: u16,
+    pub(crate) depth: u32,
+    /// Tenant with a quota that it belongs to, 0 for none.
+    pub(crate) tenant: u16,
 }
 
 /// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
@@ -139,17 +140,6 @@ impl Pool {
         Some(identity)
     }
 
-    /// Publishes a block that was filled for that and is nobody's; returns whether it did. It does not if another block has
-    /// the key by now, or if the block is beyond the pool's end.
-    pub(crate) fn attach_cached(&mut self, block: BlockId, identity: CachedIdentity) -> bool {
-        let CachedIdentity { key, depth, tenant } = identity;
-        let is_cached = !self.is_beyond(block) && self.publish(block, key, depth) == Published::Now;
-        if is_cached && tenant != 0 {
-            self.assign(block, tenant);
-        }
-        is_cached
-    }
-
     /// Tells the policy that the bytes of a block are gone; returns whether the block could be evicted.
     pub(super) fn retire(&mut self, block: BlockId) -> bool {
         self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Departure::Gone))
@@ -206,6 +196,7 @@ mod tests {
     use super::*;
     use crate::hash::{Chain, KeySpec};
     use crate::id::Tier;
+    use crate::pool::Published;
 
     fn key(n: u32) -> Key {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()

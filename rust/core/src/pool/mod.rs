@@ -6,12 +6,12 @@
 
 use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, Membership, TierBlock};
 use crate::error::{Error, Result};
-use crate::event::Removals;
 use crate::evict::{Departure, Eviction};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::prefix::grown;
+use crate::removal::Removals;
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use cached::Cache;
 use std::ops::Range;

@@ -2,10 +2,10 @@
 
 use super::Pool;
 use crate::block::TierBlock;
-use crate::event::{Reason, Removal, Removals, Ring};
 use crate::evict::Departure;
 use crate::hash::Key;
 use crate::id::BlockId;
+use crate::removal::{Reason, Removal, Removals, Ring};
 
 /// What publishing a block came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

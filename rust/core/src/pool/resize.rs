@@ -62,7 +62,7 @@ impl Pool {
 
     /// Whether a block has no place in the pool any more.
     #[inline]
-    pub(super) fn is_beyond(&self, block: BlockId) -> bool {
+    pub(crate) fn is_beyond(&self, block: BlockId) -> bool {
         block.index() >= self.len
     }
 
