@@ -11,9 +11,9 @@ import pytest
 
 from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, PrefixCaching, StepDecision
 from blockyard._core import Completion, StoreStats
+from blockyard.engine.mapping import check_pairs
 from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
 from blockyard.events import export_keys
-from blockyard.engine.mapping import check_pairs
 from blockyard.types import Fit, Sequence
 
 

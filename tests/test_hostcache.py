@@ -199,7 +199,9 @@ def test_a_snapshot_keeps_the_copies() -> None:
 
 
 def test_copies_need_host_blocks() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"host_blocks is 0, must be at least 1 with PrefixCaching.host=True"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"host_blocks is 0, must be at least 1 with PrefixCaching.host=True"
+    ):
         BlockManager(block_size=SIZE, device_blocks=4, prefix_caching=PrefixCaching(host=True))
 
 
