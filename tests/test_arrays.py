@@ -183,15 +183,13 @@ def test_pairs_may_be_any_ints(ids: object) -> None:
     given = Pairs("device", "host", ids)  # type: ignore[arg-type]
     assert given == Pairs("device", "host", np.array([[1, 2], [3, 4]]))
     assert given.ids.dtype == np.int64
-    assert merge_runs(ids).tolist() == [[1, 2, 1], [3, 4, 1]]  # type: ignore[arg-type]
     assert check_pairs(ids, src_blocks=8, dst_blocks=8).tolist() == [[1, 2], [3, 4]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[[1]], [[1, 2, 3]], [[1, -1]], [[1, 1.5]], [[1, 2**32]], np.zeros((1, 2)), [1, 2], 3])
 def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
-    for call in (lambda: Pairs("device", "host", ids), lambda: merge_runs(ids), lambda: order_moves(ids, 8)):
-        with pytest.raises(InvalidArgumentError, match="pair"):
-            call()
+    with pytest.raises(InvalidArgumentError, match="pair"):
+        Pairs("device", "host", ids)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="pair"):
         check_pairs(ids, src_blocks=8, dst_blocks=8)  # type: ignore[arg-type]
 
