@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from blockyard import MappingError, Pairs, StepDecision
+from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import BlockyardError
+from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.parts import Part, cut, written
 from blockyard.executor.staging import Staging, engine_tier
 from blockyard.executor.store_side import StoreSide
