@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from torch import Tensor
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
@@ -35,6 +36,7 @@ class Part:
         prefetch: a load that nobody waits for.
         transfer: its leg with the engine, once under way.
         batch: its leg with the store, once under way.
+        rows: the buffer that a store reads into.
         missed: pairs that are known to be lost while others are still under way.
         lost: the pairs that did not land; None until it has ended.
         error: why, if more is known than that a block did not come back.
@@ -50,6 +52,7 @@ class Part:
     prefetch: bool = False
     transfer: Transfer | None = None
     batch: Batch | None = None
+    rows: Tensor | None = None
     missed: Pairs | None = None
     lost: tuple[Pairs, ...] | None = None
     error: Exception | None = None

@@ -7,12 +7,13 @@ are limited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from blockyard._core import Pairs
 from blockyard.engine.engine import CacheEngine
@@ -25,6 +26,37 @@ if TYPE_CHECKING:
     from blockyard.engine.tasks import Kind
 
 __all__ = ["Staging", "engine_tier"]
+
+
+class _Buffers:
+    """Rows for fetched blocks that are used again: fresh memory costs about as much as the copy into it.
+
+    Args:
+        make: makes so many rows.
+        max_bytes: that may be kept for later.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor], max_bytes: int) -> None:
+        self._make = make
+        self._max_bytes = max_bytes
+        self._free: dict[int, list[Tensor]] = {}
+        self._kept = 0
+
+    def take(self, count: int) -> Tensor:
+        """Give a buffer of at least so many rows, which nobody else has."""
+        capacity = 1 << (count - 1).bit_length()
+        free = self._free.get(capacity)
+        if not free:
+            return self._make(capacity)
+        buffer = free.pop()
+        self._kept -= buffer.numel()
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let a buffer be used again."""
+        if self._kept + buffer.numel() <= self._max_bytes:
+            self._kept += buffer.numel()
+            self._free.setdefault(len(buffer), []).append(buffer)
 
 
 class Staging:
@@ -44,6 +76,7 @@ class Staging:
         self._engine = engine
         self._side = side
         self._max_bytes = max_bytes
+        self._buffers = _Buffers(engine.memory.staging, max_bytes)
         self._numbers = count(1)
         self.launching: Part | None = None
 
@@ -66,7 +99,9 @@ class Staging:
         self.launching = part
         try:
             if part.kind == "fetch":
-                part.batch = self._store().read(_column(part.pairs, 0))
+                part.rows = self._buffers.take(len(part.pairs))
+                out = part.rows[: len(part.pairs)].numpy()
+                part.batch = self._store().read(_column(part.pairs, 0), out)
             else:
                 part.transfer = self._submit(part)
         except BlockyardError:
@@ -97,6 +132,10 @@ class Staging:
                 self._store_read(part, transfer)
             else:
                 self.end(part, [part.missed] if part.missed else [], None)
+        if part.ended and part.rows is not None:
+            # The store has answered and the engine has ended. Rows of parts that end otherwise are not used again.
+            rows, part.rows = part.rows, None
+            self._buffers.give_back(rows)
 
     def lose(self, part: Part, error: Exception) -> None:
         """End a part of which nothing has landed."""
