@@ -369,6 +369,7 @@ VALID: dict[str, Any] = {
     "SlabStore.submit_read.slots": lambda: np.array([1]),
     "SlabStore.submit_write.rows": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.submit_write.slots": lambda: np.array([1]),
+    "SlabStore.wait.out": lambda: np.zeros((1, 512), np.uint8),
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),

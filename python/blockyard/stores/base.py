@@ -100,7 +100,7 @@ class ExternalStore(ABC):
         """
 
     @abstractmethod
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
         """Collect a ticket, waiting until it is finished or given up.
 
         Every ticket must be collected, once: until then it holds memory.
@@ -108,6 +108,8 @@ class ExternalStore(ABC):
         Args:
             ticket: from `submit_write` or `submit_read`.
             timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
+            out: rows for the blocks of a read, uint8 `[n, bytes_per_block]`, C-contiguous; those of misses may be left
+                as they are. The result's rows are then these, which saves fresh memory. A plug-in may ignore it.
 
         Returns:
             One entry a slot, in the order of the batch; what was not done in time is a miss, `"timeout"`.
