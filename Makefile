@@ -5,15 +5,15 @@
 #   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
 #   make test-asan                 the tests of copies and binding under AddressSanitizer
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
-#   make bench-gpu [GPU_JSON=FILE] copies between host and device beside one large copy and a loop of single ones
+#   make bench-gpu [GPU_JSON=FILE] copies between host and device, against one large copy and a loop
 #       both with GPU_PYTHON=DIR/bin/python: with a wheel that is installed there, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
 #   make docs                      docs/api.md and the stub's docstrings, from the code
-#   make fuzz [FUZZ_SECONDS=180]   operation sequences on the books, and forged snapshots, chosen by libFuzzer; the
-#       time is split among the two
+#   make fuzz [FUZZ_SECONDS=180]   random operations and forged snapshots, grown by libFuzzer; the
+#       targets share the time
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
 #   make wheel                     wheel and source archive in dist/
-#   make pins                      resolve requirements-dev.txt anew from pyproject.toml
+#   make pins                      resolve requirements-dev.txt from pyproject.toml
 #   make clean | distclean         remove what was built | .venv too
 
 PYTHON ?= python3

@@ -39,7 +39,7 @@ CACHED_RUNNING = 128
 
 
 class Churn:
-    """W-defrag's sequences, in the books of one manager."""
+    """W-defrag's sequences, in one manager."""
 
     def __init__(self, *, shared: bool, defragment: bool, seed: int = 1) -> None:
         self._rng = random.Random(seed)
@@ -86,7 +86,7 @@ class Churn:
                 self.manager.free([before])
         prefix = self._prefix or 0
         self._running += [
-            self.manager.fork(prefix, shared_tokens=SHARED_BLOCKS * BLOCK_SIZE, num_tokens=n) for n in tokens
+            int(self.manager.fork(prefix, shared_tokens=SHARED_BLOCKS * BLOCK_SIZE, num_tokens=n)) for n in tokens
         ]
 
 
@@ -127,7 +127,7 @@ def cached_pool(seed: int = 1) -> BlockManager:
         if running:
             manager.append(np.array(running, dtype=np.uint64), rng.randrange(1, 8))
         prompts = [[step * 4 + i] * rng.randrange(30, 90) * BLOCK_SIZE for i in range(4)]
-        running += manager.allocate_prompts(prompts)[0].tolist()
+        running += map(int, manager.allocate(*prompts))
         manager.complete(manager.take_decision().ticket)
         manager.mark_computed(running)
     for _ in range(2):
@@ -138,7 +138,7 @@ def cached_pool(seed: int = 1) -> BlockManager:
 def tidied(cached: Literal["move", "drop", "exchange"]) -> dict[str, float]:
     """Runs a table and cached blocks, before and after; moves, steps and microseconds a step."""
     manager = cached_pool()
-    before, kept = manager.defrag.fragmentation(), manager.prefix_stats.cached_blocks
+    before, kept = manager.defrag.fragmentation(), manager.stats().cached_blocks["device"]
     moves, spent = [0], 0
     while moves[-1] or len(moves) == 1:
         begin = time.thread_time_ns()
@@ -152,7 +152,7 @@ def tidied(cached: Literal["move", "drop", "exchange"]) -> dict[str, float]:
         "runs_before": before.runs / before.tables,
         "runs": after.runs / after.tables,
         "moves": sum(moves),
-        "cached_lost": kept - manager.prefix_stats.cached_blocks,
+        "cached_lost": kept - manager.stats().cached_blocks["device"],
         "step_us": spent / 1000 / (len(moves) - 1),
     }
 

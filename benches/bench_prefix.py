@@ -22,7 +22,8 @@ import numpy as np
 from figures import keep
 from numpy.typing import NDArray
 
-from blockyard import BlockManager
+from blockyard import BlockManager, PrefixCaching
+from blockyard.types import Sequence as Handle
 
 BLOCK_SIZE = 16
 LIVE = 16
@@ -47,22 +48,24 @@ def prompts() -> list[NDArray[np.uint32]]:
     return [np.ascontiguousarray(row) for row in all_tokens.astype(np.uint32)]
 
 
-def w_prefix(requests: Prompts, blocks: int, **options: str) -> tuple[float, float]:
+def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching | None = None) -> tuple[float, float]:
     """Microseconds per request, and the block hit rate; 16 requests live at a time, first in, first out."""
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, **options, prefix_caching=True)
-    live: deque[NDArray[np.uint64]] = deque()
+    manager = BlockManager(
+        block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=caching or PrefixCaching()
+    )
+    live: deque[Handle] = deque()
     start = time.thread_time_ns()
     for prompt in requests:
         if len(live) == LIVE:
             manager.free(live.popleft())
-        handles, _ = manager.allocate_prompts([prompt])
+        sequence = manager.allocate(prompt)
         manager.complete(manager.take_decision().ticket)
-        manager.mark_computed(handles)
-        live.append(handles)
+        manager.mark_computed(sequence)
+        live.append(sequence)
     while live:
         manager.free(live.popleft())
     spent = time.thread_time_ns() - start
-    return spent / len(requests) / 1000, manager.prefix_stats.hit_rate
+    return spent / len(requests) / 1000, manager.stats().hit_rate
 
 
 def compare_policies() -> None:
@@ -70,7 +73,7 @@ def compare_policies() -> None:
     arrays = prompts()
     for eviction in POLICIES:
         for blocks in (20_000, 4_000):
-            us, hit = w_prefix(arrays, blocks, eviction=eviction)
+            us, hit = w_prefix(arrays, blocks, PrefixCaching(eviction=eviction))
             print(f"{eviction:10} {blocks:6} blocks  hit rate {hit:.4f}  {us:6.2f} us per request")
 
 
@@ -81,14 +84,14 @@ def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:
     handles = np.zeros(evictable // chain, dtype=np.uint64)
     for first in range(0, len(handles), batch):
         numbers = np.arange(first, first + batch, dtype=np.uint32)
-        some, _ = manager.allocate_prompts(list(np.repeat(numbers, chain * BLOCK_SIZE).reshape(batch, -1)))
+        some = manager.allocate(*np.repeat(numbers, chain * BLOCK_SIZE).reshape(batch, -1))
         manager.complete(manager.take_decision().ticket)
         manager.mark_computed(some)
-        handles[first : first + batch] = some
+        handles[first : first + batch] = np.array(some, np.uint64)
     np.random.default_rng(1).shuffle(handles)
     manager.free(handles)
-    if manager.prefix_stats.cached_blocks != evictable:
-        raise RuntimeError(f"{manager.prefix_stats.cached_blocks} blocks are cached, must be {evictable}")
+    if manager.stats().cached_blocks["device"] != evictable:
+        raise RuntimeError(f"{manager.stats().cached_blocks['device']} blocks are cached, must be {evictable}")
     return manager
 
 
@@ -98,7 +101,7 @@ def evict(evictable: int, repeats: int) -> float:
     best = float("inf")
     manager = full_of_chains(evictable)
     for _ in range(repeats):
-        if manager.prefix_stats.cached_blocks < min(evictable, 50_000):
+        if manager.stats().cached_blocks["device"] < min(evictable, 50_000):
             manager = full_of_chains(evictable)
         calls = min(evictable, 50_000) // 250
         start = time.thread_time_ns()
@@ -130,12 +133,12 @@ def bytes_per_block() -> float:
     numbers = np.arange(chain * BLOCK_SIZE, dtype=np.uint32)
     for first in range(0, HUGE, chain):
         numbers[0] = first
-        handles, _ = manager.allocate_prompts([numbers])
+        sequence = manager.allocate(numbers)
         manager.complete(manager.take_decision().ticket)
-        manager.mark_computed(handles)
-        manager.free(handles)
-    if manager.prefix_stats.cached_blocks != HUGE:
-        raise RuntimeError(f"{manager.prefix_stats.cached_blocks} blocks are cached, must be {HUGE}")
+        manager.mark_computed(sequence)
+        manager.free(sequence)
+    if manager.stats().cached_blocks["device"] != HUGE:
+        raise RuntimeError(f"{manager.stats().cached_blocks['device']} blocks are cached, must be {HUGE}")
     return (resident_bytes() - before) / HUGE
 
 

@@ -65,9 +65,7 @@ class Load:
         blocks = running * ((PROMPT + LONGEST) // BLOCK_SIZE + 2) + 200
         self._manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, prefix_caching=prefix_caching)
         budget = 8192 if running < 2000 else 16384
-        self._scheduler = Scheduler(
-            self._manager, prefix_caching=prefix_caching, max_num_seqs=running, max_num_batched_tokens=budget
-        )
+        self._scheduler = Scheduler(self._manager, max_num_seqs=running, max_num_batched_tokens=budget)
         self._added = 0
         for i in range(running):
             self._add(max(2, LIFE * (i + 1) // running) if turnover else LONGEST)

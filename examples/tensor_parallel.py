@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard import AllocStatus, BlockManager, StepDecision
+from blockyard import BlockManager, StepDecision
 
 LAYERS, BLOCK_SIZE, HEAD_BYTES = 3, 4, 8
 DEVICE_BLOCKS, HOST_BLOCKS = 24, 48
@@ -119,7 +119,7 @@ class Driver:
         self.random.shuffle(chosen)
         moved = {handle for handle in chosen[:2] if self.move(handle)}
         if manager.pool("device").num_free >= 4:
-            (handle,) = manager.allocate(counts=[(count := self.random.randint(1, 9))]).tolist()
+            handle = int(manager.allocate(count := self.random.randint(1, 9)))
             self.tags[handle] = self.new_tags(count)
             writes += zip(manager.slot_mapping(handle, 0, count).tolist(), self.tags[handle], strict=True)
             moved.add(handle)
@@ -145,12 +145,12 @@ class Driver:
             manager.free(handles)
             del self.tags[handle]
         elif draw < 0.4 and on_device:
-            (child,) = manager.fork(handle, 1).tolist()
+            child = int(manager.fork(handle))
             self.tags[child] = list(self.tags[handle])
             return False
         elif on_device and manager.can_swap_out(handles):
             manager.swap_out(handles)
-        elif not on_device and manager.can_swap_in(handles).status == AllocStatus.OK:
+        elif not on_device and manager.can_swap_in(handles):
             manager.swap_in(handles)
         return True
 

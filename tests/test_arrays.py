@@ -9,11 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, StepDecision
+from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, PrefixCaching, StepDecision
 from blockyard._core import Completion, StoreStats
 from blockyard.engine.mapping import check_pairs
 from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
 from blockyard.events import export_keys
+from blockyard.types import Fit, Sequence
 
 
 @pytest.fixture
@@ -64,10 +65,51 @@ def test_a_list_with_what_is_no_token_is_refused(token: object) -> None:
 
 
 REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.ndarray], object]]] = {
-    "a negative count": (InvalidArgumentError, "num_tokens is -1", lambda m, h: m.can_allocate(-1)),
-    "a count beyond 32 bits": (InvalidArgumentError, "num_tokens is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
-    "a float count": (InvalidArgumentError, "num_tokens is 1.5", lambda m, h: m.can_allocate(1.5)),  # type: ignore[arg-type]
-    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1)),
+    "a negative count": (InvalidArgumentError, "prompt is -1", lambda m, h: m.can_allocate(-1)),
+    "a count beyond 32 bits": (InvalidArgumentError, "prompt is 4294967296", lambda m, h: m.can_allocate(1 << 32)),
+    "a float count": (
+        InvalidArgumentError,
+        "prompt is 1.5, must be token ids or their number",
+        lambda m, h: m.can_allocate(1.5),  # type: ignore[call-overload]
+    ),
+    "a count that is text": (
+        InvalidArgumentError,
+        "prompts.0. is 'a', must be token ids",
+        lambda m, h: m.allocate("a"),
+    ),  # type: ignore[call-overload]
+    "a salt with a count": (InvalidArgumentError, "salt, lora_id", lambda m, h: m.allocate(1, salt=b"a")),
+    "an adapter with counts": (
+        InvalidArgumentError,
+        "salt, lora_id",
+        lambda m, h: m.allocate(counts=[1], lora_id=1),  # type: ignore[call-overload]
+    ),
+    "a chunk with a count": (InvalidArgumentError, "chunk_tokens", lambda m, h: m.allocate(9, chunk_tokens=4)),
+    "extras with a count": (InvalidArgumentError, "extras", lambda m, h: m.allocate(9, extras=[(0, 0, 0, b"x")])),
+    "counts and prompts": (InvalidArgumentError, "give one of them", lambda m, h: m.allocate(1, counts=[1])),  # type: ignore[call-overload]
+    "a count beside token ids": (InvalidArgumentError, "must be of one kind", lambda m, h: m.allocate(1, [2, 3])),
+    "no prompt at all": (InvalidArgumentError, "prompts are missing", lambda m, h: m.allocate()),
+    "too few salts": (
+        InvalidArgumentError,
+        "salt has 1 values, there are 2 prompts",
+        lambda m, h: m.allocate([1], [2], salt=[b"a"]),
+    ),
+    "an encoder with token ids": (
+        InvalidArgumentError,
+        "encoder_tokens",
+        lambda m, h: m.allocate([1], encoder_tokens=[2]),
+    ),
+    "an encoder with token ids to be asked for": (
+        InvalidArgumentError,
+        "encoder_tokens is 2",
+        lambda m, h: m.can_allocate([1], encoder_tokens=2),
+    ),
+    "half of a fork's prefix": (InvalidArgumentError, "go together", lambda m, h: m.fork(int(h[0]), shared_tokens=0)),  # type: ignore[call-overload]
+    "a prefix and a number of forks": (
+        InvalidArgumentError,
+        "go together",
+        lambda m, h: m.fork(int(h[0]), 2, shared_tokens=0, num_tokens=1),  # type: ignore[call-overload]
+    ),
+    "a negative handle": (InvalidArgumentError, "sequence is -1", lambda m, h: m.fork(-1, 1)),
     "a handle never given out": (UnknownSequenceError, "sequence 5", lambda m, h: m.append([5])),
     "float sequences": (InvalidArgumentError, "float32", lambda m, h: m.append(h.astype(np.float32))),
     "text sequences": (InvalidArgumentError, "sequences is 'x'", lambda m, h: m.append("x")),  # type: ignore[arg-type]
@@ -107,7 +149,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
     ),
     "slots of tokens that are not there": (
         InvalidArgumentError,
-        "tokens 0 to 9 of a sequence of 3",
+        "first is 0 and last 9, the sequence has 3 tokens",
         lambda m, h: m.slot_mapping(int(h[0]), 0, 9),
     ),
     "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.pool("gpu").num_free),  # type: ignore[arg-type]
@@ -154,6 +196,7 @@ def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
 
 NOTHING = Pairs("host", "external", [])
 VALUES = [
+    *(Fit(AllocStatus.LATER, 3, 1), Sequence(2**64 - 1, 7), PrefixCaching(), PrefixCaching(host=True, max_events=3)),
     *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
     *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), StoreStats(misses={"timeout": 2}, last_error="late")),
     StepDecision(

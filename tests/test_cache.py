@@ -184,12 +184,15 @@ def test_blocks_that_are_lost_are_named(tmp_path: Path):
 
 def test_a_device_shrinks_and_grows_with_its_memory():
     with KVCache(LAYOUT, device_blocks=64, max_device_blocks=128) as cache:
+        assert cache.elastic.num_blocks == 64
         sequence = cache.manager.allocate(4 * 60)
         cache.step().finish()
         assert cache.resize(16).extent == 60
         cache.manager.free(sequence)
-        assert cache.resize(16).done
-        assert cache.resize(128).blocks == 128
+        cache.step().finish()
+        assert cache.manager.defrag.progress().done
+        assert cache.elastic.num_blocks == 16
+        assert cache.resize(128).blocks == cache.elastic.num_blocks == 128
         assert cache.manager.allocate(4 * 100)
         with pytest.raises(InvalidArgumentError, match="blocks is 129, must be 1 to 128"):
             cache.resize(129)

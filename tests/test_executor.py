@@ -255,7 +255,8 @@ def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, stor
     a, b = books.allocate(counts=[12, 8])
     step()
     rows = content(0)[books.block_table(a).astype(np.int64)]
-    for move in (books.swap_out, books.spill, books.fetch, books.spill, books.fetch):
+    spill = partial(books.swap_out, to="external")
+    for move in (books.swap_out, spill, books.swap_in, spill, books.swap_in):
         move([a])
         if move == books.swap_out:
             books.free([b])

@@ -55,8 +55,12 @@ class Bench:
         return list(lost)
 
     def move(self, executor: Executor, *moves: str) -> list[Pairs]:
+        """Move the sequence by `"swap_out"`, `"swap_in"`, `"spill"` or `"fetch"`, as decisions name what they do."""
         for name in moves:
-            getattr(self.manager, name)(self.sequence)
+            if name in ("swap_out", "spill"):
+                self.manager.swap_out(self.sequence, to="host" if name == "swap_out" else "external")
+            else:
+                self.manager.swap_in(self.sequence)
             lost = self.carry_out(executor)
         return lost
 

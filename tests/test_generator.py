@@ -52,9 +52,15 @@ def wanted(model, work):
 
 
 def open_generator(model, tmp_path, **options):
-    small = {"block_size": 4, "num_device_blocks": 40, "num_host_blocks": 6}
-    tier = {"external_swapper": f"file://{tmp_path}/swap", "external_swapper_space": "1MiB"}
+    small = {"block_size": 4, "device_blocks": 40, "host_blocks": 6}
+    tier = {"external": f"file://{tmp_path}/swap?size=1MiB"}
     return Generator(model, **small | tier | options)
+
+
+def generate(generator, prompts, params):
+    """Serve prompts, and give their tokens in the order of the prompts."""
+    outputs = sorted(generator.generate(prompts, params), key=lambda output: output.index)
+    return [list(output.sequences) for output in outputs]
 
 
 class Watching(Wrapper):
@@ -72,7 +78,7 @@ class Watching(Wrapper):
 @pytest.mark.parametrize("layout", ["kv_first", "blocks_first"])
 def test_tokens_are_the_unpaged_ones_though_all_kinds_of_transfer_happen(model, work, wanted, tmp_path, layout):
     with open_generator(model, tmp_path, wrap_executor=Watching, kind=layout, preemption_mode="swap") as generator:
-        assert generator.generate(*work) == wanted
+        assert generate(generator, *work) == wanted
         assert generator.executor.kinds == set(KINDS)
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 40
@@ -93,8 +99,8 @@ def test_a_sliding_window_keeps_no_more_blocks_than_it_needs_and_its_tokens(wind
     prompts, params = work
     alone = zip(prompts, params, strict=True)
     wanted = [[reference_generate(windowed, p, s, index) for index in range(s.n)] for p, s in alone]
-    with open_generator(windowed, tmp_path, num_host_blocks=host, preemption_mode="swap") as generator:
-        assert generator.generate(prompts, params) == wanted
+    with open_generator(windowed, tmp_path, host_blocks=host, preemption_mode="swap") as generator:
+        assert generate(generator, prompts, params) == wanted
         assert generator.scheduler.stats.preempted_swap + generator.scheduler.stats.preempted_spill > 0
         generator.manager.check()
         assert generator.manager.pool("device").num_free == 39, "all but the null block"
@@ -109,15 +115,15 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
             block_size=4, device_blocks=40, host_blocks=6, groups=[CacheGroup.sliding_window(3)]
         )
         generator.scheduler = Scheduler(generator.manager)
-        assert generator.generate([prompts[0]], [greedy]) != [[wanted]]
+        assert generate(generator, [prompts[0]], [greedy]) != [[wanted]]
 
 
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
 @pytest.mark.parametrize("host", [0, 40])
 def test_every_way_of_preemption_gives_the_same_tokens(model, work, wanted, tmp_path, mode, host):
-    options = {"num_host_blocks": host, "preemption_mode": mode, "wrap_executor": SteadyExecutor}
+    options = {"host_blocks": host, "preemption_mode": mode, "wrap_executor": SteadyExecutor}
     with open_generator(model, tmp_path, **options) as generator:
-        assert generator.generate(*work) == wanted
+        assert generate(generator, *work) == wanted
         stats = generator.scheduler.stats
         assert (stats.preempted_recompute > 0) == (mode != "swap")
         assert (stats.preempted_swap > 0) == (mode != "recompute" and host > 0)
@@ -143,18 +149,18 @@ def test_transfers_that_end_late_cost_no_token(model, work, wanted, tmp_path, ho
         def wait(self, ticket):
             return self.ended.pop(ticket) if ticket in self.ended else super().wait(ticket)
 
-    options = {"num_host_blocks": host, "preemption_mode": "swap", "wrap_executor": Late}
+    options = {"host_blocks": host, "preemption_mode": "swap", "wrap_executor": Late}
     with open_generator(model, tmp_path, **options) as generator:
-        assert generator.generate(*work) == wanted
+        assert generate(generator, *work) == wanted
         assert generator.executor.late > 0
         assert generator.scheduler.stats.preempted_spill > 0
         generator.manager.check()
 
 
 def test_without_host_and_tier_everything_is_computed_again(model, work, wanted):
-    with Generator(model, block_size=4, num_device_blocks=40, num_host_blocks=0, preemption_mode="swap") as generator:
+    with Generator(model, block_size=4, device_blocks=40, host_blocks=0, preemption_mode="swap") as generator:
         assert generator.store is None
-        assert generator.generate(*work) == wanted
+        assert generate(generator, *work) == wanted
         assert generator.scheduler.stats.preempted_recompute > 0
 
 
@@ -188,9 +194,9 @@ class Losing(Wrapper):
 
 
 def test_lost_blocks_cost_a_recompute_and_no_token(model, work, wanted, tmp_path):
-    options = {"num_host_blocks": 0, "preemption_mode": "swap", "wrap_executor": Losing}
+    options = {"host_blocks": 0, "preemption_mode": "swap", "wrap_executor": Losing}
     with open_generator(model, tmp_path, **options) as generator:
-        assert generator.generate(*work) == wanted
+        assert generate(generator, *work) == wanted
         assert generator.executor.losses > 0
         assert generator.scheduler.stats.lost > 0
         generator.manager.check()
@@ -215,7 +221,7 @@ class Scrambling(Losing):
 
 def test_wrong_bytes_change_tokens(model, work, wanted, tmp_path):
     with open_generator(model, tmp_path, preemption_mode="swap", wrap_executor=Scrambling) as generator:
-        assert generator.generate(*work) != wanted
+        assert generate(generator, *work) != wanted
 
 
 def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
@@ -252,10 +258,10 @@ def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
 def test_a_request_that_cannot_be_served_is_refused_and_none_is_left(model, tmp_path, prompts, params, error, shown):
     with open_generator(model, tmp_path) as generator:
         with pytest.raises(error, match=shown):
-            generator.generate(prompts, params)
+            generate(generator, prompts, params)
         assert generator.num_unfinished == 0
         generator.manager.check()
-        assert len(generator.generate([[1]], SamplingParams(max_tokens=2))[0][0]) == 2
+        assert len(generate(generator, [[1]], SamplingParams(max_tokens=2))[0][0]) == 2
 
 
 def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
@@ -267,7 +273,7 @@ def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
 
     with open_generator(model, tmp_path, wrap_executor=Failing) as generator:
         with pytest.raises(OSError, match="a device went away"):
-            generator.generate(*work)
+            generate(generator, *work)
         assert generator.num_unfinished == 0
         generator.drain()
         generator.manager.check()
@@ -276,7 +282,7 @@ def test_an_error_on_the_way_leaves_no_request_behind(model, work, tmp_path):
 
 def test_a_step_that_fails_costs_no_token(model, work, wanted, tmp_path, monkeypatch):
     with open_generator(model, tmp_path, preemption_mode="swap") as generator:
-        forward, calls = generator.worker.model.forward, []
+        forward, calls = generator.model.forward, []
 
         def failing(*arguments, **options):
             calls.append(1)
@@ -284,7 +290,7 @@ def test_a_step_that_fails_costs_no_token(model, work, wanted, tmp_path, monkeyp
                 raise OSError("a kernel failed")
             return forward(*arguments, **options)
 
-        monkeypatch.setattr(generator.worker.model, "forward", failing)
+        monkeypatch.setattr(generator.model, "forward", failing)
         done = {}
         for index, (prompt, params) in enumerate(zip(*work, strict=True)):
             generator.add(str(index), prompt, params)
@@ -299,9 +305,9 @@ def test_a_step_that_fails_costs_no_token(model, work, wanted, tmp_path, monkeyp
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_prompts_in_chunks_give_the_unpaged_tokens(model, work, wanted, tmp_path, prefix_caching):
-    options = {"max_num_batched_tokens": 7, "prefix_caching": prefix_caching, "num_device_blocks": 240}
+    options = {"max_num_batched_tokens": 7, "prefix_caching": prefix_caching, "device_blocks": 240}
     with open_generator(model, tmp_path, **options) as generator:
-        assert [generator.generate(*work) for _ in range(2)] == [wanted, wanted]
+        assert [generate(generator, *work) for _ in range(2)] == [wanted, wanted]
         assert (generator.scheduler.stats.cached_tokens > 0) == prefix_caching
 
 
@@ -310,7 +316,7 @@ def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
     config = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
     model = demo_model(config, device="cuda", dtype=torch.float64)
     with open_generator(model, tmp_path, preemption_mode="swap", wrap_executor=Watching) as generator:
-        outputs = generator.generate(*work)
+        outputs = generate(generator, *work)
         assert generator.executor.kinds == set(KINDS)
     each = zip(*work, strict=True)
     assert outputs == [[reference_generate(model, prompt, p, index) for index in range(p.n)] for prompt, p in each]
@@ -318,7 +324,7 @@ def test_tokens_on_a_cuda_device_are_the_unpaged_ones(work, tmp_path):
 
 def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, work, wanted, tmp_path):
     with open_generator(model, tmp_path, elastic=True, wrap_executor=SteadyExecutor) as generator:
-        elastic, sizes = generator.worker.elastic, iter([30, 24, 33, 25, 40, 26])
+        elastic, sizes = generator.cache.elastic, iter([30, 24, 33, 25, 40, 26])
         extents = []
 
         def resize(step, finished):
@@ -328,20 +334,20 @@ def test_tokens_are_the_unpaged_ones_while_the_device_shrinks_and_grows(model, w
             generator.manager.check()
 
         generator._on_step = resize
-        assert generator.generate(*work) == wanted
+        assert generate(generator, *work) == wanted
         assert min(extents) < 30
         generator.resize_device(20)
-        assert generator.give_back().blocks == elastic.num_blocks == 20
-        assert generator.give_back() is None
-        with pytest.raises(InvalidArgumentError, match="41 device blocks are wanted, the tensors have 40"):
+        assert generator.cache.give_back().blocks == elastic.num_blocks == 20
+        assert generator.cache.give_back() is None
+        with pytest.raises(InvalidArgumentError, match="blocks is 41, must be 1 to 40, the blocks of the tensors"):
             generator.resize_device(41)
 
 
-def test_without_elastic_caches_the_books_alone_shrink(model, work, wanted, tmp_path):
+def test_without_elastic_caches_only_the_manager_shrinks(model, work, wanted, tmp_path):
     with open_generator(model, tmp_path) as generator:
         assert generator.resize_device(24).done
-        assert generator.generate(*work) == wanted
-        assert generator.give_back() is None
+        assert generate(generator, *work) == wanted
+        assert generator.cache.give_back() is None
 
 
 def test_what_a_smaller_device_cannot_hold_ends_with_the_numbers_and_the_others_go_on(model, work, wanted, tmp_path):
@@ -369,7 +375,7 @@ def test_generate_raises_for_a_request_that_no_longer_fits_and_leaves_none(model
     with open_generator(model, tmp_path) as generator:
         generator._on_step = lambda step, finished: generator.resize_device(8)
         with pytest.raises(OutOfBlocksError, match="device blocks and 0 kept free, there are 8"):
-            generator.generate(*work)
+            generate(generator, *work)
         assert generator.num_unfinished == 0
         generator.drain()
         assert generator.manager.pool("device").num_free == 8
@@ -379,14 +385,51 @@ def test_waiting_for_ever_is_an_error(model, tmp_path):
     with open_generator(model, tmp_path) as generator:
         held = generator.manager.allocate(counts=[39 * 4])
         with pytest.raises(InvariantError, match="1 requests wait, 1 of 40 device blocks are free"):
-            generator.generate([[1, 2, 3, 4, 5]], SamplingParams())
+            generate(generator, [[1, 2, 3, 4, 5]], SamplingParams())
         generator.manager.free(held)
-        assert generator.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3))
+        assert generate(generator, [[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3))
 
 
 def test_what_was_opened_is_closed_when_the_start_fails(model, tmp_path):
     with pytest.raises(InvalidArgumentError, match="preemption_mode is 'never'"):
         open_generator(model, tmp_path, preemption_mode="never")
     assert not list((tmp_path / "swap").iterdir())
-    with pytest.raises(StoreURLError, match="size=1MiB"):
-        open_generator(model, tmp_path, external_swapper=f"file://{tmp_path}/swap?size=2MiB")
+    with pytest.raises(StoreURLError, match="size=lots"):
+        open_generator(model, tmp_path, external=f"file://{tmp_path}/swap?size=lots")
+
+
+class ByteTokenizer:
+    """Text as its bytes, as the demo's model reads it."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_text_goes_in_and_out_where_there_is_a_tokenizer(model, tmp_path):
+    with open_generator(model, tmp_path) as generator:
+        with pytest.raises(InvalidArgumentError, match="tokenizer is None, and there is none for the model ''"):
+            list(generator.generate(["a text"], max_new_tokens=2))
+        assert generator.num_unfinished == 0
+        output = next(generator.generate([[1, 2]], max_new_tokens=2))
+        assert len(output.tokens) == 2
+        with pytest.raises(InvalidArgumentError, match="the prompts were token ids"):
+            output.text  # noqa: B018
+    with Generator(model, ByteTokenizer(), block_size=4, device_blocks=40, host_blocks=0) as generator:
+        outputs = {output.index: output for output in generator.generate(["one", "two"], max_new_tokens=3)}
+        assert {index: output.text for index, output in outputs.items()} == {
+            index: bytes(output.tokens).decode(errors="replace") for index, output in outputs.items()
+        }
+
+
+def test_a_caller_that_stops_early_aborts_the_rest(model, tmp_path):
+    with open_generator(model, tmp_path) as generator:
+        for _ in generator.generate([[1, 2], [3, 4, 5]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=30)]):
+            break
+        assert generator.num_unfinished == 0
+        generator.drain()
+        generator.manager.check()
+        with pytest.raises(InvalidArgumentError, match="max_new_tokens is 3, params have max_tokens"):
+            next(generator.generate([[1]], SamplingParams(), max_new_tokens=3))

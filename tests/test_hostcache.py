@@ -49,7 +49,8 @@ def test_a_copy_outlives_its_sequence_and_comes_back_by_the_prompts_own_step() -
     books.free([swapped(books)])
     assert books.stats().cached_blocks == {"device": 0, "host": 3, "external": 0}
     assert books.pool("host").num_free == books.pool("host").num_blocks, "copies can be evicted"
-    assert books.prefix.lookup(PROMPT).tokens == 12
+    hit = books.prefix.lookup(PROMPT)
+    assert (bool(hit), hit.tokens, hit.host_blocks) == (True, 12, 3)
     handles, cached = allocate_prompts(books, [PROMPT])
     decision = books.take_decision()
     assert cached.tolist() == [12]
@@ -60,7 +61,9 @@ def test_a_copy_outlives_its_sequence_and_comes_back_by_the_prompts_own_step() -
     assert books.stats().cached_blocks["device"] == 3
     assert books.stats().loaded_blocks == 3
     assert len(step(books)) == 0
-    assert books.prefix.lookup(PROMPT).tokens == 12
+    hit = books.prefix.lookup(PROMPT)
+    assert (hit.tokens, hit.host_blocks) == (12, 0)
+    assert not books.prefix.lookup([7])
 
 
 def test_a_copy_is_found_only_once_its_bytes_have_landed() -> None:
@@ -199,7 +202,9 @@ def test_a_snapshot_keeps_the_copies() -> None:
 
 
 def test_copies_need_host_blocks() -> None:
-    with pytest.raises(InvalidArgumentError, match="host_blocks is 0, must be at least 1 with PrefixCaching.host=True"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"host_blocks is 0, must be at least 1 with PrefixCaching.host=True"
+    ):
         BlockManager(block_size=SIZE, device_blocks=4, prefix_caching=PrefixCaching(host=True))
 
 

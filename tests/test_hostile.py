@@ -110,7 +110,7 @@ def test_memory_that_is_not_there_is_named_in_bytes() -> None:
 
 def test_fractions_without_meaning_are_named() -> None:
     for value in (float("nan"), float("inf"), -0.1, 1.0):
-        with pytest.raises(InvalidArgumentError, match="watermark is .*, must be 0 or more and below 1"):
+        with pytest.raises(InvalidArgumentError, match=r"watermark is .*, must be 0 or more and below 1"):
             BlockManager(block_size=4, device_blocks=16, watermark=value)
-        with pytest.raises(InvalidArgumentError, match="max_pinned is .*, must be 0 or more and below 1"):
+        with pytest.raises(InvalidArgumentError, match=r"max_pinned is .*, must be 0 or more and below 1"):
             PrefixCaching(max_pinned=value)

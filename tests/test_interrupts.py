@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from blockyard.testing.device import SimulatedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-FILES = ("executor/executor.py", "executor/store_side.py", "engine/transfers.py")
+FILES = ("executor/executor.py", "executor/staging.py", "executor/store_side.py", "engine/transfers.py")
 TIERS = ("device", "host", "external")
 
 
@@ -51,11 +52,12 @@ class Rig:
     def run(self, interrupt: Interrupt) -> None:
         """Move both to every tier and back, with one interrupt; what is interrupted is called again."""
         first, second = self.live
+        spill, swap_in = partial(self.books.swap_out, to="external"), self.books.swap_in
         for moves in (
-            ((self.books.spill, first), (self.books.swap_out, second)),
-            ((self.books.fetch, first), (self.books.swap_in, second)),
-            ((self.books.swap_out, first), (self.books.spill, second)),
-            ((self.books.swap_in, first), (self.books.fetch, second)),
+            ((spill, first), (self.books.swap_out, second)),
+            ((swap_in, first), (swap_in, second)),
+            ((self.books.swap_out, first), (spill, second)),
+            ((swap_in, first), (swap_in, second)),
         ):
             for move, handle in moves:
                 if handle in self.live:
@@ -82,7 +84,9 @@ class Rig:
 
     def polled(self, decision: StepDecision, interrupt: Interrupt) -> list[Pairs]:
         ended: list[StepDone] = []
+        deadline = time.monotonic() + 30.0
         while not ended:
+            assert time.monotonic() < deadline, interrupt.where
             with suppress(KeyboardInterrupt), interrupt.armed():
                 if not self.executor.num_in_flight:
                     self.executor.submit(decision)
@@ -94,7 +98,7 @@ class Rig:
         return list(lost)
 
     def check(self) -> None:
-        assert (self.executor.num_in_flight, self.executor._staged) == (0, 0)
+        assert (self.executor.num_in_flight, self.executor.staged_bytes) == (0, 0)
         assert self.executor.poll() == []
         for handle in self.live:
             assert self.books.tier(handle) == "device"
@@ -154,7 +158,7 @@ def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():
             signal.signal(signal.SIGALRM, before)
         assert executor.num_in_flight == 1
         assert executor.execute(decision) == []
-        assert (executor.num_in_flight, executor._staged) == (0, 0)
+        assert (executor.num_in_flight, executor.staged_bytes) == (0, 0)
 
 
 class InterruptedStore(SimulatedStore):

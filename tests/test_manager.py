@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from blockyard import AllocStatus, BlockManager, Pairs
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, UnknownSequenceError
+from blockyard.errors import (
+    InvalidArgumentError,
+    OutOfBlocksError,
+    SequenceStateError,
+    UnknownSequenceError,
+    UnknownTicketError,
+)
 
 BLOCK = 4
 
@@ -265,7 +271,7 @@ def test_a_handle_that_is_named_twice_is_refused_by_every_batch_call():
     assert snapshot(books, handle) == before
 
 
-def test_abort_and_resubmit_in_one_step_leaves_the_books_exact():
+def test_abort_and_resubmit_in_one_step_leaves_the_manager_exact():
     books = manager(device=2)
     old = open_one(books, 2 * BLOCK)
     books.free([old])
@@ -286,6 +292,69 @@ def test_an_empty_sequence_is_refused_where_any_other_is():
     for call in (books.append, books.can_append):
         with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
             call([handle], 0)
+
+
+# ---- what calls return ----
+
+
+def test_a_sequence_is_taken_wherever_a_handle_is():
+    books = manager(host=4)
+    one, other = books.allocate(3, 5)
+    assert repr(one) == str(int(one))
+    assert (one == int(one), one != other, one < other, {one: 1}[int(one)]) == (True, True, True, 1)
+    assert np.array([one, other], np.uint64).tolist() == [int(one), int(other)] == sorted([other, int(one)])
+    for handles in (one, [one], (one,), int(one), np.array([one], np.uint64)):
+        books.append(handles)
+    assert books.num_tokens(one) == 8
+    child = books.fork(one)
+    assert books.block_table(child).tolist() == books.block_table(one).tolist()
+    settle(books)
+    books.swap_out([one, child])
+    assert (books.tier(one), books.tier(other)) == ("host", "device")
+    books.free([one, other, child])
+    with pytest.raises(UnknownSequenceError):
+        books.num_tokens(one)
+
+
+def test_a_fit_has_the_numbers_that_decide_it():
+    books = manager(device=10, watermark=0.2)
+    fits = [books.can_allocate(tokens) for tokens in (8 * BLOCK, 8 * BLOCK + 1)]
+    assert [(bool(fit), fit.status, fit.blocks, fit.free) for fit in fits] == [
+        (True, AllocStatus.OK, 8, 8),
+        (False, AllocStatus.NEVER, 9, 8),
+    ]
+    assert repr(fits[1]) == "Fit(NEVER, blocks=9, free=8)"
+    handle = books.allocate(8 * BLOCK)
+    later = books.can_append(handle, 3 * BLOCK)
+    assert (bool(later), later.status, later.blocks, later.free) == (False, AllocStatus.LATER, 3, 2)
+    assert books.can_append(handle, 2 * BLOCK)
+
+
+def test_a_ticket_of_which_nothing_landed_fails_without_pairs():
+    books = manager()
+    one, other = books.allocate(5, 3)
+    settle(books)
+    for handle, lost, hit in ((one, None, [one]), (other, [], [])):
+        books.swap_out(handle)
+        ticket = books.take_decision().ticket
+        assert books.fail(ticket, lost).tolist() == hit
+        with pytest.raises(UnknownTicketError):
+            books.fail(ticket)
+    books.free([one, other])
+    books.check()
+
+
+def test_a_pool_shows_its_tier():
+    books = BlockManager(block_size=BLOCK, device_blocks=10, host_blocks=4, watermark=0.2)
+    books.allocate(2 * BLOCK)
+    pools = [books.pool(), books.pool("host"), books.pool("external")]
+    assert [(pool.tier, pool.num_blocks, pool.num_free, pool.reserved) for pool in pools] == [
+        ("device", 10, 8, 2),
+        ("host", 4, 4, 0),
+        ("external", 0, 0, 0),
+    ]
+    assert list(books.pool()) == books.pool().free_ids().tolist() == list(range(2, 10))
+    assert books.pool().free_ids(3).tolist() == [2, 3, 4]
 
 
 # ---- bad arguments ----

@@ -335,7 +335,7 @@ def engine_of(kind: type[Engine], *, host: int = HOST, moves: int = 4, attached:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_tokens_are_those_of_the_unpaged_model_with_the_books_alone(kind: type[Engine]):
+def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engine]):
     engine = engine_of(kind, attached=False)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
     stats = engine.books.stats

@@ -37,7 +37,7 @@ def device_rows(engine: CacheEngine) -> np.ndarray:
     parts = []
     for tensor in engine.tensors:
         by_block = tensor.transpose(0, 1) if engine.layout.kind == "kv_first" else tensor
-        parts.append(by_block.contiguous().view(torch.uint8).numpy().reshape(engine.pool("device").num_blocks, -1))
+        parts.append(by_block.contiguous().view(torch.uint8).numpy().reshape(engine.num_blocks("device"), -1))
     return np.concatenate(parts, axis=1)
 
 

@@ -28,7 +28,7 @@ def run(items: list[WorkItem], faults: Faults) -> list[set[str]]:
     steps: list[set[str]] = []
 
     with (
-        Generator(MODEL, num_device_blocks=16, num_host_blocks=4, wrap_executor=faults.wrap) as generator,
+        Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=faults.wrap) as generator,
         live_progress("run", live=False) as view,
     ):
         compute = generator._compute
@@ -63,13 +63,13 @@ def test_requests_that_arrive_together_start_together() -> None:
 
 def test_damage_without_an_external_tier_raises() -> None:
     with pytest.raises(InvalidArgumentError, match="2 blocks are to be damaged, and there is no external tier"):
-        Generator(MODEL, num_device_blocks=16, num_host_blocks=4, wrap_executor=Faults(corrupt=2).wrap)
+        Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=Faults(corrupt=2).wrap)
 
 
 def test_faults_need_the_step_executor_itself() -> None:
     faults = Faults()
     with (
-        Generator(MODEL, num_device_blocks=16, num_host_blocks=4, wrap_executor=faults.wrap) as generator,
+        Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=faults.wrap) as generator,
         pytest.raises(InvalidArgumentError, match="the executor is a CountingExecutor"),
     ):
         faults.wrap(generator.executor)

@@ -106,7 +106,7 @@ def test_a_goal_that_is_not_known_is_refused() -> None:
 
 
 def test_a_watch_without_a_new_size_only_samples() -> None:
-    with Generator(demo_model(), num_device_blocks=8, num_host_blocks=0) as generator:
+    with Generator(demo_model(), device_blocks=8, host_blocks=0) as generator:
         watch = PoolWatch(generator, Faults(), goal="max_id")
         generator.add("a", [1, 2, 3], SamplingParams(max_tokens=3))
         while generator.num_unfinished:

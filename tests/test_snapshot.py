@@ -36,7 +36,7 @@ def seen(books: BlockManager, handles: list[int]) -> list[object]:
     return [tables, [books.tier(h) for h in handles], [books.num_tokens(h) for h in handles], books.stats()]
 
 
-def test_restored_books_go_on_where_the_others_stopped() -> None:
+def test_a_restored_manager_goes_on_where_the_other_stopped() -> None:
     books, handles = used()
     data = books.snapshot()
     again = BlockManager.restore(data)
@@ -56,7 +56,7 @@ def test_restored_books_go_on_where_the_others_stopped() -> None:
     assert again.allocate(counts=[5]).tolist() == books.allocate(counts=[5]).tolist()
 
 
-def test_books_in_motion_are_not_written_and_the_error_says_why() -> None:
+def test_a_manager_with_open_tickets_is_not_written_and_the_error_says_why() -> None:
     books, handles = used()
     books.swap_in(handles[1])
     with pytest.raises(SnapshotError, match="0 tickets are in flight, 1 pairs of the open step"):
@@ -101,7 +101,7 @@ def hybrid() -> BlockManager:
 
 
 @pytest.mark.parametrize("books", [used()[0], hybrid()])
-def test_a_forged_payload_is_refused_or_gives_sound_books(books: BlockManager) -> None:
+def test_a_forged_payload_is_refused_or_gives_a_sound_manager(books: BlockManager) -> None:
     data = books.snapshot()
     assert sealed(data[20:-32]) == data
     for at in range(20, len(data) - 32):
@@ -163,7 +163,7 @@ def use(books: BlockManager, handle: int) -> None:
 
 
 @pytest.mark.parametrize("make", [recurrent, two_caches, hybrid])
-def test_books_of_a_forged_payload_hold_while_they_are_used(make: Callable[[], BlockManager]) -> None:
+def test_a_manager_of_a_forged_payload_holds_while_it_is_used(make: Callable[[], BlockManager]) -> None:
     data = make().snapshot()
     payload = data[20:-32]
     accepted = 0

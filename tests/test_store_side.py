@@ -92,7 +92,10 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
                 rows[handle] = random.integers(0, 256, (len(table), SIZE), dtype=np.uint8)
                 engine.write("device", table, rows[handle])
             handle = list(rows)[random.integers(2)]
-            (books.spill if books.tier(handle) == "device" else books.fetch)([handle])
+            if books.tier(handle) == "device":
+                books.swap_out([handle], to="external")
+            else:
+                books.swap_in([handle])
             decision = books.take_decision()
             executor.submit(decision)
             done = finish(executor, decision.ticket, polls=bool(random.integers(2)))
@@ -103,7 +106,7 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
             else:
                 books.complete(done.ticket)
             books.check()
-            assert (executor.num_in_flight, executor._staged, executor.poll()) == (0, 0, [])
+            assert (executor.num_in_flight, executor.staged_bytes, executor.poll()) == (0, 0, [])
         books.free(list(rows))
     assert all(books.pool(tier).num_free == books.pool(tier).num_blocks for tier in TIERS)
     assert store.broken > 5
@@ -144,7 +147,7 @@ def test_a_spill_that_the_store_breaks_is_lost_with_one_line_in_the_log(
         assert why in str(error)
         assert [(record.name, record.levelno) for record in caplog.records] == [("blockyard.executor", logging.WARNING)]
         assert why in caplog.text
-        assert (executor.num_in_flight, executor._staged) == (0, 0)
+        assert (executor.num_in_flight, executor.staged_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(

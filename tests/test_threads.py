@@ -1,4 +1,4 @@
-"""Many threads on one manager, on batches over it and on allocators: no deadlock, and the books are exact.
+"""Many threads on one manager and on allocators: no deadlock, and the state is exact.
 
 The schedules are the machine's; those that `shuttle` chooses are in `rust/locks/src/tests.rs`.
 """
@@ -51,9 +51,8 @@ def hammer(*work: Callable[[], None]) -> None:
 
 
 def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
-    """One engine's life on shared books: admit, decode in a batch of its own, fork, perhaps swap, free."""
-    tables, slots = np.zeros((3, 16), np.int32), np.zeros(3, np.int64)
-    batch = DecodeBatch(books, tables, slots)
+    """One engine's life on a shared manager: admit, decode with tables of its own, fork, perhaps swap, free."""
+    tables, slots = np.zeros((2, 16), np.int32), np.zeros(2, np.int64)
 
     def once() -> None:
         try:
@@ -61,10 +60,9 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
         except OutOfBlocksError:
             return
         books.complete(books.take_decision().ticket)
-        batch.add(handles)
         for _ in range(5):
             try:
-                batch.append()
+                books.append(handles, block_tables=tables, out=slots)
             except OutOfBlocksError:
                 break
             rows = [books.block_table(int(handle)) for handle in handles]
@@ -74,8 +72,6 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
         books.complete(books.take_decision().ticket)
         child = books.fork(int(handles[0]), 1)
         assert books.block_tables(child).shape[0] == 1
-        for _ in handles:
-            batch.remove(0)
         group = np.concatenate([handles, child])
         if swap:
             # No room, or another thread's step is under way.
@@ -88,7 +84,7 @@ def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_engines_that_share_a_manager_leave_exact_books(prefix_caching: bool):
+def test_engines_that_share_a_manager_leave_it_exact(prefix_caching: bool):
     books = BlockManager(block_size=4, device_blocks=96, host_blocks=32, watermark=0.0, prefix_caching=prefix_caching)
 
     def watch() -> None:
@@ -102,28 +98,24 @@ def test_engines_that_share_a_manager_leave_exact_books(prefix_caching: bool):
     assert (books.stats().sequences, books.pool().num_free, books.pool("host").num_free) == (0, 96, 32)
 
 
-def test_one_batch_shared_by_threads_stays_whole():
+def test_tables_that_threads_keep_together_stay_whole():
     books = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
-    tables, slots = np.zeros((4, 1024), np.int32), np.zeros(4, np.int64)
-    batch = DecodeBatch(books, tables, slots)
+    tables = np.zeros((4, 1024), np.int32)
     handles = books.allocate(counts=[1, 1, 1, 1])
-    batch.add(handles)
     appended: list[None] = []
 
     def append() -> None:
         if len(appended) < 1000:
-            batch.append()
+            books.append(handles, block_tables=tables)
             appended.append(None)
 
     def look() -> None:
-        batch.find(int(handles[2]))
-        batch.refresh()
-        assert len(batch) == 4
+        shown = books.block_tables(handles)
+        assert len(np.unique(shown[shown > 0])) == np.count_nonzero(shown)
 
     hammer(append, append, append, look)
     books.check()
     assert [books.num_tokens(int(handle)) for handle in handles] == [1 + len(appended)] * 4
-    batch.refresh()
     for row, handle in zip(tables, handles, strict=True):
         table = books.block_table(int(handle))
         assert row[: len(table)].tolist() == table.tolist()

@@ -171,7 +171,7 @@ def test_a_sequence_in_the_host_can_be_truncated():
     books.check()
 
 
-def test_speculative_decoding_in_step_leaves_the_books_exact():
+def test_speculative_decoding_in_step_leaves_the_manager_exact():
     books = manager(device=64, prefix_caching=True)
     rng = np.random.default_rng(0)
     handle, _ = open_prompt(books, list(range(1, 7)))

@@ -18,7 +18,7 @@ UV = Path(sys.executable).parent / "uv"
 CORE_CHECK = """
 import sys
 import blockyard
-from blockyard._core import BlockManager
+from blockyard import BlockManager
 assert blockyard.__file__.startswith(sys.prefix), blockyard.__file__
 manager = BlockManager(block_size=4, device_blocks=8)
 sequences = manager.allocate(counts=[5, 3])

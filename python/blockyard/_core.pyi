@@ -1143,14 +1143,14 @@ class BlockManager:
 
         Args:
             sequences: handles, uint64 `[n]`, a list, or one.
-            out: int32 array `[n or more, max_blocks or more]` to write to, C-contiguous.
+            out: int32 array `[n, max_blocks or more]` to write to, C-contiguous.
             group: cache group.
         Returns:
             Block ids, int32 `[n, max_blocks]`, or `out`.
         Raises:
             UnknownSequenceError: there is no such sequence.
             SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-            InvalidArgumentError: `out` has too few rows or columns, or there is no such group.
+            InvalidArgumentError: `out` has another number of rows or too few columns, or there is no such group.
         """
     def slot_mapping(
         self, sequence: _Handle, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCaching, ResizeProgress, StepDecision
-from blockyard.engine.elastic.cache import ElasticCache
+from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor
@@ -71,6 +71,7 @@ class KVCache:
         engine: the `CacheEngine`; `engine.tensors` are the device's tensors.
         store: the external store, or None.
         executor: the `StepExecutor`.
+        elastic: the memory under the tensors, with `max_device_blocks`; else None.
 
     Raises:
         InvalidArgumentError: a size is out of range, missing or given twice.
@@ -121,13 +122,13 @@ class KVCache:
         self.layout = layout
         self._open: list[StepDecision] = []
         with contextlib.ExitStack() as undo:
-            self._elastic = None
+            self.elastic: ElasticCache | None = None
             if max_device_blocks is not None and device_blocks is not None:
-                self._elastic = ElasticCache(
+                self.elastic = ElasticCache(
                     layout, num_blocks=device_blocks, max_blocks=max_device_blocks, device=device
                 )
-                undo.callback(self._elastic.close)
-                tensors = self._elastic.tensors
+                undo.callback(self.elastic.close)
+                tensors = self.elastic.tensors
             self.engine = CacheEngine(
                 layout,
                 num_device_blocks=max_device_blocks or device_blocks,
@@ -168,6 +169,7 @@ class KVCache:
         Raises:
             MappingError: an executor's error; the ticket is failed as a whole.
         """
+        self.give_back()
         decision = self.manager.take_decision()
         try:
             self.executor.submit(decision, by_layer=by_layer, prefetch=prefetch)
@@ -191,9 +193,8 @@ class KVCache:
     def resize(self, blocks: int) -> ResizeProgress:
         """Give the device another number of blocks while sequences run.
 
-        Memory comes before the blocks when the device grows. When it shrinks, call `resize` with the same number again,
-        for instance after each step, until it is `done`: each call returns the memory of blocks that are not used any
-        more.
+        Memory comes before the blocks when the device grows. When it shrinks, memory goes as blocks become unused: see
+        `give_back`.
 
         Args:
             blocks: at most `max_device_blocks`, or what the tensors hold.
@@ -208,12 +209,20 @@ class KVCache:
         most = self.engine.num_blocks("device")
         if not 1 <= blocks <= most:
             raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {most}, the blocks of the tensors")
-        if self._elastic is not None and blocks > self._elastic.num_blocks:
-            self._elastic.resize(blocks)
-        progress = self.manager.defrag.resize(blocks)
-        if self._elastic is not None and progress.extent < self._elastic.num_blocks:
-            self._elastic.resize(progress.extent)
-        return progress
+        if self.elastic is not None and blocks > self.elastic.num_blocks:
+            self.elastic.resize(blocks)
+        return self.manager.defrag.resize(blocks)
+
+    def give_back(self) -> Resized | None:
+        """Return the memory of device blocks that a smaller pool no longer uses; `step` does it too.
+
+        Returns:
+            What went; None if nothing could, or without `max_device_blocks`.
+        """
+        if self.elastic is None:
+            return None
+        extent = self.manager.defrag.progress().extent
+        return None if extent >= self.elastic.num_blocks else self.elastic.resize(extent)
 
     def stats(self) -> ManagerStats:
         """Return the manager's counters."""

@@ -28,7 +28,7 @@ def line_of(match: re.Match[str]) -> int:
 def modules_with_examples() -> list[str]:
     paths = (path for path in (SOURCE / "blockyard").rglob("*.py") if ">>>" in path.read_text(encoding="utf-8"))
     names = (path.relative_to(SOURCE).with_suffix("").parts for path in sorted(paths))
-    return [".".join(parts).removesuffix(".__init__") for parts in names]
+    return ["blockyard._core", *(".".join(parts).removesuffix(".__init__") for parts in names)]
 
 
 @pytest.mark.parametrize(("document", "match"), code_blocks())

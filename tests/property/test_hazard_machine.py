@@ -14,7 +14,7 @@ from blockyard.engine.mapping import Ids
 from blockyard.engine.transfers import Mapping, MappingBuffers, Transfer
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
-from blockyard.executor.open_step import OpenStep
+from blockyard.executor.staging import Part
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import ExternalStore
 from blockyard.testing import Config
@@ -115,7 +115,7 @@ class EndsWhenSubmitted(StepExecutor):
         early, self.early = self.early, []
         return [StepDone(ticket, (), ()) for ticket in early]
 
-    def is_open(self, ticket: int) -> bool:
+    def is_awaited(self, ticket: int) -> bool:
         return False
 
 
@@ -180,9 +180,8 @@ def test_memory_that_goes_with_the_size_and_not_with_the_last_block_in_use_is_no
 
 
 class IgnoresAfter(StepExecutor):
-    def _write_device(self, step: object, decision: StepDecision, *rest: object, **arguments: object) -> None:
-        transfers = decision.transfers()
-        super()._write_device(step, StepDecision(decision.ticket, transfers), transfers, **arguments)
+    def _cut(self, decision: StepDecision, *rest: object, **arguments: object) -> tuple[tuple[Part, ...], list[Part]]:
+        return super()._cut(StepDecision(decision.ticket, decision.transfers()), *rest, **arguments)
 
 
 def compute_does_not_wait(layout: KVLayout, **arguments: object) -> CacheEngine:
@@ -421,7 +420,7 @@ class GivesSourcesOutEarly(MovingBooks):
 
 
 @pytest.mark.parametrize("books", [RewritesTablesEarly, WritesWhatMoves, GivesSourcesOutEarly])
-def test_books_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
+def test_managers_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
     assert_noticed(make_manager=books, make_engine=roomy_engine)
 
 
@@ -489,11 +488,10 @@ def test_every_byte_is_that_of_the_plain_model_while_the_manager_defragments(ste
 class MovesEndEarly(StepExecutor):
     """Does not wait for moves before it says that a decision has been carried out."""
 
-    def _launch_within(self, step: OpenStep, kind: str, pairs: Pairs) -> None:
-        if kind == "move":
-            self.engine.submit("move", pairs.ids, after=[*step.drains, *step.loads], after_compute=step.fence)
-        else:
-            super()._launch_within(step, kind, pairs)
+    def _begin(self, part: Part) -> None:
+        super()._begin(part)
+        if part.kind == "move":
+            self._staging.end(part, [], None)
 
 
 def test_a_table_that_is_rewritten_before_the_move_has_landed_is_noticed():

@@ -1,12 +1,12 @@
-"""Carries out steps' decisions: joins the copy engine and the external tiers.
+"""Carries out steps' decisions: joins the copy engine and the external store.
 
 Transfers run beside compute, and storage beside both. A step of an engine whose scheduler leaves out of a step what is
 still on its way (`overlap_io`):
 
     step = scheduler.schedule()
-    executor.submit(step.decision)                      # compute is ordered behind what it needs, and only that
+    executor.submit(step.decision)                      # compute waits for what it needs, and only that
     sampled = model(step)
-    for done in executor.poll():
+    for done in executor.collect(step.decision.ticket):
         scheduler.finish(done.ticket, done.lost)
     finished = scheduler.update(step, sampled)
 
@@ -15,18 +15,14 @@ An engine that would rather wait calls `execute`, which returns when all bytes h
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, NamedTuple, Protocol
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.tasks import Kind
-from blockyard.engine.transfers import Transfer
+from blockyard.engine.streams import Event
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -36,8 +32,8 @@ from blockyard.errors import (
     TransferCancelledError,
     UnknownTicketError,
 )
-from blockyard.executor.open_step import Executor, OpenStep, StepDone, cached_tier, columns, written
-from blockyard.executor.store_side import Answer, StoreSide
+from blockyard.executor.staging import Part, Staging, written
+from blockyard.executor.store_side import StoreSide
 from blockyard.stores.base import ExternalStore
 
 __all__ = ["CHUNK_BYTES", "Executor", "StepDone", "StepExecutor"]
@@ -45,11 +41,86 @@ __all__ = ["CHUNK_BYTES", "Executor", "StepDone", "StepExecutor"]
 CHUNK_BYTES: Final = 64 << 20
 """Longer transfers with the external tier are cut into pieces of this size."""
 
-_Handler: TypeAlias = Callable[[Transfer], None]
+_WITHIN: Final = ("copy", "move", "exchange")
 
 
-class StepExecutor:
-    """Executes decisions beside compute. No call but `wait` and `execute` waits for storage.
+class StepDone(NamedTuple):
+    """A step's decision that has been carried out.
+
+    Attributes:
+        ticket: of the decision; the manager's `complete`, or `fail` if something was lost, is next.
+        lost: pairs that did not land.
+        errors: why, where more is known than that a block did not come back.
+    """
+
+    ticket: int
+    lost: tuple[Pairs, ...]
+    errors: tuple[Exception, ...]
+
+
+class Executor(Protocol):
+    """What carries out decisions; wrap one to watch or to disturb it. See `StepExecutor` for the calls."""
+
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        """Start to carry out a decision, before the step's compute is queued."""
+
+    def wait_for_layer(self, ticket: int, layer: int) -> None:
+        """Let compute that is queued from now on wait for one layer of a step's loads."""
+
+    def lost(self, ticket: int) -> tuple[Pairs, ...]:
+        """Give the pairs of a decision under way that are known not to land, so far."""
+
+    def is_awaited(self, ticket: int) -> bool:
+        """Whether a decision is under way, and compute has read what it loads or has lost."""
+
+    def poll(self) -> list[StepDone]:
+        """Give the decisions that ended since the last call and were not waited for; never waits."""
+
+    def wait(self, ticket: int) -> StepDone:
+        """Wait for a decision to end; `poll` will not report it."""
+
+    def collect(self, ticket: int) -> list[StepDone]:
+        """Give the decisions that ended since the last call, and this one too if it is awaited: then it waits."""
+        ended = self.poll()
+        if self.is_awaited(ticket):
+            ended.append(self.wait(ticket))
+        return ended
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A decision under way.
+
+    Attributes:
+        decision: what is carried out.
+        parts: its transfers, cut into pieces; device reads come first.
+        read: whether compute reads what it loads before it ends.
+        failed: the error with which all of it counts as lost.
+    """
+
+    decision: StepDecision
+    parts: list[Part]
+    read: bool = False
+    failed: Exception | None = None
+
+    def lost(self) -> tuple[Pairs, ...]:
+        """The pairs that are known not to land, so far, in the order in which that was found out."""
+        if self.failed is not None:
+            return tuple(written(kind, pairs) for kind, pairs in self.decision.transfers())
+        known = sorted((part for part in self.parts if part.lost), key=lambda part: part.number)
+        missed = [part.missed for part in self.parts if part.lost is None and part.missed is not None]
+        return (*chain.from_iterable(part.lost or () for part in known), *missed)
+
+    def done(self) -> StepDone:
+        """What is reported of it."""
+        if self.failed is not None:
+            return StepDone(self.decision.ticket, self.lost(), (self.failed,))
+        ended = sorted(self.parts, key=lambda part: part.number)
+        return StepDone(self.decision.ticket, self.lost(), tuple(part.error for part in ended if part.error))
+
+
+class StepExecutor(Executor):
+    """Executes decisions beside compute. No call but `wait`, `collect` and `execute` waits for storage.
 
     Device reads of a step run after all compute that was queued before `submit`, and its device writes after the
     device reads of the tickets that the decision names in `after`. Within a step the kinds keep their order where they
@@ -58,16 +129,17 @@ class StepExecutor:
     table, and a block that is written meanwhile stays where it was. Nor does it wait for blocks that are fetched from
     the external tier: `order_compute` is for a scheduler that lets a step use what that step fetches.
 
-    The executor polls engine and store; tickets that others have submitted there must be waited for.
+    The executor polls engine and store; the store's tickets must not be shared with others.
 
     Whatever the store does, a step ends: what the store does not do as `ExternalStore` says is a lost pair, with its
     error in `StepDone.errors` and a line in the log `blockyard.executor`. An exception from outside, such as
-    `KeyboardInterrupt`, may end any call: while it waits, nothing is lost and it can be made again; between two waits,
-    the next call ends all steps under way as lost.
+    `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision stays under way, and all of it is reported
+    as lost. If it ends another call, that call can be made again, and what was about to be handed to the engine or the
+    store just then is lost.
 
     Args:
-        engine: owner of the device and host caches.
-        store: the external tier, where there is one.
+        engine: owner of the device and host blocks.
+        store: the external store, where there is one.
         max_staging: bytes of blocks on their way to or from the external tier that are staged. Fetches wait for room; a
             spill beyond it is lost, which costs a recompute and holds nobody up.
         chunk_bytes: longer transfers with the external tier are cut into pieces of this size.
@@ -92,15 +164,12 @@ class StepExecutor:
         self.engine = engine
         self.store = store
         self._side = None if store is None else StoreSide(store, engine.layout.bytes_per_block)
-        self._max_staging = max_staging
+        self._staging = Staging(engine, self._side, max_staging)
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // engine.layout.bytes_per_block)
-        self._staged = 0
-        self._steps: dict[int, OpenStep] = {}
-        self._engine_parts: dict[Transfer, tuple[OpenStep, _Handler]] = {}
-        self._fetches: deque[tuple[OpenStep, Pairs]] = deque()
+        self._steps: dict[int, _Step] = {}
         self._done: dict[int, StepDone] = {}
+        self._submitting: _Step | None = None  # if it is set when a call begins, that submission was interrupted
         self._executing: StepDecision | None = None
-        self._torn = False  # a call changes the fields above; if it is set when one begins, the last was interrupted
 
     def __repr__(self) -> str:
         return f"StepExecutor(under way: decisions {sorted(self._steps)}, not reported: {sorted(self._done)})"
@@ -109,6 +178,11 @@ class StepExecutor:
     def num_in_flight(self) -> int:
         """Decisions that were submitted and have not been reported."""
         return len(self._steps) + len(self._done)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of blocks on their way to or from the external tier that are staged."""
+        return self._staging.num_bytes(self._parts())
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
         """Carry out a decision and wait until all its bytes have landed, or are known not to.
@@ -146,23 +220,28 @@ class StepExecutor:
             UnknownTicketError: its ticket is under way already.
         """
         self._mend()
-        if decision.ticket in self._steps or decision.ticket in self._done:
-            raise UnknownTicketError(f"decision {decision.ticket} is under way already")
-        transfers = decision.transfers()
-        self._refuse(transfers)
-        step = OpenStep(decision.ticket, self.engine.fence(), transfers)
-        self._torn = True
-        self._steps[decision.ticket] = step
+        ticket = decision.ticket
+        if ticket in self._steps or ticket in self._done:
+            raise UnknownTicketError(f"decision {ticket} is under way already")
+        self._refuse(decision.transfers())
+        behind, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer, prefetch=prefetch)
+        loads = [part for part in parts if part.kind == "swap_in" and not prefetch]
+        step = _Step(decision, parts, read=bool(loads))
+        self._submitting = self._steps[ticket] = step
         refused = None
         try:
-            self._read_device(step, transfers)
-            self._write_device(step, decision, transfers, by_layer=by_layer, prefetch=prefetch)
+            for part in parts:
+                if part.kind != "fetch" and not any(need.pending for need in part.needs):
+                    self._begin(part)
+            for part in (*behind, *(() if by_layer else loads)):
+                if part.transfer is not None:
+                    part.transfer.order_compute()
         except BlockyardError as error:
-            step.lost += step.lost_whole(error).lost
             refused = error
-        step.parts -= 1
-        self._end_if_done(step)
-        self._torn = False
+            self._fail(step, error)
+        self._begin_waiting()
+        self._end_steps()
+        self._submitting = None
         if refused is not None:
             raise refused
 
@@ -180,17 +259,17 @@ class StepExecutor:
         """
         self._mend()
         step = self._steps.get(ticket)
-        self._torn = True
-        queued = [entry for entry in self._fetches if entry[0] is step]
-        for entry in queued:
-            self._fetches.remove(entry)
-            pairs = entry[1]
-            self._lose(entry[0], pairs, TransferCancelledError(f"{len(pairs)} blocks were not fetched any more"))
-            self._fetched(entry[0])
-        loads = [load for load, (owner, _) in tuple(self._engine_parts.items()) if owner is step]
-        given_up = sum(load.cancel() for load in loads) + len(queued)
-        self._torn = False
-        return given_up > 0
+        given_up = False
+        for part in step.parts if step else ():
+            if part.waiting and part.kind == "fetch":
+                error = TransferCancelledError(f"{len(part.pairs)} blocks were not fetched any more")
+                self._staging.lose(part, error)
+                given_up = True
+            elif part.transfer is not None and not part.ended:
+                given_up |= part.transfer.cancel()
+        self._begin_waiting()
+        self._end_steps()
+        return given_up
 
     def order_compute(self, ticket: int) -> bool:
         """Let compute that is queued from now on wait for all that a step writes to the device.
@@ -206,10 +285,12 @@ class StepExecutor:
         step = self._steps.get(ticket)
         if step is None:
             return True
-        for write in (*step.loads, *step.within):
-            write.order_compute()
-        self._collect()  # on a CPU these have ended, and what failed is known
-        return not step.fetching and not step.waiting
+        step.read = True
+        for part in step.parts:
+            if part.writes_device and part.transfer is not None:
+                part.transfer.order_compute()
+        self._take_in()  # on a CPU these have ended, and what failed is known
+        return not any(part.pending for part in step.parts if part.kind != "spill")
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
         """Let compute that is queued from now on wait for one layer of a step's loads from the host.
@@ -219,18 +300,27 @@ class StepExecutor:
             layer: 0-based.
         """
         step = self._steps.get(ticket)
-        for load in step.loads if step else ():
-            load.order_compute(layer)
+        for part in step.parts if step else ():
+            if part.transfer is not None and part.kind in {"swap_in", "fetch"} and part.writes_device:
+                part.transfer.order_compute(layer)
 
     def is_open(self, ticket: int) -> bool:
         """Whether a decision was submitted and has not ended."""
         return ticket in self._steps
 
+    def is_awaited(self, ticket: int) -> bool:
+        """Whether a decision has not ended, and compute has read what it loads from the host, or a loss is known.
+
+        What was computed is known to be right only when such a decision has ended.
+        """
+        step = self._steps.get(ticket)
+        return step is not None and (step.read or bool(step.lost()))
+
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Give the pairs of a decision that are known not to land, so far; until it is reported."""
         self._mend()
-        step = self._steps.get(ticket) or self._done.get(ticket)
-        return tuple(step.lost) if step else ()
+        step, done = self._steps.get(ticket), self._done.get(ticket)
+        return step.lost() if step else done.lost if done else ()
 
     def poll(self) -> list[StepDone]:
         """Go on with what can go on, and give the decisions that ended since the last call; never waits."""
@@ -253,7 +343,7 @@ class StepExecutor:
         while ticket in self._steps:
             self._go_on()
             if ticket in self._steps:
-                self._wait_for_part(self._steps[ticket])
+                self._wait_for_leg(self._steps[ticket])
         done = self._done.get(ticket)
         if done is None:
             raise UnknownTicketError(f"decision {ticket} is not under way")
@@ -264,52 +354,88 @@ class StepExecutor:
     # ---- going on ----
 
     def _go_on(self) -> None:
-        self._collect()
-        self._torn = True
-        for batch, answer in self._side.poll() if self._side else ():
-            batch.ended(answer)
-        self._start_fetches()
-        self._torn = False
+        if self._side is not None:
+            self._side.poll()
+        self._take_in()
+        self._begin_waiting()
+        self._end_steps()
 
-    def _collect(self) -> None:
-        """Take in what the engine has ended."""
-        self._torn = True
+    def _take_in(self) -> None:
+        """Take note of the legs that have ended, and begin those that follow them."""
         self.engine.poll()
-        for transfer in [transfer for transfer in self._engine_parts if transfer.done]:
-            _, handle = self._engine_parts.pop(transfer)
-            handle(transfer)
-        self._torn = False
+        for part in tuple(self._parts()):
+            if not (part.ended or part.waiting):
+                self._staging.advance(part)
 
-    def _wait_for_part(self, step: OpenStep) -> None:
-        """Wait for one thing that is under way, of this step if there is one; `_go_on` takes it in."""
-        for owner in (step, None):
-            for transfer, (other, _) in self._engine_parts.items():
-                if owner in {None, other}:
-                    self.engine.transfers.wait(transfer)
-                    return
-            batch = self._side.ticket_of(owner) if self._side else None
-            if self._side and batch is not None:
-                self._side.wait(batch)
-                return
-        raise InvariantError(f"decision {step.ticket} waits for {step.parts} parts, and nothing is under way")
+    def _begin_waiting(self) -> None:
+        """Begin parts whose needs are met and whose rows have room; fetches in the order of submission."""
+        room = True
+        for part in tuple(self._parts()):
+            if not part.waiting or any(need.pending for need in part.needs):
+                continue
+            if part.kind == "fetch":
+                room = room and not self._staging.full(part, self.staged_bytes)
+                if not room:
+                    continue
+            try:
+                self._begin(part)
+            except BlockyardError as error:
+                self._staging.lose(part, error)
+
+    def _begin(self, part: Part) -> None:
+        full = self._staging.full(part, self.staged_bytes) if part.kind == "spill" else ""
+        if full:
+            pairs = part.pairs
+            error = StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {full}")
+            self._staging.lose(part, error)
+            return
+        self._staging.begin(part)
+        if part.transfer is not None and part.kind in {"copy", "exchange"} and part.writes_device:
+            part.transfer.order_compute()
+
+    def _end_steps(self) -> None:
+        for ticket, step in tuple(self._steps.items()):
+            if all(part.ended for part in step.parts):
+                self._done[ticket] = step.done()
+                del self._steps[ticket]
+
+    def _wait_for_leg(self, step: _Step) -> None:
+        """Wait for one leg that is under way, of this step if there is one; `_go_on` takes note of it."""
+        for part in chain(step.parts, self._parts()):
+            if part.ended or part.waiting:
+                continue
+            self._staging.wait(part)
+            return
+        raise InvariantError(f"decision {step.decision.ticket} waits, and nothing is under way")
+
+    def _parts(self) -> Iterator[Part]:
+        """Give the parts of all decisions under way, in the order of submission."""
+        for step in self._steps.values():
+            yield from step.parts
 
     def _mend(self) -> None:
-        """End all steps as lost if the last call was interrupted: what it had begun is not known."""
-        if not self._torn:
+        """After an interrupt, end as lost what was being handed to engine or store; of a submission, all of it."""
+        part, step = self._staging.launching, self._submitting
+        if part is None and step is None:
             return
         # No copy may be under way when the leases end. The store orders what it does by slot.
         self.engine.transfers.synchronize()
-        if self._side:
-            self._side.give_up()
         error = BlockyardError("a call of the executor was interrupted, and whether the blocks landed is not known")
-        for ticket, step in self._steps.items():
-            self._done.setdefault(ticket, step.lost_whole(error))
-        self._steps, self._engine_parts = {}, {}
-        self._fetches.clear()
-        self._staged = 0
-        self._torn = False
+        if part is not None:
+            self._staging.lose(part, error)
+        if step is not None:
+            self._fail(step, error)
+            self._end_steps()
+        self._staging.launching = self._submitting = None
 
-    # ---- parts of a step ----
+    def _fail(self, step: _Step, error: Exception) -> None:
+        """Have all of a step count as lost; it ends when what has begun of it has ended."""
+        step.failed = error
+        for part in step.parts:
+            if part.waiting:
+                self._staging.lose(part, error)
+
+    # ---- parts ----
 
     def _refuse(self, transfers: Sequence[tuple[str, Pairs]]) -> None:
         for kind, pairs in transfers:
@@ -324,203 +450,46 @@ class StepExecutor:
                         f"{self._side.num_slots}, and the manager's external_blocks may be no more"
                     )
 
-    def _read_device(self, step: OpenStep, transfers: Sequence[tuple[str, Pairs]]) -> None:
-        for kind, pairs in transfers:
-            if kind == "spill":
-                self._each_chunk(step, pairs, self._spill)
-            elif kind == "swap_out":
-                step.reads.append(self.engine.submit("swap_out", pairs.ids, after_compute=step.fence))
-                self._expect(step, step.reads[-1], pairs)
+    def _cut(
+        self, decision: StepDecision, fence: Event, *, by_layer: bool, prefetch: bool
+    ) -> tuple[tuple[Part, ...], list[Part]]:
+        """Cut a decision into parts, device reads first.
 
-    def _write_device(
-        self,
-        step: OpenStep,
-        decision: StepDecision,
-        transfers: Sequence[tuple[str, Pairs]],
-        *,
-        by_layer: bool,
-        prefetch: bool = False,
-    ) -> None:
-        """Launch what writes to the device or within a tier, after the reads that it must not overtake."""
-        named = [self._steps[ticket] for ticket in decision.after if ticket in self._steps]
-        step.drains = [read for other in named for read in other.reads]
+        Returns:
+            The device reads that its device writes come after; and its parts.
+        """
+        transfers = decision.transfers()
+        reads = [
+            Part(kind, piece, fence)
+            for kind, pairs in transfers
+            if kind in {"spill", "swap_out"}
+            for piece in self._pieces(kind, pairs)
+        ]
+        named = chain.from_iterable(self._steps[ticket].parts for ticket in decision.after if ticket in self._steps)
+        own = reads if decision.ticket in decision.after else ()
+        behind = tuple(part for part in (*named, *own) if part.reads_device)
+        loads: list[Part] = []
+        fetches: list[Part] = []  # and what waits for them
+        within: list[Part] = []
+        awaited: set[tuple[str, int]] = set()  # blocks that these will write
         for kind, pairs in transfers:
             if kind == "swap_in":
-                self._load(step, pairs, by_layer=by_layer, prefetch=prefetch)
+                loads.append(Part(kind, pairs, fence, behind=behind, by_layer=by_layer, prefetch=prefetch))
             elif kind == "fetch":
-                step.awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
-                self._each_chunk(step, pairs, self._queue_fetch)
-            elif kind in {"copy", "move", "exchange"}:
-                self._within(step, kind, pairs)
-        for read in step.drains:
-            read.order_compute()
-        for load in () if by_layer or prefetch else step.loads:
-            load.order_compute()
-        self._start_fetches()
+                awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
+                fetches += [Part(kind, piece, fence, behind=behind) for piece in self._pieces(kind, pairs)]
+            elif kind in _WITHIN:
+                part = Part(kind, pairs, fence, needs=(*loads, *(reads if pairs.src == "host" else ())), behind=behind)
+                touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if awaited else set()
+                if not awaited.isdisjoint(touched):
+                    awaited |= touched
+                    part.needs += tuple(fetches)
+                    fetches.append(part)
+                else:
+                    within.append(part)
+        return behind, [*reads, *loads, *within, *fetches]
 
-    def _load(self, step: OpenStep, pairs: Pairs, *, by_layer: bool, prefetch: bool) -> None:
-        load = self.engine.submit(
-            "swap_in", pairs.ids, after=step.drains, after_compute=step.fence, by_layer=by_layer, prefetch=prefetch
-        )
-        step.loads.append(load)
-        self._expect(step, load, pairs)
-
-    def _within(self, step: OpenStep, kind: Kind, pairs: Pairs) -> None:
-        """Launch what a step does within a tier, or have it wait for blocks that are still to come."""
-        touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if step.awaited else set()
-        if step.awaited.isdisjoint(touched):
-            self._launch_within(step, kind, pairs)
-            return
-        step.awaited |= touched
-        step.waiting.append((kind, pairs))
-        step.parts += 1
-
-    def _launch_within(self, step: OpenStep, kind: Kind, pairs: Pairs) -> None:
-        tier = cached_tier(pairs.src)
-        after = [*step.drains, *step.loads, *(step.reads if tier == "host" else ())]
-        transfer = self.engine.submit(kind, pairs.ids, tier=tier, after=after, after_compute=step.fence)
-        if tier == "device":
-            step.within.append(transfer)
-            step.reads.append(transfer)
-            if kind != "move":
-                transfer.order_compute()
-        self._expect(step, transfer, written(kind, pairs))
-
-    # ---- the external tier ----
-
-    def _spill(self, step: OpenStep, pairs: Pairs) -> None:
-        step.parts += 1
-        blocks, _ = columns(pairs)
-        num_bytes = len(pairs) * self.engine.layout.bytes_per_block
-        if self._staged and self._staged + num_bytes > self._max_staging:
-            staged = f"{self._staged} bytes are staged, at most {self._max_staging} may be"
-            self._lose(step, pairs, StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {staged}"))
-            return
-        read = self.engine.submit_read(cached_tier(pairs.src), blocks, after_compute=step.fence)
-        self._staged += num_bytes
-        if pairs.src == "device":
-            step.reads.append(read)
-        self._engine_parts[read] = step, partial(self._store, step, pairs)
-
-    def _store(self, step: OpenStep, pairs: Pairs, done: Transfer) -> None:
-        """Blocks to be spilled have been read."""
-        self._staged -= len(pairs) * self.engine.layout.bytes_per_block
-        if done.rows is None or done.error is not None:
-            self._moved(step, pairs, done)
-            return
-        try:
-            # The store copies the rows: staging is free again.
-            self._tier().write(step, columns(pairs)[1], done.rows, partial(self._stored, step, pairs))
-        except StoreError as error:
-            self._lose(step, pairs, error)
-
-    def _stored(self, step: OpenStep, pairs: Pairs, answer: Answer) -> None:
-        if answer.error is not None:
-            step.errors.append(answer.error)
-        self._part_done(step, pairs, answer.ok)
-
-    def _queue_fetch(self, step: OpenStep, pairs: Pairs) -> None:
-        step.parts += 1
-        step.fetching += 1
-        self._fetches.append((step, pairs))
-
-    def _start_fetches(self) -> None:
-        while self._fetches:
-            step, pairs = self._fetches[0]
-            num_bytes = len(pairs) * self.engine.layout.bytes_per_block
-            if self._staged and self._staged + num_bytes > self._max_staging:
-                return
-            self._fetches.popleft()
-            try:
-                self._tier().read(step, columns(pairs)[0], partial(self._land, step, pairs))
-            except StoreError as error:
-                self._lose(step, pairs, error)
-                self._fetched(step)
-                continue
-            self._staged += num_bytes
-
-    def _land(self, step: OpenStep, pairs: Pairs, answer: Answer) -> None:
-        """Blocks have come from the external tier, or not: which, is known from now on."""
-        num_bytes = len(pairs) * self.engine.layout.bytes_per_block
-        if answer.error is not None:
-            step.errors.append(answer.error)
-        rows = answer.rows
-        if not answer.ok.all():
-            step.lost.append(Pairs(pairs.src, pairs.dst, pairs.ids[~answer.ok]))
-            pairs = Pairs(pairs.src, pairs.dst, pairs.ids[answer.ok])
-            rows = rows[answer.ok] if len(pairs) else rows[:0]
-        try:
-            write = self.engine.submit_write(
-                cached_tier(pairs.dst),
-                columns(pairs)[1],
-                rows,
-                after=step.drains,
-                after_compute=step.fence,
-                prefetch=pairs.dst == "device",
-            )
-        except BlockyardError as error:
-            self._staged -= num_bytes
-            self._lose(step, pairs, error)
-        else:
-            if pairs.dst == "device":
-                step.loads.append(write)
-            self._engine_parts[write] = step, partial(self._landed, step, pairs, num_bytes)
-        self._fetched(step)
-
-    def _landed(self, step: OpenStep, pairs: Pairs, num_bytes: int, done: Transfer) -> None:
-        self._staged -= num_bytes
-        self._moved(step, pairs, done)
-
-    def _fetched(self, step: OpenStep) -> None:
-        """A piece has been launched, or is lost; after the last one, what waits for such blocks can run."""
-        step.fetching -= 1
-        if step.fetching:
-            return
-        waiting, step.waiting = step.waiting, []
-        for kind, pairs in waiting:
-            self._launch_waiting(step, kind, pairs)
-
-    def _launch_waiting(self, step: OpenStep, kind: Kind, pairs: Pairs) -> None:
-        try:
-            self._launch_within(step, kind, pairs)
-        except BlockyardError as error:
-            self._lose(step, written(kind, pairs), error)
-        else:
-            step.parts -= 1  # it has a part of its own now
-
-    # ---- ends ----
-
-    def _expect(self, step: OpenStep, transfer: Transfer, pairs: Pairs) -> None:
-        step.parts += 1
-        self._engine_parts[transfer] = step, partial(self._moved, step, pairs)
-
-    def _moved(self, step: OpenStep, pairs: Pairs, done: Transfer) -> None:
-        if done.error is None:
-            self._part_done(step, pairs, np.ones(len(pairs), dtype=np.bool_))
-        else:
-            self._lose(step, pairs, done.error)
-
-    def _lose(self, step: OpenStep, pairs: Pairs, why: Exception) -> None:
-        step.errors.append(why)
-        self._part_done(step, pairs, np.zeros(len(pairs), dtype=np.bool_))
-
-    def _part_done(self, step: OpenStep, pairs: Pairs, ok: NDArray[np.bool_]) -> None:
-        if not ok.all():
-            step.lost.append(Pairs(pairs.src, pairs.dst, pairs.ids[~ok]))
-        step.parts -= 1
-        self._end_if_done(step)
-
-    def _end_if_done(self, step: OpenStep) -> None:
-        if not step.parts and self._steps.get(step.ticket) is step:
-            self._done[step.ticket] = StepDone(step.ticket, tuple(step.lost), tuple(step.errors))
-            del self._steps[step.ticket]
-
-    def _each_chunk(self, step: OpenStep, pairs: Pairs, start: Callable[[OpenStep, Pairs], None]) -> None:
-        size = self._chunk_blocks
+    def _pieces(self, kind: str, pairs: Pairs) -> Iterator[Pairs]:
+        size = self._chunk_blocks if kind in {"spill", "fetch"} else max(1, len(pairs))
         for first in range(0, len(pairs), size):
-            start(step, Pairs(pairs.src, pairs.dst, pairs.ids[first : first + size]))
-
-    def _tier(self) -> StoreSide:
-        if self._side is None:
-            raise MappingError("a transfer names the external tier, and there is none")
-        return self._side
+            yield Pairs(pairs.src, pairs.dst, pairs.ids[first : first + size])

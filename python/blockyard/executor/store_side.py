@@ -1,4 +1,4 @@
-"""An external tier as the executor needs it: whatever the store does, every batch ends, once.
+"""An external store as the executor needs it: whatever the store does, every batch has one answer.
 
 A plug-in may raise anything, answer with arrays of another shape, repeat, invent or lose tickets. Each of these is a
 batch of misses, with its error and one line in the log `blockyard.executor`.
@@ -46,20 +46,20 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch that the store has; `ended` is for the caller to call with its answer."""
+    """A batch that the store has, until it has an answer."""
 
-    owner: object
     what: str
     count: int
-    ended: Callable[[Answer], None]
+    ticket: int = -1
     since: float = field(default_factory=time.monotonic)
+    answer: Answer | None = None
 
 
 class StoreSide:
     """Submits batches to a store and collects them.
 
     Args:
-        store: the external tier.
+        store: the external store.
         bytes_per_block: of the engine's blocks.
 
     Raises:
@@ -75,77 +75,61 @@ class StoreSide:
         self._store = store
         self._bytes_per_block = bytes_per_block
         self._open: dict[int, Batch] = {}
-        self._answers: list[tuple[int, object]] = []
-        self._given_up: set[int] = set()
+        self._answers: list[tuple[Batch, object]] = []
         self._repeated: set[int] = set()
+        self._polling = False  # if it is set when `poll` begins, the last call was interrupted
 
-    def write(
-        self, owner: object, slots: NDArray[np.int64], rows: NDArray[np.uint8], ended: Callable[[Answer], None]
-    ) -> None:
+    def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> Batch:
         """Start to write blocks; the store copies the rows before this returns.
 
         Args:
-            owner: whom `ticket_of` asks for.
             slots: where to, int64 `[n]`.
             rows: uint8 `[n, bytes_per_block]`.
-            ended: `poll` gives it back with what became of the batch.
 
         Raises:
             StoreError: the store did not take it.
         """
-        self._submit(Batch(owner, "write", len(slots), ended), partial(self._store.submit_write, slots, rows))
+        return self._submit(Batch("write", len(slots)), partial(self._store.submit_write, slots, rows))
 
-    def read(self, owner: object, slots: NDArray[np.int64], ended: Callable[[Answer], None]) -> None:
+    def read(self, slots: NDArray[np.int64]) -> Batch:
         """Start to read blocks; see `write`."""
-        self._submit(Batch(owner, "read", len(slots), ended), partial(self._store.submit_read, slots))
+        return self._submit(Batch("read", len(slots)), partial(self._store.submit_read, slots))
 
-    def poll(self) -> list[tuple[Batch, Answer]]:
-        """Collect the batches that have ended; never waits."""
-        if not self._open and not self._given_up:
-            return []
-        found, self._answers = self._answers, []
-        for ticket in self._reported():
-            if ticket in self._open or ticket in self._given_up:
-                found.append((ticket, self._collect(ticket)))
-                self._given_up.discard(ticket)
-        ended = []
-        for ticket, answer in found:
-            batch = self._open.pop(ticket, None)
+    def poll(self) -> None:
+        """Give the batches that have ended their answers; never waits."""
+        if not self._open:
+            return
+        interrupted, self._polling = self._polling, True
+        # What the store reported to a call that was interrupted is not known: every batch is asked for.
+        for ticket in list(self._open) if interrupted else self._reported():
+            batch = self._open.get(ticket)
             if batch is not None:
-                ended.append((batch, self._checked(batch, ticket, answer)))
-        return ended
+                self._collect(batch, 0.0)
+        self._take_in()
+        self._polling = False
 
-    def ticket_of(self, owner: object | None) -> int | None:
-        """Give a ticket that the store has not answered: one of an owner, or any if None."""
-        return next((ticket for ticket, batch in self._open.items() if owner in {None, batch.owner}), None)
+    def wait(self, batch: Batch) -> None:
+        """Wait until a batch has an answer. After an interrupt it can be called again."""
+        self._take_in()
+        if batch.answer is None:
+            self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - time.monotonic()))
+            self._take_in()
 
-    def wait(self, ticket: int) -> None:
-        """Wait until a batch has ended, which `poll` gives then. After an interrupt it can be called again."""
-        left = max(0.0, self._open[ticket].since + OVERDUE_SECONDS - time.monotonic())
+    def _submit(self, batch: Batch, call: Callable[[], object]) -> Batch:
         try:
-            # Run by C code as a whole, so no interrupt can come between the store's answer and the list.
-            self._answers.extend(zip((ticket,), map(self._store.wait, (ticket,), (left,)), strict=True))
-        except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            self._answers.append((ticket, error))
-
-    def give_up(self) -> None:
-        """Forget all batches; what the store answers to them is collected and dropped."""
-        self._given_up.update(self._open)
-        self._open = {}
-        self._answers = []
-
-    def _submit(self, batch: Batch, call: Callable[[], object]) -> None:
-        try:
-            ticket = operator.index(call())  # type: ignore[arg-type]
+            batch.ticket = operator.index(call())  # type: ignore[arg-type]
         except Exception as error:
             raise self._refusal(batch, error) from error
-        if ticket in self._open or ticket in self._given_up or ticket in self._repeated:
+        other = self._open.get(batch.ticket)
+        if other is not None or batch.ticket in self._repeated:
             # Whose blocks the store will hand over is not known, now and under this number for good.
-            twice = StoreError(f"the store has issued ticket {ticket} twice")
-            self._repeated.add(ticket)
-            self._answers.append((ticket, twice))
+            twice = StoreError(f"the store has issued ticket {batch.ticket} twice")
+            self._repeated.add(batch.ticket)
+            if other is not None:
+                self._answers.append((other, twice))
             raise self._refusal(batch, twice)
-        self._open[ticket] = batch
+        self._open[batch.ticket] = batch
+        return batch
 
     def _reported(self) -> list[int]:
         """Tickets that the store calls ended, and those for which it has had its time."""
@@ -153,16 +137,25 @@ class StoreSide:
             found = [operator.index(ticket) for ticket in self._store.poll()]
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             _log.warning("the store cannot be polled, %d batches are given up: %s", len(self._open), _describe(error))
-            return [*self._open, *self._given_up]
+            return list(self._open)
         until = time.monotonic() - OVERDUE_SECONDS
-        found += [ticket for ticket, batch in self._open.items() if batch.since < until]
-        return list(dict.fromkeys(found))
+        return found + [ticket for ticket, batch in self._open.items() if batch.since < until]
 
-    def _collect(self, ticket: int) -> object:
+    def _collect(self, batch: Batch, timeout: float) -> None:
         try:
-            return self._store.wait(ticket, 0.0)
+            # Run by C code as a whole, so no interrupt can come between the store's answer and the list.
+            self._answers.extend(zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,)), strict=True))
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            return error
+            self._answers.append((batch, error))
+
+    def _take_in(self) -> None:
+        """Give batches the answers that the store gave."""
+        while self._answers:
+            batch, answer = self._answers[0]
+            if batch.answer is None:
+                batch.answer = self._checked(batch, batch.ticket, answer)
+            self._open.pop(batch.ticket, None)
+            del self._answers[0]
 
     def _checked(self, batch: Batch, ticket: int, answer: object) -> Answer:
         """Take an answer whose arrays are those of the batch, and no other."""

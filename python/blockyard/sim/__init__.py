@@ -1,1 +1,1 @@
-"""Workloads, traces and the demo: the whole path, run and compared with a run that never moved a block."""
+"""Workloads, traces and the demo: the whole path, compared with an unpaged run."""

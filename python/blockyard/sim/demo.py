@@ -254,17 +254,17 @@ def _check_file(path: Path) -> None:
 
 
 @contextmanager
-def _external(options: DemoOptions) -> Iterator[tuple[str, str | None]]:
-    """Give URL and size of the external tier; remove a temporary folder at the end."""
+def _external(options: DemoOptions) -> Iterator[str]:
+    """Give the URL of the external store, with a size; remove a temporary folder at the end."""
     url, space = options.external_swapper, options.external_swapper_space
     default = SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS
     if url is not None:
         sized = space is not None or "size=" in url or not url.startswith("file:")
-        yield url, space if sized else default
+        yield sized_url(url, space if sized else default)
         return
     folder = tempfile.mkdtemp(prefix="blockyard-demo-")
     try:
-        yield f"file://{folder}", space or default
+        yield sized_url(f"file://{folder}", space or default)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -282,14 +282,13 @@ def _serve(
     require_memory(model, options.block_size, device_blocks, host_blocks)
     watched = options.shrink_to is not None or options.defrag is not None
     with (
-        _external(options) as (url, space),
+        _external(options) as url,
         Generator(
             model,
             block_size=options.block_size,
-            num_device_blocks=device_blocks,
-            num_host_blocks=host_blocks,
-            external_swapper=url,
-            external_swapper_space=space,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            external=url,
             preemption_mode=options.preemption_mode,
             prefix_caching=options.prefix_caching,
             max_num_seqs=options.max_num_seqs,

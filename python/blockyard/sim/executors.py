@@ -23,7 +23,7 @@ _DAMAGED_PARTS = ("payload", "payload", "generation", "payload_checksum")
 _SHARE_DAMAGED = 2
 
 
-class Wrapper:
+class Wrapper(Executor):
     """Passes every call on; subclasses override what they watch or disturb.
 
     Args:
@@ -44,6 +44,10 @@ class Wrapper:
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Give the pairs that are known not to land, so far."""
         return self._inner.lost(ticket)
+
+    def is_awaited(self, ticket: int) -> bool:
+        """Whether a decision is under way, and compute has read what it loads or has lost."""
+        return self._inner.is_awaited(ticket)
 
     def poll(self) -> list[StepDone]:
         """Give the decisions that ended since the last call."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.model import PagedModel
-from blockyard.integrations.transformers.worker import available_memory
+from blockyard.integrations.transformers.sizing import available_memory
 from blockyard.sim.demo_model import demo_model
 from blockyard.sim.workload import Encode
 

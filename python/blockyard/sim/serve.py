@@ -54,12 +54,12 @@ class Watch(Protocol):
 
 
 class Faults:
-    """Puts the executors that count, disturb and keep time around the one that does the work.
+    """Wraps an executor in those that count, disturb and fix the timing.
 
     Args:
         corrupt: blocks to damage in the file; 0 for none.
         sabotage: kind of transfer to drop one of; nothing if None.
-        seed: decides what is damaged.
+        seed: of the damage.
     """
 
     def __init__(self, *, corrupt: int = 0, sabotage: str | None = None, seed: int = 0) -> None:
@@ -74,13 +74,13 @@ class Faults:
         """Wrap the executor of a `Generator`.
 
         Args:
-            executor: the `StepExecutor` that the generator has made.
+            executor: the generator's `StepExecutor`.
 
         Returns:
-            What the generator is to call instead.
+            The executor for the generator to call.
 
         Raises:
-            InvalidArgumentError: another kind of executor, or blocks are to be damaged and there is no external tier.
+            InvalidArgumentError: another kind of executor, or damage without an external tier.
         """
         if not isinstance(executor, StepExecutor):
             raise InvalidArgumentError(f"the executor is a {type(executor).__name__}, faults need a StepExecutor")
@@ -104,13 +104,13 @@ def serve(
 ) -> Served:
     """Serve a workload to its end.
 
-    Requests arrive on a clock that advances by one tick a step. The tick is such that all have arrived within the
-    steps of the longest answer, so that they press on memory however long the trace lasted.
+    Requests arrive on a clock of one tick a step. All arrive within the steps of the longest answer, so they press on
+    memory however long the trace lasted.
 
     Args:
         generator: made with `faults.wrap` as its `wrap_executor`.
         items: the requests.
-        faults: what counts, and what disturbs.
+        faults: counts and disturbs.
         view: called after every step.
         watch: called after every step.
 
@@ -118,7 +118,7 @@ def serve(
         Tokens and counters.
 
     Raises:
-        OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
+        OutOfBlocksError: a request does not fit on the device even alone, or no longer does.
     """
     waiting = deque(sorted(items, key=lambda item: item.arrival))
     tick = _tick(items)

@@ -74,7 +74,7 @@ class PoolWatch:
             self._began, self._before = self._step, self._measure()
             self._generator.resize_device(self._wanted)
         before = self._measure() if self._shrinking else 0
-        given = self._generator.give_back()
+        given = self._generator.cache.give_back()
         if given is not None:
             self._after, self._kept = self._measure(), given.kept
             self._returned += given.returned
@@ -117,7 +117,7 @@ class PoolWatch:
 
     def _sample(self) -> None:
         manager, layout = self._generator.manager, self._generator.engine.layout
-        elastic, counting = self._generator.worker.elastic, self._faults.counting
+        elastic, counting = self._generator.cache.elastic, self._faults.counting
         kinds = ("move", "exchange")
         moves = sum(count for (kind, _, _), count in counting.blocks.items() if kind in kinds) if counting else 0
         self._samples.append(

@@ -698,14 +698,14 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, a list, or one.
-    ///     out: int32 array `[n or more, max_blocks or more]` to write to, C-contiguous.
+    ///     out: int32 array `[n, max_blocks or more]` to write to, C-contiguous.
     ///     group: cache group.
     /// Returns:
     ///     Block ids, int32 `[n, max_blocks]`, or `out`.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-    ///     InvalidArgumentError: `out` has too few rows or columns, or there is no such group.
+    ///     InvalidArgumentError: `out` has another number of rows or too few columns, or there is no such group.
     #[pyo3(signature = (sequences, out = None, *, group = 0))]
     fn block_tables<'py>(
         &self,

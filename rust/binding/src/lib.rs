@@ -60,8 +60,6 @@ mod _core {
     #[pymodule_export]
     use crate::pins::{PyExpired, PyPins};
     #[pymodule_export]
-    use crate::span::expand_span;
-    #[pymodule_export]
     use crate::policies::PyPrefixCaching;
     #[pymodule_export]
     use crate::pool::{PyFreeBlocks, PyPool};
@@ -69,6 +67,8 @@ mod _core {
     use crate::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]
     use crate::sequence::PySequence;
+    #[pymodule_export]
+    use crate::span::expand_span;
     #[pymodule_export]
     use crate::stats::PyManagerStats;
     #[pymodule_export]

@@ -136,7 +136,7 @@ impl PyPool {
     ///     counts as such.
     fn uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let uses = self.shared.lock().uses(self.tier);
-        memory::array(py, &uses, |&used| used as u8)
+        memory::array(py, &uses, |state| state.number())
     }
 
     /// Return the blocks that overdue transfers and overdue submitted pins still hold.

@@ -8,7 +8,7 @@ use blockyard_core::{BlockExtra, Extra, KeySpec, Prompt};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyInt, PyList, PyTuple};
+use pyo3::types::{PyInt, PyList, PyString, PyTuple};
 use std::fmt::Display;
 
 /// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
@@ -29,6 +29,9 @@ impl<'py> PromptLike<'py> {
             value.cast::<PyUntypedArray>().map_or_else(|_| value.is_instance_of::<PyList>(), |a| a.ndim() > 0);
         match value.extract() {
             Ok(count) if !is_list => Ok(Self::Count(count)),
+            Err(_) if !is_list && (value.is_instance_of::<PyString>() || value.try_iter().is_err()) => {
+                Err(invalid(format!("{name} is {}, must be token ids or their number", shown(value))))
+            }
             _ => arrays::token_ids(value, name).map(Self::Tokens),
         }
     }

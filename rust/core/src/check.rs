@@ -1,9 +1,10 @@
 //! Whole-state invariant check: counts everything again and compares. For tests, fuzzing and the `strict` feature.
 
+use crate::block::Leases;
 use crate::error::{self, Error, Result};
 use crate::group::{Group, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::{Lease, LeaseKind};
+use crate::lease::Lease;
 use crate::manager::Manager;
 use crate::table::Row;
 use std::collections::HashMap;
@@ -43,15 +44,10 @@ impl Manager {
         if self.has_nulls() && !self.pool(tier).is_empty() {
             *refs.entry(NULL_BLOCK).or_default() += 1;
         }
-        let mut leases: HashMap<BlockId, [u16; 3]> = HashMap::new();
+        let mut leases: HashMap<BlockId, Leases> = HashMap::new();
         let held = self.tickets().leases().chain(self.pin_leases());
         for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
-            let counters = leases.entry(block).or_default();
-            match kind {
-                LeaseKind::Drain => counters[0] += 1,
-                LeaseKind::Read => counters[1] += 1,
-                LeaseKind::Write => counters[2] += 1,
-            }
+            leases.entry(block).or_default().add(kind);
         }
         let pool = self.pool(tier);
         for block in (0..).map(BlockId).take(pool.extent()) {
@@ -59,8 +55,8 @@ impl Manager {
             if let Some(what) = pool.check(block, refs, leases.remove(&block).unwrap_or_default()) {
                 return Err(what);
             }
-            if let Some((other, twin)) = pool.twin(block) {
-                if self.pool(other).twin(twin) != Some((tier, block)) {
+            if let Some((other, twin)) = pool.block(block).tier_copy() {
+                if self.pool(other).block(twin).tier_copy() != Some((tier, block)) {
                     return Err(format!("{tier} block {block}: its twin, {other} block {twin}, has another twin"));
                 }
                 let keys = pool.key(block).zip(self.pool(other).key(twin));
@@ -72,7 +68,10 @@ impl Manager {
         if let Some(what) = pool.check_tail() {
             return Err(what);
         }
-        if self.has_nulls() && !pool.is_empty() && (pool.is_published(NULL_BLOCK) || pool.twin(NULL_BLOCK).is_some()) {
+        if self.has_nulls()
+            && !pool.is_empty()
+            && (pool.block(NULL_BLOCK).is_published() || pool.block(NULL_BLOCK).tier_copy().is_some())
+        {
             return Err(format!("{tier} block {NULL_BLOCK} is the null block, and holds bytes"));
         }
         match refs.keys().chain(leases.keys()).next() {
@@ -106,7 +105,7 @@ impl Manager {
                 return Err(format!("sequence {sequence}: {len} tokens, writable to {}", row.writable));
             };
             let base = (i64::from(block.0) - i64::try_from(index).unwrap_or(i64::MAX)) * i64::from(self.block_size());
-            if !self.pool(Tier::Device).is_exclusive(block) || row.slot_base != base {
+            if !self.pool(Tier::Device).block(block).is_exclusive() || row.slot_base != base {
                 return Err(format!("sequence {sequence}: block {block} is not its own to write"));
             }
         }
@@ -131,7 +130,7 @@ impl Manager {
             return Err(format!("sequence {sequence}: {} blocks published of {} tokens", row.published, row.len));
         }
         let filled = row.len.div_ceil(size) as usize;
-        if let Some(block) = row.table.iter().skip(filled).find(|&&block| pool.is_published(block)) {
+        if let Some(block) = row.table.iter().skip(filled).find(|&&block| pool.block(block).is_published()) {
             return Err(format!("sequence {sequence} has no tokens in block {block}, which is published"));
         }
         let first = row.family.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
@@ -151,6 +150,7 @@ impl Manager {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::block::LeaseKind;
     use crate::manager::{Config, Counts};
 
     /// Two sequences that share a block, one of them with room to write, and an unfinished swap.
@@ -183,27 +183,32 @@ mod tests {
 
     #[test]
     fn a_reference_that_the_pool_has_lost_is_noticed() {
-        let what = complaint(|manager| assert_eq!(manager.pools[0].release(BlockId(0)), None));
+        let what = complaint(|manager| manager.pools[0].release(BlockId(0)));
         assert!(what.contains("device block 0: 1 references, counted 2"), "{what}");
     }
 
     #[test]
     fn a_lease_without_a_ticket_is_noticed() {
         let what = complaint(|manager| manager.pools[1].lease(BlockId(5), LeaseKind::Read).unwrap());
-        assert!(what.contains("host block 5: leases [drain, read, write] [0, 1, 0], counted [0, 0, 0]"), "{what}");
+        assert!(
+            what.contains(
+                "host block 5: Leases { reads: 1, overlappable: 0, filling: false }, counted Leases { reads: 0"
+            ),
+            "{what}"
+        );
     }
 
     #[test]
     fn a_lease_that_ended_before_its_ticket_is_noticed() {
         let what = complaint(|manager| manager.pools[1].end_lease(BlockId(0), LeaseKind::Write));
-        assert!(what.contains("host block 0: leases"), "{what}");
+        assert!(what.contains("host block 0: Leases"), "{what}");
     }
 
     #[test]
     fn a_block_lost_from_the_free_ones_is_noticed() {
         let mut taken = Vec::new();
         let what = complaint(|manager| {
-            manager.pools[1].take(1, &mut taken);
+            manager.pools[1].take(1, false, &mut taken);
         });
         assert!(what.contains("1 references, counted 0"), "{what}");
     }
@@ -211,7 +216,7 @@ mod tests {
     #[test]
     fn a_one_sided_twin_is_noticed() {
         let what = complaint(|manager| {
-            manager.pools[0].set_twin(BlockId(0), Some((Tier::Host, BlockId(0))));
+            manager.pools[0].set_tier_copy(BlockId(0), Some((Tier::Host, BlockId(0))));
         });
         assert!(what.contains("has another twin"), "{what}");
     }

@@ -298,7 +298,8 @@ impl Events {
                 return Some(format!("events of {} {} blocks are kept for {}", pool.len(), pool.tier(), keys.len()));
             }
             let mut blocks = (0..).map(BlockId).zip(keys);
-            if let Some((block, _)) = blocks.find(|(block, key)| pool.is_published(*block) && **key == NOTHING) {
+            if let Some((block, _)) = blocks.find(|(block, key)| pool.block(*block).is_published() && **key == NOTHING)
+            {
                 return Some(format!("{} block {block} was published without an event", pool.tier()));
             }
             if let Some(block) = self.untold(pool) {
@@ -333,8 +334,8 @@ impl Events {
             }
         }
         last.extend(removals.items.iter().map(|removal| (removal.block, None)));
-        let found = |block| pool.is_published(block).then(|| self.told(tier, block));
-        let published = (0..).map(BlockId).take(pool.extent()).filter(|&block| pool.is_published(block));
+        let found = |block| pool.block(block).is_published().then(|| self.told(tier, block));
+        let published = (0..).map(BlockId).take(pool.extent()).filter(|&block| pool.block(block).is_published());
         let missing = published.into_iter().find(|block| all && !last.contains_key(block));
         last.iter().find(|&(&block, told)| found(block) != *told).map(|(&block, _)| block).or(missing)
     }
@@ -345,7 +346,7 @@ impl Events {
         let mut keys = Vec::new();
         for pool in pools {
             let blocks = (0..).map(BlockId).zip(&self.keys[pool.tier().index()]);
-            let published = blocks.filter(|(block, _)| pool.is_published(*block));
+            let published = blocks.filter(|(block, _)| pool.block(*block).is_published());
             keys.extend(published.map(|(block, key)| (pool.tier(), block, *key)));
         }
         let waiting = self.ring.items.iter().copied().collect();

@@ -1,23 +1,12 @@
 //! Leases and the tickets that hold them. A leased block is not freed, moved or given out again until the transfer that
 //! reads or writes it has finished.
 
+use crate::block::{BlockVersion, LeaseKind};
 use crate::event::Told;
 use crate::id::{BlockId, TicketId, Tier};
-use crate::pool::{Findable, Pool};
+use crate::pool::{CachedIdentity, Pool};
 use crate::transfer::Run;
 use std::collections::{BTreeMap, HashMap};
-
-/// What a transfer does with a block, and so what the block may be used for meanwhile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum LeaseKind {
-    /// Read on the device before anything of the same step is written there: the block may be given out to device work
-    /// that is ordered after the ticket.
-    Drain,
-    /// Read: the block is not given out until the ticket ends.
-    Read,
-    /// Written: the block holds no bytes yet and is not given out until the ticket ends.
-    Write,
-}
 
 /// One block held by one ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,7 +28,7 @@ pub(crate) struct Tickets {
     moves: Relocations,
     submitted: BTreeMap<TicketId, Ticket>,
     /// Copies of ended tickets that came after one which is not: its loads may yet turn out to have failed.
-    ended_copies: BTreeMap<TicketId, Vec<[Bytes; 2]>>,
+    ended_copies: BTreeMap<TicketId, Vec<[BlockVersion; 2]>>,
     /// How many these are at most, and above how many they are looked through.
     ended: usize,
     ended_limit: usize,
@@ -48,14 +37,11 @@ pub(crate) struct Tickets {
 /// Copies of ended tickets that are kept without a look at what they are of.
 const FEW_COPIES: usize = 16;
 
-/// The bytes of a block from when it is given out until it is freed: the block, and its generation then.
-pub(crate) type Bytes = (BlockId, u32);
-
 /// What one ticket holds, and which device bytes its copies read and wrote.
 #[derive(Debug, Clone)]
 struct Ticket {
     held: Vec<Held>,
-    copies: Vec<[Bytes; 2]>,
+    copies: Vec<[BlockVersion; 2]>,
     moves: Relocations,
 }
 
@@ -73,7 +59,7 @@ pub(crate) struct Relocations {
 pub(crate) struct Kept {
     pub(crate) from: BlockId,
     pub(crate) to: BlockId,
-    pub(crate) found: Findable,
+    pub(crate) found: CachedIdentity,
     pub(crate) told: Option<Told>,
 }
 
@@ -122,8 +108,8 @@ impl Held {
 
     fn drains(&self) -> bool {
         match self {
-            Self::One(lease) => lease.kind == LeaseKind::Drain,
-            Self::Runs(held) => held.reads == LeaseKind::Drain,
+            Self::One(lease) => lease.kind == LeaseKind::OverlappableRead,
+            Self::Runs(held) => held.reads == LeaseKind::OverlappableRead,
         }
     }
 }
@@ -185,7 +171,7 @@ impl Tickets {
     }
 
     /// Ends the present step: its leases belong to the returned ticket from now on.
-    pub(crate) fn submit(&mut self, copies: Vec<[Bytes; 2]>) -> TicketId {
+    pub(crate) fn submit(&mut self, copies: Vec<[BlockVersion; 2]>) -> TicketId {
         let ticket = self.open;
         let (held, moves) = (std::mem::take(&mut self.collected), std::mem::take(&mut self.moves));
         self.submitted.insert(ticket, Ticket { held, copies, moves });
@@ -244,9 +230,9 @@ impl Tickets {
     /// copy of a copy becomes one of the first. So there is at most one for each block in use and each ticket behind it.
     pub(crate) fn forget_copies(&mut self, device: &Pool) {
         let written = self.leases().filter(|lease| (lease.tier, lease.kind) == (Tier::Device, LeaseKind::Write));
-        let written = written.map(|lease| (lease.block, device.leased_generation(lease.block)));
-        // Bytes, and those written by unfinished tickets that they were made from.
-        let mut origins: HashMap<Bytes, Vec<Bytes>> = written.map(|bytes| (bytes, vec![bytes])).collect();
+        let written = written.map(|lease| (lease.block, device.block(lease.block).version()));
+        // BlockVersion, and those written by unfinished tickets that they were made from.
+        let mut origins: HashMap<BlockVersion, Vec<BlockVersion>> = written.map(|bytes| (bytes, vec![bytes])).collect();
         let looked_through = origins.len();
         let ended = std::mem::take(&mut self.ended_copies);
         let mut all: Vec<_> = ended.iter().map(|(ticket, copies)| (*ticket, copies, true)).collect();
@@ -256,7 +242,7 @@ impl Tickets {
         for (ticket, copies, has_ended) in all {
             for &[from, to] in copies {
                 let Some(made_from) = origins.get(&from).cloned() else { continue };
-                if has_ended && device.has_bytes(to) {
+                if has_ended && device.block(to.0).has_version(to.1) {
                     self.ended += made_from.len();
                     let kept = self.ended_copies.entry(ticket).or_default();
                     kept.extend(made_from.iter().map(|&origin| [origin, to]));
@@ -271,7 +257,7 @@ impl Tickets {
     }
 
     /// Copies of a submitted ticket and of those after it, in their order.
-    pub(crate) fn copies_since(&self, ticket: TicketId) -> Vec<[Bytes; 2]> {
+    pub(crate) fn copies_since(&self, ticket: TicketId) -> Vec<[BlockVersion; 2]> {
         let mut copies: Vec<_> = self.ended_copies.range(ticket..).map(|(&at, copies)| (at, copies)).collect();
         copies.extend(self.submitted.range(ticket..).map(|(&at, ticket)| (at, &ticket.copies)));
         copies.sort_by_key(|(at, _)| *at);
@@ -326,7 +312,7 @@ mod tests {
         let mut tickets = Tickets::new();
         let open = tickets.open();
         assert!(tickets.in_flight(open) && tickets.idle());
-        tickets.collect(Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(3) });
+        tickets.collect(Lease { tier: Tier::Device, kind: LeaseKind::OverlappableRead, block: BlockId(3) });
         assert_eq!(tickets.submit(vec![[(BlockId(3), 0), (BlockId(4), 0)]]), open);
         assert!(tickets.in_flight(open) && !tickets.idle());
         assert_eq!(tickets.draining(), vec![open]);
@@ -340,15 +326,15 @@ mod tests {
     fn runs_hold_both_their_sides_and_stay_in_the_order_of_what_was_collected() {
         let mut tickets = Tickets::new();
         let one = Lease { tier: Tier::Device, kind: LeaseKind::Read, block: BlockId(9) };
-        tickets.collect_run(Tier::Device, LeaseKind::Drain, Tier::Host, Run { src: 1, dst: 4, len: 2 });
-        tickets.collect_run(Tier::Device, LeaseKind::Drain, Tier::Host, Run { src: 7, dst: 6, len: 1 });
+        tickets.collect_run(Tier::Device, LeaseKind::OverlappableRead, Tier::Host, Run { src: 1, dst: 4, len: 2 });
+        tickets.collect_run(Tier::Device, LeaseKind::OverlappableRead, Tier::Host, Run { src: 7, dst: 6, len: 1 });
         tickets.collect(one);
         tickets.collect_run(Tier::Host, LeaseKind::Read, Tier::Device, Run { src: 0, dst: 3, len: 1 });
         let ticket = tickets.submit(Vec::new());
         let leases: Vec<_> = tickets.get(ticket).unwrap().collect();
         assert!(leases.iter().copied().eq(tickets.leases()));
         assert_eq!(leases.iter().map(|lease| lease.block.0).collect::<Vec<_>>(), [1, 4, 2, 5, 7, 6, 9, 0, 3]);
-        assert_eq!(leases[2], Lease { tier: Tier::Device, kind: LeaseKind::Drain, block: BlockId(2) });
+        assert_eq!(leases[2], Lease { tier: Tier::Device, kind: LeaseKind::OverlappableRead, block: BlockId(2) });
         assert_eq!(leases[3], Lease { tier: Tier::Host, kind: LeaseKind::Write, block: BlockId(5) });
         assert_eq!(tickets.draining(), [ticket]);
         assert_eq!(tickets.close(ticket).unwrap().len(), 3);

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod allocator;
+pub mod block;
 mod check;
 pub mod decision;
 pub mod defrag;
@@ -24,6 +25,7 @@ mod table;
 pub mod transfer;
 
 pub use allocator::{BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
+pub use block::{Block, BlockState, LeaseKind, Leases};
 pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, MAX_EVENTS, Reason};
@@ -35,6 +37,6 @@ pub use manager::{
     AllocStatus, BlockExtra, Cached, Config, Counts, Demand, Expired, Fit, Fragmentation, Manager, MoveStats, Moves,
     PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
 };
-pub use pool::{BlockUse, Policies};
+pub use pool::Policies;
 pub use reuse::ReuseOrder;
 pub use transfer::{FillMap, Run, Span, merge_runs};

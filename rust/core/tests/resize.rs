@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    AllocStatus, BlockId, BlockUse, Config, Counts, Demand, Error, Eviction, Manager, Policies, Resize, ReuseOrder,
-    SequenceId, Tier,
+    AllocStatus, BlockId, Config, Counts, Demand, Error, Eviction, Manager, Policies, Resize, ReuseOrder, SequenceId,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -76,10 +76,8 @@ impl Plain {
         let uses = self.books.uses(Tier::Device);
         assert_eq!(uses.len(), wanted.extent);
         let all =
-            |usage: BlockUse| (0u32..).zip(&uses).filter(move |(_, other)| **other == usage).map(|(block, _)| block);
-        assert!(
-            all(BlockUse::Live).eq(live.iter().copied()) && all(BlockUse::Held).eq(leased.difference(&live).copied())
-        );
+            |number: u8| (0u32..).zip(&uses).filter(move |(_, state)| state.number() == number).map(|(block, _)| block);
+        assert!(all(3).eq(live.iter().copied()) && all(2).eq(leased.difference(&live).copied()));
         self.beyond = in_use.iter().filter(past).copied().collect();
         #[expect(
             clippy::cast_possible_truncation,

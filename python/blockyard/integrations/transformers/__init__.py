@@ -1,7 +1,7 @@
 """Serves Hugging Face models from a paged KV cache in up to three tiers."""
 
 from blockyard.integrations.sampling import SamplingParams
-from blockyard.integrations.transformers.generator import Generator
+from blockyard.integrations.transformers.generator import Generator, Output
 from blockyard.integrations.transformers.model import PagedModel
 
-__all__ = ["Generator", "PagedModel", "SamplingParams"]
+__all__ = ["Generator", "Output", "PagedModel", "SamplingParams"]

@@ -1,26 +1,28 @@
-"""Prompts in, tokens out: model, books, scheduler and executor put together."""
+"""Prompts in, tokens out: a model served from a `KVCache` by the reference scheduler."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from blockyard._core import BlockManager, CacheGroup, ResizeProgress
-from blockyard.engine.elastic.cache import Resized
+from blockyard._core import CacheGroup, ResizeProgress
+from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError, InvariantError, UnknownTicketError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
-from blockyard.integrations.transformers.worker import Worker
+from blockyard.integrations.transformers.model import PagedModel
+from blockyard.integrations.transformers.sizing import available_blocks
 from blockyard.layout.kv import LayoutKind
 from blockyard.scheduler import (
     Defragmentation,
@@ -41,26 +43,56 @@ IDLE_STEPS_ALLOWED = 2
 IDLE_SECONDS = 0.0002
 
 
+@dataclass(frozen=True)
+class Output:
+    """What one prompt became.
+
+    Attributes:
+        index: of the prompt.
+        sequences: token ids generated for each of its `n` sequences, a token that ended one included.
+        texts: the same as text, where a prompt of the call was text; else None.
+    """
+
+    index: int
+    sequences: tuple[list[int], ...]
+    texts: tuple[str, ...] | None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the first sequence."""
+        return self.sequences[0]
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence.
+
+        Raises:
+            InvalidArgumentError: the prompts were token ids.
+        """
+        if self.texts is None:
+            raise InvalidArgumentError("the prompts were token ids: read tokens, or give text prompts")
+        return self.texts[0]
+
+
 class Generator:
     """Serves requests with one model whose KV is paged over device, host and an external tier.
 
-    Numbers of blocks that are None are what there is room for. `manager`, `scheduler`, `engine` and `store` may be
-    read for their counters.
+    `manager`, `scheduler`, `engine` and `store` may be read for their counters.
 
     Args:
         model: a Hugging Face model on the device where it is to run.
+        tokenizer: turns text prompts into token ids and back; the model's own, loaded by its name, if None.
         block_size: tokens in a block.
         kind: how the device's caches are laid out.
-        num_device_blocks: blocks of the device.
-        num_host_blocks: blocks of the host; 0 swaps from the device to the external tier.
-        external_swapper: URL of the external tier, as `file:///dir?size=2GiB`; none if None.
-        external_swapper_space: size of that tier, bytes or text as `2GiB`, where the URL names none.
+        device_blocks: blocks of the device; what there is room for if None.
+        host_blocks: blocks of the host, 0 for none; what there is room for if None.
+        external: URL of an external store, as `file:///dir?size=2GiB`.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
         defragment: which moves of device blocks every step decides; none if None.
-        elastic: lay the device's caches over memory that `resize_device` and `give_back` return to the system.
+        elastic: lay the device's caches over memory that goes back to the system after `resize_device`.
         wrap_executor: gives what is to carry out decisions in the executor's place, to watch or to disturb it.
         on_step: called after every step with what was scheduled and which requests finished.
 
@@ -71,22 +103,22 @@ class Generator:
 
     Example:
         >>> from blockyard.sim.demo_model import demo_model
-        >>> with Generator(demo_model(), num_device_blocks=8, num_host_blocks=8) as generator:
-        ...     outputs = generator.generate([[72, 105], [33]], SamplingParams(max_tokens=4, temperature=0.8, n=2))
-        >>> [[len(tokens) for tokens in sequences] for sequences in outputs]
-        [[4, 4], [4, 4]]
+        >>> with Generator(demo_model(), device_blocks=8, host_blocks=8) as generator:
+        ...     outputs = list(generator.generate([[72, 105], [33]], max_new_tokens=4))
+        >>> sorted((output.index, len(output.tokens)) for output in outputs)
+        [(0, 4), (1, 4)]
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         block_size: int = 16,
         kind: LayoutKind = "kv_first",
-        num_device_blocks: int | None = None,
-        num_host_blocks: int | None = None,
-        external_swapper: str | None = None,
-        external_swapper_space: int | str | None = None,
+        device_blocks: int | None = None,
+        host_blocks: int | None = None,
+        external: str | None = None,
         prefix_caching: bool = True,
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
@@ -96,26 +128,29 @@ class Generator:
         wrap_executor: Callable[[StepExecutor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
-        self.worker = Worker(
-            model,
-            block_size=block_size,
-            kind=kind,
-            external_swapper=external_swapper,
-            external_swapper_space=external_swapper_space,
-        )
-        try:
-            blocks = self._sizes(num_device_blocks, num_host_blocks, max_num_batched_tokens)
-            self.engine = self.worker.initialize_cache(blocks[0], blocks[1], elastic=elastic)
-            self.store = self.worker.initialize_external_cache(blocks[2])
-            window = self.worker.model.sliding_window
-            self.manager = BlockManager(
-                block_size=block_size,
-                device_blocks=blocks[0],
-                host_blocks=blocks[1],
-                external_blocks=blocks[2],
-                groups=[CacheGroup.sliding_window(window)] if window is not None else None,
+        self._tokenizer = tokenizer
+        with contextlib.ExitStack() as undo:
+            self.model = PagedModel(model, block_size=block_size, kind=kind)
+            undo.callback(self.model.close)
+            if device_blocks is None or host_blocks is None:
+                room = available_blocks(self.model, max_num_batched_tokens=max_num_batched_tokens)
+                device_blocks = room[0] if device_blocks is None else device_blocks
+                host_blocks = room[1] if host_blocks is None else host_blocks
+            window = self.model.sliding_window
+            self.cache = KVCache(
+                self.model.layout,
+                device=self.model.device,
+                device_blocks=device_blocks,
+                max_device_blocks=device_blocks if elastic else None,
+                host_blocks=host_blocks,
+                external=external,
                 prefix_caching=prefix_caching,
+                groups=None if window is None else [CacheGroup.sliding_window(window)],
+                max_staging="1GiB",
             )
+            undo.callback(self.cache.close)
+            self.model.bind(self.cache.engine.tensors)
+            self.manager, self.engine, self.store = self.cache.manager, self.cache.engine, self.cache.store
             self.scheduler = Scheduler(
                 self.manager,
                 max_num_seqs=max_num_seqs,
@@ -124,11 +159,8 @@ class Generator:
                 overlap_io=True,
                 defragment=defragment,
             )
-            executor = StepExecutor(self.engine, self.store)
-            self.executor: Executor = wrap_executor(executor) if wrap_executor else executor
-        except BaseException:
-            self.worker.close()
-            raise
+            self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
+            self._closing = undo.pop_all()
         self._on_step = on_step
         self._params: dict[str, SamplingParams] = {}
         self._tickets: list[int] = []  # under way, the oldest first
@@ -157,7 +189,7 @@ class Generator:
             OutOfBlocksError: even alone on the device it would not fit to its end.
         """
         tokens = np.asarray(prompt, dtype=np.int64)
-        model = self.worker.model
+        model = self.model
         if tokens.ndim != 1 or len(tokens) == 0:
             raise InvalidArgumentError(
                 f"the prompt of {request_id!r} has shape {list(tokens.shape)}, [tokens] is needed"
@@ -208,7 +240,7 @@ class Generator:
         Raises:
             InvariantError: nothing can run although requests wait.
         """
-        self.give_back()
+        self.cache.give_back()
         step = self.scheduler.schedule()
         ticket = step.decision.ticket
         try:
@@ -242,68 +274,80 @@ class Generator:
             num_device_blocks: at most as many as there were at first.
 
         Returns:
-            What is in use beyond the end, now; its memory goes as it becomes unused, see `give_back`. Requests that do
-            not fit any more, even alone, end with the next step.
+            What is still in use beyond the end. Its memory goes as it becomes unused. Requests that do not fit any
+            more, even alone, end with the next step.
 
         Raises:
-            InvalidArgumentError: there are no tensors for so many, or the books need more; the pool is as it was.
+            InvalidArgumentError: there are no tensors for so many, or the manager needs more; the pool is as it was.
             OutOfMemoryError: there is not enough memory to grow.
         """
-        elastic, most = self.worker.elastic, self.engine.num_blocks("device")
-        if num_device_blocks > most:
-            raise InvalidArgumentError(f"{num_device_blocks} device blocks are wanted, the tensors have {most}")
-        if elastic is not None and num_device_blocks > elastic.num_blocks:
-            elastic.resize(num_device_blocks)
-        return self.manager.defrag.resize(num_device_blocks)
-
-    def give_back(self) -> Resized | None:
-        """Return memory of device blocks that a smaller pool has no use for; every step does it, too.
-
-        Returns:
-            What went; None if nothing could, or the caches are not elastic.
-        """
-        elastic = self.worker.elastic
-        extent = self.manager.defrag.progress().extent
-        return None if elastic is None or extent >= elastic.num_blocks else elastic.resize(extent)
+        return self.cache.resize(num_device_blocks)
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[list[list[int]]]:
-        """Serve prompts to their ends, all present from the start.
+        self,
+        prompts: Sequence[str | Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> Iterator[Output]:
+        """Serve prompts to their ends.
+
+        Requests start when the first output is asked for. If the caller stops early, the others are aborted.
 
         Args:
-            prompts: token ids of each request.
-            params: one for all, or one for each.
+            prompts: of each request its text or token ids.
+            params: how tokens are chosen, one for all or one for each; greedy if None.
+            max_new_tokens: most tokens of each sequence, where no `params` say so.
 
-        Returns:
-            For each prompt its `n` sequences of generated tokens, a token that ended one included.
+        Yields:
+            An `Output` for each prompt, in the order in which they finish.
 
         Raises:
             InvalidArgumentError: a request is malformed, the numbers differ, or other requests are under way; none of
                 these was added.
             OutOfBlocksError: a request would not fit on the device even alone, or no longer does.
         """
+        if params is None:
+            params = SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
+        elif max_new_tokens is not None:
+            raise InvalidArgumentError(f"max_new_tokens is {max_new_tokens}, params have max_tokens: give one of them")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidArgumentError(f"{len(prompts)} prompts have {len(each)} sampling params")
         if self.num_unfinished:
             raise InvalidArgumentError(f"{self.num_unfinished} requests are under way")
-        names = [f"generate-{index}" for index in range(len(prompts))]
-        outputs: dict[str, list[list[int]]] = {}
+        is_text = any(isinstance(prompt, str) for prompt in prompts)
+        names = {f"generate-{index}": index for index in range(len(prompts))}
         try:
             for name, prompt, chosen in zip(names, prompts, each, strict=True):
-                self.add(name, prompt, chosen)
-            while len(outputs) < len(names):
+                self.add(name, self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, chosen)
+            while self._params:
                 for done in self.step():
                     if done.error is not None:
                         raise done.error
-                    outputs[done.request.request_id] = [list(tokens) for tokens in done.outputs]
+                    sequences = tuple(list(tokens) for tokens in done.outputs)
+                    texts = tuple(str(self.tokenizer.decode(tokens)) for tokens in sequences) if is_text else None
+                    yield Output(names[done.request.request_id], sequences, texts)
             self.drain()
-        except BaseException:
+        finally:
             for name in tuple(self._params):
                 self.abort(name)
-            raise
-        return [outputs[name] for name in names]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of text prompts.
+
+        Raises:
+            InvalidArgumentError: none was given, and none is found by the model's name.
+        """
+        if self._tokenizer is None:
+            name = self.model.name
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(name)
+            except (OSError, ValueError) as error:
+                message = f"tokenizer is None, and there is none for the model {name!r}: {error}"
+                raise InvalidArgumentError(message) from None
+        return self._tokenizer
 
     def drain(self) -> None:
         """Wait for all transfers that are under way, so that the books are at rest."""
@@ -311,8 +355,8 @@ class Generator:
             self._end(self.executor.wait(self._tickets[0]))
 
     def close(self) -> None:
-        """Give back caches and tier; twice does nothing."""
-        self.worker.close()
+        """Give back caches and store; twice does nothing."""
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -322,18 +366,11 @@ class Generator:
     ) -> None:
         self.close()
 
-    def _sizes(self, device: int | None, host: int | None, tokens: int) -> tuple[int, int, int]:
-        if device is None or host is None:
-            room = self.worker.determine_num_available_blocks(max_num_batched_tokens=tokens)
-            device = room[0] if device is None else device
-            host = room[1] if host is None else host
-        return device, host, self.worker.determine_num_external_available_blocks()
-
     def _compute(self, step: Step) -> list[int]:
         """Run the model, and draw a token for each of the step's draws."""
         wait = partial(self.executor.wait_for_layer, step.decision.ticket)
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
-        logits = self.worker.model.forward(step.token_ids, where, samples=step.samples, before_layer=wait)
+        logits = self.model.forward(step.token_ids, where, samples=step.samples, before_layer=wait)
         rows = logits.cpu().numpy()
         return [
             sample(rows[draw.row], self._params[draw.request_id], draw.sequence, draw.position) for draw in step.draws()
@@ -341,16 +378,12 @@ class Generator:
 
     def _take_in_what_landed(self, step: Step) -> None:
         """End the tickets that are done, and wait for this step's if what it computed depends on it."""
-        ended = self.executor.poll()
+        ended = self.executor.collect(step.decision.ticket)
         while not (step.rows or ended) and self._tickets:
             time.sleep(IDLE_SECONDS)
             ended = self.executor.poll()
         for done in ended:
             self._end(done)
-        ticket = step.decision.ticket
-        loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
-        if ticket in self._tickets and (loads or self.executor.lost(ticket)):
-            self._end(self.executor.wait(ticket))
 
     def _end(self, done: StepDone) -> None:
         """Tell the scheduler that a ticket has ended, and the user what went wrong."""

@@ -61,6 +61,7 @@ class PagedModel:
             head_size=shape.head_size,
             dtype=shape.dtype,
         )
+        self.name = str(getattr(model.config, "name_or_path", "") or "")
         self.sliding_window = shape.window
         self.device = self._paged.device
         config = self._paged.config.get_text_config(decoder=True)

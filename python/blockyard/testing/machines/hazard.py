@@ -167,11 +167,8 @@ class HazardMachine(SchedulerMachine):
     def settle(self, step: Step) -> bool:
         """End what has ended; what this step has computed from loads is known to be good, or lost, after that."""
         progress = self.end_tickets()
-        loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
         for _ in range(PATIENCE):
-            if not self.executor.is_open(step.decision.ticket):
-                return progress
-            if not loads and not self.executor.lost(step.decision.ticket):
+            if not self.executor.is_awaited(step.decision.ticket):
                 return progress
             progress |= self.end_tickets()
         raise AssertionError(f"ticket {step.decision.ticket} has not ended after {PATIENCE} polls")

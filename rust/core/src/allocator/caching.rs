@@ -81,11 +81,11 @@ impl PrefixCachingAllocator {
         while self.eviction == Eviction::Accessed && out.len() < first + count {
             let Some((.., block)) = self.order.pop_first() else { break };
             self.plain.pool.claim(block);
-            self.plain.pool.drop_bytes(block);
+            self.plain.pool.evict_bytes(block);
             out.push(block);
         }
         let left = first + count - out.len();
-        self.plain.pool.take(left, out);
+        self.plain.pool.take(left, false, out);
         for &block in &out[first..] {
             self.uses[block.index()] = Use::default();
             self.pending.remove(&block);
@@ -94,7 +94,7 @@ impl PrefixCachingAllocator {
 
     /// Takes a reference to a block that has a key.
     fn claim(&mut self, block: BlockId) {
-        if self.plain.pool.is_idle(block) {
+        if !self.plain.pool.block(block).is_used() {
             self.order.remove(&self.place(block));
             self.uses[block.index()].touched = 0;
         }
@@ -103,10 +103,10 @@ impl PrefixCachingAllocator {
 
     fn release(&mut self, block: BlockId) {
         self.plain.pool.release(block);
-        if !self.plain.pool.is_idle(block) {
+        if self.plain.pool.block(block).is_used() {
             return;
         }
-        if !self.plain.pool.is_published(block) {
+        if !self.plain.pool.block(block).is_published() {
             self.plain.queue_idle(block);
         } else if self.eviction == Eviction::Accessed {
             self.order.insert(self.place(block));
@@ -136,7 +136,7 @@ impl BlockAllocator for PrefixCachingAllocator {
         let found: Vec<Option<BlockId>> = keys.iter().map(|keyed| self.plain.pool.find(&keyed.key)).collect();
         let mut distinct = HashSet::with_capacity(keys.len());
         let costs = |(keyed, block): &(&Keyed, &Option<BlockId>)| {
-            block.is_none_or(|block| self.plain.pool.is_idle(block)) && distinct.insert(keyed.key)
+            block.is_none_or(|block| !self.plain.pool.block(block).is_used()) && distinct.insert(keyed.key)
         };
         let wanted = keys.iter().zip(&found).filter(costs).count();
         self.plain.pool.require(wanted.saturating_add(plain), false)?;
@@ -180,11 +180,11 @@ impl BlockAllocator for PrefixCachingAllocator {
     }
 
     fn make_writable(&mut self, blocks: &[BlockId], out: &mut Vec<BlockId>) -> Result<()> {
-        let copies = self.plain.copies(blocks, |block| self.plain.pool.is_published(block))?;
+        let copies = self.plain.copies(blocks, |block| self.plain.pool.block(block).is_published())?;
         self.plain.pool.require(copies, false)?;
         let mut left = Vec::with_capacity(copies);
         for &block in blocks {
-            if self.plain.pool.refs(block) == 1 && !self.plain.pool.is_published(block) {
+            if self.plain.pool.refs(block) == 1 && !self.plain.pool.block(block).is_published() {
                 out.push(block);
             } else if self.plain.pool.refs(block) == 1 {
                 // The bytes are still to be copied, so the block must not be the one that is taken.
@@ -222,7 +222,7 @@ impl BlockAllocator for PrefixCachingAllocator {
 
     fn cost(&self, keys: &[Key]) -> usize {
         let mut distinct = HashSet::with_capacity(keys.len());
-        let in_use = |key| self.plain.pool.find(key).is_some_and(|block| !self.plain.pool.is_idle(block));
+        let in_use = |key| self.plain.pool.find(key).is_some_and(|block| self.plain.pool.block(block).is_used());
         keys.iter().filter(|key| !in_use(key) && distinct.insert(**key)).count()
     }
 
@@ -234,8 +234,8 @@ impl BlockAllocator for PrefixCachingAllocator {
         let (uses, pool) = (&mut self.uses, &self.plain.pool);
         // What was given back before it was computed holds no bytes: it stays pending until it is taken and computed.
         let mut mark = |block: BlockId| {
-            uses[block.index()].computed |= !pool.is_idle(block);
-            pool.is_idle(block)
+            uses[block.index()].computed |= pool.block(block).is_used();
+            !pool.block(block).is_used()
         };
         match blocks {
             None => self.pending.retain(|&block| mark(block)),
@@ -256,7 +256,7 @@ impl BlockAllocator for PrefixCachingAllocator {
         }
         for &block in blocks {
             let known = block.index() < self.uses.len()
-                && (self.plain.pool.is_published(block) || !self.plain.pool.is_idle(block));
+                && (self.plain.pool.block(block).is_published() || self.plain.pool.block(block).is_used());
             if !known {
                 return Err(Error::NotReferenced { tier: self.plain.pool.tier(), block, wanted: 1, refs: 0 });
             }
@@ -278,7 +278,7 @@ impl BlockAllocator for PrefixCachingAllocator {
         let mut cached: Vec<BlockId> = std::mem::take(&mut self.order).into_iter().map(|(.., block)| block).collect();
         if self.eviction == Eviction::Released {
             let blocks = (0..).map(BlockId).take(self.plain.pool.len());
-            cached.extend(blocks.filter(|&block| self.plain.pool.is_published(block)));
+            cached.extend(blocks.filter(|&block| self.plain.pool.block(block).is_published()));
         }
         for block in cached {
             self.plain.pool.unpublish(block);
@@ -317,7 +317,8 @@ impl BlockAllocator for PrefixCachingAllocator {
         self.plain.check()?;
         let broken = |what: String| Err(Error::Broken { what });
         for block in (0..).map(BlockId).take(self.plain.pool.len()) {
-            let (idle, published) = (self.plain.pool.is_idle(block), self.plain.pool.is_published(block));
+            let (idle, published) =
+                (!self.plain.pool.block(block).is_used(), self.plain.pool.block(block).is_published());
             let waits = self.order.contains(&self.place(block));
             if waits != (self.eviction == Eviction::Accessed && idle && published) {
                 return broken(format!("block {block}: in the order of eviction is {waits}"));

@@ -1,6 +1,7 @@
 //! Blocks without keys: references and an order of reuse.
 
 use super::{BlockAllocator, Keyed, Lookups, Reuse};
+use crate::block::Leases;
 use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
@@ -44,7 +45,7 @@ impl NaiveAllocator {
     /// Takes blocks out of those that hold nothing findable; there are so many.
     pub(super) fn take_idle(&mut self, count: usize, out: &mut Vec<BlockId>) {
         if self.reuse == Reuse::Lowest {
-            self.pool.take(count, out);
+            self.pool.take(count, false, out);
             return;
         }
         for block in self.queue.drain(..count) {
@@ -233,7 +234,7 @@ impl BlockAllocator for NaiveAllocator {
 
     fn check(&self) -> Result<()> {
         for block in (0..).map(BlockId).take(self.pool.len()) {
-            if let Some(what) = self.pool.check(block, self.pool.refs(block), [0; 3]) {
+            if let Some(what) = self.pool.check(block, self.pool.refs(block), Leases::default()) {
                 return Err(Error::Broken { what });
             }
         }

@@ -5,11 +5,11 @@ use super::{
     Fit, Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
     write_slots,
 };
+use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::LeaseKind;
 use crate::table::Row;
 use std::ops::Range;
 
@@ -316,7 +316,7 @@ impl Manager {
         }
         let (passed, unwritten) = (self.passed_over(sequence, count), row.written == self.tickets.open());
         for i in self.written_blocks(row, count, lookahead) {
-            if !self.pools[0].is_exclusive(row.table[i]) {
+            if !self.pools[0].block(row.table[i]).is_exclusive() {
                 if unwritten {
                     return Err(Error::Unwritten { sequence });
                 }
@@ -356,9 +356,9 @@ impl Manager {
         for writers in shared.chunk_by(|a, b| a == b) {
             let block = writers[0];
             // The last owner writes in place, unless the cache has the block too.
-            let others = self.pools[0].refs(block) as usize - usize::from(!self.pools[0].is_published(block));
+            let others = self.pools[0].refs(block) as usize - usize::from(!self.pools[0].block(block).is_published());
             let wanted = writers.len().min(others);
-            let room = self.pools[0].lease_room(block);
+            let room = self.pools[0].block(block).lease_room();
             if wanted > room {
                 let limit = u32::try_from(room).unwrap_or(u32::MAX);
                 return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
@@ -394,9 +394,9 @@ impl Manager {
             if self.is_null(block) {
                 continue; // passed over
             }
-            if self.pools[0].is_exclusive(block) {
+            if self.pools[0].block(block).is_exclusive() {
                 self.pools[0].note_written(block);
-                self.step.reuses_drained |= self.pools[0].is_drained(block);
+                self.step.reuses_drained |= self.pools[0].block(block).is_read_ahead();
                 self.part(block);
             } else {
                 self.copy_on_write(sequence, i, block, i < blocks_for(len.into(), self.block_size))?;
@@ -435,7 +435,8 @@ impl Manager {
         if let Some(&block) = row.table.get(index as usize) {
             // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
             // the block may also be a copy of another tier's.
-            let own = count > 0 && self.pools[0].is_exclusive(block) && !self.pools[0].is_drained(block);
+            let own =
+                count > 0 && self.pools[0].block(block).is_exclusive() && !self.pools[0].block(block).is_read_ahead();
             // Only the second pass asks whether the state at the end of a block is the last that this step writes.
             let own = own && (row.len % size > 0 || self.groups.get(row.group) != Group::Recurrent);
             // Nor may it write what is being moved.
@@ -449,7 +450,7 @@ impl Manager {
 
     /// Parts a block that is about to be written from its copy in another tier, which after a truncation it may have.
     fn part(&mut self, block: BlockId) {
-        if self.pools[0].twin(block).is_some() {
+        if self.pools[0].block(block).tier_copy().is_some() {
             unlink(&mut self.pools, Tier::Device, block);
             self.step.fresh.remove(&(Tier::Device, block));
         }

@@ -6,14 +6,14 @@ use crate::defrag::{Budget, Entry, Facts, Goal, Plan, Planner, Wanted};
 use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::pool::{Hint, Seen};
+use crate::pool::{Hint, PlannerView};
 use crate::reuse::BlockSet;
 use crate::table::{Row, Rows};
 
 /// What the manager knows of device blocks beyond their places.
-struct Known<'a> {
+struct ManagerFacts<'a> {
     rows: &'a Rows,
-    blocks: Seen<'a>,
+    blocks: PlannerView<'a>,
     /// The present step, and the earliest that has not ended.
     open: TicketId,
     first: TicketId,
@@ -23,7 +23,7 @@ struct Known<'a> {
     cached: Cached,
 }
 
-impl Facts for Known<'_> {
+impl Facts for ManagerFacts<'_> {
     fn entry(&self, hole: BlockId) -> Entry {
         if self.blocks.idle.contains(hole) { self.cached.entry() } else { Entry::Move }
     }
@@ -59,7 +59,7 @@ impl Facts for Known<'_> {
     }
 }
 
-impl<'a> Known<'a> {
+impl<'a> ManagerFacts<'a> {
     /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
     fn ends_with(&self, row: &Row, index: usize) -> bool {
         // Behind the last token there may be blocks of an earlier lookahead.
@@ -132,7 +132,7 @@ impl Manager {
         let Some((places, blocks)) = self.pools[0].planning() else { return Plan::default() };
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
         let (open, first) = (self.tickets.open(), self.tickets.first());
-        let known = Known { rows: &self.rows, blocks, open, first, block_size: self.block_size, null, cached };
+        let known = ManagerFacts { rows: &self.rows, blocks, open, first, block_size: self.block_size, null, cached };
         let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
         self.planner.plan(places, &tables, &known, budget)
     }

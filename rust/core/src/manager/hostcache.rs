@@ -6,13 +6,14 @@
 //! or freed meanwhile is not published. A failed load takes the key of the host's copy with it.
 
 use super::{Manager, invalid, link, part_orphans, release, take, unlink};
+use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
 use crate::error::Result;
 use crate::event::Told;
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
-use crate::lease::{Lease, LeaseKind};
-use crate::pool::{Pool, Published, Twin};
+use crate::lease::Lease;
+use crate::pool::{Pool, Published};
 use crate::table::RowKeys;
 use std::collections::{BTreeMap, HashSet};
 
@@ -26,8 +27,8 @@ pub(super) enum Found {
 /// A block that is to be published once its bytes have landed.
 #[derive(Clone, Copy, Debug)]
 struct Promise {
-    from: Twin,
-    to: Twin,
+    from: TierBlock,
+    to: TierBlock,
     key: Key,
     /// Blocks before it in its prompt.
     depth: u32,
@@ -47,7 +48,7 @@ pub(super) struct HostCache {
 }
 
 impl Promise {
-    fn new(from: Twin, to: Twin, key: Key) -> Self {
+    fn new(from: TierBlock, to: TierBlock, key: Key) -> Self {
         Self { from, to, key, depth: 0, tenant: 0, demotes: false, told: Told::default() }
     }
 }
@@ -94,7 +95,7 @@ impl Manager {
     pub(super) fn find_on_host(&self, keys: &[Key], batch: usize) -> Vec<Found> {
         let [device, host, _] = &self.pools;
         let find = |key: &Key| {
-            let copy = || host.find(key).filter(|&block| host.lease_room(block) >= batch).map(Found::Host);
+            let copy = || host.find(key).filter(|&block| host.block(block).lease_room() >= batch).map(Found::Host);
             device.find(key).map(Found::Device).or_else(copy)
         };
         keys.iter().map_while(find).collect()
@@ -114,7 +115,10 @@ impl Manager {
 
     /// The device block that the present step loads a host copy into.
     fn loading(&self, copy: BlockId) -> Option<BlockId> {
-        let twin = self.pools[1].twin(copy).filter(|twin| twin.0 == Tier::Device && self.step.fresh.contains(twin))?;
+        let twin = self.pools[1]
+            .block(copy)
+            .tier_copy()
+            .filter(|twin| twin.0 == Tier::Device && self.step.fresh.contains(twin))?;
         Some(twin.1)
     }
 
@@ -140,11 +144,8 @@ impl Manager {
     }
 
     fn load_block(&mut self, copy: BlockId, target: BlockId, keys: &RowKeys, at: usize) -> Result<()> {
-        // A hit for the host's policy.
-        self.pools[1].claim(copy);
-        let leased = self.lease(Tier::Host, copy, LeaseKind::Read);
-        self.pools[1].release(copy);
-        leased?;
+        self.pools[1].lease_cached(copy, LeaseKind::Read)?;
+        self.tickets.collect(Lease { tier: Tier::Host, kind: LeaseKind::Read, block: copy });
         self.lease(Tier::Device, target, LeaseKind::Write)?;
         self.step.pairs(Kind::SwapIn, Tier::Host, Tier::Device).push([copy.0, target.0]);
         let (from, to) = ((Tier::Host, copy), (Tier::Device, target));
@@ -157,7 +158,7 @@ impl Manager {
 
     /// Promises to publish the host copy of a device block that the present step swaps out, if that can be found.
     #[inline]
-    pub(super) fn promise_copy(&mut self, from: Twin, to: Twin, at: usize) {
+    pub(super) fn promise_copy(&mut self, from: TierBlock, to: TierBlock, at: usize) {
         if self.host_cache.is_some() && (from.0, to.0) == (Tier::Device, Tier::Host) {
             if let Some(key) = self.pools[0].key(from.1) {
                 self.promise(Promise { depth: depth(at), ..Promise::new(from, to, key) });
@@ -185,16 +186,15 @@ impl Manager {
         if self.host_cache.is_none() {
             return Err(invalid("blocks to offload", count as i128, "asked for with host copies kept".to_owned()));
         }
-        let mut sources = self.pools[0].upcoming(count);
+        let mut sources = self.pools[0].eviction_candidates(count);
         let kept = |block: &BlockId| self.pools[0].key(*block).is_some_and(|key| self.pools[1].find(&key).is_none());
         sources.retain(|block| kept(block));
         sources.truncate(self.pools[1].free());
         let mut targets = Vec::with_capacity(sources.len());
         take(&mut self.pools, Tier::Host, sources.len(), &mut targets);
         for (&source, &target) in sources.iter().zip(&targets) {
-            self.pools[0].claim(source);
-            self.lease(Tier::Device, source, LeaseKind::Drain)?;
-            self.pools[0].release(source);
+            self.pools[0].lease_cached(source, LeaseKind::OverlappableRead)?;
+            self.tickets.collect(Lease { tier: Tier::Device, kind: LeaseKind::OverlappableRead, block: source });
             self.lease(Tier::Host, target, LeaseKind::Write)?;
             release(&mut self.pools, Tier::Host, target);
             self.step.pairs(Kind::SwapOut, Tier::Device, Tier::Host).push([source.0, target.0]);
@@ -227,7 +227,8 @@ impl Manager {
                 demoted.push((from.1, key));
             }
             let (tier, block) = to;
-            let linked = || self.pools[0].twin(block) == Some(from) && self.pools[1].key(from.1) == Some(key);
+            let linked =
+                || self.pools[0].block(block).tier_copy() == Some(from) && self.pools[1].key(from.1) == Some(key);
             if tier == Tier::Device && !linked() {
                 continue;
             }
@@ -246,7 +247,7 @@ impl Manager {
 
     /// Forgets what a ticket has promised and not brought: the blocks that are lost, and the copies that were tried and
     /// could not be read.
-    pub(super) fn break_promises(&mut self, ticket: TicketId, lost: &HashSet<Twin>, tried: bool) {
+    pub(super) fn break_promises(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>, tried: bool) {
         let Some(promises) = self.host_cache.as_mut().and_then(|cache| cache.submitted.get_mut(&ticket)) else {
             return;
         };
@@ -280,7 +281,7 @@ impl Manager {
 /// Links the two copies of a key, if both tiers have one and no other.
 pub(super) fn join_copies(pools: &mut [Pool; 3], key: &Key) {
     if let (Some(device), Some(host)) = (pools[0].find(key), pools[1].find(key)) {
-        if pools[0].twin(device).is_none() && pools[1].twin(host).is_none() {
+        if pools[0].block(device).tier_copy().is_none() && pools[1].block(host).tier_copy().is_none() {
             link(pools, (Tier::Device, device), (Tier::Host, host));
         }
     }

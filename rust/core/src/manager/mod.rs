@@ -28,14 +28,15 @@ mod truncate;
 mod twins;
 mod window;
 
+use crate::block::{LeaseKind, TierBlock};
 use crate::decision::{Kind, Pairs};
 use crate::defrag::Planner;
 use crate::error::{Error, Result};
 use crate::event::{EventBatch, Events};
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Lease, LeaseKind, Tickets};
-use crate::pool::{Policies, Pool, Twin};
+use crate::lease::{Lease, Tickets};
+use crate::pool::{Policies, Pool};
 use crate::table::{Row, Rows};
 use resize::share;
 use std::collections::HashSet;
@@ -107,7 +108,7 @@ impl Fit {
 struct OpenStep {
     transfers: Vec<(Kind, Pairs)>,
     /// Shared destinations written by this step, which later sequences of the step may share.
-    fresh: HashSet<Twin>,
+    fresh: HashSet<TierBlock>,
     /// Rows of recurrent groups that began the block of their last token in this step: the state there is yet to be written.
     begun: HashSet<SequenceId>,
     /// Device blocks that an unfinished ticket still reads have been given to this step's writes.

@@ -6,11 +6,11 @@
 
 use super::hostcache::join_copies;
 use super::{Manager, invalid, link, part_orphans};
+use crate::block::{BlockState, TierBlock};
 use crate::defrag::{Budget, Entry, Place, Plan, Wanted};
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::lease::{Kept, Relocations};
-use crate::pool::{BlockUse, Twin};
 use crate::table::Row;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -152,7 +152,7 @@ impl Manager {
         let evicted = plan.drops().iter().map(|&[_, to]| to).chain(plan.clear.iter().copied());
         let dropped = evicted.map(|block| self.pools[0].drop_cached(BlockId(block))).count();
         let kept: Vec<_> =
-            plan.onward.iter().filter_map(|&[from, to]| self.uproot(BlockId(from), BlockId(to))).collect();
+            plan.onward.iter().filter_map(|&[from, to]| self.detach_cached(BlockId(from), BlockId(to))).collect();
         if dropped + kept.len() > 0 {
             part_orphans(&mut self.pools, Tier::Device);
         }
@@ -176,7 +176,7 @@ impl Manager {
         let written = |pool: &crate::pool::Pool| {
             let rows = rows.iter().filter(|(_, row)| row.tier == Tier::Device && row.written == open);
             let blocks = rows.flat_map(|(_, row)| row.table.iter().copied());
-            blocks.filter(|&block| !pool.is_published(block)).collect()
+            blocks.filter(|&block| !pool.block(block).is_published()).collect()
         };
         self.pools[0].follow_places(self.groups.slide(), written)?;
         self.pools[0].count_idle_as(cached.place());
@@ -202,16 +202,16 @@ impl Manager {
     }
 
     /// Takes what a cached block holds out of it before another moves there, to be found in a hole once it has landed.
-    fn uproot(&mut self, from: BlockId, to: BlockId) -> Option<Kept> {
+    fn detach_cached(&mut self, from: BlockId, to: BlockId) -> Option<Kept> {
         let told = self.events.as_ref().map(|events| events.told(Tier::Device, from));
-        let found = self.pools[0].uproot(from)?;
+        let found = self.pools[0].detach_cached(from)?;
         self.pools[0].take_target(to);
         Some(Kept { from, to, found, told })
     }
 
     /// Lets what was taken out of a cached block be found again; returns whether it is, in that block.
-    fn replant(&mut self, kept: &Kept, at: BlockId) -> bool {
-        let is_found = self.pools[0].replant(at, kept.found);
+    fn attach_cached(&mut self, kept: &Kept, at: BlockId) -> bool {
+        let is_found = self.pools[0].attach_cached(at, kept.found);
         if is_found {
             if self.host_cache.is_some() {
                 join_copies(&mut self.pools, &kept.found.key);
@@ -235,7 +235,7 @@ impl Manager {
             // What nobody writes keeps what it holds, and the move that was to save that is not needed.
             let unwritten = all.kept.iter().position(|kept| kept.from.0 == to);
             if let Some(kept) = unwritten.map(|at| all.kept.swap_remove(at)) {
-                self.replant(&kept, kept.from);
+                self.attach_cached(&kept, kept.from);
                 self.pools[0].give_back(kept.to);
             }
             self.pools[0].give_back(BlockId(to));
@@ -253,7 +253,7 @@ impl Manager {
     }
 
     /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
-    pub(super) fn lose_moves(&mut self, ticket: TicketId, lost: &mut HashSet<Twin>) {
+    pub(super) fn lose_moves(&mut self, ticket: TicketId, lost: &mut HashSet<TierBlock>) {
         let Some(moves) = self.tickets.moves_of(ticket) else { return };
         let (pool, stats) = (&mut self.pools[0], &mut self.moved);
         moves.kept.retain(|kept| {
@@ -280,7 +280,7 @@ impl Manager {
     /// Ends the moves of a ticket, whose bytes have landed.
     pub(super) fn end_moves(&mut self, all: &Relocations) {
         for kept in &all.kept {
-            let is_found = self.replant(kept, kept.to);
+            let is_found = self.attach_cached(kept, kept.to);
             self.pools[0].give_back(kept.to);
             let count = if is_found { &mut self.moved.done } else { &mut self.moved.cancelled };
             *count += 1;
@@ -350,7 +350,7 @@ impl Manager {
     /// Lets the target take the place of the source in all books.
     fn finish_move(&mut self, landed: &Landed) {
         let &Landed { from, to, index, .. } = landed;
-        let told = self.events.as_ref().filter(|_| self.pools[0].is_published(from));
+        let told = self.events.as_ref().filter(|_| self.pools[0].block(from).is_published());
         let told = told.map(|events| events.told(Tier::Device, from));
         if let Some(twin) = self.pools[0].finish_move(from, to) {
             link(&mut self.pools, (Tier::Device, to), twin);
@@ -381,7 +381,7 @@ impl Manager {
         let pages =
             (0..u32::try_from(pages).unwrap_or(u32::MAX)).map(|page| page * page_blocks..(page + 1) * page_blocks);
         let mut found = Fragmentation {
-            max_id: known.filter(|&block| pool.usage(block) != BlockUse::Free).last(),
+            max_id: known.filter(|&block| pool.block(block).state() != BlockState::Free).last(),
             gap: places.gap(),
             holes: places.holes().len(),
             empty_pages: pages.filter(|page| places.holes().count(page.clone()) == page.len()).count(),
@@ -399,7 +399,7 @@ impl Manager {
     pub(crate) fn check_moves(&self) -> std::result::Result<(), String> {
         let mut targets = HashSet::new();
         for [from, to] in self.tickets.moves() {
-            let (node_refs, writing) = (self.pools[0].refs(BlockId(to)), self.pools[0].is_writing(BlockId(to)));
+            let (node_refs, writing) = (self.pools[0].refs(BlockId(to)), self.pools[0].block(BlockId(to)).is_filling());
             if !targets.insert(to) || node_refs > 0 || !writing {
                 return Err(format!("block {from} moves to {to}, which has {node_refs} references"));
             }

@@ -7,10 +7,10 @@
 use super::prefix::Prompt;
 use super::resize::share;
 use super::{Manager, require_fraction};
+use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
-use crate::lease::{Lease, LeaseKind};
-use crate::pool::Twin;
+use crate::lease::Lease;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// One reader's blocks.
@@ -135,7 +135,7 @@ impl Manager {
         let one = [sequence];
         let members = self.members(&one, &mut all)?;
         let tables = members.iter().flat_map(|&member| self.rows.at(member).table.iter());
-        let blocks = tables.copied().filter(|&block| self.pools[0].is_published(block)).collect();
+        let blocks = tables.copied().filter(|&block| self.pools[0].block(block).is_published()).collect();
         self.pin_blocks(blocks, deadline)
     }
 
@@ -156,16 +156,13 @@ impl Manager {
         if held + new > limit {
             return Err(Error::TooManyPinned { wanted: new, held, limit });
         }
-        if let Some(&block) = blocks.iter().find(|&&block| self.pools[0].lease_room(block) == 0) {
+        if let Some(&block) = blocks.iter().find(|&&block| self.pools[0].block(block).lease_room() == 0) {
             let limit = u32::from(u16::MAX >> 1);
             return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
         }
         for &block in &blocks {
             // Out of the evictable ones, if it is one of them: a leased block is none.
-            self.pools[0].claim(block);
-            let leased = self.pools[0].lease(block, LeaseKind::Read);
-            self.pools[0].release(block);
-            leased?;
+            self.pools[0].lease_cached(block, LeaseKind::Read)?;
             *self.pins.counts.entry(block).or_default() += 1;
         }
         let pin = PinId(self.pins.next);
@@ -287,7 +284,7 @@ impl Manager {
         self.tickets.get(ticket).map(drop).ok_or(Error::UnknownTicket { ticket })
     }
 
-    fn written_by(&self, ticket: TicketId) -> HashSet<Twin> {
+    fn written_by(&self, ticket: TicketId) -> HashSet<TierBlock> {
         let leases = self.tickets.of(ticket).filter(|lease| lease.kind == LeaseKind::Write);
         leases.map(|lease| (lease.tier, lease.block)).collect()
     }

@@ -280,7 +280,7 @@ impl Manager {
         for &tier in caching {
             self.pools[tier.index()].unpublish_all();
             for (tier, twin) in self.pools[tier.index()].take_orphans() {
-                self.pools[tier.index()].set_twin(twin, None);
+                self.pools[tier.index()].set_tier_copy(twin, None);
             }
             if let Some(events) = &mut self.events {
                 events.cleared(&mut self.pools, tier);
@@ -299,7 +299,7 @@ impl Manager {
 
     /// Found blocks that nothing uses yet.
     fn idle_blocks(&self, matches: &[Match]) -> usize {
-        let idle = |block: &&BlockId| self.pools[0].is_idle(**block);
+        let idle = |block: &&BlockId| !self.pools[0].block(**block).is_used();
         if let [one] = matches {
             return one.blocks().filter(idle).count();
         }
@@ -468,7 +468,7 @@ impl Manager {
                 at += 1;
                 continue;
             }
-            if self.pools[0].is_writing(block) {
+            if self.pools[0].block(block).is_filling() {
                 break;
             }
             match self.pools[0].publish(block, key, u32::try_from(at).unwrap_or(u32::MAX)) {

@@ -3,11 +3,12 @@
 use super::{
     AllocStatus, Fit, Manager, blocks_for, link, part_orphans, refuse_lost, release, release_all, require_tier, unlink,
 };
+use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::{Lease, LeaseKind};
+use crate::lease::Lease;
 use crate::transfer::merge_runs;
 
 /// From where to where, and what follows from it.
@@ -30,7 +31,7 @@ impl Route {
             (Tier::Device, _) => Kind::SwapOut,
             _ => Kind::SwapIn,
         };
-        let reads = if from == Tier::Device { LeaseKind::Drain } else { LeaseKind::Read };
+        let reads = if from == Tier::Device { LeaseKind::OverlappableRead } else { LeaseKind::Read };
         Self { from, to, kind, reads, takes_draining: kind == Kind::SwapIn }
     }
 }
@@ -189,17 +190,17 @@ impl Manager {
             return Err(Error::InFlight { sequence, ticket: row.ticket });
         }
         let held = blocks_for(u64::from(row.len), self.block_size);
-        if self.pools[route.from.index()].are_plain(&row.table[..held]) {
+        if self.pools[route.from.index()].are_private(&row.table[..held]) {
             return Ok(held);
         }
         for &block in &row.table[..held] {
-            if self.pools[route.from.index()].is_writing(block) {
+            if self.pools[route.from.index()].block(block).is_filling() {
                 return Err(Error::InFlight { sequence, ticket: row.ticket });
             }
             match self.shareable(block, route) {
                 None => sources.push(block),
                 // Claiming a cached block leaves one fewer to be taken.
-                Some(twin) if self.pools[route.to.index()].is_idle(twin) => sources.push(block),
+                Some(twin) if !self.pools[route.to.index()].block(twin).is_used() => sources.push(block),
                 Some(_) => {}
             }
         }
@@ -212,9 +213,9 @@ impl Manager {
         if self.is_null(block) {
             return Some(block);
         }
-        let (tier, twin) = self.pools[route.from.index()].twin(block)?;
+        let (tier, twin) = self.pools[route.from.index()].block(block).tier_copy()?;
         let fresh = self.step.fresh.contains(&(tier, twin));
-        let landed = !self.pools[tier.index()].is_writing(twin) || self.tickets.idle();
+        let landed = !self.pools[tier.index()].block(twin).is_filling() || self.tickets.idle();
         (tier == route.to && (fresh || landed)).then_some(twin)
     }
 
@@ -226,7 +227,7 @@ impl Manager {
         let kept = self.claim_twins(sequences, route);
         let mut targets = Vec::with_capacity(wanted);
         let pool = &mut self.pools[route.to.index()];
-        self.step.reuses_drained |= pool.take_to_write(wanted - kept.len(), &mut targets);
+        self.step.reuses_drained |= pool.take(wanted - kept.len(), true, &mut targets);
         part_orphans(&mut self.pools, route.to);
         if !targets.is_empty() {
             self.step.pairs(route.kind, route.from, route.to).reserve(targets.len());
@@ -260,7 +261,7 @@ impl Manager {
             let held = blocks_for(u64::from(row.len), self.block_size);
             for &block in &row.table[..held] {
                 if let Some(twin) = self.shareable(block, route) {
-                    if self.pools[route.to.index()].is_idle(twin) {
+                    if !self.pools[route.to.index()].block(twin).is_used() {
                         self.pools[route.to.index()].claim(twin);
                         kept.push(twin);
                     }
@@ -293,7 +294,7 @@ impl Manager {
                 self.tickets.collect(Lease { tier: route.to, kind: LeaseKind::Write, block: target });
                 self.promise_copy((route.from, source), (route.to, target), i);
                 let pool = &self.pools[route.from.index()];
-                if pool.refs(source) > 1 || (i < full && pool.is_published(source)) {
+                if pool.refs(source) > 1 || (i < full && pool.block(source).is_published()) {
                     link(&mut self.pools, (route.from, source), (route.to, target));
                     self.step.fresh.insert((route.to, target));
                     if i >= full {

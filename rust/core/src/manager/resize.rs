@@ -5,11 +5,11 @@
 //! transfers and pins hold there is waited for. [`Resize::extent`] says how much of the caches must stay meanwhile.
 
 use super::{Manager, invalid, part_orphans};
+use crate::block::{BlockState, MAX_BLOCKS};
 use crate::error::Result;
 use crate::event::Told;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::pool::{BlockUse, MAX_BLOCKS};
 
 /// How far the device's size has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,9 +68,9 @@ impl Manager {
 
     /// What every block of a tier is used for, by id, those in use beyond the end included.
     #[must_use]
-    pub fn uses(&self, tier: Tier) -> Vec<BlockUse> {
+    pub fn uses(&self, tier: Tier) -> Vec<BlockState> {
         let pool = self.pool(tier);
-        (0..).map(BlockId).take(pool.extent()).map(|block| pool.usage(block)).collect()
+        (0..).map(BlockId).take(pool.extent()).map(|block| pool.block(block).state()).collect()
     }
 
     /// What is in use beyond the device's blocks.

@@ -5,13 +5,14 @@ use super::pin::Pins;
 use super::quota::Tenants;
 use super::resize::share;
 use super::{MAX_BLOCK_SIZE, Manager, MoveStats, OpenStep, PrefixStats, blocks_for};
+use crate::block::TierBlock;
 use crate::defrag::Planner;
 use crate::error::{self, Error, Result};
 use crate::event::{Events, EventsImage};
 use crate::group::{Group, Groups, NULL_BLOCK};
 use crate::id::{BlockId, TicketId, Tier};
 use crate::lease::Tickets;
-use crate::pool::{Pool, PoolImage, Twin};
+use crate::pool::{Pool, PoolImage};
 use crate::snapshot::{Contents, MAX_COUNT, seal, unseal};
 use crate::table::{Rows, RowsImage};
 use serde::{Deserialize, Serialize};
@@ -28,7 +29,7 @@ struct Image {
     pools: [PoolImage; 3],
     rows: RowsImage,
     /// Blocks of two tiers that hold the same bytes, each pair once.
-    twins: Vec<(Twin, Twin)>,
+    twins: Vec<(TierBlock, TierBlock)>,
     stats: PrefixStats,
     decided: [u64; 7],
     moved: MoveStats,
@@ -86,7 +87,7 @@ impl Manager {
         let mut twins = Vec::new();
         for pool in pools {
             for block in (0..).map(BlockId).take(pool.extent()) {
-                let twin = pool.twin(block).filter(|twin| pool.tier() < twin.0);
+                let twin = pool.block(block).tier_copy().filter(|twin| pool.tier() < twin.0);
                 twins.extend(twin.map(|twin| ((pool.tier(), block), twin)));
             }
         }
@@ -191,13 +192,13 @@ impl Image {
     }
 }
 
-fn restore_twins(pools: &mut [Pool; 3], twins: Vec<(Twin, Twin)>) -> Contents<()> {
+fn restore_twins(pools: &mut [Pool; 3], twins: Vec<(TierBlock, TierBlock)>) -> Contents<()> {
     for (one, other) in twins {
         if !pools[other.0.index()].is_known(other.1) {
             return Err(format!("{} block {} is a twin, and not there", other.0, other.1));
         }
-        pools[one.0.index()].restore_twin(one.1, other)?;
-        pools[other.0.index()].restore_twin(other.1, one)?;
+        pools[one.0.index()].restore_tier_copy(one.1, other)?;
+        pools[other.0.index()].restore_tier_copy(other.1, one)?;
     }
     Ok(())
 }
@@ -216,7 +217,7 @@ fn check_places(rows: &Rows, pools: &[Pool; 3], groups: &Groups, block_size: u32
         for (at, &block) in row.table.iter().enumerate().filter(|(_, block)| !is_null(**block)) {
             let (place, is_filled) = ((row.group, at), at < blocks_for(u64::from(row.len), block_size));
             let key = pool.key(block).or_else(|| of_row.get(at).map(|key| key.of_group(row.group)));
-            for (tier, block) in [Some((row.tier, block)), pool.twin(block)].into_iter().flatten() {
+            for (tier, block) in [Some((row.tier, block)), pool.block(block).tier_copy()].into_iter().flatten() {
                 let own = pools[tier.index()].key(block).or(key);
                 let (found, known) = blocks.entry((tier, block)).or_insert(((place, is_filled), own));
                 let named = [own, *known, key];

@@ -1,11 +1,11 @@
 //! Ends of steps and of tickets: decisions go out, results come back.
 
 use super::{Manager, OpenStep, unlink};
+use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Bytes, Held, HeldRuns, LeaseKind};
-use crate::pool::Twin;
+use crate::lease::{Held, HeldRuns};
 use crate::table::Row;
 use std::collections::HashSet;
 
@@ -106,7 +106,7 @@ impl Manager {
     }
 
     /// Ends a ticket whose transfers never ran.
-    pub(super) fn cancel(&mut self, ticket: TicketId, mut written: HashSet<Twin>) -> Result<Vec<SequenceId>> {
+    pub(super) fn cancel(&mut self, ticket: TicketId, mut written: HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
         self.lose_moves(ticket, &mut written);
         self.follow_copies(ticket, &mut written);
         self.break_promises(ticket, &written, false);
@@ -114,21 +114,21 @@ impl Manager {
     }
 
     /// Adds what later copies have made of blocks that did not land.
-    fn follow_copies(&self, ticket: TicketId, blocks: &mut HashSet<Twin>) {
+    fn follow_copies(&self, ticket: TicketId, blocks: &mut HashSet<TierBlock>) {
         let copies = self.tickets.copies_since(ticket).into_iter().chain(self.copied(&self.step.transfers));
         let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
-        let mut lost: HashSet<Bytes> =
-            on_device.map(|&(_, block)| (block, self.pools[0].leased_generation(block))).collect();
+        let mut lost: HashSet<BlockVersion> =
+            on_device.map(|&(_, block)| (block, self.pools[0].block(block).version())).collect();
         for [from, to] in copies {
-            if lost.contains(&from) && lost.insert(to) && self.pools[0].holds(to) {
+            if lost.contains(&from) && lost.insert(to) && self.pools[0].block(to.0).is_used_as(to.1) {
                 blocks.insert((Tier::Device, to.0));
             }
         }
     }
 
-    fn end_without(&mut self, ticket: TicketId, blocks: &HashSet<Twin>) -> Result<Vec<SequenceId>> {
+    fn end_without(&mut self, ticket: TicketId, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
         // In order, so that their events are.
-        let mut gone: Vec<Twin> = blocks.iter().copied().collect();
+        let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
         gone.sort_unstable();
         for (tier, block) in gone {
             unlink(&mut self.pools, tier, block);
@@ -140,7 +140,7 @@ impl Manager {
     }
 
     /// Marks the sequences that have one of the blocks: they can only be freed.
-    pub(super) fn lose(&mut self, blocks: &HashSet<Twin>) -> Result<Vec<SequenceId>> {
+    pub(super) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
         let whole = |(id, row): (SequenceId, &Row)| row.family.as_deref().map_or(id, |family| family[0]);
         let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
@@ -157,8 +157,8 @@ impl Manager {
     }
 
     /// The copies among a step's transfers, whose leases all still hold.
-    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[Bytes; 2]> {
-        let held = |block| (BlockId(block), self.pools[0].leased_generation(BlockId(block)));
+    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[BlockVersion; 2]> {
+        let held = |block| (BlockId(block), self.pools[0].block(BlockId(block)).version());
         let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
         copies.map(|&[from, to]| [held(from), held(to)]).collect()
     }

@@ -1,6 +1,6 @@
-//! What a pool remembers of blocks that can be found by their keys, and how it gives them out again.
+//! What a pool remembers of cached blocks, and how it gives them out again.
 
-use super::{Pool, Published, decode};
+use super::{Pool, Published};
 use crate::error::Result;
 use crate::event::Reason;
 use crate::evict::{Departure, Eviction, Policy};
@@ -10,9 +10,9 @@ use crate::memory;
 use crate::prefix::PrefixIndex;
 use std::hint::black_box;
 
-/// What a block can be found by, and whose it is.
+/// What a prompt finds a block by, and whose it is.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Findable {
+pub(crate) struct CachedIdentity {
     pub(crate) key: Key,
     /// Blocks of its prompt before it, as far as is known.
     depth: u32,
@@ -44,8 +44,8 @@ impl Pool {
     /// # Errors
     /// There is no memory for that.
     pub(crate) fn start_caching(&mut self) -> Result<()> {
-        memory::require(self.blocks.saturating_mul(Cache::BYTES))?;
-        self.cache = Some(Cache::new(self.blocks, Eviction::Lru));
+        memory::require(self.len.saturating_mul(Cache::BYTES))?;
+        self.cache = Some(Cache::new(self.len, Eviction::Lru));
         Ok(())
     }
 
@@ -81,17 +81,12 @@ impl Pool {
 
     /// Key by which a block can be found.
     pub(crate) fn key(&self, block: BlockId) -> Option<Key> {
-        let cache = self.cache.as_ref().filter(|_| self.is_published(block))?;
+        let cache = self.cache.as_ref().filter(|_| self.block(block).is_published())?;
         cache.index.key(block).copied()
     }
 
-    /// Whether a block can be found by its key.
-    pub(crate) fn is_published(&self, block: BlockId) -> bool {
-        self.node(block).tag != 0
-    }
-
-    /// Takes cached blocks with one reference each, those first that the policy says; as many as there are.
-    pub(super) fn evict(&mut self, count: usize, out: &mut Vec<BlockId>) {
+    /// Takes cached blocks with one reference each, in the policy's order; as many as there are.
+    pub(super) fn evict(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         while out.len() < end {
             let first = out.len();
@@ -102,57 +97,57 @@ impl Pool {
             }
             let mut tags = [0; LOOK_AHEAD];
             for (tag, block) in tags.iter_mut().zip(&out[first..]) {
-                *tag = self.nodes[block.index()].tag;
+                *tag = self.blocks[block.index()].tag();
             }
             let tags = &tags[..out.len() - first];
             black_box(tags.iter().fold(0, |all, &tag| all ^ cache.index.look_ahead(tag)));
             for &block in &out[first..] {
-                self.drop_bytes(block);
-                self.nodes[block.index()].refs = 1;
+                self.evict_bytes(block);
+                self.blocks[block.index()].take(filling);
             }
         }
     }
 
-    /// Makes a block that is being given out again unfindable.
-    pub(crate) fn drop_bytes(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        let twin = decode(std::mem::take(&mut node.twin));
-        self.orphans.extend(twin);
-        let tag = std::mem::take(&mut node.tag);
+    /// Forgets what a block holds that is being given out again.
+    pub(crate) fn evict_bytes(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        let copy = block.set_tier_copy(None);
+        self.orphans.extend(copy);
+        let tag = block.take_tag();
         if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(block, tag);
+            cache.index.remove(id, tag);
             self.evictions += 1;
-            self.note_removal(block, Reason::Evicted, twin);
+            self.note_removal(id, Reason::Evicted, copy);
         }
     }
 
-    /// Takes what can be found in an evictable block out of it, to be found elsewhere later; the block is free.
-    pub(crate) fn uproot(&mut self, block: BlockId) -> Option<Findable> {
-        let key = self.key(block).filter(|_| self.is_evictable(block))?;
-        let depth = Some(self.hint(block).index).filter(|&index| index != u32::MAX).unwrap_or(0);
-        let found = Findable { key, depth, tenant: self.owner(block) };
-        self.retire(block);
-        let node = &mut self.nodes[block.index()];
-        let (tag, twin) = (std::mem::take(&mut node.tag), decode(std::mem::take(&mut node.twin)));
-        self.orphans.extend(twin);
+    /// Takes out of an evictable block what can be found there, to be found elsewhere later. The block is free.
+    pub(crate) fn detach_cached(&mut self, id: BlockId) -> Option<CachedIdentity> {
+        let key = self.key(id).filter(|_| self.is_evictable(id))?;
+        let depth = Some(self.hint(id).index).filter(|&index| index != u32::MAX).unwrap_or(0);
+        let identity = CachedIdentity { key, depth, tenant: self.tenant(id) };
+        self.retire(id);
+        let before = self.blocks[id.index()];
+        let tag = self.blocks[id.index()].take_tag();
+        let copy = self.blocks[id.index()].set_tier_copy(None);
+        self.orphans.extend(copy);
         if let Some(cache) = &mut self.cache {
-            cache.index.remove(block, tag);
+            cache.index.remove(id, tag);
         }
-        self.note_removal(block, Reason::Moved, twin);
-        self.free.insert(block);
-        self.refresh(block);
-        Some(found)
+        self.note_removal(id, Reason::Moved, copy);
+        self.moved(id, before);
+        Some(identity)
     }
 
-    /// Lets a block be found that is being written for that, and is nobody's; returns whether it is, unless what it holds
-    /// is found elsewhere by now, or its place is gone.
-    pub(crate) fn replant(&mut self, block: BlockId, found: Findable) -> bool {
-        let Findable { key, depth, tenant } = found;
-        let is_found = !self.is_beyond(block) && self.publish(block, key, depth) == Published::Now;
-        if is_found && tenant != 0 {
+    /// Publishes a block that was filled for that and is nobody's; returns whether it did. It does not if another block has
+    /// the key by now, or if the block is beyond the pool's end.
+    pub(crate) fn attach_cached(&mut self, block: BlockId, identity: CachedIdentity) -> bool {
+        let CachedIdentity { key, depth, tenant } = identity;
+        let is_cached = !self.is_beyond(block) && self.publish(block, key, depth) == Published::Now;
+        if is_cached && tenant != 0 {
             self.assign(block, tenant);
         }
-        is_found
+        is_cached
     }
 
     /// Tells the policy that the bytes of a block are gone; returns whether the block could be evicted.
@@ -196,21 +191,6 @@ impl Pool {
         }
     }
 
-    /// Takes a reference to a block that is referenced or cached.
-    #[inline]
-    pub(crate) fn claim(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        if node.refs == 0 {
-            debug_assert!(node.tag != 0, "claiming a block that holds nothing");
-            let cached = self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Departure::Hit));
-            if !cached {
-                self.draining.remove(block);
-            }
-        }
-        node.refs += 1;
-        self.refresh(block);
-    }
-
     pub(super) fn is_evictable(&self, block: BlockId) -> bool {
         self.cache.as_ref().is_some_and(|cache| cache.policy.contains(block))
     }
@@ -235,7 +215,7 @@ mod tests {
     fn evicted_blocks_are_no_longer_found_and_come_in_the_order_of_their_release() {
         let mut pool = Pool::new(Tier::Device, 100, true).unwrap();
         let mut blocks = Vec::new();
-        pool.take(100, &mut blocks);
+        pool.take(100, false, &mut blocks);
         for &block in &blocks {
             assert_eq!(pool.publish(block, key(block.0), 0), Published::Now);
         }
@@ -245,7 +225,7 @@ mod tests {
         }
         assert_eq!((pool.free(), pool.evictable(), pool.published()), (100, 100, 100));
         let mut taken = Vec::new();
-        pool.take(70, &mut taken);
+        pool.take(70, false, &mut taken);
         assert_eq!(taken, blocks[..70]);
         assert!(taken.iter().all(|block| pool.find(&key(block.0)).is_none() && pool.refs(*block) == 1));
         assert_eq!((pool.evictions(), pool.published()), (70, 30));

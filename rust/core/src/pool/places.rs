@@ -3,17 +3,15 @@
 //! A move has a source and a target. The target is written under the ticket's lease, and nobody's; the source stays whose
 //! it is, and is not held: whatever ends or changes its bytes, or takes a lease on it, ends the move's effect.
 
+use super::Pool;
 use super::resize::id;
-use super::{Node, Pool, WRITING, decode};
+use crate::block::{Block, LeaseKind, TierBlock};
 use crate::defrag::{Place, Places};
 use crate::error::Result;
 use crate::event::Reason;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
-use crate::lease::LeaseKind;
 use crate::memory;
-use crate::pool::Twin;
-use crate::prefix::grown;
 use crate::reuse::BlockSet;
 use std::cell::Cell;
 use std::ops::Range;
@@ -49,22 +47,15 @@ pub(super) struct Moves {
     end: usize,
 }
 
-impl Node {
-    /// Whether the block is in no table, and holds nothing findable.
-    fn is_empty(self) -> bool {
-        self.refs | self.tag == 0
-    }
-}
-
 impl Moves {
-    fn place(&self, block: BlockId, node: Node) -> Place {
-        if node.is_leased() || (self.null && block == NULL_BLOCK) {
+    fn place(&self, id: BlockId, block: Block) -> Place {
+        if block.is_leased() || (self.null && id == NULL_BLOCK) {
             Place::Fixed
-        } else if node.is_empty() {
-            if block.index() < self.end { Place::Hole } else { Place::Fixed }
-        } else if self.moving.contains(block) {
+        } else if block.is_empty() {
+            if id.index() < self.end { Place::Hole } else { Place::Fixed }
+        } else if self.moving.contains(id) {
             Place::Fixed
-        } else if node.refs == 0 {
+        } else if !block.is_used() {
             self.idle_as
         } else {
             Place::Live
@@ -85,10 +76,15 @@ impl Moves {
         self.places.set_run(run, place);
     }
 
-    fn like(&self, block: BlockId, node: Node) -> Like {
-        let (leased, empty) = (node.is_leased(), node.is_empty());
-        Like { place: self.place(block, node), leased, empty, idle: node.refs == 0 && !empty && !leased }
+    fn like(&self, id: BlockId, block: Block) -> Like {
+        let (leased, empty) = (block.is_leased(), block.is_empty());
+        Like { place: self.place(id, block), leased, empty, idle: is_idle(block) }
     }
+}
+
+/// Whether a block is cached, and in no table and no transfer.
+fn is_idle(block: Block) -> bool {
+    !block.is_used() && block.is_published() && !block.is_leased()
 }
 
 /// What neighbours have in common.
@@ -100,10 +96,10 @@ struct Like {
     idle: bool,
 }
 
-/// What is asked of single blocks while a planner has the places of all.
+/// What a planner of moves sees of single blocks.
 #[derive(Clone, Copy)]
-pub(crate) struct Seen<'a> {
-    nodes: &'a [Node],
+pub(crate) struct PlannerView<'a> {
+    blocks: &'a [Block],
     written: &'a [u32],
     step: u32,
     hints: &'a [Cell<Hint>],
@@ -111,11 +107,11 @@ pub(crate) struct Seen<'a> {
     pub(crate) idle: &'a BlockSet,
 }
 
-impl Seen<'_> {
+impl PlannerView<'_> {
     /// Whether the bytes of a block stay as they are: it can be found by its key, or is in no table.
     pub(crate) fn is_settled(self, block: BlockId) -> bool {
-        let node = self.nodes[block.index()];
-        node.tag != 0 || node.refs == 0
+        let block = self.blocks[block.index()];
+        block.is_published() || !block.is_used()
     }
 
     /// Whether the present step is known to write a block; what it writes without asking the pool is not.
@@ -166,15 +162,15 @@ impl Pool {
             targets: vec![NULL_BLOCK; known],
             hints: vec![UNKNOWN; known],
             null,
-            end: self.blocks,
+            end: self.len,
         }));
-        self.refresh_run(0..id(self.nodes.len().min(known)));
+        self.refresh_run(0..id(self.blocks.len().min(known)));
         Ok(())
     }
 
     /// Follows a change of the pool's size: blocks beyond its end are no destination, and what moves there stays.
     pub(super) fn resize_places(&mut self, former: usize) {
-        let (blocks, nodes) = (self.blocks, self.nodes.len());
+        let (blocks, taken) = (self.len, self.blocks.len());
         let Some(moves) = &mut self.moves else { return };
         moves.end = blocks;
         let known = moves.hints.len().max(blocks);
@@ -185,15 +181,15 @@ impl Pool {
         moves.targets.resize(known, NULL_BLOCK);
         moves.hints.resize(known, UNKNOWN);
         let (low, high) = (blocks.min(former), blocks.max(former));
-        if nodes < high {
+        if taken < high {
             let place = if blocks > former { Place::Hole } else { Place::Fixed };
-            moves.places.set_run(id(nodes.max(low))..id(high), place);
+            moves.places.set_run(id(taken.max(low))..id(high), place);
         }
         let lost: Vec<_> = self.moving().filter(|&[_, to]| self.is_beyond(BlockId(to))).collect();
         for [from, _] in lost {
             self.stay(BlockId(from));
         }
-        self.refresh_run(id(low)..id(high.min(nodes)));
+        self.refresh_run(id(low)..id(high.min(taken)));
     }
 
     /// Whether the places of blocks are kept.
@@ -208,10 +204,10 @@ impl Pool {
     }
 
     /// As [`Pool::places`], for a planner, and what else it asks of blocks.
-    pub(crate) fn planning(&mut self) -> Option<(&mut Places, Seen<'_>)> {
+    pub(crate) fn planning(&mut self) -> Option<(&mut Places, PlannerView<'_>)> {
         let Moves { places, written, step, hints, idle, .. } = &mut **self.moves.as_mut()?;
         let hints = Cell::from_mut(&mut hints[..]).as_slice_of_cells();
-        Some((places, Seen { nodes: &self.nodes, written, step: *step, hints, idle }))
+        Some((places, PlannerView { blocks: &self.blocks, written, step: *step, hints, idle }))
     }
 
     /// Brings up to date what a block is.
@@ -228,9 +224,9 @@ impl Pool {
         let Some(moves) = &mut self.moves else { return };
         let mut from = run.start;
         while from < run.end {
-            let like = moves.like(BlockId(from), self.nodes[from as usize]);
+            let like = moves.like(BlockId(from), self.blocks[from as usize]);
             let mut end = from + 1;
-            while end < run.end && moves.like(BlockId(end), self.nodes[end as usize]) == like {
+            while end < run.end && moves.like(BlockId(end), self.blocks[end as usize]) == like {
                 end += 1;
             }
             moves.put(from..end, like);
@@ -298,27 +294,15 @@ impl Pool {
             }
             return Ok(places);
         }
-        let mut places = Places::new(self.blocks);
-        for (block, node) in (0..).map(BlockId).zip(&self.nodes).take(self.blocks) {
-            if node.is_leased() || (null && block == NULL_BLOCK) {
-                places.set(block, Place::Fixed);
-            } else if node.refs | node.tag != 0 {
-                places.set(block, Place::Live);
+        let mut places = Places::new(self.len);
+        for (id, block) in (0..).map(BlockId).zip(&self.blocks).take(self.len) {
+            if block.is_leased() || (null && id == NULL_BLOCK) {
+                places.set(id, Place::Fixed);
+            } else if !block.is_empty() {
+                places.set(id, Place::Live);
             }
         }
         Ok(places)
-    }
-
-    /// Takes a hole, which is written from now on, and is nobody's.
-    pub(crate) fn take_target(&mut self, to: BlockId) {
-        let was_free = self.free.remove(to);
-        debug_assert!(was_free, "moving into a block that is not free");
-        if to.index() >= self.nodes.len() {
-            self.nodes.resize(grown(to, self.nodes.capacity()), Node::default());
-        }
-        self.nodes[to.index()].drains = WRITING;
-        self.refresh(to);
-        self.note_peak();
     }
 
     /// Begins a move of a live or cached block into a hole.
@@ -362,33 +346,25 @@ impl Pool {
         self.end_lease(to, LeaseKind::Write);
     }
 
-    /// Ends a move that counts: the target has all that the source had, but its twin, which is returned, and the source is
-    /// free.
-    pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) -> Option<Twin> {
-        let node = self.nodes[from.index()];
-        debug_assert!(node.refs | node.tag != 0 && !node.is_leased(), "moving a block that holds nothing, or is held");
-        let generation = self.nodes[to.index()].generation;
-        self.nodes[to.index()] = Node { generation, twin: 0, ..node };
-        let generation = node.generation.wrapping_add(u32::from(node.refs > 0));
-        self.nodes[from.index()] = Node { generation, ..Node::default() };
-        let twin = decode(node.twin);
-        if let (Some(cache), true) = (&mut self.cache, node.tag != 0) {
-            cache.index.rename(from, to, node.tag);
+    /// Ends a move that counts: the target takes over all that the source had, except its copy in another tier, which is
+    /// returned. The source is free.
+    pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) -> Option<TierBlock> {
+        let (mut source, mut target) = (self.block(from), self.block(to));
+        let before = source;
+        let copy = source.move_into(&mut target);
+        (self.blocks[from.index()], self.blocks[to.index()]) = (source, target);
+        if let (Some(cache), true) = (&mut self.cache, before.is_published()) {
+            cache.index.rename(from, to, before.tag());
             cache.policy.relocate(from, to);
-            self.note_removal(from, Reason::Moved, twin);
+            self.note_removal(from, Reason::Moved, copy);
         }
         self.free.used(from);
-        if self.is_beyond(from) {
-            self.left(node.refs);
-        } else {
-            self.free.insert(from);
-        }
         if let Some(moves) = &mut self.moves {
             moves.hints[to.index()] = moves.hints[from.index()];
         }
-        self.refresh(from);
+        self.moved(from, before);
         self.refresh(to);
-        twin
+        copy
     }
 
     /// Notes which table blocks are in, from which entry on.
@@ -406,18 +382,17 @@ impl Pool {
     }
 
     /// What does not hold of a block's place.
-    pub(super) fn check_place(&self, block: BlockId, node: Node) -> Option<String> {
+    pub(super) fn check_place(&self, id: BlockId, block: Block) -> Option<String> {
         let moves = self.moves.as_ref()?;
-        let (found, place) = (moves.places.get(block), moves.place(block, node));
-        let (moving, idle) = (moves.moving.contains(block), node.refs == 0 && node.tag != 0 && !node.is_leased());
-        if moves.idle.contains(block) != idle {
-            Some(format!("in no table is {}", moves.idle.contains(block)))
+        let (found, place, moving) = (moves.places.get(id), moves.place(id, block), moves.moving.contains(id));
+        if moves.idle.contains(id) != is_idle(block) {
+            Some(format!("in no table is {}", moves.idle.contains(id)))
         } else if found != place {
             Some(format!("its place is {found:?}, counted {place:?}"))
-        } else if moving && (node.is_leased() || node.refs | node.tag == 0) {
+        } else if moving && (block.is_leased() || block.is_empty()) {
             Some("moving without bytes, or leased".to_owned())
-        } else if moving && self.node(moves.targets[block.index()]).drains != WRITING {
-            Some(format!("moving to {}, which is not being written", moves.targets[block.index()]))
+        } else if moving && !self.block(moves.targets[id.index()]).is_only_filling() {
+            Some(format!("moving to {}, which is not being filled", moves.targets[id.index()]))
         } else {
             None
         }
@@ -434,7 +409,7 @@ mod tests {
     fn pool() -> Pool {
         let mut pool = Pool::new(Tier::Device, 8, true).unwrap();
         let mut blocks = Vec::new();
-        pool.take(5, &mut blocks);
+        pool.take(5, false, &mut blocks);
         let key = Chain::new(&KeySpec::default(), 1, 0).block(&[4], &[]).unwrap();
         pool.publish(BlockId(4), key, 0);
         pool.release(BlockId(4));
@@ -444,7 +419,7 @@ mod tests {
 
     fn check(pool: &Pool) {
         for block in (0..8).map(BlockId) {
-            assert_eq!(pool.check_place(block, pool.node(block)), None);
+            assert_eq!(pool.check_place(block, pool.block(block)), None);
         }
     }
 
@@ -462,8 +437,8 @@ mod tests {
         };
         assert_eq!(dirty(&mut pool), [3]);
         pool.note_written(BlockId(0));
-        pool.take(1, &mut Vec::new());
-        pool.take_to_write(1, &mut Vec::new());
+        pool.take(1, false, &mut Vec::new());
+        pool.take(1, true, &mut Vec::new());
         assert_eq!(dirty(&mut pool), [0, 3, 5, 6]);
         assert_eq!(places(&pool), [Live, Live, Live, Live, Live, Live, Fixed, Hole]);
         pool.release(BlockId(5));
@@ -483,9 +458,9 @@ mod tests {
             },
             |pool| {
                 pool.release(BlockId(2));
-                pool.take(1, &mut Vec::new());
+                pool.take(1, false, &mut Vec::new());
             },
-            |pool| pool.lease(BlockId(2), LeaseKind::Drain).unwrap(),
+            |pool| pool.lease(BlockId(2), LeaseKind::OverlappableRead).unwrap(),
         ];
         for end in ends {
             let mut pool = pool();
@@ -510,7 +485,7 @@ mod tests {
             assert_eq!(pool.finish_move(BlockId(from), BlockId(to)), None);
             check(&pool);
         }
-        assert_eq!((pool.refs(BlockId(7)), pool.refs(BlockId(2)), pool.generation(BlockId(2))), (2, 0, 1));
+        assert_eq!((pool.refs(BlockId(7)), pool.refs(BlockId(2)), pool.block(BlockId(2)).generation()), (2, 0, 1));
         assert_eq!((pool.find(&key), pool.evictable_blocks()), (Some(BlockId(6)), vec![BlockId(6)]));
         assert_eq!(pool.free_blocks().collect::<Vec<_>>(), [2, 4, 5].map(BlockId));
     }

@@ -1,6 +1,7 @@
-//! Making blocks findable by their keys, and unfindable; where events are on, removals are noted.
+//! Publishing blocks under their keys, and forgetting them. With events on, removals are noted.
 
-use super::{Pool, Twin, decode};
+use super::Pool;
+use crate::block::TierBlock;
 use crate::event::{Reason, Removal, Removals, Ring};
 use crate::evict::Departure;
 use crate::hash::Key;
@@ -17,10 +18,10 @@ pub(crate) enum Published {
 }
 
 impl Pool {
-    /// Makes a block findable by its key, `depth` blocks into its prompt, unless another has that key.
+    /// Publishes a block under its key, `depth` blocks into its prompt, unless another block has that key.
     pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Published {
         let Some(cache) = &mut self.cache else { return Published::Before };
-        let former = self.nodes[block.index()].tag;
+        let former = self.blocks[block.index()].tag();
         if former != 0 {
             if let Some(other) = cache.index.find(&key) {
                 return if other == block { Published::Before } else { Published::As(other) };
@@ -31,16 +32,16 @@ impl Pool {
             return Published::As(other);
         }
         cache.policy.publish(block, depth, key.tag());
-        self.nodes[block.index()].tag = key.tag();
+        self.blocks[block.index()].set_tag(key.tag());
         if former != 0 {
             self.note_removal(block, Reason::Replaced, None);
         }
         Published::Now
     }
 
-    /// Makes a block whose bytes are gone unfindable.
+    /// Forgets a block whose bytes are lost.
     pub(crate) fn unpublish(&mut self, block: BlockId) {
-        if self.is_published(block) {
+        if self.block(block).is_published() {
             self.note_removal(block, Reason::Lost, None);
         }
         self.forget(block);
@@ -48,23 +49,21 @@ impl Pool {
 
     /// Forgets all keys without noting each; blocks that are in use stay so.
     pub(crate) fn unpublish_all(&mut self) {
-        for block in (0..).map(BlockId).take(self.nodes.len()) {
+        for block in (0..).map(BlockId).take(self.blocks.len()) {
             self.forget(block);
         }
     }
 
-    fn forget(&mut self, block: BlockId) {
-        let node = &mut self.nodes[block.index()];
-        let tag = std::mem::take(&mut node.tag);
-        if node.refs == 0 {
-            self.orphans.extend(decode(std::mem::take(&mut node.twin)));
+    fn forget(&mut self, id: BlockId) {
+        let before = self.blocks[id.index()];
+        let tag = self.blocks[id.index()].take_tag();
+        if !before.is_used() {
+            self.orphans.extend(self.blocks[id.index()].set_tier_copy(None));
         }
         if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(block, tag);
-            if cache.policy.remove(block, Departure::Gone) {
-                self.free.insert(block);
-                self.refresh(block);
-            }
+            cache.index.remove(id, tag);
+            cache.policy.remove(id, Departure::Gone);
+            self.moved(id, before);
         }
     }
 
@@ -88,10 +87,10 @@ impl Pool {
         self.removals.as_deref()
     }
 
-    /// Notes that a block is no longer findable.
-    pub(super) fn note_removal(&mut self, block: BlockId, reason: Reason, twin: Option<Twin>) {
+    /// Notes that a block can no longer be found.
+    pub(super) fn note_removal(&mut self, block: BlockId, reason: Reason, copy: Option<TierBlock>) {
         if let Some(removals) = &mut self.removals {
-            removals.push(Removal { block, reason, remaining: u8::from(twin.is_some()) });
+            removals.push(Removal { block, reason, remaining: u8::from(copy.is_some()) });
         }
     }
 }
@@ -111,7 +110,7 @@ mod tests {
         let mut pool = Pool::new(Tier::Device, 3, true).unwrap();
         pool.note_removals(9);
         let mut blocks = Vec::new();
-        pool.take(3, &mut blocks);
+        pool.take(3, false, &mut blocks);
         assert_eq!(pool.publish(blocks[0], key(1), 0), Published::Now);
         assert_eq!(pool.publish(blocks[0], key(1), 0), Published::Before);
         assert_eq!(pool.publish(blocks[1], key(1), 0), Published::As(blocks[0]));

@@ -31,34 +31,37 @@ impl Pool {
     }
 
     /// Tenant of a block, 0 for none with a quota.
-    pub(crate) fn owner(&self, block: BlockId) -> u16 {
+    pub(crate) fn tenant(&self, block: BlockId) -> u16 {
         let quotas = self.cache.as_ref().and_then(|cache| cache.policy.quotas());
-        quotas.filter(|_| self.is_published(block)).map_or(0, |quotas| quotas.owner(block))
+        quotas.filter(|_| self.block(block).is_published()).map_or(0, |quotas| quotas.owner(block))
     }
 
-    /// Frees what tenants have beyond their quotas; the owner of all pools lets twins forget.
+    /// Frees what tenants have beyond their quotas. Copies in other tiers are left in [`Pool::take_orphans`].
     pub(crate) fn drop_beyond_quotas(&mut self) {
         while let Some(block) =
             self.cache.as_mut().and_then(|cache| cache.policy.quotas_mut()).and_then(Quotas::pop_over)
         {
             self.drop_bytes(block);
-            self.free.insert(block);
-            self.refresh(block);
         }
     }
 
-    /// Frees an evictable block, if it is one.
+    /// Frees a block, if it is evictable.
     pub(crate) fn drop_cached(&mut self, block: BlockId) {
         if self.is_evictable(block) {
             self.retire(block);
             self.drop_bytes(block);
-            self.free.insert(block);
-            self.refresh(block);
         }
     }
 
-    /// Evictable blocks that go first, at most `count`.
-    pub(crate) fn upcoming(&self, count: usize) -> Vec<BlockId> {
+    /// Frees a cached block that has left the order of eviction.
+    fn drop_bytes(&mut self, block: BlockId) {
+        let before = self.block(block);
+        self.evict_bytes(block);
+        self.moved(block, before);
+    }
+
+    /// The first `count` blocks to be evicted.
+    pub(crate) fn eviction_candidates(&self, count: usize) -> Vec<BlockId> {
         self.cache.as_ref().map_or_else(Vec::new, |cache| cache.policy.upcoming(count))
     }
 
@@ -86,7 +89,7 @@ mod tests {
         let mut pool = Pool::with_policies(Tier::Device, 10, true, policies).unwrap();
         pool.set_quota(1, quota);
         let mut blocks = Vec::new();
-        pool.take(10, &mut blocks);
+        pool.take(10, false, &mut blocks);
         for &block in &blocks {
             pool.publish(block, key(block.0), 0);
             pool.assign(block, u16::from(block.0 % 2 == 0));
@@ -103,9 +106,9 @@ mod tests {
     fn with_every_policy_what_is_beyond_a_quota_goes_first_the_oldest_before_the_others() {
         for eviction in Eviction::NAMED {
             let mut pool = pool(eviction, 2);
-            assert_eq!((pool.held_by(1), pool.owner(BlockId(4)), pool.owner(BlockId(5))), (5, 1, 0));
+            assert_eq!((pool.held_by(1), pool.tenant(BlockId(4)), pool.tenant(BlockId(5))), (5, 1, 0));
             let mut taken = Vec::new();
-            pool.take(2, &mut taken);
+            pool.take(2, false, &mut taken);
             assert_eq!(taken, [BlockId(0), BlockId(2)], "{}", eviction.name());
             pool.drop_beyond_quotas();
             assert_eq!((pool.held_by(1), pool.free(), pool.evictable(), pool.evictions()), (2, 8, 7, 3));
@@ -121,7 +124,7 @@ mod tests {
         pool.drop_cached(BlockId(6));
         pool.drop_cached(BlockId(8));
         assert_eq!((pool.held_by(1), pool.published()), (3, 9));
-        assert_eq!(pool.upcoming(3), [BlockId(0), BlockId(1), BlockId(2)]);
+        assert_eq!(pool.eviction_candidates(3), [BlockId(0), BlockId(1), BlockId(2)]);
         pool.set_quota(1, 0);
         pool.drop_beyond_quotas();
         assert_eq!((pool.held_by(1), pool.published()), (0, 6));

@@ -1,13 +1,13 @@
 //! Pools whose number of blocks changes while they are in use.
 //!
-//! A pool grows at once. It shrinks at once, too, as far as anybody asks: blocks beyond the new end are never given out
-//! again, and what is only cached there is dropped. Those in use stay known until their last user goes, and then are gone;
-//! until then each that tables refer to takes the place of one that could be given out, so that the new size is kept.
+//! Both growing and shrinking take effect at once: blocks beyond the new end are never given out again, and what is only
+//! cached there is dropped. Blocks in use there stay known until their last user goes. Until then, each of them that tables
+//! refer to counts as one free block less, so that the pool never uses more blocks than its new size.
 
 use super::Pool;
+use crate::block::{Block, Membership};
 use crate::error::Result;
 use crate::id::BlockId;
-use crate::pool::Twin;
 use std::ops::Range;
 
 /// Blocks in use beyond the end of a pool.
@@ -21,36 +21,23 @@ pub(crate) struct Tail {
     end: usize,
 }
 
-/// What a block is used for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum BlockUse {
-    /// Nothing: it is given out next, or beyond the end.
-    Free = 0,
-    /// It can be found by its key, and given out.
-    Cached = 1,
-    /// Only transfers or pins hold it.
-    Held = 2,
-    /// Tables refer to it.
-    Live = 3,
-}
-
 /// As the number of a block; pools are smaller than that.
 pub(super) fn id(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
 
 impl Pool {
-    /// Blocks that nothing references and nothing leases; those count that are cached and can be evicted. One fewer for
-    /// each block that is still referenced beyond the end of a pool that has shrunk.
+    /// Blocks that nothing references or leases; cached ones that can be evicted count. One fewer for each block that is
+    /// still referenced beyond the end of a pool that has shrunk.
     #[must_use]
     pub fn free(&self) -> usize {
         (self.free.len() + self.evictable()).saturating_sub(self.tail.live)
     }
 
-    /// Free blocks, and those that device work ordered after their readers may have.
+    /// Free blocks, and overlappable ones: device work that is ordered after their readers may have those.
     #[must_use]
     pub fn available(&self) -> usize {
-        (self.free.len() + self.evictable() + self.draining.len()).saturating_sub(self.tail.live)
+        (self.free.len() + self.evictable() + self.overlappable.len()).saturating_sub(self.tail.live)
     }
 
     /// What is still in use beyond the pool's end.
@@ -60,7 +47,7 @@ impl Pool {
 
     /// One past the highest block that is in the pool or still in use.
     pub(crate) fn extent(&self) -> usize {
-        self.blocks.max(self.tail.end)
+        self.len.max(self.tail.end)
     }
 
     /// Whether something is in use beyond the pool's end.
@@ -70,35 +57,24 @@ impl Pool {
 
     /// Blocks that are referenced or leased, those beyond the end included.
     pub(crate) fn used(&self) -> usize {
-        self.blocks - self.free.len() - self.evictable() + self.tail.live + self.tail.held
-    }
-
-    /// What a block is used for.
-    pub(crate) fn usage(&self, block: BlockId) -> BlockUse {
-        let node = self.node(block);
-        match (node.refs, node.is_leased(), node.tag) {
-            (1.., _, _) => BlockUse::Live,
-            (0, true, _) => BlockUse::Held,
-            (0, false, 0) => BlockUse::Free,
-            (0, false, _) => BlockUse::Cached,
-        }
+        self.len - self.free.len() - self.evictable() + self.tail.live + self.tail.held
     }
 
     /// Whether a block has no place in the pool any more.
     #[inline]
     pub(super) fn is_beyond(&self, block: BlockId) -> bool {
-        block.index() >= self.blocks
+        block.index() >= self.len
     }
 
     /// Blocks of a run that are beyond the end.
     #[inline]
     pub(super) fn beyond(&self, run: &Range<u32>) -> usize {
-        (run.end as usize).saturating_sub(self.blocks.max(run.start as usize))
+        (run.end as usize).saturating_sub(self.len.max(run.start as usize))
     }
 
     /// Fails unless there is memory for so many blocks.
     pub(crate) fn require_growth(&self, blocks: usize) -> Result<()> {
-        if blocks <= self.blocks {
+        if blocks <= self.len {
             return Ok(());
         }
         // A vector may get twice the room that it had.
@@ -106,10 +82,10 @@ impl Pool {
         if self.moves.is_some() { Self::require_places(blocks.saturating_mul(2)) } else { Ok(()) }
     }
 
-    /// Gives the pool so many blocks from now on, at most [`super::MAX_BLOCKS`]; twins of what is dropped wait for
+    /// Gives the pool so many blocks from now on, at most [`crate::block::MAX_BLOCKS`]. Copies of what is dropped are left in
     /// [`Pool::take_orphans`].
     pub(crate) fn resize(&mut self, blocks: usize) {
-        let former = std::mem::replace(&mut self.blocks, blocks);
+        let former = std::mem::replace(&mut self.len, blocks);
         if blocks < former {
             self.shrink(former);
         } else {
@@ -124,86 +100,59 @@ impl Pool {
     }
 
     fn shrink(&mut self, former: usize) {
-        let gone = id(self.blocks)..id(former);
+        let gone = id(self.len)..id(former);
         self.free.cut(gone.clone());
-        self.draining.remove_run(gone);
-        for index in self.blocks..former.min(self.nodes.len()) {
-            let (node, block) = (self.nodes[index], BlockId(id(index)));
-            if node.refs == 0 && node.tag != 0 {
-                self.retire(block);
-                self.drop_bytes(block);
+        self.overlappable.remove_run(gone);
+        for index in self.len..former.min(self.blocks.len()) {
+            let (block, number) = (self.blocks[index], BlockId(id(index)));
+            if !block.is_used() && block.is_published() {
+                self.retire(number);
+                self.evict_bytes(number);
             }
-            let live = node.refs > 0;
-            if live || node.is_leased() {
-                self.tail.live += usize::from(live);
-                self.tail.held += usize::from(!live);
+            let [live, held] = users(block);
+            if live + held > 0 {
+                self.tail.live += live;
+                self.tail.held += held;
                 self.tail.end = self.tail.end.max(index + 1);
             }
         }
     }
 
     fn grow(&mut self, former: usize) {
-        self.draining.grow(self.blocks);
+        self.overlappable.grow(self.len);
         let mut busy = Vec::new();
-        for index in former..self.blocks.min(self.tail.end) {
-            let (node, block) = (self.nodes[index], BlockId(id(index)));
-            let live = node.refs > 0;
-            if live || node.is_leased() {
-                self.tail.live -= usize::from(live);
-                self.tail.held -= usize::from(!live);
-                busy.push(block);
+        for index in former..self.len.min(self.tail.end) {
+            let (block, number) = (self.blocks[index], BlockId(id(index)));
+            let [live, held] = users(block);
+            if live + held > 0 {
+                self.tail.live -= live;
+                self.tail.held -= held;
+                busy.push(number);
             }
-            if node.is_draining() {
-                self.draining.insert(block);
+            if block.membership() == Membership::Overlappable {
+                self.overlappable.insert(number);
             }
         }
-        self.free.extend(id(former)..id(self.blocks), &busy);
+        self.free.extend(id(former)..id(self.len), &busy);
     }
 
-    /// The last reference to a block beyond the end is gone; returns the twin of its bytes.
+    /// So many blocks beyond the end have changed alike.
     #[cold]
-    pub(super) fn leave(&mut self, block: BlockId) -> Option<Twin> {
-        let twin = self.twin(block);
-        self.retire(block);
-        self.drop_bytes(block);
-        if twin.is_some() {
-            self.orphans.pop();
-        }
-        self.tail.live -= 1;
-        self.tail.held += usize::from(self.nodes[block.index()].is_leased());
-        self.lower_tail();
-        self.refresh(block);
-        twin
-    }
-
-    /// A block beyond the end that had so many references has moved.
-    pub(super) fn left(&mut self, refs: u32) {
-        self.tail.live -= usize::from(refs > 0);
-        self.lower_tail();
-    }
-
-    /// The last leases on so many unreferenced blocks beyond the end are gone.
-    #[inline]
-    pub(super) fn let_go(&mut self, count: usize) {
-        if count > 0 {
-            self.tail.held -= count;
+    pub(super) fn moved_beyond(&mut self, count: usize, before: Block, now: Block) {
+        let ([was_live, was_held], [live, held]) = (users(before), users(now));
+        self.tail.live = self.tail.live + count * live - count * was_live;
+        self.tail.held = self.tail.held + count * held - count * was_held;
+        if live + held < was_live + was_held {
             self.lower_tail();
         }
     }
 
-    /// So many references to blocks beyond the end have become leases.
-    #[inline]
-    pub(super) fn hold_beyond(&mut self, count: usize) {
-        self.tail.live -= count;
-        self.tail.held += count;
-    }
-
     fn lower_tail(&mut self) {
-        let used = |index: usize| self.nodes.get(index).is_some_and(|node| node.refs > 0 || node.is_leased());
-        while self.tail.end > self.blocks && !used(self.tail.end - 1) {
+        let used = |index: usize| self.blocks.get(index).is_some_and(|block| users(*block) != [0, 0]);
+        while self.tail.end > self.len && !used(self.tail.end - 1) {
             self.tail.end -= 1;
         }
-        if self.tail.end <= self.blocks {
+        if self.tail.end <= self.len {
             self.tail.end = 0;
         }
     }
@@ -211,11 +160,11 @@ impl Pool {
     /// What does not hold of the blocks beyond the end.
     pub(crate) fn check_tail(&self) -> Option<String> {
         let mut counted = Tail::default();
-        for (index, node) in self.nodes.iter().enumerate().skip(self.blocks) {
-            let live = node.refs > 0;
-            if live || node.is_leased() {
-                counted.live += usize::from(live);
-                counted.held += usize::from(!live);
+        for (index, block) in self.blocks.iter().enumerate().skip(self.len) {
+            let [live, held] = users(*block);
+            if live + held > 0 {
+                counted.live += live;
+                counted.held += held;
                 counted.end = index + 1;
             }
         }
@@ -223,12 +172,18 @@ impl Pool {
     }
 }
 
+/// 1 and 0 if tables refer to a block, 0 and 1 if only leases hold it.
+fn users(block: Block) -> [usize; 2] {
+    let live = usize::from(block.is_used());
+    [live, usize::from(block.is_leased()) * (1 - live)]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::block::LeaseKind;
     use crate::hash::{Chain, Key, KeySpec};
     use crate::id::Tier;
-    use crate::lease::LeaseKind;
     use crate::pool::Published;
 
     fn key(n: u32) -> Key {
@@ -239,7 +194,7 @@ mod tests {
     fn pool() -> (Pool, Vec<BlockId>) {
         let mut pool = Pool::new(Tier::Device, 10, true).unwrap();
         let mut blocks = Vec::new();
-        pool.take(10, &mut blocks);
+        pool.take(10, false, &mut blocks);
         (pool, blocks)
     }
 
@@ -266,10 +221,10 @@ mod tests {
         let (mut pool, blocks) = pool();
         for &block in &blocks {
             assert_eq!(pool.publish(block, key(block.0), 0), Published::Now);
-            pool.set_twin(block, Some((Tier::Host, block)));
+            pool.set_tier_copy(block, Some((Tier::Host, block)));
         }
         pool.release(blocks[6]);
-        pool.lease(blocks[7], LeaseKind::Drain).unwrap();
+        pool.lease(blocks[7], LeaseKind::OverlappableRead).unwrap();
         pool.release(blocks[7]);
         pool.resize(5);
         let mut orphans = pool.take_orphans();
@@ -277,15 +232,15 @@ mod tests {
         assert_eq!(orphans, [(Tier::Host, blocks[6]), (Tier::Host, blocks[7])]);
         assert_eq!((pool.published(), pool.evictable(), pool.tail().held), (8, 0, 1));
         assert_eq!(pool.find(&key(9)), Some(blocks[9]), "its user may share it");
-        assert_eq!(pool.release(blocks[9]), Some((Tier::Host, blocks[9])));
-        assert_eq!((pool.find(&key(9)), pool.take_orphans()), (None, vec![]));
+        pool.release(blocks[9]);
+        assert_eq!((pool.find(&key(9)), pool.take_orphans()), (None, vec![(Tier::Host, blocks[9])]));
         assert_eq!(pool.check_tail(), None);
     }
 
     #[test]
     fn a_pool_that_grows_again_takes_back_what_was_beyond_its_end() {
         let (mut pool, blocks) = pool();
-        pool.lease(blocks[8], LeaseKind::Drain).unwrap();
+        pool.lease(blocks[8], LeaseKind::OverlappableRead).unwrap();
         pool.release(blocks[8]);
         pool.release(blocks[5]);
         pool.resize(3);
@@ -294,18 +249,18 @@ mod tests {
         pool.resize(200);
         assert_eq!((pool.free(), pool.available(), pool.used()), (191, 192, 9));
         let mut taken = Vec::new();
-        assert!(pool.take(192, &mut taken));
+        assert!(pool.take(192, false, &mut taken));
         assert_eq!((taken[0], taken[191], pool.check_tail()), (blocks[5], blocks[8], None));
     }
 
     #[test]
     fn runs_across_the_end_are_parted() {
-        for kind in [LeaseKind::Drain, LeaseKind::Read] {
+        for kind in [LeaseKind::OverlappableRead, LeaseKind::Read] {
             let (mut pool, _) = pool();
             pool.resize(4);
             pool.depart(2..8, kind);
-            let drains = if kind == LeaseKind::Drain { 2 } else { 0 };
-            assert_eq!((pool.tail().live, pool.tail().held, pool.draining.len()), (2, 4, drains));
+            let overlappable = if kind == LeaseKind::OverlappableRead { 2 } else { 0 };
+            assert_eq!((pool.tail().live, pool.tail().held, pool.overlappable.len()), (2, 4, overlappable));
             pool.end_leases(2..8, kind);
             assert_eq!((pool.tail().live, pool.tail().held, pool.free.len(), pool.free()), (2, 0, 2, 0));
             assert_eq!(pool.check_tail(), None);

@@ -1,6 +1,7 @@
 //! What of a pool outlives the process: references come from the tables, and a pool at rest has no leases.
 
-use super::{Cache, MAX_BLOCKS, Node, Policies, Pool, Published, Twin};
+use super::{Cache, Policies, Pool, Published};
+use crate::block::{Block, MAX_BLOCKS, TierBlock};
 use crate::evict::{Eviction, Policy};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
@@ -51,10 +52,10 @@ impl Pool {
         // Named one by one: a new field has to be thought of here. What is left out is made anew by `restore`.
         let Self {
             tier: _,
+            len,
             blocks,
-            nodes,
             free,
-            draining: _,
+            overlappable: _,
             cache,
             orphans: _,
             evictions,
@@ -63,11 +64,11 @@ impl Pool {
             removals: _,
             moves: _,
         } = self;
-        let generations = (0..).map(BlockId).take(self.extent()).map(|block| self.generation(block)).collect();
+        let generations = (0..).map(BlockId).take(self.extent()).map(|block| self.block(block).generation()).collect();
         let cache = cache.as_ref().map(|Cache { index, policy }| {
-            let published = (0..).map(BlockId).zip(nodes).filter(|(_, node)| node.tag != 0);
+            let published = (0..).map(BlockId).zip(blocks).filter(|(_, block)| block.is_published());
             let keys = published.filter_map(|(block, _)| Some((block, index.key(block)?.to_bytes()))).collect();
-            let owners = (0..).map(BlockId).take(nodes.len()).map(|block| (block, self.owner(block)));
+            let owners = (0..).map(BlockId).take(blocks.len()).map(|block| (block, self.tenant(block)));
             CacheImage {
                 keys,
                 eviction: policy.name().to_owned(),
@@ -76,7 +77,7 @@ impl Pool {
                 owners: owners.filter(|(_, owner)| *owner > 0).collect(),
             }
         });
-        PoolImage { generations, blocks: *blocks, evictions: *evictions, peak: *peak, free: free.image(), cache }
+        PoolImage { generations, blocks: *len, evictions: *evictions, peak: *peak, free: free.image(), cache }
     }
 
     /// The pool of a snapshot, given the references that the tables hold; `Manager::check` is yet to be run.
@@ -92,15 +93,12 @@ impl Pool {
             return Err(format!("{tier}: {evictions} evictions, {peak} blocks in use, {blocks} of {known}"));
         }
         (pool.evictions, pool.peak) = (evictions, peak);
-        pool.nodes.resize(pool.len(), Node::default());
-        for (node, (generation, refs)) in pool.nodes.iter_mut().zip(generations.iter().zip(refs)) {
-            (node.generation, node.refs) = (*generation, *refs);
-        }
+        pool.blocks =
+            generations.iter().zip(refs).map(|(&generation, &refs)| Block::restored(generation, refs)).collect();
         if let Some(cache) = cache {
             pool.restore_cache(cache, eviction, blocks)?;
         }
-        let idle =
-            (0..).map(BlockId).take(pool.len()).filter(|&block| pool.is_idle(block) && !pool.is_published(block));
+        let idle = (0..).map(BlockId).take(pool.len()).filter(|&block| pool.block(block).is_empty());
         pool.free = FreeBlocks::restore(free, pool.len(), idle).map_err(|what| format!("{tier} {what}"))?;
         pool.resize(blocks);
         if pool.extent() < generations.len() {
@@ -118,8 +116,8 @@ impl Pool {
         let known = |block: &BlockId| block.index() < total;
         for (block, key) in keys {
             if !known(&block)
-                || (block.index() >= blocks && self.is_idle(block))
-                || self.is_published(block)
+                || (block.index() >= blocks && !self.block(block).is_used())
+                || self.block(block).is_published()
                 || self.publish(block, Key::from_bytes(&key), 0) != Published::Now
             {
                 return Err(format!("{tier} block {block} of {total} is published twice, or under another's key"));
@@ -134,13 +132,17 @@ impl Pool {
         }
         for (block, owner) in owners {
             let whose = policy.quotas_mut().filter(|_| owner > 0 && usize::from(owner) <= quotas.len());
-            match whose.filter(|_| known(&block) && self.is_published(block)) {
+            match whose.filter(|_| known(&block) && self.block(block).is_published()) {
                 Some(policy) => policy.assign(block, owner),
                 None => return Err(format!("{tier} block {block} belongs to tenant {owner} of {}", quotas.len())),
             }
         }
         for block in order {
-            if !known(&block) || !self.is_idle(block) || !self.is_published(block) || policy.contains(block) {
+            if !known(&block)
+                || self.block(block).is_used()
+                || !self.block(block).is_published()
+                || policy.contains(block)
+            {
                 return Err(format!("{tier} block {block} of {total} cannot be evicted, or is named twice"));
             }
             policy.insert(block);
@@ -156,12 +158,12 @@ impl Pool {
         block.index() < self.extent()
     }
 
-    /// Links a block of a restored pool to its twin, which is known.
-    pub(crate) fn restore_twin(&mut self, block: BlockId, twin: Twin) -> Contents<()> {
-        if !self.is_known(block) || twin.0 == self.tier || self.twin(block).is_some() {
+    /// Links a block of a restored pool to its copy in another tier, which is known.
+    pub(crate) fn restore_tier_copy(&mut self, block: BlockId, copy: TierBlock) -> Contents<()> {
+        if !self.is_known(block) || copy.0 == self.tier || self.block(block).tier_copy().is_some() {
             return Err(format!("{} block {block} is linked twice, or not there", self.tier));
         }
-        self.set_twin(block, Some(twin));
+        self.set_tier_copy(block, Some(copy));
         Ok(())
     }
 }

@@ -1,32 +1,16 @@
-//! Many blocks at once, as runs of neighbours: most sequences have taken theirs at one go, lowest ids first.
+//! Many blocks at once, as runs of neighbours: most sequences take theirs in one go, lowest ids first.
 //!
-//! Most blocks are plain, too: one reference, and neither lease nor key nor twin. What is to be done to a run of these needs
-//! no questions; other runs go block by block.
+//! Most blocks are private: one reference, and no lease, key or copy in another tier. A run of private blocks changes
+//! without a question for each block; other runs go block by block.
 
-use super::resize::id;
-use super::{Node, Pool, WRITING};
+use super::Pool;
+use crate::block::{Block, LeaseKind};
 use crate::id::BlockId;
-use crate::lease::LeaseKind;
 use std::hint::black_box;
 use std::ops::Range;
 
-/// Blocks that are looked at before the first of them is changed, so that cache misses overlap.
+/// Blocks that are read before the first of them is changed, so that cache misses overlap.
 const LOOK_AHEAD: usize = 64;
-
-impl Node {
-    /// Whether the block has one reference and nothing else.
-    #[inline]
-    fn is_plain(self) -> bool {
-        (self.refs ^ 1) | u32::from(self.reads | self.drains) | self.twin | self.tag == 0
-    }
-
-    /// Drops the one reference.
-    #[inline]
-    fn part(&mut self) {
-        self.refs = 0;
-        self.generation = self.generation.wrapping_add(1);
-    }
-}
 
 /// The blocks as one run, if they are neighbours in rising order.
 #[inline]
@@ -40,31 +24,25 @@ fn indices(run: &Range<u32>) -> Range<usize> {
 }
 
 impl Pool {
-    /// Whether each block has one reference, no lease, no key and no twin.
-    pub(crate) fn are_plain(&self, blocks: &[BlockId]) -> bool {
-        blocks.iter().all(|&block| self.node(block).is_plain())
+    /// Whether each block has one reference, and no lease, key or copy in another tier.
+    pub(crate) fn are_private(&self, blocks: &[BlockId]) -> bool {
+        blocks.iter().all(|&block| self.block(block).is_private())
     }
 
-    /// Drops one reference to each block, to the last one first. As [`Pool::release`], but that twins of blocks whose bytes
-    /// are not kept are left in [`Pool::take_orphans`].
+    /// Drops one reference to each block, to the last one first. As [`Pool::release`].
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
         for blocks in blocks.rchunks(LOOK_AHEAD) {
             let beyond = self.tail().live > 0 && blocks.iter().any(|&block| self.is_beyond(block));
-            if beyond || !self.are_plain(blocks) {
-                for &block in blocks.iter().rev() {
-                    let twin = self.release(block);
-                    self.orphans.extend(twin);
-                }
+            if beyond || !self.are_private(blocks) {
+                blocks.iter().rev().for_each(|&block| self.release(block));
             } else if let Some(run) = as_run(blocks) {
-                self.nodes[indices(&run)].iter_mut().for_each(Node::part);
+                let before = self.blocks[run.start as usize];
+                Block::release_run(&mut self.blocks[indices(&run)]);
                 self.free.used_run(run.clone());
-                self.free.insert_run(run);
-                if self.moves.is_some() {
-                    self.refresh_all(blocks);
-                }
+                self.moved_run(run, before);
             } else {
                 for &block in blocks.iter().rev() {
-                    self.nodes[block.index()].part();
+                    Block::release_run(std::slice::from_mut(&mut self.blocks[block.index()]));
                     self.free.used(block);
                     self.free.insert(block);
                 }
@@ -75,65 +53,36 @@ impl Pool {
         }
     }
 
-    /// Gives free blocks their first reference, and write leases if `leases` says so.
-    pub(super) fn open(&mut self, blocks: &[BlockId], leases: u16) {
-        let (refs, drains) = (1, leases);
+    /// Gives free blocks their first reference, and a write lease if they are to be filled.
+    pub(super) fn open(&mut self, blocks: &[BlockId], filling: bool) {
         for blocks in blocks.chunks(LOOK_AHEAD) {
             if let Some(run) = as_run(blocks) {
-                for node in &mut self.nodes[indices(&run)] {
-                    (node.refs, node.drains) = (refs, drains);
-                }
+                Block::take_run(&mut self.blocks[indices(&run)], filling);
                 continue;
             }
-            black_box(blocks.iter().fold(0, |all, &block| all | self.node(block).refs));
+            black_box(blocks.iter().fold(0, |all, &block| all | self.block(block).refs()));
             for &block in blocks {
-                let node = &mut self.nodes[block.index()];
-                (node.refs, node.drains) = (refs, drains);
+                Block::take_run(std::slice::from_mut(&mut self.blocks[block.index()]), filling);
             }
         }
     }
 
-    /// Drops the references to plain neighbours whose bytes a transfer reads; it holds them from now on.
+    /// Drops the references to private neighbours whose bytes a transfer reads: from now on its leases hold them.
     pub(crate) fn depart(&mut self, run: Range<u32>, reads: LeaseKind) {
-        let leases = if reads == LeaseKind::Drain { (0, 1) } else { (1, 0) };
-        for node in &mut self.nodes[indices(&run)] {
-            debug_assert!(node.is_plain(), "departing from a block that others use");
-            node.part();
-            (node.reads, node.drains) = leases;
-        }
+        let before = self.blocks[run.start as usize];
+        Block::depart_run(&mut self.blocks[indices(&run)], reads);
         self.free.used_run(run.clone());
-        let beyond = self.beyond(&run);
-        self.hold_beyond(beyond);
-        if reads == LeaseKind::Drain {
-            self.draining.insert_run(run.start..run.end - id(beyond));
-        }
-        self.refresh_run(run);
+        self.moved_run(run, before);
     }
 
     /// Ends a lease on each of some neighbours, on the last one first. As [`Pool::end_lease`].
     pub(crate) fn end_leases(&mut self, run: Range<u32>, kind: LeaseKind) {
-        let nodes = &mut self.nodes[indices(&run)];
-        let alone = match kind {
-            LeaseKind::Drain => (0, 1),
-            LeaseKind::Read => (1, 0),
-            LeaseKind::Write => (0, WRITING),
-        };
-        if kind == LeaseKind::Write && nodes.iter().all(|node| node.refs > 0) {
-            for node in nodes {
-                node.drains &= !WRITING;
-            }
+        let before = self.blocks[run.start as usize];
+        let blocks = &mut self.blocks[indices(&run)];
+        if kind == LeaseKind::Write && Block::land_run(blocks) {
             self.refresh_run(run);
-        } else if nodes.iter().all(|node| node.refs | node.tag == 0 && (node.reads, node.drains) == alone) {
-            for node in nodes {
-                (node.reads, node.drains) = (0, 0);
-            }
-            if kind == LeaseKind::Drain {
-                self.draining.remove_run(run.clone());
-            }
-            let beyond = self.beyond(&run);
-            self.free.insert_run(run.start..run.end - id(beyond));
-            self.let_go(beyond);
-            self.refresh_run(run);
+        } else if Block::end_run(blocks, kind) {
+            self.moved_run(run, before);
         } else {
             for block in run.rev().map(BlockId) {
                 self.end_lease(block, kind);
@@ -158,20 +107,20 @@ mod tests {
         let policies = Policies { reuse, ..Policies::default() };
         let mut pool = Pool::with_policies(Tier::Device, BLOCKS as usize, true, policies).unwrap();
         let mut blocks = Vec::new();
-        pool.take(count, &mut blocks);
+        pool.take(count, false, &mut blocks);
         for &(mark, at) in marks {
             let block = blocks[at % count];
             match mark {
                 0 => pool.share(block, 1),
                 1 => pool.lease(block, LeaseKind::Read).unwrap(),
-                2 => pool.lease(block, LeaseKind::Drain).unwrap(),
+                2 => pool.lease(block, LeaseKind::OverlappableRead).unwrap(),
                 3 => {
                     let _ = pool.lease(block, LeaseKind::Write);
                 }
                 _ => {
                     let key = Chain::new(&KeySpec::default(), 1, 0).block(&[block.0], &[]).unwrap();
                     pool.publish(block, key, 0);
-                    pool.set_twin(block, Some((Tier::Host, block)));
+                    pool.set_tier_copy(block, Some((Tier::Host, block)));
                 }
             }
         }
@@ -180,11 +129,11 @@ mod tests {
 
     /// All that can be told of a pool, the order of what it gives out next included.
     fn state(mut pool: Pool) -> impl PartialEq + std::fmt::Debug {
-        let nodes = format!("{:?}", pool.nodes);
+        let blocks = pool.blocks.clone();
         let (free, available) = (pool.free(), pool.available());
         let mut next = Vec::new();
-        pool.take(available, &mut next);
-        (nodes, free, available, next)
+        pool.take(available, false, &mut next);
+        (blocks, free, available, next)
     }
 
     fn orders() -> impl Strategy<Value = ReuseOrder> {
@@ -200,9 +149,9 @@ mod tests {
             let (mut one, blocks) = pool(reuse, count, &marks);
             let mut all = one.clone();
             let table: Vec<_> = blocks.into_iter().step_by(step).collect();
-            let twins: Vec<_> = table.iter().rev().filter_map(|&block| one.release(block)).collect();
+            table.iter().rev().for_each(|&block| one.release(block));
             all.release_all(&table);
-            prop_assert_eq!(all.take_orphans(), twins);
+            prop_assert_eq!(all.take_orphans(), one.take_orphans());
             prop_assert_eq!(state(all), state(one));
         }
 
@@ -211,7 +160,7 @@ mod tests {
             reuse in orders(), count in 1usize..200, kind in 0usize..3, released in any::<bool>(),
             marks in prop::collection::vec((0u8..5, any::<usize>()), 0..3),
         ) {
-            let kind = [LeaseKind::Drain, LeaseKind::Read, LeaseKind::Write][kind];
+            let kind = [LeaseKind::OverlappableRead, LeaseKind::Read, LeaseKind::Write][kind];
             let marks: Vec<_> = marks.into_iter().filter(|mark| mark.0 != 3).collect();
             let (mut one, blocks) = pool(reuse, count, &marks);
             for &block in &blocks {
@@ -228,27 +177,27 @@ mod tests {
 
         #[test]
         fn departing_is_a_lease_and_a_release(reuse in orders(), count in 1usize..200, drains in any::<bool>()) {
-            let kind = if drains { LeaseKind::Drain } else { LeaseKind::Read };
+            let kind = if drains { LeaseKind::OverlappableRead } else { LeaseKind::Read };
             let (mut one, blocks) = pool(reuse, count, &[]);
             let mut all = one.clone();
-            prop_assert!(all.are_plain(&blocks));
+            prop_assert!(all.are_private(&blocks));
             for &block in blocks.iter().rev() {
                 one.lease(block, kind).unwrap();
                 one.release(block);
             }
             all.depart(blocks[0].0..blocks[0].0 + u32::try_from(count).unwrap(), kind);
             prop_assert_eq!(state(all.clone()), state(one));
-            prop_assert!(!all.are_plain(&blocks[..1]));
+            prop_assert!(!all.are_private(&blocks[..1]));
         }
     }
 
     #[test]
-    fn blocks_taken_to_be_written_hold_no_bytes_yet_wherever_they_come_from() {
+    fn blocks_taken_to_be_filled_hold_no_bytes_yet_wherever_they_come_from() {
         let (mut pool, blocks) = pool(ReuseOrder::Lowest, BLOCKS as usize, &[(2, 7), (4, 9)]);
         pool.release_all(&blocks[..10]);
         let mut taken = Vec::new();
-        assert!(pool.take_to_write(10, &mut taken));
+        assert!(pool.take(10, true, &mut taken));
         assert_eq!(taken.len(), 10);
-        assert!(taken.iter().all(|&block| pool.is_writing(block) && pool.refs(block) == 1));
+        assert!(taken.iter().all(|&block| pool.block(block).is_filling() && pool.refs(block) == 1));
     }
 }

@@ -1,0 +1,271 @@
+"""The parts of a step, and the legs that their bytes go: with the copy engine, and with the external store.
+
+A part is a transfer of a decision, or a piece of one. The blocks of a spill are read by the engine, then written by the
+store. Those of a fetch are read by the store, then written by the engine. All others have one leg, with the engine.
+Rows between the two legs are staged, and their bytes are limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import Pairs
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.streams import Event
+from blockyard.engine.transfers import Transfer
+from blockyard.errors import BlockyardError, MappingError
+from blockyard.executor.store_side import Answer, Batch, StoreSide
+
+if TYPE_CHECKING:
+    from blockyard.engine.tasks import Kind
+
+__all__ = ["Part", "Staging", "engine_tier", "written"]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A transfer of a decision, or a piece of one.
+
+    It is waiting, then under way, then it has ended: landed but for the pairs that are lost.
+
+    Attributes:
+        kind: of the transfer.
+        pairs: its block ids.
+        after_compute: the place in compute before which it does not begin.
+        needs: parts of its step that must have an engine transfer, or have ended, before this one begins; it comes
+            after them.
+        behind: parts, of other steps too, that it comes after as far as they are under way when it begins.
+        by_layer: a load that arrives layer by layer.
+        prefetch: a load that nobody waits for.
+        transfer: its leg with the engine, once under way.
+        batch: its leg with the store, once under way.
+        missed: pairs that are known to be lost while others are still under way.
+        lost: the pairs that did not land; None until it has ended.
+        error: why, if more is known than that a block did not come back.
+        number: of its end, rising.
+    """
+
+    kind: str
+    pairs: Pairs
+    after_compute: Event
+    needs: tuple[Part, ...] = ()
+    behind: tuple[Part, ...] = ()
+    by_layer: bool = False
+    prefetch: bool = False
+    transfer: Transfer | None = None
+    batch: Batch | None = None
+    missed: Pairs | None = None
+    lost: tuple[Pairs, ...] | None = None
+    error: Exception | None = None
+    number: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self.lost is not None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has not begun."""
+        return self.lost is None and self.transfer is None and self.batch is None
+
+    @property
+    def pending(self) -> bool:
+        """Whether it has no transfer yet that others could come after."""
+        return self.lost is None and self.transfer is None
+
+    @property
+    def reads_device(self) -> bool:
+        """Whether it reads blocks of the device."""
+        return self.pairs.src == "device"
+
+    @property
+    def writes_device(self) -> bool:
+        """Whether it writes blocks of the device."""
+        return self.pairs.dst == "device"
+
+    @property
+    def staged(self) -> bool:
+        """Whether it holds staged rows."""
+        if self.lost is not None:
+            return False
+        if self.kind == "spill":  # the store copies what it is given
+            return self.transfer is not None and self.batch is None
+        return self.batch is not None
+
+
+class Staging:
+    """Begins parts, and takes them from leg to leg.
+
+    Args:
+        engine: owner of the device and host blocks.
+        side: the external store, where there is one.
+        max_bytes: that may be staged; a part that is larger goes alone.
+
+    Attributes:
+        launching: the part whose leg is being submitted. If it is set when a call begins, the last was interrupted, and
+            whether the engine or the store has that leg is not known.
+    """
+
+    def __init__(self, engine: CacheEngine, side: StoreSide | None, max_bytes: int) -> None:
+        self._engine = engine
+        self._side = side
+        self._max_bytes = max_bytes
+        self._numbers = count(1)
+        self.launching: Part | None = None
+
+    def num_bytes(self, parts: Iterable[Part]) -> int:
+        """Give the bytes that parts have staged."""
+        return sum(len(part.pairs) for part in parts if part.staged) * self._engine.layout.bytes_per_block
+
+    def full(self, part: Part, staged: int) -> str:
+        """Say why a part has to wait for room, if so many bytes are staged; empty if it has not."""
+        num_bytes = len(part.pairs) * self._engine.layout.bytes_per_block
+        full = staged and staged + num_bytes > self._max_bytes
+        return f"{staged} bytes are staged, at most {self._max_bytes} may be" if full else ""
+
+    def begin(self, part: Part) -> None:
+        """Submit a part's first leg.
+
+        Raises:
+            BlockyardError: engine or store refuse it.
+        """
+        self.launching = part
+        try:
+            if part.kind == "fetch":
+                part.batch = self._store().read(_column(part.pairs, 0))
+            else:
+                part.transfer = self._submit(part)
+        except BlockyardError:
+            self.launching = None
+            raise
+        self.launching = None
+
+    def wait(self, part: Part) -> None:
+        """Wait for the leg that is under way; `advance` takes note of it."""
+        if part.batch is not None and (part.kind == "spill" or part.transfer is None):
+            self._store().wait(part.batch)
+        elif part.transfer is not None:
+            self._engine.transfers.wait(part.transfer)
+
+    def advance(self, part: Part) -> None:
+        """Take note of a leg that has ended, and submit the next one; never waits."""
+        transfer, batch = part.transfer, part.batch
+        if part.kind == "fetch" and transfer is None:
+            if batch is not None and batch.answer is not None:
+                self._write_fetched(part, batch.answer)
+        elif part.kind == "spill" and batch is not None:
+            if batch.answer is not None:
+                self.end(part, [_some(part.pairs, ~batch.answer.ok)], batch.answer.error)
+        elif transfer is not None and transfer.done:
+            if transfer.error is not None:
+                self.lose(part, transfer.error)
+            elif part.kind == "spill":
+                self._store_read(part, transfer)
+            else:
+                self.end(part, [part.missed] if part.missed else [], None)
+
+    def lose(self, part: Part, error: Exception) -> None:
+        """End a part of which nothing has landed."""
+        self.end(part, [written(part.kind, part.pairs)], error)
+
+    def end(self, part: Part, lost: Iterable[Pairs], error: Exception | None) -> None:
+        """End a part; ending it again does nothing."""
+        gone, number = tuple(pairs for pairs in lost if len(pairs)), next(self._numbers)
+        if part.lost is None:
+            # No call comes between these, so no interrupt does.
+            part.needs = part.behind = ()
+            part.error, part.number, part.lost = error, number, gone
+
+    def _submit(self, part: Part) -> Transfer:
+        tier = engine_tier(part.pairs.src)
+        if part.kind == "spill":
+            return self._engine.submit_read(tier, _column(part.pairs, 0), after_compute=part.after_compute)
+        return self._engine.submit(
+            cast("Kind", part.kind),
+            part.pairs.ids,
+            tier=tier,
+            after=self._take_after(part),
+            after_compute=part.after_compute,
+            by_layer=part.by_layer,
+            prefetch=part.prefetch,
+        )
+
+    def _store_read(self, part: Part, transfer: Transfer) -> None:
+        """Hand what the engine has read to the store, which copies it: staging is free again."""
+        rows = transfer.rows
+        if rows is None:  # it was handed over by a call that was interrupted
+            return
+        try:
+            self.launching = part
+            part.batch = self._store().write(_column(part.pairs, 1), rows)
+            transfer.rows = None
+        except BlockyardError as error:
+            self.lose(part, error)
+        self.launching = None
+
+    def _write_fetched(self, part: Part, answer: Answer) -> None:
+        """Write what the store has read; what it has not is lost from now on."""
+        rows, came = answer.rows, part.pairs
+        if not answer.ok.any():
+            self.end(part, [part.pairs], answer.error)
+            return
+        if not answer.ok.all():
+            part.missed = _some(part.pairs, ~answer.ok)
+            came = _some(part.pairs, answer.ok)
+            rows = rows[answer.ok]
+        try:
+            self.launching = part
+            part.transfer = self._engine.submit_write(
+                engine_tier(part.pairs.dst),
+                _column(came, 1),
+                rows,
+                after=self._take_after(part),
+                after_compute=part.after_compute,
+                prefetch=part.writes_device,
+            )
+        except BlockyardError as error:
+            self.lose(part, error)
+        self.launching = None
+
+    @staticmethod
+    def _take_after(part: Part) -> list[Transfer]:
+        """Give the transfers that a part comes after; a chain of parts is not kept for ever."""
+        after = [other.transfer for other in (*part.needs, *part.behind) if other.transfer is not None]
+        part.needs = part.behind = ()
+        return after
+
+    def _store(self) -> StoreSide:
+        if self._side is None:
+            raise MappingError("a transfer names the external tier, and there is none")
+        return self._side
+
+
+def written(kind: str, pairs: Pairs) -> Pairs:
+    """The pairs with every block that a transfer writes as a destination: of an exchange, both blocks of a pair."""
+    if kind != "exchange":
+        return pairs
+    return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
+
+
+def engine_tier(tier: str) -> Literal["device", "host"]:
+    """The tier, if the copy engine holds it. Raises MappingError."""
+    if tier == "device":
+        return "device"
+    if tier == "host":
+        return "host"
+    raise MappingError(f"blocks of the {tier} tier are not in the copy engine")
+
+
+def _column(pairs: Pairs, column: int) -> NDArray[np.int64]:
+    return np.ascontiguousarray(pairs.ids[:, column])
+
+
+def _some(pairs: Pairs, chosen: NDArray[np.bool_]) -> Pairs:
+    return Pairs(pairs.src, pairs.dst, pairs.ids[chosen])

@@ -1,0 +1,445 @@
+//! The blocks of one tier: which of them are free, which are in use, and which still hold bytes that a prompt can find.
+//!
+//! Invariant: a block is in the set that its state names ([`Block::membership`]): free, evictable, overlappable, or in
+//! none of them. [`Pool::moved`] keeps this for one block, and [`Pool::moved_run`] for neighbours that are alike. A block
+//! beyond the end of a pool that has shrunk is in no set, and holds nothing that can be found once it is unused.
+
+use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, Membership, TierBlock};
+use crate::error::{Error, Result};
+use crate::event::Removals;
+use crate::evict::{Departure, Eviction};
+use crate::group::NULL_BLOCK;
+use crate::id::{BlockId, Tier};
+use crate::memory;
+use crate::prefix::grown;
+use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
+use cached::Cache;
+use std::ops::Range;
+
+mod cached;
+mod places;
+mod publish;
+mod quota;
+mod resize;
+mod runs;
+mod snapshot;
+pub(crate) use cached::CachedIdentity;
+pub(crate) use places::{Hint, PlannerView};
+pub(crate) use publish::Published;
+pub(crate) use resize::Tail;
+pub(crate) use snapshot::PoolImage;
+
+/// Which blocks a pool gives out first.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Policies {
+    /// Among those that are free.
+    pub reuse: ReuseOrder,
+    /// Among those that are cached, which go when none is free.
+    pub eviction: Eviction,
+}
+
+/// The blocks of one tier.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    tier: Tier,
+    /// Blocks in the pool.
+    len: usize,
+    /// By block id, as far as blocks have ever been taken: memory grows with use.
+    blocks: Vec<Block>,
+    free: FreeBlocks,
+    overlappable: BlockSet,
+    cache: Option<Cache>,
+    /// Copies in other tiers of blocks whose bytes are gone. The owner of all pools unlinks them.
+    orphans: Vec<TierBlock>,
+    evictions: u64,
+    /// Most blocks that were not free at once.
+    peak: usize,
+    /// What is in use beyond the end of a pool that has shrunk.
+    tail: Tail,
+    /// With events on: removals that no event reports yet.
+    removals: Option<Box<Removals>>,
+    /// Once blocks have been asked to move.
+    moves: Option<Box<places::Moves>>,
+}
+
+impl Pool {
+    /// A pool of `blocks` free blocks. With `caching`, prompts find released blocks by their keys until they are evicted.
+    ///
+    /// # Errors
+    /// More than [`MAX_BLOCKS`] blocks, or than there is memory for.
+    pub fn new(tier: Tier, blocks: usize, caching: bool) -> Result<Self> {
+        Self::with_policies(tier, blocks, caching, Policies::default())
+    }
+
+    /// As [`Pool::new`], with orders of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`Pool::new`].
+    pub fn with_policies(tier: Tier, blocks: usize, caching: bool, policies: Policies) -> Result<Self> {
+        if blocks > MAX_BLOCKS {
+            let must = format!("at most {MAX_BLOCKS}");
+            return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
+        }
+        Self::require_memory(blocks, caching)?;
+        Ok(Self {
+            tier,
+            len: blocks,
+            blocks: Vec::with_capacity(blocks),
+            free: FreeBlocks::full(policies.reuse, blocks),
+            overlappable: BlockSet::empty(blocks),
+            cache: caching.then(|| Cache::new(blocks, policies.eviction)),
+            orphans: Vec::new(),
+            evictions: 0,
+            peak: 0,
+            tail: Tail::default(),
+            removals: None,
+            moves: None,
+        })
+    }
+
+    /// Fails unless there is memory for a pool of so many blocks, whatever its policies.
+    pub(crate) fn require_memory(blocks: usize, caching: bool) -> Result<()> {
+        // Free and overlappable blocks are bits, or a queue.
+        const PLAIN: usize = size_of::<Block>() + 10;
+        let block = if caching { PLAIN + Cache::BYTES } else { PLAIN };
+        memory::require(blocks.saturating_mul(block))
+    }
+
+    /// The tier that the blocks are in.
+    #[must_use]
+    pub fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    /// Blocks in the pool.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the pool has no blocks at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Free blocks that hold nothing, in the order in which they are given out. Takes none.
+    pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.free.iter()
+    }
+
+    /// What is known of a block; nothing if it was never taken.
+    #[inline]
+    #[must_use]
+    pub fn block(&self, block: BlockId) -> Block {
+        self.blocks.get(block.index()).copied().unwrap_or_default()
+    }
+
+    /// References to a block.
+    #[must_use]
+    pub fn refs(&self, block: BlockId) -> u32 {
+        self.block(block).refs()
+    }
+
+    /// Fails unless `wanted` blocks can be had.
+    pub(crate) fn require(&self, wanted: usize, overlappable_too: bool) -> Result<()> {
+        let free = if overlappable_too { self.available() } else { self.free() };
+        if wanted <= free {
+            return Ok(());
+        }
+        Err(Error::OutOfBlocks { tier: self.tier, wanted, free, total: self.len() })
+    }
+
+    /// Takes `count` blocks with one reference each, and with a write lease if they are to be filled: free ones first, then
+    /// overlappable ones, then evictable ones. Returns whether any was overlappable. The caller has called [`Pool::require`].
+    #[inline]
+    pub(crate) fn take(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
+        let first = out.len();
+        let mut end = 0;
+        self.free.take_runs(count, |run| {
+            end = end.max(run.end);
+            out.extend(run.map(BlockId));
+        });
+        if end as usize > self.blocks.len() {
+            self.know(BlockId(end - 1));
+        }
+        self.open(&out[first..], filling);
+        let ready = out.len() - first;
+        if ready == count {
+            if self.moves.is_some() {
+                self.note_taken(&out[first..], filling);
+            }
+            self.note_peak();
+            return false;
+        }
+        self.overlappable.take_lowest(count - ready, |block| out.push(block));
+        let overlapped = out.len() > first + ready;
+        for &block in &out[first + ready..] {
+            self.retire(block);
+            self.evict_bytes(block);
+            self.blocks[block.index()].take(filling);
+        }
+        self.evict(first + count - out.len(), filling, out);
+        if self.moves.is_some() {
+            self.note_taken(&out[first..first + ready], filling);
+            out[first + ready..].iter().for_each(|&block| self.note_written(block));
+        }
+        self.note_peak();
+        overlapped
+    }
+
+    /// Takes one free block with one reference, out of its turn.
+    pub(crate) fn take_free(&mut self, block: BlockId) {
+        self.know(block);
+        self.change(block, |block| block.take(false));
+        self.note_written(block);
+    }
+
+    /// Takes a free block for a move: it is nobody's and is filled from now on.
+    pub(crate) fn take_target(&mut self, block: BlockId) {
+        self.know(block);
+        self.change(block, Block::fill);
+        self.note_peak();
+    }
+
+    /// Takes block 0 of a new pool, the first one in every order, for good: in tables it stands for what is not there.
+    pub(crate) fn reserve_null(&mut self) {
+        let mut first = Vec::with_capacity(1);
+        self.take(1, false, &mut first);
+        debug_assert!(first == [NULL_BLOCK], "the pool has been used");
+    }
+
+    /// Sets or clears the copy of a block's bytes in another tier; returns the one before.
+    pub(crate) fn set_tier_copy(&mut self, block: BlockId, copy: Option<TierBlock>) -> Option<TierBlock> {
+        self.blocks[block.index()].set_tier_copy(copy)
+    }
+
+    /// Copies in other tiers of blocks whose bytes have gone since the last call.
+    pub(crate) fn take_orphans(&mut self) -> Vec<TierBlock> {
+        std::mem::take(&mut self.orphans)
+    }
+
+    /// Notes how many blocks are not free, after a call that may have raised the number.
+    pub(crate) fn note_peak(&mut self) {
+        self.peak = self.peak.max(self.used());
+    }
+
+    /// Adds references to a block that has some.
+    pub(crate) fn share(&mut self, block: BlockId, count: u32) {
+        let block = &mut self.blocks[block.index()];
+        debug_assert!(block.is_used(), "sharing a block that nothing references");
+        block.add_refs(count);
+    }
+
+    /// Takes a reference to a block that is referenced or cached.
+    #[inline]
+    pub(crate) fn claim(&mut self, block: BlockId) {
+        debug_assert!(!self.block(block).is_empty(), "claiming a block that holds nothing");
+        self.change(block, |block| block.add_refs(1));
+    }
+
+    /// Drops one reference. The last one frees the block, or leaves it to the cache or its leases; the copy in another tier
+    /// of a block whose bytes are gone is left in [`Pool::take_orphans`].
+    pub(crate) fn release(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id.index()];
+        let before = *block;
+        if !block.drop_ref() {
+            if block.is_published() {
+                self.hold(id);
+            }
+            return;
+        }
+        self.free.used(id);
+        if self.is_beyond(id) {
+            self.retire(id);
+            self.evict_bytes(id);
+        } else if !before.is_published() {
+            self.orphans.extend(self.blocks[id.index()].set_tier_copy(None));
+        }
+        self.moved(id, before);
+    }
+
+    /// Takes a lease.
+    ///
+    /// # Errors
+    /// The block has as many leases of that kind as can be counted, or a second writer.
+    pub(crate) fn lease(&mut self, id: BlockId, kind: LeaseKind) -> Result<()> {
+        let before = self.blocks[id.index()];
+        let limit = |limit: u16| Error::TooManyLeases { tier: self.tier, block: id, limit: u32::from(limit) };
+        self.blocks[id.index()].add_lease(kind).map_err(limit)?;
+        self.moved(id, before);
+        Ok(())
+    }
+
+    /// Ends a lease; an unused block goes free with its last lease.
+    pub(crate) fn end_lease(&mut self, block: BlockId, kind: LeaseKind) {
+        if !self.block(block).is_used() && !self.is_beyond(block) {
+            self.begin_chain();
+        }
+        self.change(block, |block| block.end_lease(kind));
+    }
+
+    /// Takes a reference and a lease, and gives the reference back: a cached block is leased as if it were hit.
+    ///
+    /// # Errors
+    /// As [`Pool::lease`].
+    pub(crate) fn lease_cached(&mut self, block: BlockId, kind: LeaseKind) -> Result<()> {
+        self.claim(block);
+        let leased = self.lease(block, kind);
+        self.release(block);
+        leased
+    }
+
+    /// Makes room for a block that may never have been taken.
+    fn know(&mut self, block: BlockId) {
+        if block.index() >= self.blocks.len() {
+            self.blocks.resize(grown(block, self.blocks.capacity()), Block::default());
+        }
+    }
+
+    /// Changes a block, and puts it where it belongs now.
+    #[inline]
+    fn change(&mut self, id: BlockId, change: impl FnOnce(&mut Block)) {
+        let before = self.blocks[id.index()];
+        change(&mut self.blocks[id.index()]);
+        self.moved(id, before);
+    }
+
+    /// A block has changed: the one place where the sets, the blocks beyond the end and the block map follow it. A block that
+    /// has lost its key has left the order of eviction with it.
+    #[inline]
+    fn moved(&mut self, id: BlockId, before: Block) {
+        let now = self.blocks[id.index()];
+        if self.is_beyond(id) {
+            self.moved_beyond(1, before, now);
+        } else {
+            let (from, to) = (before.membership(), now.membership());
+            if from != to {
+                match (from, &mut self.cache) {
+                    (Membership::Free, _) => {
+                        let was_free = self.free.remove(id);
+                        debug_assert!(was_free, "taking a block that is not free");
+                    }
+                    (Membership::Evictable, Some(cache)) if now.is_published() => {
+                        cache.policy.remove(id, Departure::Hit);
+                    }
+                    (Membership::Overlappable, _) => {
+                        self.overlappable.remove(id);
+                    }
+                    _ => {}
+                }
+                match (to, &mut self.cache) {
+                    (Membership::Free, _) => self.free.insert(id),
+                    (Membership::Evictable, Some(cache)) => cache.policy.insert(id),
+                    (Membership::Overlappable, _) => {
+                        self.overlappable.insert(id);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        self.refresh(id);
+    }
+
+    /// As [`Pool::moved`], for neighbours that were alike and are alike; none of them is or was evictable.
+    #[inline]
+    fn moved_run(&mut self, run: Range<u32>, before: Block) {
+        let now = self.blocks[run.start as usize];
+        let beyond = self.beyond(&run);
+        let inside = run.start..run.end - resize::id(beyond);
+        if beyond > 0 {
+            self.moved_beyond(beyond, before, now);
+        }
+        if before.membership() == Membership::Overlappable {
+            self.overlappable.remove_run(run.clone());
+        }
+        match now.membership() {
+            Membership::Free => self.free.insert_run(inside),
+            Membership::Overlappable => self.overlappable.insert_run(inside),
+            _ => {}
+        }
+        self.refresh_run(run);
+    }
+
+    /// What contradicts the references and leases that were counted from outside.
+    pub(crate) fn check(&self, id: BlockId, refs: u32, leases: Leases) -> Option<String> {
+        let block = self.block(id);
+        let (is_beyond, published) = (self.is_beyond(id), block.is_published());
+        let is = |membership| !is_beyond && block.membership() == membership;
+        let what = if let Some(what) = block.check(refs, leases) {
+            what
+        } else if is_beyond && refs == 0 && published {
+            "cached, unused and beyond the end".to_owned()
+        } else if self.free.contains(id) != is(Membership::Free) {
+            format!("free is {}", self.free.contains(id))
+        } else if self.is_evictable(id) != is(Membership::Evictable) {
+            format!("evictable is {}", self.is_evictable(id))
+        } else if self.finds(id) != published {
+            format!("found by its key is {}", self.finds(id))
+        } else if self.overlappable.contains(id) != is(Membership::Overlappable) {
+            format!("overlappable is {}", self.overlappable.contains(id))
+        } else {
+            self.check_place(id, block)?
+        };
+        Some(format!("{} block {id}: {what}", self.tier))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(blocks: usize) -> Pool {
+        Pool::new(Tier::Device, blocks, false).unwrap()
+    }
+
+    fn take(pool: &mut Pool, count: usize) -> Vec<BlockId> {
+        let mut out = Vec::new();
+        pool.take(count, false, &mut out);
+        out
+    }
+
+    #[test]
+    fn released_blocks_are_reused_lowest_first() {
+        let mut pool = pool(4);
+        let blocks = take(&mut pool, 4);
+        pool.release(blocks[2]);
+        pool.release(blocks[0]);
+        assert_eq!(take(&mut pool, 2), [BlockId(0), BlockId(2)]);
+    }
+
+    #[test]
+    fn a_shared_block_is_free_only_after_its_last_reference() {
+        let mut pool = pool(1);
+        let block = take(&mut pool, 1)[0];
+        pool.share(block, 1);
+        pool.release(block);
+        assert_eq!(pool.free(), 0);
+        pool.release(block);
+        assert_eq!(pool.free(), 1);
+        assert_eq!(pool.block(block).generation(), 1);
+    }
+
+    #[test]
+    fn too_large_a_pool_is_refused_before_memory_is_taken() {
+        assert!(Pool::new(Tier::Host, MAX_BLOCKS + 1, false).is_err());
+    }
+
+    #[test]
+    fn a_read_lease_keeps_a_released_block_and_an_overlappable_one_gives_it_to_ordered_work() {
+        let mut pool = pool(2);
+        let blocks = take(&mut pool, 2);
+        pool.lease(blocks[0], LeaseKind::Read).unwrap();
+        pool.lease(blocks[1], LeaseKind::OverlappableRead).unwrap();
+        pool.release(blocks[0]);
+        pool.release(blocks[1]);
+        assert_eq!((pool.free(), pool.available()), (0, 1));
+        assert!(pool.require(1, false).is_err());
+        let mut out = Vec::new();
+        assert!(pool.take(1, false, &mut out));
+        assert_eq!(out, [blocks[1]]);
+        pool.end_lease(blocks[1], LeaseKind::OverlappableRead);
+        pool.end_lease(blocks[0], LeaseKind::Read);
+        assert_eq!((pool.free(), pool.refs(blocks[1])), (1, 1));
+    }
+}

@@ -1,0 +1,80 @@
+"""The parts of a step: what they are in each state, and the legs that they go."""
+
+import numpy as np
+import pytest
+
+from blockyard import MappingError, Pairs
+from blockyard.engine.engine import CacheEngine
+from blockyard.errors import BlockyardError
+from blockyard.executor.staging import Part, Staging, engine_tier, written
+from blockyard.executor.store_side import StoreSide
+from blockyard.layout.kv import KVLayout
+from blockyard.testing.device import SimulatedStore
+
+LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
+SIZE = LAYOUT.bytes_per_block
+
+
+def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
+    return Pairs(src, dst, np.array(ids, np.int64).reshape(-1, 2))
+
+
+def rig() -> tuple[CacheEngine, StoreSide]:
+    store = SimulatedStore(4, SIZE, seed=0)
+    store._eagerness = 1.0 - 1e-9
+    return CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4), StoreSide(store, SIZE)
+
+
+def test_only_device_and_host_are_in_the_copy_engine():
+    assert [engine_tier(tier) for tier in ("device", "host")] == ["device", "host"]
+    with pytest.raises(MappingError, match="the external tier are not in the copy engine"):
+        engine_tier("external")
+
+
+def test_an_exchange_writes_both_blocks_of_a_pair():
+    assert written("exchange", pairs("host", "host", (1, 2), (3, 4))).ids.tolist() == [[1, 2], [3, 4], [2, 1], [4, 3]]
+    assert written("move", pairs("host", "host", (1, 2))).ids.tolist() == [[1, 2]]
+
+
+def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():
+    engine, side = rig()
+    staging = Staging(engine, side, max_bytes=2 * SIZE)
+    rows = np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE)
+    engine.write("device", np.array([2, 3]), rows)
+    spill = Part("spill", pairs("device", "external", (2, 1), (3, 0)), engine.fence())
+    assert (spill.waiting, spill.pending, spill.staged, spill.ended) == (True, True, False, False)
+    staging.begin(spill)
+    assert (spill.waiting, spill.pending, spill.staged) == (False, False, True)
+    assert staging.num_bytes([spill]) == 2 * SIZE
+    engine.transfers.synchronize()
+    staging.advance(spill)
+    assert (spill.batch is not None, spill.staged) == (True, False), "the store has copied the rows"
+    side.wait(spill.batch)
+    staging.advance(spill)
+    assert (spill.ended, spill.lost) == (True, ())
+    fetch = Part("fetch", pairs("external", "host", (0, 0), (1, 1), (2, 2)), engine.fence())
+    staging.begin(fetch)
+    assert (fetch.waiting, fetch.pending, fetch.staged) == (False, True, True)
+    side.wait(fetch.batch)
+    staging.advance(fetch)
+    assert fetch.missed.ids.tolist() == [[2, 2]], "slot 2 was never written"
+    engine.transfers.synchronize()
+    staging.advance(fetch)
+    assert [gone.ids.tolist() for gone in fetch.lost] == [[[2, 2]]]
+    assert not fetch.staged
+    np.testing.assert_array_equal(engine.read("host", np.array([1, 0])), rows)
+
+
+def test_what_is_refused_leaves_nothing_being_launched_and_an_end_comes_once():
+    engine, side = rig()
+    staging = Staging(engine, side, max_bytes=SIZE)
+    part = Part("swap_in", pairs("host", "device", (0, 9)), engine.fence())
+    with pytest.raises(MappingError):
+        staging.begin(part)
+    assert staging.launching is None
+    staging.lose(part, BlockyardError("first"))
+    staging.lose(part, BlockyardError("second"))
+    assert str(part.error) == "first"
+    other = Part("fetch", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
+    assert staging.full(other, 0) == "", "a part that is larger than the limit goes alone"
+    assert staging.full(other, 1) == f"1 bytes are staged, at most {SIZE} may be"
