@@ -1,4 +1,7 @@
-"""A store of your own: blocks in an SQLite database. Run it with `python examples/custom_store.py`."""
+"""A store of your own: blocks in an SQLite database. Run it with `python examples/custom_store.py`.
+
+`KVCache(layout, device_blocks=64, external="sqlite:///path/kv")` opens it in the same way.
+"""
 
 import sqlite3
 import tempfile
@@ -6,8 +9,7 @@ from contextlib import closing
 
 import numpy as np
 
-from blockyard import KVCache, KVLayout
-from blockyard.stores import StoreURL, ThreadedStore, register
+from blockyard.stores import ThreadedStore, open_store, register
 
 
 @register("sqlite")
@@ -17,23 +19,22 @@ class SQLiteStore(ThreadedStore):
     num_slots, threads = 1000, 1
 
     def put(self, keys, rows):
-        """Store blocks under their keys; an exception is a miss."""
-        with closing(sqlite3.connect(StoreURL.parse(self.url).path)) as database, database:
+        """Store blocks under their keys. An exception is a miss."""
+        with closing(sqlite3.connect(self.url.removeprefix("sqlite://"))) as database, database:
             database.execute("CREATE TABLE IF NOT EXISTS blocks (key PRIMARY KEY, bytes)")
             database.executemany("REPLACE INTO blocks VALUES (?, ?)", zip(keys, rows, strict=True))
         return np.ones(len(keys), dtype=bool)
 
     def get(self, keys, out):
         """Read blocks by their keys."""
-        with closing(sqlite3.connect(StoreURL.parse(self.url).path)) as database:
+        with closing(sqlite3.connect(self.url.removeprefix("sqlite://"))) as database:
             for key, row in zip(keys, out, strict=True):
-                (row.data[:],) = database.execute("SELECT bytes FROM blocks WHERE key = ?", [key]).fetchone()
+                row.data[:] = database.execute("SELECT bytes FROM blocks WHERE key = ?", [key]).fetchone()[0]
         return np.ones(len(keys), dtype=bool)
 
 
-layout = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=8, dtype="float32")
-with (
-    tempfile.TemporaryDirectory() as folder,
-    KVCache(layout, device_blocks=8, external=f"sqlite://{folder}/kv") as cache,
-):
-    sequence = cache.manager.allocate(100)
+with tempfile.TemporaryDirectory() as folder, open_store(f"sqlite://{folder}/kv", bytes_per_block=4096) as store:
+    blocks = np.random.default_rng().integers(0, 256, (100, 4096), dtype=np.uint8)
+    assert store.wait(store.submit_write(np.arange(100), blocks)).ok.all()
+    assert np.array_equal(store.wait(store.submit_read(np.arange(100))).rows, blocks)
+    print(f"{len(blocks)} blocks came back from SQLite")
