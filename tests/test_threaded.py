@@ -273,6 +273,44 @@ def test_a_given_up_batch_that_waits_keeps_the_order_of_those_around_it():
         assert np.array_equal(read(store, [1])[1], rows(1, 1))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_read_has_the_bytes_of_the_last_write_submitted_before_it_or_is_a_miss(seed: int):
+    random = np.random.default_rng(seed)
+    chance = np.random.default_rng(seed + 100)
+    lock = threading.Lock()
+
+    def disturb(name: str) -> None:
+        with lock:
+            draw = float(chance.random())
+        time.sleep(draw / 300)
+        if draw < 0.1:
+            raise OSError("now and then")
+
+    with Hanging(threads=3, memory=40 * SIZE) as store:
+        store.before = disturb
+        last: dict[int, NDArray[np.uint8]] = {}
+        tickets: list[tuple[int, list[NDArray[np.uint8] | None] | None]] = []
+        hits = 0
+        for number in range(300):
+            slots = random.permutation(6)[: random.integers(0, 5)]
+            if random.random() < 0.5:
+                blocks = rows(len(slots), number)
+                tickets.append((store.submit_write(slots, blocks), None))
+                last.update(zip(slots.tolist(), blocks, strict=True))
+            else:
+                tickets.append((store.submit_read(slots), [last.get(slot) for slot in slots.tolist()]))
+            while tickets and (number == 299 or random.random() < 0.6):
+                ticket, expected = tickets.pop(int(random.integers(len(tickets))))
+                found = store.wait(ticket, 0.0 if random.random() < 0.2 else None)
+                for ok, row, block in zip(found.ok, found.rows, expected or (), strict=False):
+                    hits += bool(ok)
+                    assert np.array_equal(row, block if ok else np.zeros(SIZE)), "a wrong byte"
+        assert hits > 30
+    stats = store.stats()
+    assert stats.pending_bytes == 0
+    assert stats.checksum_failures == 0 or "timeout" in stats.misses
+
+
 def test_close_says_whether_a_call_was_left_behind():
     store = Hanging()
     store.before = store.hang
@@ -364,6 +402,7 @@ def test_a_store_in_a_fork_says_that_it_is_not_there_and_close_returns():
                 lambda: store.submit_write(np.array([1]), rows(1)),
                 lambda: store.submit_read(np.array([1])),
                 store.poll,
+                store.stats,
                 lambda: store.wait(ticket),
             ):
                 with pytest.raises(ForkedError, match="a store was made by"):

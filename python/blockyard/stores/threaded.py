@@ -36,7 +36,7 @@ class _Batch:
     num_bytes: int
     deadline: float
     digests: dict[int, bytes] = field(default_factory=dict)  # of a write: blocks that landed
-    before: int = 0  # batches that must be over first
+    before: int = 0  # earlier batches of its slots that have not ended
     followers: list["_Batch"] = field(default_factory=list)
     running: bool = False
     ended: bool = False
@@ -107,7 +107,7 @@ class ThreadedStore(ExternalStore):
         self._seed = namespace + os.urandom(16)
         self._open: dict[int, _Batch] = {}  # not collected
         self._ready: deque[_Batch] = deque()  # what a thread may take
-        self._last: dict[int, _Batch] = {}  # of each slot, if it is not over
+        self._last: dict[int, _Batch] = {}  # batch of each slot, until it has ended
         self._digests: dict[int, dict[int, bytes]] = {}  # of the last write of each slot
         self._tickets = self._num_threads = self._pending = 0
         self._misses: Counter[str] = Counter()
@@ -143,7 +143,7 @@ class ThreadedStore(ExternalStore):
         """Start to write blocks; see `ExternalStore.submit_write`."""
         self._check(slots)
         if len(np.unique(slots)) < len(slots):
-            raise MappingError("slots of a write has repeats")
+            raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
         shape = (len(slots), self.bytes_per_block)
         if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
             raise InvalidArgumentError(f"rows is {_of(rows)}, must be uint8 {list(shape)}")
@@ -189,6 +189,7 @@ class ThreadedStore(ExternalStore):
 
     def stats(self) -> StoreStats:
         """Return the counters since the store was opened."""
+        self._process.check()
         with self._changed:
             return StoreStats(
                 written_blocks=self._blocks[True],
@@ -326,7 +327,7 @@ class ThreadedStore(ExternalStore):
     # ---- with the lock held ----
 
     def _end(self, batch: _Batch, reasons: list[str]) -> None:
-        """Take a batch's answer; one that runs on after it was given up keeps its memory."""
+        """Take a batch's answer, and let those begin that waited for it."""
         batch.reasons[: len(reasons)] = reasons
         batch.ended = True
         self._misses.update(filter(None, reasons))
