@@ -332,6 +332,13 @@ def test_decision_records_are_short_and_in_the_usual_form():
         assert all(f"**{part}" in text for part in ("Context", "Decision", "Consequences")), name(record)
 
 
+def test_the_readme_links_to_files_that_exist_and_works_outside_the_repository():
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    base = "https://github.com/blockyard/blockyard/blob/main/"
+    assert links
+    assert not [link for link in links if not link.startswith(base) or not (ROOT / link.removeprefix(base)).exists()]
+
+
 def test_make_targets_named_in_documents_exist():
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
