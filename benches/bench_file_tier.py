@@ -1,9 +1,10 @@
-"""File tier: GB/s of writing and reading 1 MiB blocks at random slots, and CPU seconds a GB.
+"""File tier: GB/s of writing and reading 1 MiB blocks at random slots, of fetching them, and CPU seconds a GB.
 
     python benches/bench_file_tier.py [--url "file:///dir?threads=8"] [--blocks 512]
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
-between numpy and the store's buffers, checksummed and checked.
+between numpy and the store's buffers, checksummed and checked. `file_fetch_gb_s` is the rate from the file to a cache
+engine's tensors on the CPU, by `StepExecutor`.
 """
 
 import argparse
@@ -13,6 +14,10 @@ import time
 import numpy as np
 from figures import keep
 
+from blockyard import Pairs, StepDecision
+from blockyard.engine.engine import CacheEngine
+from blockyard.executor.executor import StepExecutor
+from blockyard.layout.kv import KVLayout
 from blockyard.stores import ExternalStore, open_store
 
 BYTES_PER_BLOCK = 1 << 20
@@ -30,6 +35,7 @@ def main() -> None:
         url = arguments.url or f"file://{folder}/swap"
         with open_store(url, bytes_per_block=BYTES_PER_BLOCK, num_slots=arguments.blocks) as store:
             figures = measure(store, arguments.blocks, arguments.repeat)
+            figures |= fetch(store, arguments.blocks, arguments.repeat)
             print(store)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
@@ -50,6 +56,30 @@ def measure(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
             if gigabytes / wall > best.get(f"file_{name}_gb_s", 0.0):
                 best[f"file_{name}_gb_s"] = gigabytes / wall
                 best[f"file_{name}_cpu_s_per_gb"] = cpu / gigabytes
+    return best
+
+
+def fetch(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
+    """Fetch all blocks into a cache engine, a batch in each of a few steps under way."""
+    layout = KVLayout("kv_first", num_layers=8, block_size=16, num_kv_heads=8, head_size=128, dtype="float32")
+    random = np.random.default_rng(0)
+    best: dict[str, float] = {}
+    with CacheEngine(layout, num_device_blocks=blocks, num_host_blocks=0) as engine:
+        executor = StepExecutor(engine, store)
+        for _ in range(repeat + 1):  # the first one warms up
+            pairs = np.column_stack((random.permutation(blocks), random.permutation(blocks)))
+            order = np.array_split(pairs, max(1, blocks // BATCH))
+            wall, cpu = time.perf_counter(), time.process_time()
+            for ticket, ids in enumerate(order):
+                executor.submit(StepDecision(ticket, [("fetch", Pairs("external", "device", ids))]))
+                if ticket >= AHEAD:
+                    executor.wait(ticket - AHEAD)
+            for ticket in range(max(0, len(order) - AHEAD), len(order)):
+                executor.wait(ticket)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            gigabytes = blocks * BYTES_PER_BLOCK / 1e9
+            if gigabytes / wall > best.get("file_fetch_gb_s", 0.0):
+                best = {"file_fetch_gb_s": gigabytes / wall, "file_fetch_cpu_s_per_gb": cpu / gigabytes}
     return best
 
 

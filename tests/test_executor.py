@@ -40,9 +40,9 @@ class FrozenStore(SimulatedStore):
             pass
         return super().poll()
 
-    def wait(self, ticket: int, timeout: float | None = None) -> object:
+    def wait(self, ticket: int, timeout: float | None = None, out: np.ndarray | None = None) -> object:
         assert not self._batches[ticket].left, "a call waits for storage"
-        return super().wait(ticket, timeout)
+        return super().wait(ticket, timeout, out)
 
 
 @pytest.fixture
@@ -395,6 +395,28 @@ def test_fetches_that_wait_for_room_can_be_given_up(engine: CacheEngine):
     done = executor.wait(1)
     assert [p.ids.tolist() for p in done.lost] == [[[1, 6]], [[0, 5]]], "slot 0 was never written"
     assert "1 blocks were not fetched any more" in str(done.errors[0])
+
+
+def test_collect_waits_for_a_step_whose_loads_were_read_or_that_has_lost_something_and_for_no_other(
+    engine: CacheEngine,
+):
+    executor = StepExecutor(engine, FrozenStore(), max_staging=LAYOUT.bytes_per_block)
+    executor.submit(StepDecision(1, [("spill", pairs("device", "external", (0, 0)))]))
+    assert executor.collect(1) == [], "storage is not waited for"
+    executor.submit(StepDecision(2, [("swap_in", pairs("host", "device", (0, 1)))]))
+    assert executor.is_awaited(2)
+    assert [done.ticket for done in executor.collect(2)] == [2]
+    assert not executor.is_awaited(2)
+    executor.submit(StepDecision(3, [("swap_in", pairs("host", "device", (0, 1)))]), prefetch=True)
+    assert not executor.is_awaited(3)
+    executor.order_compute(3)
+    assert 3 in [done.ticket for done in executor.collect(3)]
+    swaps = ("swap_out", pairs("device", "host", (1, 2)))
+    spills = ("spill", pairs("device", "external", (1, 1), (2, 2)))
+    executor.submit(StepDecision(4, [spills, swaps]))
+    assert executor.is_awaited(4) == executor.is_open(4), "a spill had no room"
+    executor.store.frozen = False
+    assert {done.ticket for done in executor.collect(4)} >= {4}
 
 
 # ---- a whole engine ----

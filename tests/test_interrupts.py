@@ -138,10 +138,10 @@ class SlowStore(SimulatedStore):
     def poll(self) -> list[int]:
         return []
 
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None, out: np.ndarray | None = None) -> Completion:
         if timeout != 0:
             time.sleep(0.5)
-        return super().wait(ticket, timeout)
+        return super().wait(ticket, timeout, out)
 
 
 def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():

@@ -18,7 +18,6 @@ from prompts import allocate_prompts
 from blockyard import BlockManager
 from blockyard._core import (
     BlockObserver,
-    CopyRoute,
     copy_rows,
     exchange_rows,
     expand_span,
@@ -114,15 +113,6 @@ def slot_mapping(new: Guarded) -> Case:
     return Case(lambda out: forget(manager.slot_mapping(int(handles[1]), 0, 5, out)), {"out": new(5, np.int64)})
 
 
-def route(new: Guarded) -> Case:
-    def call(regions: Array, pairs: Array, out: Array) -> list[int]:
-        return CopyRoute(regions, src_blocks=8, dst_blocks=8).compile(pairs, out).tolist()
-
-    regions = np.array([[1000, 16, 0, 5000, 16, 0, 16, 0]], np.uint64)
-    pairs = np.array([[1, 2], [2, 3], [5, 0]], np.int64)
-    return Case(call, {"out": new((3, 6), np.uint64)}, {"regions": regions, "pairs": pairs})
-
-
 def span(new: Guarded) -> Case:
     call = lambda blocks, out: expand_span(blocks, out, per_block=4, first=1, last=3)  # noqa: E731
     return Case(call, {"out": new(6, np.int64)}, {"blocks": np.array([7, 2], np.int64)})
@@ -157,7 +147,7 @@ def move(new: Guarded) -> Case:
 
 WRITERS: dict[str, Callable[[Guarded], Case]] = {
     case.__name__: case
-    for case in (append, append_with_tables, block_tables, slot_mapping, route, span, resolve, copy, exchange, move)
+    for case in (append, append_with_tables, block_tables, slot_mapping, span, resolve, copy, exchange, move)
 }
 
 

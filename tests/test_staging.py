@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from blockyard import MappingError, Pairs
+from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import BlockyardError
-from blockyard.executor.staging import Part, Staging, engine_tier, written
+from blockyard.errors import BlockyardError, MappingError
+from blockyard.executor.parts import Part, cut, written
+from blockyard.executor.staging import Staging, engine_tier
 from blockyard.executor.store_side import StoreSide
 from blockyard.layout.kv import KVLayout
 from blockyard.testing.device import SimulatedStore
@@ -34,6 +35,32 @@ def test_only_device_and_host_are_in_the_copy_engine():
 def test_an_exchange_writes_both_blocks_of_a_pair():
     assert written("exchange", pairs("host", "host", (1, 2), (3, 4))).ids.tolist() == [[1, 2], [3, 4], [2, 1], [4, 3]]
     assert written("move", pairs("host", "host", (1, 2))).ids.tolist() == [[1, 2]]
+
+
+def test_a_decision_is_cut_with_device_reads_first_and_what_is_fetched_last():
+    engine, _ = rig()
+    kinds = [
+        ("fetch", pairs("external", "device", (0, 0), (1, 1), (2, 2))),
+        ("swap_in", pairs("host", "device", (0, 3))),
+        ("copy", pairs("device", "device", (2, 4))),
+        ("exchange", pairs("device", "device", (4, 5))),
+        ("exchange", pairs("device", "device", (6, 7))),
+        ("spill", pairs("device", "external", (8, 0))),
+    ]
+    behind, parts = cut(StepDecision(1, kinds, after=(1,)), [], engine.fence(), 2, by_layer=True)
+    assert [(part.kind, len(part.pairs)) for part in parts] == [
+        ("spill", 1),
+        ("swap_in", 1),
+        ("exchange", 1),
+        ("fetch", 2),
+        ("fetch", 1),
+        ("copy", 1),
+        ("exchange", 1),
+    ]
+    spill, load, free, one, two, copy, last = parts
+    assert behind == (spill,)
+    assert [part.by_layer for part in parts] == [False, True, False, False, False, False, False]
+    assert (free.needs, copy.needs, last.needs) == ((load,), (load, one, two), (load, one, two, copy))
 
 
 def test_a_spill_is_read_then_stored_and_a_fetch_the_other_way_round():

@@ -129,7 +129,7 @@ def raising(error: Exception) -> Callable[..., Any]:
         ("wait", lambda *_: None, "the answer is a NoneType, a Completion is needed"),
         (
             "wait",
-            lambda ticket, _: Completion(ticket, np.ones(1, bool), np.zeros((0, SIZE), np.uint8), []),
+            lambda ticket, *_: Completion(ticket, np.ones(1, bool), np.zeros((0, SIZE), np.uint8), []),
             "0 reasons",
         ),
     ],
@@ -161,7 +161,7 @@ def test_a_spill_that_the_store_breaks_is_lost_with_one_line_in_the_log(
     ],
 )
 def test_arrays_of_another_shape_are_misses_and_write_nothing(ok: list[bool], shape: tuple[int, int], found: str):
-    def answer(ticket: int, _timeout: float) -> Completion:
+    def answer(ticket: int, *_: object) -> Completion:
         return Completion(ticket, np.array(ok), np.full(shape, 255, np.uint8), [""] * 2)
 
     with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
@@ -177,7 +177,7 @@ def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
     rows = np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE)
     rows.flags.writeable = False
     for given in (rows, rows[::-1]):
-        store = Odd(wait=lambda ticket, _, given=given: Completion(ticket, np.ones(2, bool), given, ["", ""]))
+        store = Odd(wait=lambda ticket, *_, given=given: Completion(ticket, np.ones(2, bool), given, ["", ""]))
         with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
             assert StepExecutor(engine, store).execute(fetch()) == []
             assert np.array_equal(engine.read("device", np.array([4, 5])), given)
@@ -218,3 +218,24 @@ def test_sizes_are_compared_when_engine_and_store_meet():
             with pytest.raises(MappingError, match="name slots 0 to 1, the store has 1"):
                 executor.submit(decision)
             assert executor.num_in_flight == 0
+
+
+def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them():
+    seen: list[int] = []
+
+    class Watched(SimulatedStore):
+        def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+            if out is not None:
+                seen.append(out.ctypes.data)
+            return super().wait(ticket, timeout, out)
+
+    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        engine.write("device", np.arange(2), np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE))
+        executor = StepExecutor(engine, Watched(BLOCKS, SIZE, seed=0), chunk_bytes=SIZE)
+        assert executor.execute(spill()) == []
+        assert seen == []
+        for ticket in (2, 3):
+            assert executor.execute(fetch(ticket)) == []
+            assert np.array_equal(engine.read("device", np.array([4, 5])), engine.read("device", np.array([0, 1])))
+        assert len(seen) == 4
+        assert set(seen[2:]) == set(seen[:2]), "two buffers, one for each part, and no more"

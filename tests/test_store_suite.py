@@ -63,7 +63,7 @@ class DictStore(ExternalStore):
         found, self.unreported = [ticket for ticket in self.unreported if ticket in self.done], []
         return found
 
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None, out: object = None) -> Completion:
         if ticket not in self.done:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         return self.done.pop(ticket)
@@ -104,7 +104,7 @@ class InventsBlocks(DictStore):
 class NeverForgets(DictStore):
     """Wrong: a ticket can be collected again."""
 
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None, out: object = None) -> Completion:
         if ticket not in self.done:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         return self.done[ticket]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from blockyard import BlockManager
-from blockyard._core import AllocatorPair, BlockAllocator
+from blockyard.allocators import PrefixCachingAllocator
 from blockyard.errors import OutOfBlocksError, SequenceStateError
 from blockyard.integrations.vllm_v0 import BlockTable, CpuGpuBlockAllocator, Device
 
@@ -121,29 +121,19 @@ def test_tables_that_threads_keep_together_stay_whole():
         assert row[: len(table)].tolist() == table.tolist()
 
 
-def test_threads_on_both_sides_of_a_pair_leave_it_empty():
-    pair = AllocatorPair(64, 64, prefix_caching=True)
+def test_threads_on_one_allocator_leave_it_empty():
+    allocator = PrefixCachingAllocator(64)
 
-    def swaps() -> None:
-        blocks = pair.device.allocate(3)
-        out, copies = pair.swap_out(blocks)
-        assert len(copies) == 3
-        back, _ = pair.swap_in(out)
-        pair.device.free(back)
+    def shares() -> None:
+        blocks = allocator.allocate(2)
+        allocator.share(blocks)
+        allocator.free(blocks)
+        allocator.free(blocks)
+        list(allocator.iter_upcoming())
 
-    def shares(side: BlockAllocator) -> Callable[[], None]:
-        def once() -> None:
-            blocks = side.allocate(2)
-            side.share(blocks)
-            side.free(blocks)
-            side.free(blocks)
-            list(side.iter_upcoming())
-
-        return once
-
-    hammer(swaps, swaps, swaps, shares(pair.device), shares(pair.host), pair.check)
-    pair.check()
-    assert (pair.device.num_free, pair.host.num_free) == (64, 64)
+    hammer(*[shares] * (THREADS - 1), allocator.check)
+    allocator.check()
+    assert allocator.num_free == 64
 
 
 @pytest.mark.parametrize("kind", ["naive", "prefix_caching"])

@@ -1418,8 +1418,8 @@ class Completion:
         """Whether each block came back or went in, bool `[n]`."""
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses are zero. `[0, bytes_per_block]` for
-        writes.
+        """The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses hold nothing of use. `[0,
+        bytes_per_block]` for writes.
         """
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -1525,8 +1525,10 @@ class SlabStore:
         """Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`."""
     def poll(self) -> list[int]:
         """Tickets that finished or expired since the last call, not collected yet. Never waits."""
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`."""
+    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+        """Collect a ticket; waits until its deadline, or for `timeout` seconds. Blocks that were read go into `out`,
+        uint8 `[n, bytes_per_block]`, or into new rows. See `ExternalStore.wait`.
+        """
     def stats(self) -> StoreStats:
         """Counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:

@@ -248,12 +248,7 @@ class KVCache:
 
     def _finish(self, decision: StepDecision) -> list[StepEnd]:
         """Take in what has landed; wait for this step if what was computed depends on its transfers."""
-        ended = self.poll()
-        if any(decision is other for other in self._open):
-            loads = any(kind == "swap_in" for kind, _ in decision.transfers())
-            if loads or self.executor.lost(decision.ticket):
-                ended.append(self._end(self.executor.wait(decision.ticket)))
-        return ended
+        return [self._end(done) for done in self.executor.collect(decision.ticket)]
 
 
 class CacheStep:

@@ -14,7 +14,7 @@ from blockyard.engine.mapping import Ids
 from blockyard.engine.transfers import Mapping, MappingBuffers, Transfer
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
-from blockyard.executor.staging import Part
+from blockyard.executor.parts import Part
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import ExternalStore
 from blockyard.testing import Config

@@ -296,7 +296,7 @@ class CacheEngine:
             LayoutError: the rows have another shape or dtype; nothing was written.
         """
         self.transfers.process.check()
-        task = writing(self.memory, tier, blocks, rows, chunk=None)
+        task = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
         if len(task.pairs):
             self._run(task)
 

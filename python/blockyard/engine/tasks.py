@@ -130,15 +130,22 @@ def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None)
     )
 
 
-def writing(memory: Memory, tier: EngineTier, blocks: Ids, rows: Rows, *, chunk: int | None) -> Task:
-    """Check ids of blocks, int64 `[n]` without repeats, to be written from rows; raises MappingError, LayoutError."""
+def writing(
+    memory: Memory, tier: EngineTier, blocks: Ids, rows: Rows, *, chunk: int | None, copies: bool = False
+) -> Task:
+    """Check ids of blocks, int64 `[n]` without repeats, to be written from rows; raises MappingError, LayoutError.
+
+    Rows for a CUDA device are copied, if they are not page-locked; with `copies` in any case.
+    """
     checked = check_blocks(blocks, memory.num_blocks(tier), unique=True)
     wanted = (len(checked), memory.layout.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
-    # Page-locked, so that the copy is asynchronous; and an array of no rows has no strides to go by.
-    staged = not len(checked) or (tier == "device" and memory.device.type == "cuda")
-    source = memory.staging(len(checked)).copy_(as_tensor(rows)) if staged else as_tensor(rows)
+    source = as_tensor(rows)
+    # An asynchronous copy needs page-locked rows; and an array of no rows has no strides to go by.
+    pageable = tier == "device" and memory.device.type == "cuda" and (copies or not source.is_pinned())
+    if pageable or not len(checked):
+        source = memory.staging(len(checked)).copy_(source)
     cache, pieces = memory.between(tier, source)
     pairs = in_runs(np.column_stack((np.arange(len(checked)), checked)))
     cut = partial(_chunks, pieces, cache, chunk)

@@ -32,7 +32,8 @@ from blockyard.errors import (
     TransferCancelledError,
     UnknownTicketError,
 )
-from blockyard.executor.staging import Part, Staging, written
+from blockyard.executor.parts import Part, cut, written
+from blockyard.executor.staging import Staging
 from blockyard.executor.store_side import StoreSide
 from blockyard.stores.base import ExternalStore
 
@@ -40,8 +41,6 @@ __all__ = ["CHUNK_BYTES", "Executor", "StepDone", "StepExecutor"]
 
 CHUNK_BYTES: Final = 64 << 20
 """Longer transfers with the external tier are cut into pieces of this size."""
-
-_WITHIN: Final = ("copy", "move", "exchange")
 
 
 class StepDone(NamedTuple):
@@ -453,43 +452,6 @@ class StepExecutor(Executor):
     def _cut(
         self, decision: StepDecision, fence: Event, *, by_layer: bool, prefetch: bool
     ) -> tuple[tuple[Part, ...], list[Part]]:
-        """Cut a decision into parts, device reads first.
-
-        Returns:
-            The device reads that its device writes come after; and its parts.
-        """
-        transfers = decision.transfers()
-        reads = [
-            Part(kind, piece, fence)
-            for kind, pairs in transfers
-            if kind in {"spill", "swap_out"}
-            for piece in self._pieces(kind, pairs)
-        ]
-        named = chain.from_iterable(self._steps[ticket].parts for ticket in decision.after if ticket in self._steps)
-        own = reads if decision.ticket in decision.after else ()
-        behind = tuple(part for part in (*named, *own) if part.reads_device)
-        loads: list[Part] = []
-        fetches: list[Part] = []  # and what waits for them
-        within: list[Part] = []
-        awaited: set[tuple[str, int]] = set()  # blocks that these will write
-        for kind, pairs in transfers:
-            if kind == "swap_in":
-                loads.append(Part(kind, pairs, fence, behind=behind, by_layer=by_layer, prefetch=prefetch))
-            elif kind == "fetch":
-                awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
-                fetches += [Part(kind, piece, fence, behind=behind) for piece in self._pieces(kind, pairs)]
-            elif kind in _WITHIN:
-                part = Part(kind, pairs, fence, needs=(*loads, *(reads if pairs.src == "host" else ())), behind=behind)
-                touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if awaited else set()
-                if not awaited.isdisjoint(touched):
-                    awaited |= touched
-                    part.needs += tuple(fetches)
-                    fetches.append(part)
-                else:
-                    within.append(part)
-        return behind, [*reads, *loads, *within, *fetches]
-
-    def _pieces(self, kind: str, pairs: Pairs) -> Iterator[Pairs]:
-        size = self._chunk_blocks if kind in {"spill", "fetch"} else max(1, len(pairs))
-        for first in range(0, len(pairs), size):
-            yield Pairs(pairs.src, pairs.dst, pairs.ids[first : first + size])
+        """Cut a decision into parts; see `cut`."""
+        named = [part for ticket in decision.after if ticket in self._steps for part in self._steps[ticket].parts]
+        return cut(decision, named, fence, self._chunk_blocks, by_layer=by_layer, prefetch=prefetch)

@@ -1,103 +1,62 @@
-"""The parts of a step, and the legs that their bytes go: with the copy engine, and with the external store.
+"""The legs that the bytes of a part go: with the copy engine, and with the external store.
 
-A part is a transfer of a decision, or a piece of one. The blocks of a spill are read by the engine, then written by the
-store. Those of a fetch are read by the store, then written by the engine. All others have one leg, with the engine.
-Rows between the two legs are staged, and their bytes are limited.
+The blocks of a spill are read by the engine, then written by the store. Those of a fetch are read by the store, then
+written by the engine. All others have one leg, with the engine. Rows between the two legs are staged, and their bytes
+are limited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from blockyard._core import Pairs
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.executor.store_side import Answer, Batch, StoreSide
+from blockyard.executor.parts import Part, written
+from blockyard.executor.store_side import Answer, StoreSide
 
 if TYPE_CHECKING:
     from blockyard.engine.tasks import Kind
 
-__all__ = ["Part", "Staging", "engine_tier", "written"]
+__all__ = ["Staging", "engine_tier"]
 
 
-@dataclass(slots=True, eq=False)
-class Part:
-    """A transfer of a decision, or a piece of one.
+class _Buffers:
+    """Rows for fetched blocks that are used again: fresh memory costs about as much as the copy into it.
 
-    It is waiting, then under way, then it has ended: landed but for the pairs that are lost.
-
-    Attributes:
-        kind: of the transfer.
-        pairs: its block ids.
-        after_compute: the place in compute before which it does not begin.
-        needs: parts of its step that must have an engine transfer, or have ended, before this one begins; it comes
-            after them.
-        behind: parts, of other steps too, that it comes after as far as they are under way when it begins.
-        by_layer: a load that arrives layer by layer.
-        prefetch: a load that nobody waits for.
-        transfer: its leg with the engine, once under way.
-        batch: its leg with the store, once under way.
-        missed: pairs that are known to be lost while others are still under way.
-        lost: the pairs that did not land; None until it has ended.
-        error: why, if more is known than that a block did not come back.
-        number: of its end, rising.
+    Args:
+        make: makes so many rows.
+        max_bytes: that may be kept for later.
     """
 
-    kind: str
-    pairs: Pairs
-    after_compute: Event
-    needs: tuple[Part, ...] = ()
-    behind: tuple[Part, ...] = ()
-    by_layer: bool = False
-    prefetch: bool = False
-    transfer: Transfer | None = None
-    batch: Batch | None = None
-    missed: Pairs | None = None
-    lost: tuple[Pairs, ...] | None = None
-    error: Exception | None = None
-    number: int = 0
+    def __init__(self, make: Callable[[int], Tensor], max_bytes: int) -> None:
+        self._make = make
+        self._max_bytes = max_bytes
+        self._free: dict[int, list[Tensor]] = {}
+        self._kept = 0
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return self.lost is not None
+    def take(self, count: int) -> Tensor:
+        """Give a buffer of at least so many rows, which nobody else has."""
+        capacity = 1 << (count - 1).bit_length()
+        free = self._free.get(capacity)
+        if not free:
+            return self._make(capacity)
+        buffer = free.pop()
+        self._kept -= buffer.numel()
+        return buffer
 
-    @property
-    def waiting(self) -> bool:
-        """Whether it has not begun."""
-        return self.lost is None and self.transfer is None and self.batch is None
-
-    @property
-    def pending(self) -> bool:
-        """Whether it has no transfer yet that others could come after."""
-        return self.lost is None and self.transfer is None
-
-    @property
-    def reads_device(self) -> bool:
-        """Whether it reads blocks of the device."""
-        return self.pairs.src == "device"
-
-    @property
-    def writes_device(self) -> bool:
-        """Whether it writes blocks of the device."""
-        return self.pairs.dst == "device"
-
-    @property
-    def staged(self) -> bool:
-        """Whether it holds staged rows."""
-        if self.lost is not None:
-            return False
-        if self.kind == "spill":  # the store copies what it is given
-            return self.transfer is not None and self.batch is None
-        return self.batch is not None
+    def give_back(self, buffer: Tensor) -> None:
+        """Let a buffer be used again."""
+        if self._kept + buffer.numel() <= self._max_bytes:
+            self._kept += buffer.numel()
+            self._free.setdefault(len(buffer), []).append(buffer)
 
 
 class Staging:
@@ -117,6 +76,7 @@ class Staging:
         self._engine = engine
         self._side = side
         self._max_bytes = max_bytes
+        self._buffers = _Buffers(engine.memory.staging, max_bytes)
         self._numbers = count(1)
         self.launching: Part | None = None
 
@@ -139,7 +99,9 @@ class Staging:
         self.launching = part
         try:
             if part.kind == "fetch":
-                part.batch = self._store().read(_column(part.pairs, 0))
+                part.rows = self._buffers.take(len(part.pairs))
+                out = part.rows[: len(part.pairs)].numpy()
+                part.batch = self._store().read(_column(part.pairs, 0), out)
             else:
                 part.transfer = self._submit(part)
         except BlockyardError:
@@ -170,6 +132,10 @@ class Staging:
                 self._store_read(part, transfer)
             else:
                 self.end(part, [part.missed] if part.missed else [], None)
+        if part.ended and part.rows is not None:
+            # The store has answered and the engine has ended. Rows of parts that end otherwise are not used again.
+            rows, part.rows = part.rows, None
+            self._buffers.give_back(rows)
 
     def lose(self, part: Part, error: Exception) -> None:
         """End a part of which nothing has landed."""
@@ -245,13 +211,6 @@ class Staging:
         if self._side is None:
             raise MappingError("a transfer names the external tier, and there is none")
         return self._side
-
-
-def written(kind: str, pairs: Pairs) -> Pairs:
-    """The pairs with every block that a transfer writes as a destination: of an exchange, both blocks of a pair."""
-    if kind != "exchange":
-        return pairs
-    return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
 
 
 def engine_tier(tier: str) -> Literal["device", "host"]:

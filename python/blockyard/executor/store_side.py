@@ -50,6 +50,7 @@ class Batch:
 
     what: str
     count: int
+    out: NDArray[np.uint8] | None = None
     ticket: int = -1
     since: float = field(default_factory=time.monotonic)
     answer: Answer | None = None
@@ -91,9 +92,9 @@ class StoreSide:
         """
         return self._submit(Batch("write", len(slots)), partial(self._store.submit_write, slots, rows))
 
-    def read(self, slots: NDArray[np.int64]) -> Batch:
-        """Start to read blocks; see `write`."""
-        return self._submit(Batch("read", len(slots)), partial(self._store.submit_read, slots))
+    def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> Batch:
+        """Start to read blocks into rows, which are the store's until the batch has an answer; see `write`."""
+        return self._submit(Batch("read", len(slots), out), partial(self._store.submit_read, slots))
 
     def poll(self) -> None:
         """Give the batches that have ended their answers; never waits."""
@@ -144,7 +145,9 @@ class StoreSide:
     def _collect(self, batch: Batch, timeout: float) -> None:
         try:
             # Run by C code as a whole, so no interrupt can come between the store's answer and the list.
-            self._answers.extend(zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,)), strict=True))
+            self._answers.extend(
+                zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,), (batch.out,)), strict=True)
+            )
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
             self._answers.append((batch, error))
 

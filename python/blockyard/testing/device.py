@@ -264,7 +264,12 @@ class SimulatedStore(ExternalStore):
             self._batches[ticket].reported = True
         return finished
 
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:  # noqa: ARG002 (nothing here takes time)
+    def wait(
+        self,
+        ticket: int,
+        timeout: float | None = None,  # noqa: ARG002 (nothing here takes time)
+        out: NDArray[np.uint8] | None = None,
+    ) -> Completion:
         """Run operations until a ticket is finished, and collect it."""
         batch = self._batches.get(ticket)
         if batch is None:
@@ -273,6 +278,9 @@ class SimulatedStore(ExternalStore):
             self._step()
         del self._batches[ticket]
         rows = batch.rows[:0] if batch.writes else batch.rows
+        if out is not None and not batch.writes:
+            out[batch.ok] = rows[batch.ok]
+            rows = out
         return Completion(ticket, batch.ok, rows, ["ok" if ok else "error" for ok in batch.ok])
 
     def stats(self) -> StoreStats:

@@ -167,9 +167,9 @@ class UnrulyStore(ExternalStore):
         answer = self._break(self._inner.poll, lambda found: [None, [*found, *found, 1 << 70, -1], ["x"], found[1:], 7])
         return cast("list[int]", answer)
 
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
         """Collect a ticket, or not."""
-        return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
+        return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout, out), _misshapen))
 
     def stats(self) -> StoreStats:
         """Return the counters of the store below."""

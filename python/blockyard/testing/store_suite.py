@@ -118,6 +118,13 @@ class StoreSuite(ABC):
             _equal(store.wait(store.submit_write(none, self.rows(0)), PATIENCE).ok.tolist(), [], "write")
             _equal(store.wait(store.submit_read(none), PATIENCE).rows.shape, (0, self.bytes_per_block), "read")
 
+    def test_a_read_may_be_given_rows(self) -> None:
+        """`wait(out=)` returns the blocks, in these rows or in others."""
+        with self.open_store() as store:
+            rows, out = self.rows(2), np.full((2, self.bytes_per_block), 7, np.uint8)
+            store.wait(store.submit_write(np.array([0, 1]), rows), PATIENCE)
+            _whole(store.wait(store.submit_read(np.array([0, 1])), PATIENCE, out), rows)
+
     def test_giving_up_at_once_raises_nothing(self) -> None:
         with self.open_store() as store:
             completion = store.wait(store.submit_write(np.arange(8), self.rows(8)), 0.0)

@@ -342,6 +342,28 @@ pub(crate) fn write<T: Plain, D: Dimension, R>(
     Ok(call(unsafe { area(array) }))
 }
 
+/// Lends an array of bytes, which must have this shape, to `call` to write to, without the interpreter's lock; returns
+/// it with what `call` does.
+pub(crate) fn fill_rows<'py, R: Send>(
+    value: &Bound<'py, PyAny>,
+    name: &'static str,
+    shape: [usize; 2],
+    call: impl FnOnce(&mut [u8]) -> R + Send,
+) -> PyResult<(Bound<'py, PyArray<u8, Ix2>>, R)> {
+    let target = Target::<u8, Ix2>::new(value, name, "uint8 [n, bytes_per_block]");
+    let array = target.checked(true)?;
+    if array.shape() != shape {
+        return Err(invalid(format!("{name} has shape {:?}, must have {shape:?}", array.shape())));
+    }
+    #[cfg(Py_GIL_DISABLED)]
+    let _borrowed = target.borrow(array)?;
+    // SAFETY: just checked, any bytes are values, and the array lives until this returns. Threads that use the bytes
+    // meanwhile are as in `with_rows`: `call` writes them and reads none.
+    let bytes = unsafe { area(array) }.items;
+    let done = value.py().detach(|| call(bytes));
+    Ok((array.clone(), done))
+}
+
 /// Lends two arrays to `call` to write to.
 pub(crate) fn write_both<T: Plain, D: Dimension, U: Plain, E: Dimension, R>(
     one: Target<'_, '_, T, D>,

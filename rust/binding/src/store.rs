@@ -78,8 +78,8 @@ impl PyCompletion {
         self.ok.clone_ref(py)
     }
 
-    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses are zero. `[0, bytes_per_block]` for
-    /// writes.
+    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses hold nothing of use. `[0,
+    /// bytes_per_block]` for writes.
     #[getter]
     fn rows(&self, py: Python<'_>) -> Py<PyArray2<u8>> {
         self.rows.clone_ref(py)
@@ -338,13 +338,15 @@ impl PySlabStore {
         self.store.poll().map_err(|error| to_py(&error))
     }
 
-    /// Collect a ticket; waits until its deadline, or for `timeout` seconds. See `ExternalStore.wait`.
-    #[pyo3(signature = (ticket, timeout=None))]
+    /// Collect a ticket; waits until its deadline, or for `timeout` seconds. Blocks that were read go into `out`,
+    /// uint8 `[n, bytes_per_block]`, or into new rows. See `ExternalStore.wait`.
+    #[pyo3(signature = (ticket, timeout=None, out=None))]
     fn wait(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = args::ticket)] ticket: Ticket,
         #[pyo3(from_py_with = args::timeout)] timeout: Option<f64>,
+        out: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyCompletion> {
         let ticket = ticket.0.0;
         let timeout = timeout.map(|timeout| seconds("timeout", timeout)).transpose()?;
@@ -354,9 +356,12 @@ impl PySlabStore {
         let mut reasons = memory::reserved(len)?;
         let width = self.bytes_per_block();
         let (ok, rows) = memory::made(py, len, |ok: &mut [bool]| {
-            let (rows, taken) = memory::made(py, [if is_read { len } else { 0 }, width], |out: &mut [u8]| {
-                py.detach(|| self.store.take(ticket).map(|found| collect(&found, out, width, &mut reasons)))
-            })?;
+            let mut take =
+                |rows: &mut [u8]| self.store.take(ticket).map(|found| collect(&found, rows, width, &mut reasons));
+            let (rows, taken) = match out.filter(|_| is_read) {
+                Some(out) => memory::fill_rows(out, "out", [len, width], take)?,
+                None => memory::made(py, [if is_read { len } else { 0 }, width], |rows| py.detach(|| take(rows)))?,
+            };
             taken.map_err(|error| to_py(&error))?;
             ok.iter_mut().zip(&reasons).for_each(|(ok, reason)| *ok = reason.is_empty());
             Ok::<_, PyErr>(rows.unbind())

@@ -1,0 +1,161 @@
+"""The parts of a decision: its transfers, cut into pieces, and what each comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from blockyard._core import Pairs, StepDecision
+from blockyard.engine.streams import Event
+from blockyard.engine.transfers import Transfer
+from blockyard.executor.store_side import Batch
+
+__all__ = ["Part", "cut", "written"]
+
+_WITHIN: Final = ("copy", "move", "exchange")
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A transfer of a decision, or a piece of one.
+
+    It is waiting, then under way, then it has ended: landed but for the pairs that are lost.
+
+    Attributes:
+        kind: of the transfer.
+        pairs: its block ids.
+        after_compute: the place in compute before which it does not begin.
+        needs: parts of its step that must have an engine transfer, or have ended, before this one begins; it comes
+            after them.
+        behind: parts, of other steps too, that it comes after as far as they are under way when it begins.
+        by_layer: a load that arrives layer by layer.
+        prefetch: a load that nobody waits for.
+        transfer: its leg with the engine, once under way.
+        batch: its leg with the store, once under way.
+        rows: the buffer that a store reads into.
+        missed: pairs that are known to be lost while others are still under way.
+        lost: the pairs that did not land; None until it has ended.
+        error: why, if more is known than that a block did not come back.
+        number: of its end, rising.
+    """
+
+    kind: str
+    pairs: Pairs
+    after_compute: Event
+    needs: tuple[Part, ...] = ()
+    behind: tuple[Part, ...] = ()
+    by_layer: bool = False
+    prefetch: bool = False
+    transfer: Transfer | None = None
+    batch: Batch | None = None
+    rows: Tensor | None = None
+    missed: Pairs | None = None
+    lost: tuple[Pairs, ...] | None = None
+    error: Exception | None = None
+    number: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self.lost is not None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has not begun."""
+        return self.lost is None and self.transfer is None and self.batch is None
+
+    @property
+    def pending(self) -> bool:
+        """Whether it has no transfer yet that others could come after."""
+        return self.lost is None and self.transfer is None
+
+    @property
+    def reads_device(self) -> bool:
+        """Whether it reads blocks of the device."""
+        return self.pairs.src == "device"
+
+    @property
+    def writes_device(self) -> bool:
+        """Whether it writes blocks of the device."""
+        return self.pairs.dst == "device"
+
+    @property
+    def staged(self) -> bool:
+        """Whether it holds staged rows."""
+        if self.lost is not None:
+            return False
+        if self.kind == "spill":  # the store copies what it is given
+            return self.transfer is not None and self.batch is None
+        return self.batch is not None
+
+
+def cut(
+    decision: StepDecision,
+    named: Iterable[Part],
+    after_compute: Event,
+    chunk_blocks: int,
+    *,
+    by_layer: bool = False,
+    prefetch: bool = False,
+) -> tuple[tuple[Part, ...], list[Part]]:
+    """Cut a decision into parts, device reads first.
+
+    Args:
+        decision: what is carried out.
+        named: parts of the other decisions under way that it names in `after`.
+        after_compute: the place in compute before which nothing of it begins.
+        chunk_blocks: most blocks of one part with the external tier.
+        by_layer: its loads arrive layer by layer.
+        prefetch: nobody waits for its loads.
+
+    Returns:
+        The device reads that its device writes come after; and its parts.
+    """
+    transfers = decision.transfers()
+    reads = [
+        Part(kind, piece, after_compute)
+        for kind, pairs in transfers
+        if kind in {"spill", "swap_out"}
+        for piece in _pieces(pairs, chunk_blocks if kind == "spill" else None)
+    ]
+    own = reads if decision.ticket in decision.after else ()
+    behind = tuple(part for part in (*named, *own) if part.reads_device)
+    loads: list[Part] = []
+    fetches: list[Part] = []  # and what waits for them
+    within: list[Part] = []
+    awaited: set[tuple[str, int]] = set()  # blocks that these will write
+    for kind, pairs in transfers:
+        if kind == "swap_in":
+            loads.append(Part(kind, pairs, after_compute, behind=behind, by_layer=by_layer, prefetch=prefetch))
+        elif kind == "fetch":
+            awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
+            fetches += [Part(kind, piece, after_compute, behind=behind) for piece in _pieces(pairs, chunk_blocks)]
+        elif kind in _WITHIN:
+            part = Part(
+                kind, pairs, after_compute, needs=(*loads, *(reads if pairs.src == "host" else ())), behind=behind
+            )
+            touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if awaited else set()
+            if not awaited.isdisjoint(touched):
+                awaited |= touched
+                part.needs += tuple(fetches)
+                fetches.append(part)
+            else:
+                within.append(part)
+    return behind, [*reads, *loads, *within, *fetches]
+
+
+def _pieces(pairs: Pairs, size: int | None) -> Iterator[Pairs]:
+    step = size or max(1, len(pairs))
+    for first in range(0, len(pairs), step):
+        yield Pairs(pairs.src, pairs.dst, pairs.ids[first : first + step])
+
+
+def written(kind: str, pairs: Pairs) -> Pairs:
+    """The pairs with every block that a transfer writes as a destination: of an exchange, both blocks of a pair."""
+    if kind != "exchange":
+        return pairs
+    return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
