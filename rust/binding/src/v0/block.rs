@@ -14,6 +14,9 @@ use pyo3::{PyTypeInfo, intern};
 
 pub(super) type Block<'py> = Bound<'py, PyNaiveBlock>;
 
+/// The class of allocators that cache prefixes. Its module makes blocks and imports this one, so this one imports the class.
+static CACHING: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+
 /// What a block is made of.
 pub(super) struct Parts<'py> {
     pub(super) prev: Option<Bound<'py, PyAny>>,
@@ -64,8 +67,7 @@ impl PyNaiveBlock {
 
     fn caching(parts: Parts<'_>, computed: bool) -> PyResult<Self> {
         let py = parts.allocator.py();
-        // By `isinstance`, as V0 does. The class is imported: its module makes blocks, and imports this one.
-        static CACHING: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        // By `isinstance`, as V0 does.
         let class = CACHING.import(py, "blockyard._core", "V0PrefixCachingBlockAllocator")?;
         require(parts.allocator.is_instance(class)?, || {
             format!("allocator is {:?}, must cache prefixes", parts.allocator)
