@@ -171,7 +171,7 @@ impl Scratch {
         self.holes.clear();
     }
 
-    /// Pairs the picked sources with the holes found, as far as the budget_left goes.
+    /// Pairs the picked sources with the holes found, as far as the budget goes.
     pub(super) fn match_up(&mut self, budget_left: &mut Remaining, out: &mut Pairs) -> usize {
         let Self { sources, holes, pairing, .. } = self;
         let mut done = 0;
