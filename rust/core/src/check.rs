@@ -14,9 +14,9 @@ impl Manager {
     /// Counts references and leases again from the tables and tickets, and compares them with the pools.
     ///
     /// # Errors
-    /// The books contradict themselves.
+    /// The manager contradicts itself.
     pub fn check(&self) -> Result<()> {
-        let open: Vec<_> = self.open_tickets().take(error::SHOWN).collect();
+        let open: Vec<_> = self.open_tickets().take(error::MAX_NAMED).collect();
         self.check_all().map_err(|what| Error::Broken { what: what + &error::named(&open) })
     }
 
@@ -61,7 +61,7 @@ impl Manager {
             if u64::from(u32::MAX).div_ceil(size) < held {
                 return Err(format!("sequence {sequence}: {held} blocks of {size} are more than a sequence can fill"));
             }
-            self.check_family(sequence, row)?;
+            self.check_group_tables(sequence, row)?;
             self.check_entries(sequence, row)?;
             if row.writable <= row.len {
                 continue; // nothing fits there
@@ -85,13 +85,16 @@ impl Manager {
         let (size, pool) = (self.block_size(), self.pool(row.tier));
         let is_null = |block: BlockId| self.has_nulls() && block == NULL_BLOCK;
         // A recurrent row also passes over states behind the first that it holds.
-        let nulls = if group == Group::Recurrent { group.unneeded(row.len, size) } else { row.slid as usize };
+        let nulls = if group == Group::Recurrent { group.unneeded(row.len, size) } else { row.null_prefix as usize };
         if let Some(at) = (nulls..row.table.len()).find(|&at| is_null(row.table[at])) {
             return Err(format!("sequence {sequence} of {} tokens has no block at {at}", row.len));
         }
-        let member = row.family.as_deref().is_none_or(|family| family.get(usize::from(row.group)) == Some(&sequence));
-        if !member || row.family.is_some() != (self.groups().len() > 1) {
-            return Err(format!("sequence {sequence} is not of its own family"));
+        let member = row
+            .group_tables
+            .as_deref()
+            .is_none_or(|group_tables| group_tables.get(usize::from(row.group)) == Some(&sequence));
+        if !member || row.group_tables.is_some() != (self.groups().len() > 1) {
+            return Err(format!("sequence {sequence} is not of its own group_tables"));
         }
         if u64::from(row.published) * u64::from(size) > u64::from(row.len) {
             return Err(format!("sequence {sequence}: {} blocks published of {} tokens", row.published, row.len));
@@ -100,7 +103,7 @@ impl Manager {
         if let Some(block) = row.table.iter().skip(filled).find(|&&block| pool.block(block).is_published()) {
             return Err(format!("sequence {sequence} has no tokens in block {block}, which is published"));
         }
-        let first = row.family.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
+        let first = row.group_tables.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
         let Some(keys) = &self.rows().at(first).keys else { return Ok(()) };
         if first != sequence && row.keys.is_some() {
             return Err(format!("sequence {sequence} has keys, which are for the first group to have"));
@@ -121,7 +124,7 @@ mod tests {
     use crate::manager::{Config, Counts};
 
     /// Two sequences that share a block, one of them with room to write, and an unfinished swap.
-    fn books() -> Manager {
+    fn sample() -> Manager {
         let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::new(config).unwrap();
         let mut sequences = Vec::new();
@@ -137,7 +140,7 @@ mod tests {
     }
 
     fn complaint(spoil: impl FnOnce(&mut Manager)) -> String {
-        let mut manager = books();
+        let mut manager = sample();
         spoil(&mut manager);
         manager.check().unwrap_err().to_string()
     }

@@ -1,6 +1,6 @@
-//! Events of the prefix cache: which blocks became findable by their keys, and which no longer are.
+//! Events of the prefix cache: which blocks prompts can find by their keys, and which no longer.
 //!
-//! Replaying them in order gives exactly the findable blocks. They wait in a bounded ring until they are taken; where it
+//! Replaying them in order gives exactly the blocks that can be found. They wait in a bounded ring until they are taken; where it
 //! overflows the oldest go, and the gap in the numbers shows it. Nothing here runs unless events are asked for.
 
 use crate::error::{Error, Result};
@@ -8,7 +8,8 @@ use crate::hash::{Chain, ExportedKey};
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::pool::Pool;
-use crate::removal::{Reason, Removal, Ring};
+pub use crate::prefix::Reason;
+use crate::prefix::{Removal, Ring};
 use crate::snapshot::MAX_COUNT;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;

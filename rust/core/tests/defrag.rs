@@ -227,7 +227,7 @@ impl World {
     }
 
     fn check(&self) {
-        self.observer.check().expect("the books hold");
+        self.observer.check().expect("the observer holds");
         assert_eq!(self.observer.resolve(0), 0);
         for (id, content) in (0u32..).zip(&self.content) {
             let block = self.observer.resolve(id);

@@ -34,7 +34,7 @@ impl Eviction {
     }
 }
 
-/// What eviction and lookups know of a block beside its key.
+/// What eviction and lookups know of a block besides its key.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
     /// Time of the last touch in an order of its bits, 0 for none.

@@ -97,7 +97,7 @@ pub(super) fn excess(content: &BlockSet, goal: Goal, places: &BlockMap, live: u3
 }
 
 /// Finds places for what the holes of a plan hold, or has it dropped; the same for content that is in the way. Returns how
-/// much of that stays because the budget is empty.
+/// much of that stays because nothing of the budget is left.
 pub(super) fn settle<F: Facts>(
     content: &BlockSet,
     ways: &Ways,

@@ -1,4 +1,4 @@
-//! Defragmentation: which blocks move where so that a goal is met, and the books of a foreign allocator's ids that follow.
+//! Defragmentation: which blocks move where so that a goal is met, and where a foreign allocator's ids lie after that.
 //!
 //! [`BlockMap`] knows which blocks are live, which are holes and which must stay. [`Goal`] says what is wanted of them,
 //! [`BlockMap::plan`] gives the fewest moves that bring it about. A [`Planner`] works for several goals by priority, step by

@@ -1,4 +1,4 @@
-//! The books beside a foreign allocator: its block ids stay, the bytes move, two tables say where to.
+//! Moves under a foreign allocator: its block ids stay, the bytes move, two tables say where to.
 //!
 //! *Id* is what the foreign allocator calls a block, *block* is where its bytes lie. `forward` (id to block) and
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
@@ -16,7 +16,7 @@ use std::ops::Range;
 
 mod steps;
 
-/// Blocks that stay where they are for a reader outside of the books.
+/// Blocks that stay where they are for a reader outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct LeaseId(pub u64);

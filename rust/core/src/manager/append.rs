@@ -114,7 +114,7 @@ impl Manager {
         lookahead: u32,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.append_shown(sequences, counts, lookahead, None, slots)
+        self.append_synced(sequences, counts, lookahead, None, slots)
     }
 
     /// [`Manager::append`], and brings the rows of a block table up to date that the caller keeps from call to call: row
@@ -131,10 +131,10 @@ impl Manager {
         tables: TableRows<'_>,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.append_shown(sequences, counts, lookahead, Some(tables), slots)
+        self.append_synced(sequences, counts, lookahead, Some(tables), slots)
     }
 
-    pub(super) fn append_shown(
+    pub(super) fn append_synced(
         &mut self,
         sequences: &[SequenceId],
         counts: Counts<'_>,
@@ -274,7 +274,7 @@ impl Manager {
             self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.at_mut(sequence);
-                row.table.show(&mut row.shown, tables.row(index));
+                row.table.sync(&mut row.synced, tables.row(index));
             }
         }
         Ok(())

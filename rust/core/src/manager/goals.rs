@@ -1,4 +1,4 @@
-//! What the planner of moves is told of sequences: their block tables, which of them run now, and which blocks they write.
+//! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
 
 use super::moves::Cached;
 use super::{Manager, require_tier};

@@ -11,7 +11,7 @@ use crate::decision::Kind;
 use crate::error::Result;
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
-use crate::pool::CachedIdentity;
+use crate::prefix::CachedIdentity;
 use crate::table::RowKeys;
 use crate::transfer::{Lease, PendingPublish};
 use std::collections::HashSet;
@@ -232,7 +232,7 @@ mod tests {
         manager.check().unwrap();
     }
 
-    /// A sequence that is on the host, its two full blocks findable there and nowhere else.
+    /// A sequence that is on the host, its two full blocks cached there and nowhere else.
     fn swapped() -> (Manager, SequenceId) {
         let config = Config { block_size: 2, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::new(config).unwrap();

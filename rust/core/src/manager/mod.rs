@@ -2,7 +2,7 @@
 //!
 //! A step is: decide (`allocate`, `append`, `swap_out`, ...), [`Manager::take_decision`], carry the decision out,
 //! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of
-//! [`Kind`], then new tokens are written; what that order cannot make safe is refused.
+//! `Kind`, then new tokens are written; what that order cannot make safe is refused.
 //!
 //! Invariant: every reference that a pool counts is an entry of one table, every lease belongs to one ticket
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
@@ -63,7 +63,7 @@ pub struct Config {
     pub blocks: [usize; 3],
     /// Fraction of the device blocks that admission keeps free, `0.0..1.0`.
     pub watermark: f64,
-    /// Whether full device blocks stay findable by their keys after their sequences have gone, until evicted.
+    /// Whether full device blocks stay cached after their sequences have gone, until evicted.
     pub prefix_caching: bool,
 }
 
@@ -156,7 +156,7 @@ impl Manager {
             return Err(invalid("device_blocks", blocks[0] as i128, format!("at least {least}")));
         }
         if groups.cross() && prefix_caching {
-            let must = "no cross attention, whose blocks are not told apart by a prompt's tokens".to_owned();
+            let must = "no cross attention, whose blocks a prompt's tokens do not identify".to_owned();
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
         require_fraction("watermark", watermark)?;
@@ -211,7 +211,7 @@ impl Manager {
         self.tiers.pool(tier)
     }
 
-    /// Sequences in the books.
+    /// Sequences that have not been freed.
     #[must_use]
     pub fn num_sequences(&self) -> usize {
         self.rows.len() / self.groups.all().len()
@@ -229,7 +229,7 @@ impl Manager {
     /// The device has too few blocks for the whole batch; a group wants an encoder's tokens.
     pub fn allocate(&mut self, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
         if !self.groups.is_single() {
-            return self.allocate_families(tokens, None, out);
+            return self.allocate_groups(tokens, None, out);
         }
         let group = self.groups.get(0);
         let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
@@ -245,7 +245,7 @@ impl Manager {
     /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first.
     ///
     /// # Errors
-    /// The sequence is unknown or has lost bytes; so many forks are more than the books can hold.
+    /// The sequence is unknown or has lost bytes; so many forks are more than there is room for.
     pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
         let mut all = Vec::new();
         let members = self.members(&[sequence], &mut all)?.to_vec();
@@ -264,7 +264,7 @@ impl Manager {
         for &member in &members {
             self.fork_row(member, count, if member == sequence { out } else { &mut others });
         }
-        self.link_families(&out[first..], &others);
+        self.link_group_tables(&out[first..], &others);
         Ok(())
     }
 
@@ -307,7 +307,7 @@ impl Manager {
         }
         self.tiers.device().require(wanted, true)?;
         let children: Vec<_> = members.iter().map(|&member| self.fork_row_prefix(member, shared, tokens)).collect();
-        self.link_families(&children[..1], &children[1..]);
+        self.link_group_tables(&children[..1], &children[1..]);
         Ok(children[0])
     }
 
@@ -438,7 +438,7 @@ fn inherit(child: &mut Row, parent: &Row, len: u32, written: TicketId) {
     child.ticket = parent.ticket;
     child.moving = parent.moving;
     child.group = parent.group;
-    child.slid = parent.slid;
+    child.null_prefix = parent.null_prefix;
 }
 
 fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {

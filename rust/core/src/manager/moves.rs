@@ -1,4 +1,4 @@
-//! Defragmentation inside the books: device blocks are moved into holes by transfers of the step's decision.
+//! Defragmentation: device blocks move into holes by transfers of the step's decision.
 //!
 //! Until a move's ticket is completed nothing but the pool knows of it: tables, keys and slots name the source, which is
 //! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
@@ -17,7 +17,7 @@ use std::collections::HashSet;
 /// What becomes of cached blocks that are in the way and that no sequence uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cached {
-    /// They move like others, and stay findable.
+    /// They move like others, and stay cached.
     #[default]
     Move,
     /// They count as holes: those are evicted that are in the way, or that others move into.
@@ -103,7 +103,7 @@ pub struct Fragmentation {
     pub max_id: Option<BlockId>,
     /// Blocks between the highest one that could move and the highest that there need be.
     pub gap: u32,
-    /// Free blocks that hold nothing findable.
+    /// Free blocks that are not cached.
     pub holes: usize,
     /// Whole pages of the pool, of the size asked for, of which all blocks are holes.
     pub empty_pages: usize,
@@ -286,7 +286,7 @@ impl Manager {
         }
         self.find_rows(&mut landed);
         for landed in landed {
-            // In the books of a snapshot whose keys were forged a block may be at different places of tables.
+            // After a snapshot with forged keys a block may be at different places of tables.
             if landed.rows.len() == landed.refs {
                 self.finish_move(&landed);
                 self.moved.done += 1;
@@ -335,7 +335,7 @@ impl Manager {
         }
     }
 
-    /// Lets the target take the place of the source in all books.
+    /// Lets the target take the place of the source everywhere.
     fn finish_move(&mut self, landed: &Landed) {
         let &Landed { from, to, index, .. } = landed;
         self.tiers.finish_move(from, to);
@@ -369,7 +369,7 @@ impl Manager {
             ..Fragmentation::default()
         };
         for (_, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
-            let table = &row.table[row.slid as usize..];
+            let table = &row.table[row.null_prefix as usize..];
             found.tables += usize::from(!table.is_empty());
             found.runs += table.chunk_by(|a, b| a.0 + 1 == b.0).count();
         }

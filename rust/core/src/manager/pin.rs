@@ -211,7 +211,7 @@ impl Manager {
     /// quarantined.
     ///
     /// # Errors
-    /// The books contradict themselves.
+    /// The manager contradicts itself.
     pub fn expire(&mut self, now: u64) -> Result<Expired> {
         let mut expired = Expired::default();
         let late: Vec<_> = self.pins.held.iter().filter(|(_, pin)| pin.deadline.at <= now).collect();

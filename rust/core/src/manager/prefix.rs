@@ -9,7 +9,7 @@ use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::pool::{CachedIdentity, Published};
+use crate::prefix::{CachedIdentity, Published};
 use crate::table::{LastBlock, RowKeys, frames_before_extras};
 use serde::{Deserialize, Serialize};
 
@@ -47,7 +47,7 @@ pub struct BlockExtra<'a> {
 pub struct Prompt<'a> {
     /// Token ids.
     pub tokens: &'a [u32],
-    /// What its keys depend on beside its tokens.
+    /// What its keys depend on besides its tokens.
     pub spec: KeySpec,
     /// Extras, by rising block.
     pub extras: &'a [BlockExtra<'a>],
@@ -202,7 +202,7 @@ impl Manager {
             return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
         refuse_reserved(tokens)?;
-        self.append_shown(sequences, counts, lookahead, tables, slots)?;
+        self.append_synced(sequences, counts, lookahead, tables, slots)?;
         let mut rest = tokens;
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
@@ -244,8 +244,8 @@ impl Manager {
             let computed = computed.map_or(self.rows.at(sequence).len, |computed| computed[i]);
             let keys = self.rows.at_mut(sequence).keys.take();
             for group in 0..self.groups.growing().len() {
-                let family = self.rows.at(sequence).family.as_deref();
-                let member = family.map_or(sequence, |family| family[group]);
+                let group_tables = self.rows.at(sequence).group_tables.as_deref();
+                let member = group_tables.map_or(sequence, |group_tables| group_tables[group]);
                 if let Some(keys) = &keys {
                     self.publish_row(member, keys, computed);
                 }
@@ -407,7 +407,7 @@ impl Manager {
                 self.rows.at_mut(member).published = published;
                 rows.push(member);
             }
-            self.link_families(&[sequence], &rows);
+            self.link_group_tables(&[sequence], &rows);
         }
         Ok((sequence, cached))
     }
@@ -445,7 +445,7 @@ impl Manager {
         }
         let (group, slide) = (row.group, self.groups.slide());
         let end = keys.keys.len().min((computed / self.block_size) as usize);
-        let mut at = row.published.max(row.slid) as usize;
+        let mut at = row.published.max(row.null_prefix) as usize;
         while at < end {
             let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
             if slide && block == NULL_BLOCK {

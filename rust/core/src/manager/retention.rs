@@ -2,8 +2,8 @@
 
 use super::{Manager, invalid};
 use crate::error::Result;
-use crate::evict::MAX_PRIORITY;
 use crate::id::{SequenceId, Tier};
+use crate::prefix::evict::MAX_PRIORITY;
 
 impl Manager {
     /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to [`MAX_PRIORITY`].

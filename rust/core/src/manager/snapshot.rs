@@ -1,4 +1,4 @@
-//! The whole books as bytes, and back.
+//! The whole manager as bytes, and back.
 
 use super::pass::Work;
 use super::pin::Pins;
@@ -43,7 +43,7 @@ struct Image {
 }
 
 impl Manager {
-    /// The whole books as bytes: versioned, checksummed, for [`Manager::restore`] of the same version.
+    /// The whole manager as bytes: versioned, checksummed, for [`Manager::restore`] of the same version.
     ///
     /// They say what the caches hold and are worth nothing without the caches' bytes. They hold the in-process keys of
     /// cached blocks: keep them as the caches themselves are kept. The order of eviction is kept; what `s3fifo` and
@@ -55,7 +55,7 @@ impl Manager {
         let tickets = self.transfers.in_flight_count() + self.pins.len();
         let pairs = self.transfers.num_pairs();
         if tickets > 0 || pairs > 0 {
-            let open = self.open_tickets().take(error::SHOWN).collect();
+            let open = self.open_tickets().take(error::MAX_NAMED).collect();
             return Err(Error::Busy { tickets, open, pairs });
         }
         let TiersImage { pools, copies, events, salts } = self.tiers.image();
@@ -97,7 +97,7 @@ impl Manager {
         })
     }
 
-    /// The books that [`Manager::snapshot`] wrote. What `s3fifo` and `adaptive` had learnt they learn anew.
+    /// The manager that [`Manager::snapshot`] wrote. What `s3fifo` and `adaptive` had learnt they learn again.
     ///
     /// # Errors
     /// The bytes are no snapshot of this version, are cut short, damaged or too long, or contradict themselves.
@@ -173,7 +173,11 @@ fn check_places(rows: &Rows, tiers: &Tiers, groups: &Groups, block_size: u32) ->
     let (mut blocks, mut keys) = (HashMap::new(), HashMap::new());
     for (sequence, row) in rows.iter() {
         let pool = tiers.pool(row.tier);
-        let first = row.family.as_deref().and_then(|family| family.first()).and_then(|&first| rows.get(first).ok());
+        let first = row
+            .group_tables
+            .as_deref()
+            .and_then(|group_tables| group_tables.first())
+            .and_then(|&first| rows.get(first).ok());
         let of_row = first.unwrap_or(row).keys.as_deref().map_or(&[][..], |keys| &keys.keys);
         let is_null = |block: BlockId| groups.slide() && block == NULL_BLOCK;
         let mut holds = true;

@@ -1,4 +1,4 @@
-//! Counters of the whole books, read in one call.
+//! All counters, read in one call.
 
 use super::{Manager, MoveStats, PrefixStats};
 use crate::decision::Kind;
@@ -29,7 +29,7 @@ pub struct TierUse {
 /// Counters since the manager was made, and what is the case now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Sequences in the books.
+    /// Sequences that have not been freed.
     pub sequences: usize,
     /// Decisions taken.
     pub steps: u64,

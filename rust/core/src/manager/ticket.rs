@@ -129,7 +129,8 @@ impl Manager {
     /// Marks the sequences that have one of the blocks: they can only be freed.
     pub(super) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let whole = |(id, row): (SequenceId, &Row)| row.family.as_deref().map_or(id, |family| family[0]);
+        let whole =
+            |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
         let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
         let mut sequences: Vec<_> = rows.map(whole).collect();
         sequences.sort_unstable();
@@ -159,7 +160,7 @@ mod tests {
         decision.of(Kind::Copy).map(|pairs| pairs.ids.len()).sum()
     }
 
-    /// Writes in a copy of a sequence's last block, and gives the sequence up if told to.
+    /// Writes in a copy of a sequence's last block, and perhaps frees the sequence.
     fn go_on(manager: &mut Manager, sequence: SequenceId, given_up: bool) -> SequenceId {
         let mut out = Vec::new();
         manager.fork(sequence, 1, &mut out).unwrap();

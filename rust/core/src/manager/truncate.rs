@@ -48,7 +48,7 @@ impl Manager {
         row.writable = 0;
         row.note_cut();
         let cut = row.table.cut(blocks_for(u64::from(tokens), size));
-        row.slid = row.slid.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
+        row.null_prefix = row.null_prefix.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
         self.tiers.release_all(tier, &cut);
     }
 

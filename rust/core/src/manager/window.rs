@@ -57,14 +57,14 @@ impl Manager {
     /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
     pub(super) fn slide(&mut self, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
-        let (from, tier) = (row.slid as usize, row.tier);
+        let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());
         // Who has lost bytes is known by its blocks, also by those that it needs no more but computed from.
         if to <= from || tier != Tier::Device || !self.transfers.is_settled(row.ticket) {
             return;
         }
         let row = self.rows.at_mut(sequence);
-        row.slid = u32::try_from(to).unwrap_or(u32::MAX);
+        row.null_prefix = u32::try_from(to).unwrap_or(u32::MAX);
         let gone = row.table.blank(from, to, NULL_BLOCK);
         self.tiers.begin_release(&[], 0);
         self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));

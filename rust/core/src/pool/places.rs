@@ -11,7 +11,6 @@ use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::memory;
-use crate::removal::Reason;
 use crate::reuse::BlockSet;
 use std::cell::Cell;
 use std::ops::Range;
@@ -281,7 +280,7 @@ impl Pool {
         }
     }
 
-    /// The places of all blocks, found anew where they are not kept.
+    /// The places of all blocks, found again where they are not kept.
     ///
     /// # Errors
     /// There is no memory for them.
@@ -354,9 +353,7 @@ impl Pool {
         let copy = source.move_into(&mut target);
         (self.blocks[from.index()], self.blocks[to.index()]) = (source, target);
         if let (Some(cache), true) = (&mut self.cache, before.is_published()) {
-            cache.index.rename(from, to, before.tag());
-            cache.policy.relocate(from, to);
-            self.note_removal(from, Reason::Moved, copy);
+            cache.rename(from, to, before.tag(), copy.is_some());
         }
         self.free.used(from);
         if let Some(moves) = &mut self.moves {

@@ -16,7 +16,8 @@ use crate::event::{EventBatch, Events, Publication, PublishedEvent};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::pool::{CachedIdentity, Hint, PlannerView, Policies, Pool, Published};
+use crate::pool::{Hint, PlannerView, Policies, Pool};
+use crate::prefix::{CachedIdentity, Published};
 use quota::Tenants;
 use std::ops::Range;
 

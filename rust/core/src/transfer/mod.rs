@@ -362,7 +362,7 @@ mod tests {
     fn a_ticket_expires_unless_it_is_submitted_and_then_is_overdue_once() {
         let (mut transfers, device) = (Transfers::new(), device());
         let tickets = [transfers.submit(&device).ticket, transfers.submit(&device).ticket];
-        for &ticket in &tickets {
+        for ticket in tickets {
             transfers.set_deadline(ticket, 5).unwrap();
         }
         transfers.mark_submitted(tickets[1]).unwrap();

@@ -3,7 +3,7 @@
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::event::PublishedEvent;
 use crate::id::{BlockId, Tier};
-use crate::pool::CachedIdentity;
+use crate::prefix::CachedIdentity;
 use crate::transfer::Run;
 
 /// One block held by one ticket or pin.

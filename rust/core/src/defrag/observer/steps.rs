@@ -73,7 +73,7 @@ impl Observer {
     /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Error::InvalidArgument) if the plan no longer fits the books; nothing has changed.
+    /// [`InvalidArgument`](crate::Error::InvalidArgument) if the plan no longer fits; nothing has changed.
     pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
         self.places.check_pairs(pairs)?;
         for &[from, to] in pairs {

@@ -13,7 +13,7 @@ pub enum Reason {
     Lost,
     /// It holds other tokens now.
     Replaced,
-    /// Its bytes lie in another block now; that it is stored there is told next, or once they have landed.
+    /// Its bytes lie in another block now. A `stored` event of that block follows, at once or when they have landed.
     Moved,
 }
 
