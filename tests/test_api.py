@@ -43,7 +43,7 @@ def test_the_package_offers_few_names():
     for name in blockyard.__all__:
         assert getattr(blockyard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'NaiveAllocator'"):
-        blockyard.allocators.NaiveAllocator  # noqa: B018
+        blockyard.NaiveAllocator  # noqa: B018
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
