@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import in_child
 from typing_extensions import Self
 
 from blockyard import Pairs, StepDecision
@@ -141,29 +142,6 @@ def test_work_that_is_given_up_says_so_and_the_streams_take_no_more():
 
 
 # ---- a fork ----
-
-
-def in_child(check: Callable[[], None]) -> None:
-    """Run a check in a forked child, which must end by itself."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        said, code = "", 1
-        try:
-            check()
-            code = 0
-        except BaseException as error:  # noqa: BLE001 (the parent is told)
-            said = f"{type(error).__name__}: {error}"
-        finally:
-            os.write(write, said.encode()[:4000])
-            os._exit(code)
-    os.close(write)
-    timer = threading.Timer(PATIENCE, os.kill, (pid, 9))
-    timer.start()
-    _, status = os.waitpid(pid, 0)
-    timer.cancel()
-    with os.fdopen(read) as pipe:
-        assert os.waitstatus_to_exitcode(status) == 0, pipe.read() or "the child hung"
 
 
 ENGINE_CALLS: dict[str, Callable[[CacheEngine, Transfer], object]] = {

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from blockyard.engine.host_memory import HostMapping, node_of_device
-from blockyard.engine.workers import Process, start_worker
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
+from blockyard.workers import Process, start_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

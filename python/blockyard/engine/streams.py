@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
-from blockyard.engine.workers import Process, start_worker
 from blockyard.errors import BlockyardError
+from blockyard.workers import Process, start_worker
 
 __all__ = ["CHUNK_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams"]
 

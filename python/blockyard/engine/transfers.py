@@ -20,7 +20,6 @@ from torch import Tensor
 from blockyard.engine.mapping import Ids
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams
 from blockyard.engine.tasks import Task, Work
-from blockyard.engine.workers import Process
 from blockyard.errors import (
     BlockyardError,
     CaptureError,
@@ -28,6 +27,7 @@ from blockyard.errors import (
     TransferCancelledError,
     TransferQueueFullError,
 )
+from blockyard.workers import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self

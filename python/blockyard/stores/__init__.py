@@ -1,5 +1,18 @@
-"""External stores: storage beyond host memory, opened by URL. `base` has the interface, each other file one storage."""
+"""External stores: storage beyond host memory, opened by URL. `base` has the interface, each other file one storage.
 
-from blockyard.stores.base import Completion, ExternalStore, StoreStats, StoreURL, open_store, parse_size
+`ThreadedStore` makes a store of two functions, `put` and `get`; `register` gives it a URL scheme.
+"""
 
-__all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store", "parse_size"]
+from blockyard.stores.base import Completion, ExternalStore, StoreStats, StoreURL, open_store, parse_size, register
+from blockyard.stores.threaded import ThreadedStore
+
+__all__ = [
+    "Completion",
+    "ExternalStore",
+    "StoreStats",
+    "StoreURL",
+    "ThreadedStore",
+    "open_store",
+    "parse_size",
+    "register",
+]

@@ -3,8 +3,9 @@
 A tier here is swap space: blocks live in numbered slots, which die with the process. It is written and read in batches
 that are submitted and collected by ticket, and a block that does not come back whole is a miss, never an exception.
 
-A plug-in subclasses `ExternalStore`, passes `blockyard.testing.store_suite.StoreSuite`, and registers a function like
-`open_store` under its URL scheme in the entry point group `blockyard.stores`.
+A plug-in subclasses `ThreadedStore` or `ExternalStore` and passes `blockyard.testing.store_suite.StoreSuite`. It takes
+its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
+`open_store`.
 """
 
 import re
@@ -22,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
-from blockyard.errors import InvalidArgumentError, StoreURLError
+from blockyard.errors import InvalidArgumentError, StoreFullError, StoreURLError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store", "parse_size"]
+__all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store", "parse_size", "register"]
 
 ENTRY_POINTS = "blockyard.stores"
 MOST_BYTES = 1 << 62
@@ -39,6 +40,8 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 Value = TypeVar("Value")
+Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
+_registered: dict[str, Callable[..., "ExternalStore"]] = {}
 
 
 class ExternalStore(ABC):
@@ -150,13 +153,43 @@ class Opener(Protocol):
         """Open the store that the URL names; see `open_store`."""
 
 
+def register(scheme: str) -> Callable[[Maker], Maker]:
+    """Give a class of stores a URL scheme in this process: `open_store` then opens it. Decorates the class.
+
+    The class is called with `(url, *, bytes_per_block, namespace)`, as that of a `ThreadedStore`; its `num_slots` says
+    how many blocks it holds.
+
+    Args:
+        scheme: what stands before the colon: lower-case letters, digits and `+-.`, a letter first.
+
+    Raises:
+        InvalidArgumentError: the scheme is malformed, or belongs to another store.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise InvalidArgumentError(f"scheme is {scheme!r}, must be lower-case letters, digits and +-., a letter first")
+
+    def decorate(make: Maker) -> Maker:
+        other = _registered.get(scheme, make)
+        # A module or a cell of a notebook that runs again defines its class again.
+        if scheme in _BUILT_IN or _full_name(other) != _full_name(make):
+            raise InvalidArgumentError(f"scheme is {scheme!r}, which another store has")
+        _registered[scheme] = make
+        return make
+
+    return decorate
+
+
+def _full_name(make: Callable[..., ExternalStore]) -> tuple[str, str]:
+    return make.__module__, make.__qualname__
+
+
 def open_store(
     url: str, *, bytes_per_block: int, num_slots: int | None = None, namespace: bytes = bytes(32)
 ) -> ExternalStore:
     """Open the external tier that a URL names.
 
     Args:
-        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; or a plug-in's scheme.
+        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; or a plug-in's scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
         num_slots: slots wanted; as many as fit if None.
         namespace: 32-byte digest of all that decides the bytes; a block of another namespace is a miss.
@@ -184,11 +217,23 @@ def open_store(
     if len(namespace) != 32:
         raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
     scheme = _scheme(url)
+    if scheme in _registered:
+        return _made(
+            _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace), url, num_slots or 1
+        )
     if scheme in _BUILT_IN:
         opener = cast("Opener", import_module(_BUILT_IN[scheme]).open_file)
     else:
         opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
     return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace)
+
+
+def _made(store: ExternalStore, url: str, wanted: int) -> ExternalStore:
+    """Refuse a store that is too small."""
+    if store.num_slots < wanted:
+        store.close()
+        raise StoreFullError(f"{url!r}: the store has {store.num_slots} slots, must have at least {wanted}")
+    return store
 
 
 def check_url(url: str) -> None:
@@ -212,7 +257,9 @@ def _scheme(url: str) -> str:
     scheme, colon, _ = url.partition(":")
     if not colon:
         raise StoreURLError(f"{url!r} has no scheme; write for example file:///dir?size=2GiB")
-    known = {*_BUILT_IN, *entry_points(group=ENTRY_POINTS).names} if scheme not in _BUILT_IN else {scheme}
+    known = {*_BUILT_IN, *_registered}
+    if scheme not in known:
+        known.update(entry_points(group=ENTRY_POINTS).names)
     if scheme not in known:
         raise StoreURLError(f"{url!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
     return scheme

@@ -327,7 +327,7 @@ class ReferenceManager:
 
     def _get(self, handle: int) -> Row:
         if int(handle) not in self._books.sequences:
-            raise UnknownSequenceError(f"sequence {handle} is not in the books")
+            raise UnknownSequenceError(f"sequence {handle} is unknown")
         return self._books.sequences[int(handle)]
 
     def _batch(self, handles: list[int]) -> Iterator[tuple[int, Row]]:

@@ -1,6 +1,6 @@
 //! Checks that a mapping is sound: no byte is written twice, or read by one pair and written by another.
 
-use crate::copy::CopyError;
+use crate::error::CopyError;
 use crate::rows::Rows;
 
 /// Checks that no two caches that are written share memory: they follow one another, or their rows alternate within one

@@ -8,6 +8,7 @@
 
 mod apart;
 mod copy;
+mod error;
 mod lanes;
 mod lines;
 mod order;
@@ -15,5 +16,6 @@ mod pieces;
 mod rows;
 mod share;
 
-pub use copy::{CopyError, copy_rows, exchange_rows, move_rows};
+pub use copy::{copy_rows, exchange_rows, move_rows};
+pub use error::CopyError;
 pub use rows::Rows;

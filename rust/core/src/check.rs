@@ -4,18 +4,19 @@ use crate::block::Leases;
 use crate::error::{self, Error, Result};
 use crate::group::{Group, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::Lease;
+
 use crate::manager::Manager;
 use crate::table::Row;
+use crate::transfer::Lease;
 use std::collections::HashMap;
 
 impl Manager {
     /// Counts references and leases again from the tables and tickets, and compares them with the pools.
     ///
     /// # Errors
-    /// The books contradict themselves.
+    /// The manager contradicts itself.
     pub fn check(&self) -> Result<()> {
-        let open: Vec<_> = self.open_tickets().take(error::SHOWN).collect();
+        let open: Vec<_> = self.open_tickets().take(error::MAX_NAMED).collect();
         self.check_all().map_err(|what| Error::Broken { what: what + &error::named(&open) })
     }
 
@@ -23,15 +24,12 @@ impl Manager {
         for tier in Tier::ALL {
             self.check_tier(tier)?;
         }
-        let quotas = || self.pool(Tier::Device).check_quotas().map_or(Ok(()), Err);
-        self.check_promises()
+        self.check_publishes()
             .and_then(|()| self.check_pins())
             .and_then(|()| self.check_moves())
-            .and_then(|()| quotas())
             .and_then(|()| self.check_settings())
-            .and_then(|()| self.check_stats())?;
-        let events = self.events().and_then(|events| events.check(&self.pools));
-        events.map_or_else(|| self.check_rows(), Err)
+            .and_then(|()| self.check_stats())
+            .and_then(|()| self.check_rows())
     }
 
     fn check_tier(&self, tier: Tier) -> std::result::Result<(), String> {
@@ -41,43 +39,12 @@ impl Manager {
                 *refs.entry(block).or_default() += 1;
             }
         }
-        if self.has_nulls() && !self.pool(tier).is_empty() {
-            *refs.entry(NULL_BLOCK).or_default() += 1;
-        }
         let mut leases: HashMap<BlockId, Leases> = HashMap::new();
-        let held = self.tickets().leases().chain(self.pin_leases());
+        let held = self.transfers().leases().chain(self.pin_leases());
         for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
             leases.entry(block).or_default().add(kind);
         }
-        let pool = self.pool(tier);
-        for block in (0..).map(BlockId).take(pool.extent()) {
-            let refs = refs.remove(&block).unwrap_or(0);
-            if let Some(what) = pool.check(block, refs, leases.remove(&block).unwrap_or_default()) {
-                return Err(what);
-            }
-            if let Some((other, twin)) = pool.block(block).tier_copy() {
-                if self.pool(other).block(twin).tier_copy() != Some((tier, block)) {
-                    return Err(format!("{tier} block {block}: its twin, {other} block {twin}, has another twin"));
-                }
-                let keys = pool.key(block).zip(self.pool(other).key(twin));
-                if other == tier || keys.is_some_and(|(one, two)| one != two) {
-                    return Err(format!("{tier} block {block} and its twin, {other} block {twin}, hold other bytes"));
-                }
-            }
-        }
-        if let Some(what) = pool.check_tail() {
-            return Err(what);
-        }
-        if self.has_nulls()
-            && !pool.is_empty()
-            && (pool.block(NULL_BLOCK).is_published() || pool.block(NULL_BLOCK).tier_copy().is_some())
-        {
-            return Err(format!("{tier} block {NULL_BLOCK} is the null block, and holds bytes"));
-        }
-        match refs.keys().chain(leases.keys()).next() {
-            Some(block) => Err(format!("{tier} block {block} is in use and beyond the {} of the tier", pool.len())),
-            None => Ok(()),
-        }
+        self.tiers.check_tier(tier, refs, leases)
     }
 
     fn has_nulls(&self) -> bool {
@@ -94,7 +61,7 @@ impl Manager {
             if u64::from(u32::MAX).div_ceil(size) < held {
                 return Err(format!("sequence {sequence}: {held} blocks of {size} are more than a sequence can fill"));
             }
-            self.check_family(sequence, row)?;
+            self.check_group_tables(sequence, row)?;
             self.check_entries(sequence, row)?;
             if row.writable <= row.len {
                 continue; // nothing fits there
@@ -118,13 +85,16 @@ impl Manager {
         let (size, pool) = (self.block_size(), self.pool(row.tier));
         let is_null = |block: BlockId| self.has_nulls() && block == NULL_BLOCK;
         // A recurrent row also passes over states behind the first that it holds.
-        let nulls = if group == Group::Recurrent { group.unneeded(row.len, size) } else { row.slid as usize };
+        let nulls = if group == Group::Recurrent { group.unneeded(row.len, size) } else { row.null_prefix as usize };
         if let Some(at) = (nulls..row.table.len()).find(|&at| is_null(row.table[at])) {
             return Err(format!("sequence {sequence} of {} tokens has no block at {at}", row.len));
         }
-        let member = row.family.as_deref().is_none_or(|family| family.get(usize::from(row.group)) == Some(&sequence));
-        if !member || row.family.is_some() != (self.groups().len() > 1) {
-            return Err(format!("sequence {sequence} is not of its own family"));
+        let member = row
+            .group_tables
+            .as_deref()
+            .is_none_or(|group_tables| group_tables.get(usize::from(row.group)) == Some(&sequence));
+        if !member || row.group_tables.is_some() != (self.groups().len() > 1) {
+            return Err(format!("sequence {sequence} is not of its own group_tables"));
         }
         if u64::from(row.published) * u64::from(size) > u64::from(row.len) {
             return Err(format!("sequence {sequence}: {} blocks published of {} tokens", row.published, row.len));
@@ -133,7 +103,7 @@ impl Manager {
         if let Some(block) = row.table.iter().skip(filled).find(|&&block| pool.block(block).is_published()) {
             return Err(format!("sequence {sequence} has no tokens in block {block}, which is published"));
         }
-        let first = row.family.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
+        let first = row.group_tables.as_deref().and_then(<[SequenceId]>::first).copied().unwrap_or(sequence);
         let Some(keys) = &self.rows().at(first).keys else { return Ok(()) };
         if first != sequence && row.keys.is_some() {
             return Err(format!("sequence {sequence} has keys, which are for the first group to have"));
@@ -154,7 +124,7 @@ mod tests {
     use crate::manager::{Config, Counts};
 
     /// Two sequences that share a block, one of them with room to write, and an unfinished swap.
-    fn books() -> Manager {
+    fn sample() -> Manager {
         let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::new(config).unwrap();
         let mut sequences = Vec::new();
@@ -170,26 +140,26 @@ mod tests {
     }
 
     fn complaint(spoil: impl FnOnce(&mut Manager)) -> String {
-        let mut manager = books();
+        let mut manager = sample();
         spoil(&mut manager);
         manager.check().unwrap_err().to_string()
     }
 
     #[test]
     fn a_reference_that_no_table_has_is_noticed() {
-        let what = complaint(|manager| manager.pools[0].share(BlockId(0), 1));
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Device).share(BlockId(0), 1));
         assert!(what.contains("device block 0: 3 references, counted 2"), "{what}");
     }
 
     #[test]
     fn a_reference_that_the_pool_has_lost_is_noticed() {
-        let what = complaint(|manager| manager.pools[0].release(BlockId(0)));
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Device).release(BlockId(0)));
         assert!(what.contains("device block 0: 1 references, counted 2"), "{what}");
     }
 
     #[test]
     fn a_lease_without_a_ticket_is_noticed() {
-        let what = complaint(|manager| manager.pools[1].lease(BlockId(5), LeaseKind::Read).unwrap());
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Host).lease(BlockId(5), LeaseKind::Read).unwrap());
         assert!(
             what.contains(
                 "host block 5: Leases { reads: 1, overlappable: 0, filling: false }, counted Leases { reads: 0"
@@ -200,7 +170,7 @@ mod tests {
 
     #[test]
     fn a_lease_that_ended_before_its_ticket_is_noticed() {
-        let what = complaint(|manager| manager.pools[1].end_lease(BlockId(0), LeaseKind::Write));
+        let what = complaint(|manager| manager.tiers.pool_mut(Tier::Host).end_lease(BlockId(0), LeaseKind::Write));
         assert!(what.contains("host block 0: Leases"), "{what}");
     }
 
@@ -208,17 +178,17 @@ mod tests {
     fn a_block_lost_from_the_free_ones_is_noticed() {
         let mut taken = Vec::new();
         let what = complaint(|manager| {
-            manager.pools[1].take(1, false, &mut taken);
+            manager.tiers.pool_mut(Tier::Host).take(1, false, &mut taken);
         });
         assert!(what.contains("1 references, counted 0"), "{what}");
     }
 
     #[test]
-    fn a_one_sided_twin_is_noticed() {
+    fn a_one_sided_copy_is_noticed() {
         let what = complaint(|manager| {
-            manager.pools[0].set_tier_copy(BlockId(0), Some((Tier::Host, BlockId(0))));
+            manager.tiers.pool_mut(Tier::Device).set_tier_copy(BlockId(0), Some((Tier::Host, BlockId(0))));
         });
-        assert!(what.contains("has another twin"), "{what}");
+        assert!(what.contains("has another copy"), "{what}");
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! What can go wrong in the books. Every failed call changes nothing, and every error carries its numbers.
+//! What can go wrong. Every failed call changes nothing, and every error carries its numbers.
 
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
 
-/// Result of a call on the books.
+/// Result of a call.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of the books; nothing was changed.
+/// Why a call failed; nothing was changed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -22,7 +22,7 @@ pub enum Error {
         total: usize,
     },
     /// The handle was never given out, or its sequence has been freed.
-    #[error("sequence {sequence} is not in the books")]
+    #[error("sequence {sequence} is unknown")]
     UnknownSequence {
         /// The handle.
         sequence: SequenceId,
@@ -141,9 +141,9 @@ pub enum Error {
         /// Bytes that were asked for at once.
         wanted: u64,
     },
-    /// Books are written only at rest.
+    /// A snapshot needs a manager at rest.
     #[error(
-        "the books are not at rest: {tickets} tickets are in flight{}, {pairs} pairs of the open step are undecided",
+        "the manager is not at rest: {tickets} tickets are in flight{}, {pairs} pairs of the open step are undecided",
         named(open)
     )]
     Busy {
@@ -154,7 +154,7 @@ pub enum Error {
         /// Pairs that the next decision will hold.
         pairs: usize,
     },
-    /// Bytes are no snapshot of the books, or not one that this version can trust.
+    /// Bytes are no snapshot, or not one that this version can trust.
     #[error("the snapshot is refused: {what}")]
     BadSnapshot {
         /// Why.
@@ -172,8 +172,8 @@ pub enum Error {
         /// Why.
         what: String,
     },
-    /// The books contradict themselves: a bug in this crate.
-    #[error("the books contradict themselves: {what}")]
+    /// The manager contradicts itself: a bug in this crate.
+    #[error("the manager contradicts itself: {what}")]
     Broken {
         /// What does not hold.
         what: String,
@@ -181,11 +181,11 @@ pub enum Error {
 }
 
 /// Tickets shown in a message.
-pub(crate) const SHOWN: usize = 8;
+pub(crate) const MAX_NAMED: usize = 8;
 
 /// Names the first open tickets, where there are any.
 pub(crate) fn named(open: &[TicketId]) -> String {
-    let names: Vec<_> = open.iter().take(SHOWN).map(|ticket| ticket.0.to_string()).collect();
+    let names: Vec<_> = open.iter().take(MAX_NAMED).map(|ticket| ticket.0.to_string()).collect();
     if names.is_empty() { String::new() } else { format!(" (open tickets, first to last: {})", names.join(", ")) }
 }
 

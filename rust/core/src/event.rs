@@ -1,6 +1,6 @@
-//! Events of the prefix cache: which blocks became findable by their keys, and which no longer are.
+//! Events of the prefix cache: which blocks prompts can find by their keys, and which no longer.
 //!
-//! Replaying them in order gives exactly the findable blocks. They wait in a bounded ring until they are taken; where it
+//! Replaying them in order gives exactly the blocks that can be found. They wait in a bounded ring until they are taken; where it
 //! overflows the oldest go, and the gap in the numbers shows it. Nothing here runs unless events are asked for.
 
 use crate::error::{Error, Result};
@@ -8,54 +8,27 @@ use crate::hash::{Chain, ExportedKey};
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::pool::Pool;
+pub use crate::prefix::Reason;
+use crate::prefix::{Removal, Ring};
 use crate::snapshot::MAX_COUNT;
 use serde::{Deserialize, Serialize};
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 
 /// Most events that may be asked to wait: they take about 2 GB.
 pub const MAX_EVENTS: usize = 1 << 24;
 
-/// Why a block can no longer be found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Reason {
-    /// It was given out again.
-    Evicted,
-    /// A transfer failed, and its bytes with it.
-    Lost,
-    /// It holds other tokens now.
-    Replaced,
-    /// Its bytes lie in another block now; that it is stored there is told next, or once they have landed.
-    Moved,
-}
-
-impl Reason {
-    /// All reasons, in the order of their numbers.
-    pub const ALL: [Self; 4] = [Self::Evicted, Self::Lost, Self::Replaced, Self::Moved];
-
-    /// The reason's name in Python.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Evicted => "evicted",
-            Self::Lost => "lost",
-            Self::Replaced => "replaced",
-            Self::Moved => "moved",
-        }
-    }
-}
-
-/// What events have told of a published block, and tell again of its copies.
+/// The event that published a block, which the events of its copies repeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Told {
+pub(crate) struct PublishedEvent {
     key: ExportedKey,
     parent: Option<ExportedKey>,
     lora_id: u64,
     group: u8,
 }
 
-const NOTHING: Told = Told { key: ExportedKey([0; 32]), parent: None, lora_id: 0, group: 0 };
+const NOTHING: PublishedEvent = PublishedEvent { key: ExportedKey([0; 32]), parent: None, lora_id: 0, group: 0 };
 
-impl Default for Told {
+impl Default for PublishedEvent {
     fn default() -> Self {
         NOTHING
     }
@@ -114,53 +87,6 @@ pub struct EventBatch {
     pub events: Vec<Event>,
 }
 
-/// The newest of many items, numbered.
-#[derive(Debug, Clone)]
-pub(crate) struct Ring<T> {
-    items: VecDeque<T>,
-    capacity: usize,
-    next: u64,
-}
-
-impl<T> Ring<T> {
-    pub(crate) fn new(capacity: usize) -> Self {
-        Self { items: VecDeque::new(), capacity, next: 0 }
-    }
-
-    pub(crate) fn push(&mut self, item: T) {
-        if self.items.len() == self.capacity {
-            self.items.pop_front();
-        }
-        if self.capacity > 0 {
-            self.items.push_back(item);
-        }
-        self.next += 1;
-    }
-
-    /// Takes all items; how many were dropped before them since the last draining, and they.
-    pub(crate) fn drain(&mut self) -> (u64, impl Iterator<Item = T>) {
-        let dropped = self.first();
-        self.next = 0;
-        (dropped, self.items.drain(..))
-    }
-
-    /// Number of the first item.
-    fn first(&self) -> u64 {
-        self.next - self.items.len() as u64
-    }
-}
-
-/// A block that was removed; its exported key is known until it is published again, before which it is gathered.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Removal {
-    pub(crate) block: BlockId,
-    pub(crate) reason: Reason,
-    pub(crate) remaining: u8,
-}
-
-/// Blocks that one pool removed since they were last gathered.
-pub(crate) type Removals = Ring<Removal>;
-
 /// A block that was published, and what its key was taken over.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Publication {
@@ -179,7 +105,7 @@ pub(crate) struct Events {
     /// Number of the first event not yet taken or dropped before a taking.
     taken: u64,
     /// Exported key of each published block, so that its removal costs no hashing.
-    keys: [Vec<Told>; 3],
+    keys: [Vec<PublishedEvent>; 3],
     /// The last key exported: mostly the parent of the next.
     last: Option<(Chain, ExportedKey)>,
 }
@@ -192,7 +118,7 @@ pub(crate) struct EventsImage {
     taken: u64,
     waiting: Vec<Event>,
     /// Exported keys of the published blocks.
-    keys: Vec<(Tier, BlockId, Told)>,
+    keys: Vec<(Tier, BlockId, PublishedEvent)>,
 }
 
 impl Events {
@@ -203,7 +129,7 @@ impl Events {
             return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
         }
         let blocks = pools.iter().filter(|pool| pool.is_caching()).map(Pool::extent).sum();
-        memory::require_items::<Told>(blocks)?;
+        memory::require_items::<PublishedEvent>(blocks)?;
         let mut keys = [const { Vec::new() }; 3];
         for (keys, pool) in keys.iter_mut().zip(pools) {
             if pool.is_caching() {
@@ -223,7 +149,7 @@ impl Events {
         let exported = key.export();
         self.last = Some((key, exported));
         if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
-            *known = Told { key: exported, parent, lora_id, group };
+            *known = PublishedEvent { key: exported, parent, lora_id, group };
         }
         self.ring.push(Event::Stored { key: exported, parent, tier, block, tokens, lora_id, group });
     }
@@ -235,18 +161,18 @@ impl Events {
         }
     }
 
-    /// What was told of a block.
-    pub(crate) fn told(&self, tier: Tier, block: BlockId) -> Told {
+    /// The event that published a block.
+    pub(crate) fn of(&self, tier: Tier, block: BlockId) -> PublishedEvent {
         self.keys[tier.index()].get(block.index()).copied().unwrap_or(NOTHING)
     }
 
     /// A copy of a block can be found in another tier.
-    pub(crate) fn copied(&mut self, pools: &mut [Pool; 3], to: (Tier, BlockId), told: Told, tokens: u32) {
+    pub(crate) fn copied(&mut self, pools: &mut [Pool; 3], to: (Tier, BlockId), event: PublishedEvent, tokens: u32) {
         self.gather(pools);
         let (tier, block) = to;
-        let Told { key, parent, lora_id, group } = told;
+        let PublishedEvent { key, parent, lora_id, group } = event;
         if let Some(known) = self.keys[tier.index()].get_mut(block.index()) {
-            *known = told;
+            *known = event;
         }
         self.ring.push(Event::Stored { key, parent, tier, block, tokens, lora_id, group });
     }
@@ -267,7 +193,7 @@ impl Events {
                 for removal in removals {
                     let Removal { block, reason, remaining } = removal;
                     let known = self.keys[tier.index()].get(block.index());
-                    let Told { key, group, .. } = known.copied().unwrap_or(NOTHING);
+                    let PublishedEvent { key, group, .. } = known.copied().unwrap_or(NOTHING);
                     self.ring.push(Event::Removed { key, tier, block, reason, remaining, group });
                 }
             }
@@ -302,7 +228,7 @@ impl Events {
             {
                 return Some(format!("{} block {block} was published without an event", pool.tier()));
             }
-            if let Some(block) = self.untold(pool) {
+            if let Some(block) = self.unreported(pool) {
                 return Some(format!("{} block {block} is not what the events that wait say", pool.tier()));
             }
         }
@@ -310,7 +236,7 @@ impl Events {
     }
 
     /// A block of which the last event that waits says something else than its pool.
-    fn untold(&self, pool: &Pool) -> Option<BlockId> {
+    fn unreported(&self, pool: &Pool) -> Option<BlockId> {
         let tier = pool.tier();
         let removals = pool.noted_removals()?;
         let mut last = HashMap::new();
@@ -321,7 +247,7 @@ impl Events {
         for event in waiting {
             match *event {
                 Event::Stored { key, parent, tier: of, block, lora_id, group, .. } if of == tier => {
-                    last.insert(block, Some(Told { key, parent, lora_id, group }));
+                    last.insert(block, Some(PublishedEvent { key, parent, lora_id, group }));
                 }
                 Event::Removed { tier: of, block, .. } if of == tier => {
                     last.insert(block, None);
@@ -334,10 +260,10 @@ impl Events {
             }
         }
         last.extend(removals.items.iter().map(|removal| (removal.block, None)));
-        let found = |block| pool.block(block).is_published().then(|| self.told(tier, block));
+        let found = |block| pool.block(block).is_published().then(|| self.of(tier, block));
         let published = (0..).map(BlockId).take(pool.extent()).filter(|&block| pool.block(block).is_published());
         let missing = published.into_iter().find(|block| all && !last.contains_key(block));
-        last.iter().find(|&(&block, told)| found(block) != *told).map(|(&block, _)| block).or(missing)
+        last.iter().find(|&(&block, event)| found(block) != *event).map(|(&block, _)| block).or(missing)
     }
 
     /// What a snapshot keeps.
@@ -373,16 +299,6 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_full_ring_drops_its_oldest_and_their_numbers_show_it() {
-        let mut ring = Ring::new(3);
-        for item in 0..5 {
-            ring.push(item);
-        }
-        assert_eq!((ring.first(), ring.next), (2, 5));
-        assert_eq!(ring.items, [2, 3, 4]);
-    }
 
     #[test]
     fn removals_that_a_pool_had_no_room_for_are_counted() {

@@ -1,7 +1,7 @@
 //! Cache groups: the kinds of attention of a hybrid model, each with block tables and a match rule of its own.
 //!
 //! All groups share the blocks of one pool and the block size; a sequence has one table in each. What fell out of a table
-//! is shown as the null block, which is block 0 of every tier and never given out.
+//! is the null block, which is block 0 of every tier and never given out.
 
 use crate::error::{Error, Result};
 use crate::id::BlockId;

@@ -1,4 +1,4 @@
-//! Names for what the books count: blocks, sequences, tickets, tiers. Each is a type of its own, so that one is never
+//! Ids of blocks, sequences, tickets, pins and tiers. Each is a type of its own, so that one is never
 //! taken for another.
 
 use serde::{Deserialize, Serialize};
@@ -67,7 +67,7 @@ impl fmt::Display for BlockId {
     }
 }
 
-/// A sequence in the books: a row of the table store and that row's generation, so that a handle kept past `free` is
+/// A sequence: a row of the table store and that row's generation, so that a handle kept past `free` is
 /// recognised and never means a later sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]

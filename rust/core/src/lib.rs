@@ -9,19 +9,18 @@ pub mod defrag;
 mod envelope;
 pub mod error;
 pub mod event;
-pub mod evict;
 pub mod group;
 pub mod hash;
 pub mod id;
-pub mod lease;
 pub mod manager;
 pub mod memory;
 pub mod pool;
-mod prefix;
+pub mod prefix;
 pub mod reuse;
 mod ring;
 pub mod snapshot;
 mod table;
+mod tiers;
 pub mod transfer;
 
 pub use allocator::{BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
@@ -29,7 +28,6 @@ pub use block::{Block, BlockState, LeaseKind, Leases};
 pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, MAX_EVENTS, Reason};
-pub use evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
@@ -38,5 +36,6 @@ pub use manager::{
     PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
 };
 pub use pool::Policies;
+pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use reuse::ReuseOrder;
 pub use transfer::{FillMap, Run, Span, merge_runs};

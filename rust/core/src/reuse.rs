@@ -174,7 +174,7 @@ impl FreeBlocks {
     }
 }
 
-/// What a snapshot keeps of free blocks: those that the books' counts do not tell.
+/// What a snapshot keeps of free blocks: those that the counts of blocks do not give.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct FreeImage {
     order: String,
@@ -203,7 +203,7 @@ impl FreeBlocks {
         FreeImage { order: order.to_string(), fresh, queue }
     }
 
-    /// The free blocks of a snapshot, `idle` by the books' counts; `Manager::check` compares the two.
+    /// The free blocks of a snapshot, `idle` by the counts of blocks; `Manager::check` compares the two.
     pub(crate) fn restore(image: FreeImage, blocks: usize, idle: impl Iterator<Item = BlockId>) -> Contents<Self> {
         let mut free = Self::full(image.order()?, blocks);
         match &mut free {

@@ -1,5 +1,5 @@
-//! The envelope of a snapshot of the books; see `docs/decisions/0005-snapshot.md`. Whatever the bytes, reading them
-//! takes memory in proportion to their number and gives books that pass `Manager::check`, or an error.
+//! The envelope of a snapshot; see `docs/decisions/0005-snapshot.md`. Whatever the bytes, reading them
+//! takes memory in proportion to their number and gives a manager that passes `Manager::check`, or an error.
 
 use crate::envelope::Envelope;
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 pub(crate) use crate::envelope::Contents;
 
-/// Version of the payload: any change of what the books hold needs another.
+/// Version of the payload: any change of the contents needs another.
 pub const SNAPSHOT_VERSION: u32 = 7;
 
 /// Counters that a snapshot may hold at most, so that counting on cannot overflow.

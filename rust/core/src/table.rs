@@ -10,7 +10,7 @@ use std::ops::Deref;
 mod snapshot;
 pub(crate) use snapshot::RowsImage;
 
-/// Most sequences in the books.
+/// Most sequences.
 const MAX_SEQUENCES: usize = 1 << 24;
 
 /// The blocks of one sequence, read as a slice. Every change is noted, so that a copy kept elsewhere, such as a row of an
@@ -92,22 +92,22 @@ impl Table {
 
     /// Brings a row of a block table up to date, and what is known of it.
     #[inline]
-    pub(crate) fn show(&self, shown: &mut Shown, row: &mut [i32]) {
-        let added = shown.version.wrapping_add(1) == self.version && shown.filled as usize + 1 == self.blocks.len();
-        match (self.blocks.last(), row.get_mut(shown.filled as usize)) {
+    pub(crate) fn sync(&self, synced: &mut SyncState, row: &mut [i32]) {
+        let added = synced.version.wrapping_add(1) == self.version && synced.filled as usize + 1 == self.blocks.len();
+        match (self.blocks.last(), row.get_mut(synced.filled as usize)) {
             (Some(&block), Some(to)) if added && self.edited != self.version => {
                 *to = as_i32(block);
-                *shown = Shown { version: self.version, filled: shown.filled + 1 };
+                *synced = SyncState { version: self.version, filled: synced.filled + 1 };
             }
-            _ => self.show_all(shown, row),
+            _ => self.sync_all(synced, row),
         }
     }
 
     #[inline(never)]
-    fn show_all(&self, shown: &mut Shown, row: &mut [i32]) {
-        let (kept, stale) = match shown.filled {
-            Shown::UNKNOWN => (0, row.len()),
-            filled => (self.unchanged(shown.version, filled as usize), filled as usize),
+    fn sync_all(&self, synced: &mut SyncState, row: &mut [i32]) {
+        let (kept, stale) = match synced.filled {
+            SyncState::UNKNOWN => (0, row.len()),
+            filled => (self.unchanged(synced.version, filled as usize), filled as usize),
         };
         let len = self.blocks.len();
         let kept = kept.min(len);
@@ -118,7 +118,7 @@ impl Table {
         if let Some(rest) = row.get_mut(len..stale.min(row.len())) {
             rest.fill(0);
         }
-        *shown = Shown { version: self.version, filled: u32::try_from(len).unwrap_or(Shown::UNKNOWN) };
+        *synced = SyncState { version: self.version, filled: u32::try_from(len).unwrap_or(SyncState::UNKNOWN) };
     }
 
     fn edit(&mut self, from: usize) {
@@ -144,12 +144,12 @@ impl Deref for Table {
 
 /// What a row of some block table shows of a sequence: the first `filled` entries of a version; zeros come after them.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shown {
+pub(crate) struct SyncState {
     pub(crate) version: u32,
     filled: u32,
 }
 
-impl Shown {
+impl SyncState {
     const UNKNOWN: u32 = u32::MAX;
 
     /// Whatever was in the memory.
@@ -175,7 +175,7 @@ pub(crate) struct Row {
     /// Step in which tokens were last given slots.
     pub(crate) written: TicketId,
     /// What the caller's block table shows of the row, where it keeps one from call to call.
-    pub(crate) shown: Shown,
+    pub(crate) synced: SyncState,
     pub(crate) table: Table,
     /// Last ticket that moves or copies blocks of this row.
     pub(crate) ticket: TicketId,
@@ -189,13 +189,13 @@ pub(crate) struct Row {
     /// How much the sequence wants its cached blocks to be kept.
     pub(crate) priority: u8,
     /// Entries at the start that are null blocks.
-    pub(crate) slid: u32,
+    pub(crate) null_prefix: u32,
     /// Blocks whose keys have been published since the row came to its tier.
     pub(crate) published: u32,
     /// Keys of the row's full blocks, where the prefix cache knows its tokens; the first group's row has them for all.
     pub(crate) keys: Option<Box<RowKeys>>,
     /// The rows of one sequence, one a group, where there are several.
-    pub(crate) family: Option<Box<[SequenceId]>>,
+    pub(crate) group_tables: Option<Box<[SequenceId]>>,
 }
 
 /// What the prefix cache knows of a row. Every token is hashed once.
@@ -253,21 +253,21 @@ impl Row {
             moving: false,
             lost: false,
             table: Table::default(),
-            shown: Shown::nothing(),
+            synced: SyncState::nothing(),
             group: 0,
             priority: 0,
-            slid: 0,
+            null_prefix: 0,
             published: 0,
             keys: None,
-            family: None,
+            group_tables: None,
         }
     }
 
-    /// Before entries are removed: those that the table got since it was last shown may have been written to a caller's
+    /// Before entries are removed: those that the table got since it was last synced may have been written to a caller's
     /// row by others, which is then written anew as a whole.
     pub(crate) fn note_cut(&mut self) {
-        if self.shown.version != self.table.version() && self.table.len() > self.shown.filled as usize {
-            self.shown = Shown::nothing();
+        if self.synced.version != self.table.version() && self.table.len() > self.synced.filled as usize {
+            self.synced = SyncState::nothing();
         }
     }
 }
@@ -285,7 +285,7 @@ impl Rows {
         Self { entries: Vec::new(), unused: Vec::new(), epoch: 0 }
     }
 
-    /// Sequences in the books.
+    /// Sequences that have not been freed.
     pub(crate) fn len(&self) -> usize {
         self.entries.len() - self.unused.len()
     }
@@ -324,7 +324,7 @@ impl Rows {
         row.generation = row.generation.wrapping_add(1);
         row.writable = 0;
         row.keys = None;
-        row.family = None;
+        row.group_tables = None;
         self.unused.push(sequence.row());
         row.table.take()
     }

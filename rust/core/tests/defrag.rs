@@ -1,24 +1,24 @@
 //! Plans against brute force on small pools, and the observer against bytes that really move.
 #![expect(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
-use blockyard_core::defrag::{Budget, Fresh, Goal, Observer, Place, Places, Plain, Plan, Planner, Wanted};
+use blockyard_core::defrag::{BlockMap, Budget, Fresh, Goal, Observer, Occupancy, Plain, Plan, Planner, Wanted};
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
 
-fn places(states: &[u8]) -> Places {
-    let mut places = Places::new(states.len());
+fn places(states: &[u8]) -> BlockMap {
+    let mut places = BlockMap::new(states.len());
     for (block, &state) in (0..).zip(states) {
-        places.set(BlockId(block), [Place::Hole, Place::Live, Place::Fixed][usize::from(state)]);
+        places.set(BlockId(block), [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed][usize::from(state)]);
     }
     places
 }
 
 /// Carries the plan out on the places; every pair must be sound.
-fn apply(places: &mut Places, plan: &Plan) {
+fn apply(places: &mut BlockMap, plan: &Plan) {
     places.check_pairs(&plan.pairs).unwrap();
     for &[from, to] in &plan.pairs {
-        places.set(BlockId(from), Place::Hole);
-        places.set(BlockId(to), Place::Live);
+        places.set(BlockId(from), Occupancy::Hole);
+        places.set(BlockId(to), Occupancy::Live);
     }
 }
 
@@ -44,7 +44,7 @@ fn best_pages(states: &[u8], page: usize) -> (usize, usize) {
     best
 }
 
-fn used_pages(places: &Places, page: u32) -> usize {
+fn used_pages(places: &BlockMap, page: u32) -> usize {
     let capacity = places.capacity();
     (0..capacity)
         .step_by(page as usize)
@@ -120,7 +120,7 @@ fn hysteresis_waits_for_the_slack_and_then_finishes() {
     let mut states = [0u8; 64];
     states[8..12].fill(1);
     let mut planner = Planner::new(&[Wanted { goal: Goal::Dense(0), slack: 8 }]);
-    let mut step = |places: &mut Places| planner.plan(places, &[], &Plain, Budget::of_moves(1));
+    let mut step = |places: &mut BlockMap| planner.plan(places, &[], &Plain, Budget::of_moves(1));
     assert_eq!(step(&mut places(&states)).pairs, [[11; 2]; 0]);
     states[13] = 1;
     let mut now = places(&states);
@@ -227,7 +227,7 @@ impl World {
     }
 
     fn check(&self) {
-        self.observer.check().expect("the books hold");
+        self.observer.check().expect("the observer holds");
         assert_eq!(self.observer.resolve(0), 0);
         for (id, content) in (0u32..).zip(&self.content) {
             let block = self.observer.resolve(id);

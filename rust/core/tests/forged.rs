@@ -50,9 +50,9 @@ impl Draw<'_> {
     }
 }
 
-/// Books, and the handles of all that was ever opened in them.
+/// Driver, and the handles of all that was ever opened in them.
 struct World {
-    books: Manager,
+    manager: Manager,
     sequences: Vec<SequenceId>,
     tickets: Vec<StepDecision>,
 }
@@ -70,18 +70,18 @@ impl World {
             eviction: Eviction::NAMED[draw.below(Eviction::NAMED.len())],
         };
         let config = Config { block_size, blocks, watermark, prefix_caching };
-        let mut books = Manager::with_groups(config, policies, groups).unwrap();
+        let mut manager = Manager::with_groups(config, policies, groups).unwrap();
         if options & 4 == 0 && prefix_caching {
-            let _ = books.keep_host_copies();
+            let _ = manager.keep_host_copies();
         }
         if options & 8 == 0 && prefix_caching {
-            books.record_events(6).unwrap();
+            manager.record_events(6).unwrap();
         }
         if options & 16 == 0 && prefix_caching {
-            books.set_quota([1; 32], Some(draw.below(4))).unwrap();
-            books.set_quota([2; 32], None).unwrap();
+            manager.set_quota([1; 32], Some(draw.below(4))).unwrap();
+            manager.set_quota([2; 32], None).unwrap();
         }
-        Self { books, sequences: Vec::new(), tickets: Vec::new() }
+        Self { manager, sequences: Vec::new(), tickets: Vec::new() }
     }
 
     fn pick(&self, draw: &mut Draw<'_>) -> Vec<SequenceId> {
@@ -90,24 +90,24 @@ impl World {
         self.sequences[first..].iter().copied().take(1 + draw.below(2)).collect()
     }
 
-    /// One operation, which may be refused, but not because the books are broken.
+    /// One operation, which may be refused, but not because the manager is broken.
     fn apply(&mut self, draw: &mut Draw<'_>) {
         let result = match draw.below(24) {
             0..=1 => self.allocate(draw),
             2..=5 => self.prompt(draw),
             6..=9 => self.append(draw),
-            10 => self.books.mark_computed(&self.pick(draw)),
-            11 => self.each(draw, |books, sequence, sequences, n| books.fork(sequence, n % 3, sequences)),
-            12 => self.each(draw, |books, sequence, sequences, n| {
-                let shared = n % 3 * books.block_size();
-                books.fork_prefix(sequence, shared, shared + n % 5).map(|child| sequences.push(child))
+            10 => self.manager.mark_computed(&self.pick(draw)),
+            11 => self.each(draw, |manager, sequence, sequences, n| manager.fork(sequence, n % 3, sequences)),
+            12 => self.each(draw, |manager, sequence, sequences, n| {
+                let shared = n % 3 * manager.block_size();
+                manager.fork_prefix(sequence, shared, shared + n % 5).map(|child| sequences.push(child))
             }),
-            13 => self.each(draw, |books, sequence, _, n| books.truncate(sequence, n)),
-            14 => self.books.free(&self.pick(draw)),
-            15 => self.books.swap_out(&self.pick(draw), Tier::Host),
-            16 => self.books.swap_in(&self.pick(draw), Tier::Device),
-            17 => self.books.swap_out(&self.pick(draw), Tier::External),
-            18 => self.books.swap_in(&self.pick(draw), Tier::ALL[draw.below(3)]),
+            13 => self.each(draw, |manager, sequence, _, n| manager.truncate(sequence, n)),
+            14 => self.manager.free(&self.pick(draw)),
+            15 => self.manager.swap_out(&self.pick(draw), Tier::Host),
+            16 => self.manager.swap_in(&self.pick(draw), Tier::Device),
+            17 => self.manager.swap_out(&self.pick(draw), Tier::External),
+            18 => self.manager.swap_in(&self.pick(draw), Tier::ALL[draw.below(3)]),
             19 => self.rare(draw),
             20 => self.defragment(draw),
             _ => self.step(draw),
@@ -122,16 +122,16 @@ impl World {
     ) -> Result<(), Error> {
         let picked = self.pick(draw);
         let n = draw.number(10);
-        picked.first().map_or(Ok(()), |&sequence| act(&mut self.books, sequence, &mut self.sequences, n))
+        picked.first().map_or(Ok(()), |&sequence| act(&mut self.manager, sequence, &mut self.sequences, n))
     }
 
     fn allocate(&mut self, draw: &mut Draw<'_>) -> Result<(), Error> {
         let tokens = [draw.number(9), draw.number(9)];
         let tokens = &tokens[..=draw.below(2)];
-        if self.books.groups().contains(&Group::CrossAttention) {
-            return self.books.allocate_encoded(tokens, &[3, 4][..tokens.len()], &mut self.sequences);
+        if self.manager.groups().contains(&Group::CrossAttention) {
+            return self.manager.allocate_encoded(tokens, &[3, 4][..tokens.len()], &mut self.sequences);
         }
-        self.books.allocate(tokens, &mut self.sequences)
+        self.manager.allocate(tokens, &mut self.sequences)
     }
 
     fn prompt(&mut self, draw: &mut Draw<'_>) -> Result<(), Error> {
@@ -143,41 +143,41 @@ impl World {
         let chunk = if draw.below(3) == 0 { 1 + draw.number(4) } else { u32::MAX };
         let mut out = Vec::new();
         let prompt = Prompt { tokens: &tokens, spec, extras };
-        let result = self.books.allocate_chunks(&vec![prompt; 1 + draw.below(2)], chunk, &mut out);
+        let result = self.manager.allocate_chunks(&vec![prompt; 1 + draw.below(2)], chunk, &mut out);
         self.sequences.extend(out.iter().map(|(sequence, _)| *sequence));
         result
     }
 
     fn append(&mut self, draw: &mut Draw<'_>) -> Result<(), Error> {
         let (batch, n, lookahead) = (self.pick(draw), draw.number(5), draw.number(3));
-        let mut slots = vec![0; batch.len() * n as usize * self.books.growing_groups()];
+        let mut slots = vec![0; batch.len() * n as usize * self.manager.growing_groups()];
         let ids = vec![draw.number(3); batch.len() * n as usize];
         if draw.below(2) == 0 {
             let mut slots = vec![0; slots.len()];
-            return self.books.append_tokens(&batch, Counts::All(n), lookahead, &ids, None, &mut slots);
+            return self.manager.append_tokens(&batch, Counts::All(n), lookahead, &ids, None, &mut slots);
         }
-        self.books.append(&batch, Counts::All(n), lookahead, &mut slots)
+        self.manager.append(&batch, Counts::All(n), lookahead, &mut slots)
     }
 
     fn rare(&mut self, draw: &mut Draw<'_>) -> Result<(), Error> {
         match draw.below(8) {
             0 => {
-                let pin = self.pick(draw).first().map(|&sequence| self.books.pin(sequence, 3));
-                pin.map_or(Ok(()), |pin| pin.and_then(|pin| self.books.unpin(pin)))
+                let pin = self.pick(draw).first().map(|&sequence| self.manager.pin(sequence, 3));
+                pin.map_or(Ok(()), |pin| pin.and_then(|pin| self.manager.unpin(pin)))
             }
-            1 => self.books.set_quota([draw.number(3) as u8; 32], Some(draw.below(5))),
-            2 => self.books.set_priority(&self.pick(draw), 5),
-            3 => self.books.resize_device(3 + draw.below(16)).map(|_| ()),
-            4 => self.books.offload_cached(1 + draw.below(4)).map(|_| ()),
+            1 => self.manager.set_quota([draw.number(3) as u8; 32], Some(draw.below(5))),
+            2 => self.manager.set_priority(&self.pick(draw), 5),
+            3 => self.manager.resize_device(3 + draw.below(16)).map(|_| ()),
+            4 => self.manager.offload_cached(1 + draw.below(4)).map(|_| ()),
             5 => {
-                let _ = self.books.reset_prefix_cache();
+                let _ = self.manager.reset_prefix_cache();
                 Ok(())
             }
             6 => {
-                let _ = self.books.take_events();
-                self.books.limit_pins(0.25)
+                let _ = self.manager.take_events();
+                self.manager.limit_pins(0.25)
             }
-            _ => self.books.common_computed_blocks(&self.pick(draw)).map(|_| ()),
+            _ => self.manager.common_computed_blocks(&self.pick(draw)).map(|_| ()),
         }
     }
 
@@ -185,34 +185,34 @@ impl World {
         let goal = [Goal::MaxId(draw.number(8)), Goal::Dense(0), Goal::EmptyPages(2), Goal::Contiguous(1)];
         let wanted = Wanted { goal: goal[draw.below(goal.len())], slack: 0 };
         let budget = Budget { moves: usize::MAX, bytes: u64::MAX, block_bytes: 1 };
-        self.books.defragment(&[wanted], None, budget, Cached::ALL[draw.below(3)]).map(|_| ())
+        self.manager.defragment(&[wanted], None, budget, Cached::ALL[draw.below(3)]).map(|_| ())
     }
 
     fn step(&mut self, draw: &mut Draw<'_>) -> Result<(), Error> {
         let action = draw.below(6);
         if action > 0 || self.tickets.is_empty() {
-            self.tickets.push(self.books.take_decision());
+            self.tickets.push(self.manager.take_decision());
         }
         match action {
             1 => Ok(()),
             2 => {
                 let StepDecision { ticket, transfers, .. } = self.tickets.remove(0);
                 let lost: Vec<_> = transfers.into_iter().map(|(_, pairs)| pairs).take(1).collect();
-                self.books.fail(ticket, &lost).map(|_| ())
+                self.manager.fail(ticket, &lost).map(|_| ())
             }
             _ => {
                 let ticket = self.tickets.remove(0).ticket;
-                self.books.complete(ticket)
+                self.manager.complete(ticket)
             }
         }
     }
 
     fn rest(&mut self) -> Vec<u8> {
-        self.tickets.push(self.books.take_decision());
+        self.tickets.push(self.manager.take_decision());
         for StepDecision { ticket, .. } in self.tickets.drain(..) {
-            self.books.complete(ticket).unwrap();
+            self.manager.complete(ticket).unwrap();
         }
-        self.books.snapshot().unwrap()
+        self.manager.snapshot().unwrap()
     }
 
     /// Every sequence is published, grows, leaves, comes back, is cut, grows again and is freed.
@@ -221,37 +221,37 @@ impl World {
             for call in 0..9 {
                 let one = [sequence];
                 let tokens = if call == 3 { 3 } else { 1 };
-                let mut slots = vec![0; tokens as usize * self.books.growing_groups()];
+                let mut slots = vec![0; tokens as usize * self.manager.growing_groups()];
                 let result = match call {
-                    0 => self.books.mark_computed(&one),
-                    1 | 3 | 7 => self.books.append(&one, Counts::All(tokens), 0, &mut slots),
-                    2 => self.books.fork(sequence, 1, &mut Vec::new()),
-                    4 => self.books.swap_out(&one, Tier::Host),
-                    5 => self.books.swap_in(&one, Tier::Device),
-                    6 => self.books.truncate(sequence, 0),
-                    _ => self.books.free(&one),
+                    0 => self.manager.mark_computed(&one),
+                    1 | 3 | 7 => self.manager.append(&one, Counts::All(tokens), 0, &mut slots),
+                    2 => self.manager.fork(sequence, 1, &mut Vec::new()),
+                    4 => self.manager.swap_out(&one, Tier::Host),
+                    5 => self.manager.swap_in(&one, Tier::Device),
+                    6 => self.manager.truncate(sequence, 0),
+                    _ => self.manager.free(&one),
                 };
                 assert!(!matches!(result, Err(Error::Broken { .. })), "{result:?}");
-                self.tickets.push(self.books.take_decision());
+                self.tickets.push(self.manager.take_decision());
                 let ticket = self.tickets.remove(0).ticket;
-                self.books.complete(ticket).unwrap();
+                self.manager.complete(ticket).unwrap();
                 self.look();
-                self.books.check().unwrap();
+                self.manager.check().unwrap();
             }
         }
     }
 
     /// What a caller may read at any time.
     fn look(&mut self) {
-        let _ = self.books.stats();
-        let _ = self.books.fragmentation(2);
+        let _ = self.manager.stats();
+        let _ = self.manager.fragmentation(2);
         for &sequence in &self.sequences {
-            let width = self.books.max_blocks(&[sequence]).unwrap_or(0);
-            let _ = self.books.block_tables(&[sequence], width, &mut vec![0; width]);
-            let mut slots = vec![0; self.books.num_tokens(sequence).unwrap_or(0).min(64) as usize];
-            let _ = self.books.slot_mapping(sequence, 0, &mut slots);
-            let _ = self.books.blocks_to_append(&[sequence], Counts::All(2), 1);
-            let _ = self.books.can_swap_in(&[sequence], Tier::Device, 1);
+            let width = self.manager.max_blocks(&[sequence]).unwrap_or(0);
+            let _ = self.manager.block_tables(&[sequence], width, &mut vec![0; width]);
+            let mut slots = vec![0; self.manager.num_tokens(sequence).unwrap_or(0).min(64) as usize];
+            let _ = self.manager.slot_mapping(sequence, 0, &mut slots);
+            let _ = self.manager.blocks_to_append(&[sequence], Counts::All(2), 1);
+            let _ = self.manager.can_swap_in(&[sequence], Tier::Device, 1);
         }
     }
 }
@@ -295,7 +295,7 @@ fn forge(payload: &mut Vec<u8>, draw: &mut Draw<'_>) {
     }
 }
 
-/// Ways in which one run changes a snapshot: building the books takes longer than reading them.
+/// Ways in which one run changes a snapshot: building the manager takes longer than reading them.
 const FORGERIES: u32 = 24;
 
 /// Bytes that follow from a number.
@@ -308,7 +308,7 @@ fn scattered(seed: u32) -> Vec<u8> {
     std::iter::repeat_with(next).take(16).collect()
 }
 
-/// Builds books, changes their snapshot and, if that is accepted, goes on with what it gives.
+/// Builds manager, changes their snapshot and, if that is accepted, goes on with what it gives.
 pub(crate) fn run(bytes: &[u8]) {
     let mut draw = Draw(bytes);
     let mut world = World::new(&mut draw);
@@ -325,19 +325,19 @@ pub(crate) fn run(bytes: &[u8]) {
     use_forged(&honest, &world.sequences, &mut Draw(&scattered(seed)), &mut draw);
 }
 
-/// Changes a snapshot in up to three places; books that it still gives go through what sequences do, and what is drawn.
+/// Changes a snapshot in up to three places; manager that it still gives go through what sequences do, and what is drawn.
 fn use_forged(honest: &[u8], sequences: &[SequenceId], places: &mut Draw<'_>, draw: &mut Draw<'_>) {
     let mut payload = honest[HEADER..honest.len() - DIGEST].to_vec();
     for _ in 0..=places.below(3) {
         forge(&mut payload, places);
     }
-    let Ok(books) = Manager::restore(&sealed(honest, &payload)) else { return };
-    let mut world = World { books, sequences: sequences.to_vec(), tickets: Vec::new() };
-    world.books.check().unwrap();
+    let Ok(manager) = Manager::restore(&sealed(honest, &payload)) else { return };
+    let mut world = World { manager, sequences: sequences.to_vec(), tickets: Vec::new() };
+    world.manager.check().unwrap();
     while !draw.is_done() {
         world.apply(draw);
         world.look();
-        world.books.check().unwrap();
+        world.manager.check().unwrap();
     }
     world.live();
     let again = world.rest();
@@ -351,7 +351,7 @@ pub(crate) fn run_decision(bytes: &[u8]) {
     for _ in 0..draw.below(24) {
         world.apply(&mut draw);
     }
-    let honest = world.books.take_decision().to_bytes().unwrap();
+    let honest = world.manager.take_decision().to_bytes().unwrap();
     let mut payload = honest[HEADER..honest.len() - DIGEST].to_vec();
     for _ in 0..=draw.below(3) {
         forge(&mut payload, &mut draw);

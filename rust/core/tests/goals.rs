@@ -1,22 +1,22 @@
 //! Several goals at once, and sequences in few runs, against brute force on small pools.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
-use blockyard_core::defrag::{Budget, Entry, Facts, Goal, Place, Places, Plain, Plan, Planner, Wanted, runs};
+use blockyard_core::defrag::{BlockMap, Budget, Entry, Facts, Goal, Occupancy, Plain, Plan, Planner, Wanted, runs};
 use blockyard_core::reuse::BlockSet;
 use blockyard_core::{BlockId, merge_runs};
 use proptest::prelude::*;
 use std::cell::Cell;
 use std::collections::HashMap;
 
-fn places(states: &[u8]) -> Places {
-    let mut places = Places::new(states.len());
+fn places(states: &[u8]) -> BlockMap {
+    let mut places = BlockMap::new(states.len());
     for (block, &state) in (0..).zip(states) {
-        places.set(BlockId(block), [Place::Hole, Place::Live, Place::Fixed][usize::from(state)]);
+        places.set(BlockId(block), [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed][usize::from(state)]);
     }
     places
 }
 
-fn states_of(places: &Places) -> Vec<Place> {
+fn states_of(places: &BlockMap) -> Vec<Occupancy> {
     (0..places.capacity()).map(|block| places.get(BlockId(block))).collect()
 }
 
@@ -27,12 +27,12 @@ fn borrowed(tables: &Tables) -> Vec<&[BlockId]> {
 }
 
 /// Carries pairs out on places and tables; every pair must be sound.
-fn apply(places: &mut Places, tables: &mut Tables, pairs: &[[u32; 2]]) {
+fn apply(places: &mut BlockMap, tables: &mut Tables, pairs: &[[u32; 2]]) {
     places.check_pairs(pairs).unwrap();
     let moved: HashMap<u32, u32> = pairs.iter().map(|&[from, to]| (from, to)).collect();
     for &[from, to] in pairs {
-        places.set(BlockId(from), Place::Hole);
-        places.set(BlockId(to), Place::Live);
+        places.set(BlockId(from), Occupancy::Hole);
+        places.set(BlockId(to), Occupancy::Live);
     }
     for block in tables.iter_mut().flatten() {
         block.0 = moved.get(&block.0).copied().unwrap_or(block.0);
@@ -89,7 +89,7 @@ fn try_all(blocks: &[u32], holes: &[u32], tables: &Tables, moves: usize, best: &
     }
 }
 
-fn contiguous(places: &mut Places, tables: &Tables, budget: Budget) -> Plan {
+fn contiguous(places: &mut BlockMap, tables: &Tables, budget: Budget) -> Plan {
     let before = states_of(places);
     let plan = places.plan_all(&[Goal::Contiguous(1)], &borrowed(tables), &Plain, budget);
     assert_eq!(states_of(places), before, "planning changes nothing");
@@ -203,7 +203,7 @@ fn goals() -> impl Strategy<Value = Goal> {
     ]
 }
 
-fn excess(places: &Places, tables: &Tables, goal: Goal) -> u32 {
+fn excess(places: &BlockMap, tables: &Tables, goal: Goal) -> u32 {
     match goal {
         Goal::Contiguous(wanted) => u32::try_from(runs(&borrowed(tables)).1).unwrap().saturating_sub(wanted),
         _ => places.excess(goal),
@@ -219,7 +219,7 @@ proptest! {
         let facts = if is_plain { Drawn(vec![8]) } else { Drawn(facts) };
         let (mut now, mut tables) = (places(&states), tables);
         for _ in 0..200 {
-            let of = |goals: &[Goal], now: &mut Places| now.plan_all(goals, &borrowed(&tables), &facts, Budget::of_moves(moves));
+            let of = |goals: &[Goal], now: &mut BlockMap| now.plan_all(goals, &borrowed(&tables), &facts, Budget::of_moves(moves));
             let plan = of(&goals, &mut now);
             for count in 1..goals.len() {
                 // The earlier goals alone have the same moves, and are missed by no more for those of the later ones.
@@ -286,9 +286,9 @@ proptest! {
         watched.watch_pages(page);
         watched.grow(watched.capacity() + grown);
         for (block, place) in changes {
-            watched.set(BlockId(block % watched.capacity()), [Place::Hole, Place::Live, Place::Fixed][place]);
+            watched.set(BlockId(block % watched.capacity()), [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed][place]);
         }
-        let mut counted = Places::new(watched.capacity() as usize);
+        let mut counted = BlockMap::new(watched.capacity() as usize);
         for (block, place) in (0..).zip(states_of(&watched)) {
             counted.set(BlockId(block), place);
         }
@@ -300,7 +300,7 @@ proptest! {
 
 /// Holes with content, which goes on to others or not: the holes of other places.
 struct Cached {
-    content: Places,
+    content: BlockMap,
     keep: bool,
 }
 
@@ -375,10 +375,10 @@ proptest! {
 #[test]
 fn content_in_the_way_of_many_finds_all_the_holes_there_are() {
     // Blank, then cached: as many of the one as of the other, and one more.
-    let mut places = Places::new(10_001);
+    let mut places = BlockMap::new(10_001);
     let mut content = places.clone();
-    content.set_run(0..5_000, Place::Live);
-    places.set_run(0..1, Place::Live);
+    content.set_run(0..5_000, Occupancy::Live);
+    places.set_run(0..1, Occupancy::Live);
     let facts = Cached { content, keep: true };
     let plan = places.plan_all(&[Goal::MaxId(4_999)], &[], &facts, Budget::UNLIMITED);
     assert_eq!((plan.pairs.len(), plan.clear), (4_999, vec![5_001, 5_000]));
@@ -411,12 +411,12 @@ impl Facts for Counted {
 #[test]
 fn a_plan_of_few_moves_looks_at_few_blocks_of_however_many() {
     for goal in [Goal::Dense(0), Goal::MaxId(1_000_000), Goal::EmptyPages(32), Goal::Contiguous(1)] {
-        let mut places = Places::new(1_048_576);
-        places.set(BlockId(0), Place::Fixed);
+        let mut places = BlockMap::new(1_048_576);
+        places.set(BlockId(0), Occupancy::Fixed);
         // All pages are in use but for the last blocks, where four strays are.
-        places.set_run(1..900_000, Place::Live);
+        places.set_run(1..900_000, Occupancy::Live);
         for stray in [1_048_001, 1_048_100, 1_048_200, 1_048_300] {
-            places.set(BlockId(stray), Place::Live);
+            places.set(BlockId(stray), Occupancy::Live);
         }
         let table = [1_048_001, 1_048_100, 1_048_200, 1_048_300].map(BlockId);
         let facts = Counted::default();

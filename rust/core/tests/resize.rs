@@ -37,9 +37,9 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The books, and what they have to say of the device.
+/// The manager, and what they have to say of the device.
 struct Plain {
-    books: Manager,
+    manager: Manager,
     watermark: f64,
     sequences: Vec<SequenceId>,
     /// Device blocks that each open ticket reads, oldest first.
@@ -51,29 +51,29 @@ struct Plain {
 
 impl Plain {
     fn live(&self) -> BTreeSet<u32> {
-        let device = |s: &&SequenceId| self.books.tier(**s) == Ok(Tier::Device);
-        let tables = self.sequences.iter().filter(device).map(|&s| self.books.block_table(s).unwrap());
+        let device = |s: &&SequenceId| self.manager.tier(**s) == Ok(Tier::Device);
+        let tables = self.sequences.iter().filter(device).map(|&s| self.manager.block_table(s).unwrap());
         tables.flatten().map(|block| block.0).collect()
     }
 
     fn compare(&mut self) {
-        self.books.check().unwrap();
-        let (live, blocks) = (self.live(), self.books.pool(Tier::Device).len());
+        self.manager.check().unwrap();
+        let (live, blocks) = (self.live(), self.manager.pool(Tier::Device).len());
         let leased: BTreeSet<u32> =
             self.tickets.iter().flat_map(|(_, read)| read).chain(&self.reading).copied().collect();
         let past = |block: &&u32| **block as usize >= blocks;
         let (tail, held) = (live.iter().filter(past).count(), leased.difference(&live).filter(past).count());
         let highest = live.union(&leased).last().map_or(0, |block| *block as usize + 1);
         let wanted = Resize { blocks, live: tail, held, extent: blocks.max(highest) };
-        assert_eq!(self.books.resize_progress(), wanted);
+        assert_eq!(self.manager.resize_progress(), wanted);
         let in_use: BTreeSet<u32> = live.union(&leased).copied().collect();
         let below = in_use.iter().filter(|block| !past(block)).count();
-        let pool = self.books.pool(Tier::Device);
+        let pool = self.manager.pool(Tier::Device);
         assert_eq!(pool.free(), (blocks - below).saturating_sub(tail));
-        assert_eq!(self.books.stats().tiers[0].used, in_use.len());
+        assert_eq!(self.manager.stats().tiers[0].used, in_use.len());
         let new: Vec<_> = live.iter().filter(|block| past(block) && !self.beyond.contains(block)).collect();
         assert!(new.is_empty(), "{new:?} were given out beyond {blocks}");
-        let uses = self.books.uses(Tier::Device);
+        let uses = self.manager.uses(Tier::Device);
         assert_eq!(uses.len(), wanted.extent);
         let all =
             |number: u8| (0u32..).zip(&uses).filter(move |(_, state)| state.number() == number).map(|(block, _)| block);
@@ -86,10 +86,10 @@ impl Plain {
             reason = "small"
         )]
         let watermark = (self.watermark * blocks as f64) as usize;
-        assert_eq!(self.books.watermark_blocks(), watermark);
+        assert_eq!(self.manager.watermark_blocks(), watermark);
         for wanted in 1..8 {
             let demand = Demand { tokens: SIZE * wanted, ..Demand::default() };
-            let (wanted, status) = (wanted as usize, self.books.can_admit(&demand).status);
+            let (wanted, status) = (wanted as usize, self.manager.can_admit(&demand).status);
             assert_eq!(status == AllocStatus::Never, wanted + watermark > blocks);
             assert!(status != AllocStatus::Ok || wanted + watermark <= pool.available());
         }
@@ -98,45 +98,45 @@ impl Plain {
     fn apply(&mut self, op: Op) {
         let pick = |n: usize| self.sequences.get(n % self.sequences.len().max(1)).copied();
         match op {
-            Op::Resize(blocks) => match self.books.resize_device(blocks) {
+            Op::Resize(blocks) => match self.manager.resize_device(blocks) {
                 // What is in use may be beyond the end from now on.
                 Ok(_) => self.beyond = self.live(),
                 Err(error) => assert!(blocks == 0 && matches!(error, Error::InvalidArgument { .. }), "{error}"),
             },
             Op::Allocate(tokens) => {
-                let _ = self.books.allocate(&[tokens], &mut self.sequences);
+                let _ = self.manager.allocate(&[tokens], &mut self.sequences);
             }
             Op::Append(n, tokens) => {
                 let mut slots = vec![0; tokens as usize];
-                let _ = pick(n).map(|s| self.books.append(&[s], Counts::All(tokens), 0, &mut slots));
+                let _ = pick(n).map(|s| self.manager.append(&[s], Counts::All(tokens), 0, &mut slots));
             }
             Op::Free(n) => {
                 if let Some(sequence) = pick(n) {
-                    self.books.free(&[sequence]).unwrap();
+                    self.manager.free(&[sequence]).unwrap();
                     self.sequences.retain(|s| *s != sequence);
                 }
             }
             Op::SwapOut(n) => {
                 if let Some(sequence) = pick(n) {
-                    let table: Vec<BlockId> = self.books.block_table(sequence).unwrap().to_vec();
-                    let held = self.books.num_tokens(sequence).unwrap().div_ceil(SIZE) as usize;
-                    if self.books.swap_out(&[sequence], Tier::Host).is_ok() {
+                    let table: Vec<BlockId> = self.manager.block_table(sequence).unwrap().to_vec();
+                    let held = self.manager.num_tokens(sequence).unwrap().div_ceil(SIZE) as usize;
+                    if self.manager.swap_out(&[sequence], Tier::Host).is_ok() {
                         self.reading.extend(table[..held].iter().map(|block| block.0));
                     }
                 }
             }
             Op::SwapIn(n) => {
-                if let Some(sequence) = pick(n).filter(|&s| self.books.swap_in(&[s], Tier::Device).is_ok()) {
-                    self.reading.extend(self.books.block_table(sequence).unwrap().iter().map(|block| block.0));
+                if let Some(sequence) = pick(n).filter(|&s| self.manager.swap_in(&[s], Tier::Device).is_ok()) {
+                    self.reading.extend(self.manager.block_table(sequence).unwrap().iter().map(|block| block.0));
                 }
             }
             Op::Step => {
-                let ticket = self.books.take_decision().ticket;
+                let ticket = self.manager.take_decision().ticket;
                 self.tickets.push((ticket, std::mem::take(&mut self.reading)));
             }
             Op::End if !self.tickets.is_empty() => {
                 let (ticket, _) = self.tickets.remove(0);
-                self.books.complete(ticket).unwrap();
+                self.manager.complete(ticket).unwrap();
             }
             Op::End => {}
         }
@@ -154,20 +154,20 @@ proptest! {
         ops in prop::collection::vec(op(), 1..80),
     ) {
         let config = Config { block_size: SIZE, blocks: [blocks, 16, 0], watermark, prefix_caching: true };
-        let books = Manager::with_policies(config, Policies { reuse, eviction }).unwrap();
+        let manager = Manager::with_policies(config, Policies { reuse, eviction }).unwrap();
         let (sequences, tickets) = (Vec::new(), Vec::new());
         let (reading, beyond) = (BTreeSet::new(), BTreeSet::new());
-        let mut plain = Plain { books, watermark, sequences, tickets, reading, beyond };
+        let mut plain = Plain { manager, watermark, sequences, tickets, reading, beyond };
         for op in ops {
             plain.apply(op);
         }
         while let Some(sequence) = plain.sequences.pop() {
-            plain.books.free(&[sequence]).unwrap();
+            plain.manager.free(&[sequence]).unwrap();
         }
         plain.apply(Op::Step);
         while !plain.tickets.is_empty() {
             plain.apply(Op::End);
         }
-        prop_assert!(plain.books.resize_progress().is_done());
+        prop_assert!(plain.manager.resize_progress().is_done());
     }
 }

@@ -1,4 +1,4 @@
-//! Snapshots: books read back go on like the ones that were written, and damaged ones are refused or sound.
+//! Snapshots: manager read back go on like the ones that were written, and damaged ones are refused or sound.
 #![expect(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test may fail by panicking")]
 
 use blockyard_core::snapshot::SNAPSHOT_VERSION;
@@ -42,24 +42,24 @@ fn op() -> impl Strategy<Value = Op> {
 type Seen = (Result<Vec<i64>, Error>, Option<StepDecision>, Stats, EventBatch, Vec<Vec<u32>>);
 
 /// Does one operation; `sequences` are those ever opened.
-fn apply(books: &mut Manager, sequences: &mut Vec<SequenceId>, op: Op) -> Seen {
+fn apply(manager: &mut Manager, sequences: &mut Vec<SequenceId>, op: Op) -> Seen {
     let at = |n: usize| sequences[n % sequences.len().max(1)..].iter().copied().take(1).collect::<Vec<_>>();
     let mut slots = Vec::new();
     let mut decision = None;
     let result = match op {
-        Op::Allocate(n) => books.allocate(&[n], sequences),
+        Op::Allocate(n) => manager.allocate(&[n], sequences),
         Op::Prompt(n, family) => {
             let tokens: Vec<u32> = (0..n).map(|i| family + i / 9).collect();
             let mut out = Vec::new();
             let spec = KeySpec { lora_id: u64::from(family), ..KeySpec::default() };
-            let result = books.allocate_prompts(&[Prompt { tokens: &tokens, spec, extras: &[] }], &mut out);
+            let result = manager.allocate_prompts(&[Prompt { tokens: &tokens, spec, extras: &[] }], &mut out);
             slots.extend(out.iter().map(|(_, cached)| i64::from(*cached)));
             sequences.extend(out.iter().map(|(sequence, _)| *sequence));
             result
         }
-        Op::Mark(s) => books.mark_computed(&at(s)),
+        Op::Mark(s) => manager.mark_computed(&at(s)),
         Op::Fork(s) => match at(s)[..] {
-            [sequence] => books.fork(sequence, 1, sequences),
+            [sequence] => manager.fork(sequence, 1, sequences),
             _ => Ok(()),
         },
         Op::Append(s, n, known) => {
@@ -67,49 +67,49 @@ fn apply(books: &mut Manager, sequences: &mut Vec<SequenceId>, op: Op) -> Seen {
             slots.resize(batch.len() * n as usize, 0);
             let ids = vec![n; slots.len()];
             if known {
-                books.append_tokens(&batch, Counts::All(n), 1, &ids, None, &mut slots)
+                manager.append_tokens(&batch, Counts::All(n), 1, &ids, None, &mut slots)
             } else {
-                books.append(&batch, Counts::All(n), 0, &mut slots)
+                manager.append(&batch, Counts::All(n), 0, &mut slots)
             }
         }
-        Op::Free(s) => books.free(&at(s)),
-        Op::SwapOut(s) => books.swap_out(&at(s), Tier::Host),
-        Op::SwapIn(s) => books.swap_in(&at(s), Tier::Device),
+        Op::Free(s) => manager.free(&at(s)),
+        Op::SwapOut(s) => manager.swap_out(&at(s), Tier::Host),
+        Op::SwapIn(s) => manager.swap_in(&at(s), Tier::Device),
         Op::Step => {
-            let taken = books.take_decision();
-            let result = books.complete(taken.ticket);
+            let taken = manager.take_decision();
+            let result = manager.complete(taken.ticket);
             decision = Some(taken);
             result
         }
         Op::Reset => {
-            slots.push(i64::from(books.reset_prefix_cache()));
+            slots.push(i64::from(manager.reset_prefix_cache()));
             Ok(())
         }
     };
-    let table = |s: &SequenceId| books.block_table(*s).map(|blocks| blocks.iter().map(|b| b.0).collect());
+    let table = |s: &SequenceId| manager.block_table(*s).map(|blocks| blocks.iter().map(|b| b.0).collect());
     let tables = sequences.iter().map(|s| table(s).unwrap_or_default()).collect();
-    (result.map(|()| slots), decision, books.stats(), books.take_events(), tables)
+    (result.map(|()| slots), decision, manager.stats(), manager.take_events(), tables)
 }
 
-fn books(events: bool) -> Manager {
+fn manager(events: bool) -> Manager {
     let config = Config { block_size: 3, blocks: [9, 7, 0], watermark: 0.1, prefix_caching: true };
-    let mut books = Manager::new(config).unwrap();
+    let mut manager = Manager::new(config).unwrap();
     if events {
-        books.record_events(5).unwrap();
+        manager.record_events(5).unwrap();
     }
-    books
+    manager
 }
 
-/// Books after the operations, at rest.
+/// Driver after the operations, at rest.
 fn after(ops: &[Op], events: bool) -> (Manager, Vec<SequenceId>) {
-    let (mut books, mut sequences) = (books(events), Vec::new());
+    let (mut manager, mut sequences) = (manager(events), Vec::new());
     for &op in ops {
-        let _ = apply(&mut books, &mut sequences, op);
+        let _ = apply(&mut manager, &mut sequences, op);
     }
-    if books.snapshot().is_err() {
-        let _ = apply(&mut books, &mut sequences, Op::Step);
+    if manager.snapshot().is_err() {
+        let _ = apply(&mut manager, &mut sequences, Op::Step);
     }
-    (books, sequences)
+    (manager, sequences)
 }
 
 fn is_refused(bytes: &[u8]) -> bool {
@@ -128,13 +128,13 @@ proptest! {
     fn restored_books_go_on_like_the_ones_that_were_written(
         before in prop::collection::vec(op(), 0..60), then in prop::collection::vec(op(), 0..60), events in any::<bool>(),
     ) {
-        let (mut books, mut sequences) = after(&before, events);
-        let bytes = books.snapshot().unwrap();
+        let (mut manager, mut sequences) = after(&before, events);
+        let bytes = manager.snapshot().unwrap();
         let mut restored = Manager::restore(&bytes).unwrap();
         prop_assert_eq!(restored.snapshot().unwrap(), bytes);
         let mut theirs = sequences.clone();
         for op in then {
-            prop_assert_eq!(apply(&mut books, &mut sequences, op), apply(&mut restored, &mut theirs, op));
+            prop_assert_eq!(apply(&mut manager, &mut sequences, op), apply(&mut restored, &mut theirs, op));
             prop_assert_eq!(restored.check(), Ok(()));
         }
     }
@@ -153,14 +153,14 @@ proptest! {
         prop_assert!(is_refused(&bytes));
     }
 
-    /// Whoever writes a snapshot can write a checksum too: books that pass must be sound and never panic.
+    /// Whoever writes a snapshot can write a checksum too: manager that pass must be sound and never panic.
     #[test]
     fn a_forged_payload_is_refused_or_gives_sound_books(
         before in prop::collection::vec(op(), 0..40), then in prop::collection::vec(op(), 0..30),
         forged in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
     ) {
-        let (mut books, mut sequences) = after(&before, true);
-        let mut bytes = books.snapshot().unwrap();
+        let (mut manager, mut sequences) = after(&before, true);
+        let mut bytes = manager.snapshot().unwrap();
         for (at, value) in forged {
             let payload = 20..bytes.len() - 32;
             let at = payload.start + at.index(payload.len());
@@ -181,42 +181,42 @@ proptest! {
 
 #[test]
 fn books_are_written_only_at_rest_and_the_error_says_what_is_open() {
-    let (mut books, mut sequences) = (books(false), Vec::new());
-    books.allocate(&[7], &mut sequences).unwrap();
-    let first = books.take_decision();
-    assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 1, open: books.open_tickets().collect(), pairs: 0 }));
-    books.complete(first.ticket).unwrap();
-    books.swap_out(&sequences, Tier::Host).unwrap();
-    assert_eq!(books.snapshot(), Err(Error::Busy { tickets: 0, open: vec![], pairs: 3 }));
-    let swap = books.take_decision();
-    books.complete(swap.ticket).unwrap();
-    let restored = Manager::restore(&books.snapshot().unwrap()).unwrap();
+    let (mut manager, mut sequences) = (manager(false), Vec::new());
+    manager.allocate(&[7], &mut sequences).unwrap();
+    let first = manager.take_decision();
+    assert_eq!(manager.snapshot(), Err(Error::Busy { tickets: 1, open: manager.open_tickets().collect(), pairs: 0 }));
+    manager.complete(first.ticket).unwrap();
+    manager.swap_out(&sequences, Tier::Host).unwrap();
+    assert_eq!(manager.snapshot(), Err(Error::Busy { tickets: 0, open: vec![], pairs: 3 }));
+    let swap = manager.take_decision();
+    manager.complete(swap.ticket).unwrap();
+    let restored = Manager::restore(&manager.snapshot().unwrap()).unwrap();
     assert_eq!(restored.tier(sequences[0]), Ok(Tier::Host));
 }
 
 #[test]
 fn an_open_step_that_reused_drained_blocks_still_waits_for_their_readers() {
-    let (mut books, mut sequences) = (books(false), Vec::new());
-    books.allocate(&[12, 12], &mut sequences).unwrap();
-    let first = books.take_decision();
-    books.complete(first.ticket).unwrap();
-    books.swap_out(&sequences[..1], Tier::Host).unwrap();
-    let swap = books.take_decision();
-    books.allocate(&[15], &mut sequences).unwrap();
-    books.complete(swap.ticket).unwrap();
-    let mut restored = Manager::restore(&books.snapshot().unwrap()).unwrap();
-    for books in [&mut books, &mut restored] {
-        books.swap_out(&sequences[1..2], Tier::Host).unwrap_err();
-        books.free(&sequences[..1]).unwrap();
-        books.swap_out(&sequences[1..2], Tier::Host).unwrap();
-        let decision = books.take_decision();
+    let (mut manager, mut sequences) = (manager(false), Vec::new());
+    manager.allocate(&[12, 12], &mut sequences).unwrap();
+    let first = manager.take_decision();
+    manager.complete(first.ticket).unwrap();
+    manager.swap_out(&sequences[..1], Tier::Host).unwrap();
+    let swap = manager.take_decision();
+    manager.allocate(&[15], &mut sequences).unwrap();
+    manager.complete(swap.ticket).unwrap();
+    let mut restored = Manager::restore(&manager.snapshot().unwrap()).unwrap();
+    for manager in [&mut manager, &mut restored] {
+        manager.swap_out(&sequences[1..2], Tier::Host).unwrap_err();
+        manager.free(&sequences[..1]).unwrap();
+        manager.swap_out(&sequences[1..2], Tier::Host).unwrap();
+        let decision = manager.take_decision();
         assert_eq!(decision.after, [decision.ticket]);
     }
 }
 
 #[test]
 fn another_magic_version_or_length_is_named() {
-    let bytes = books(true).snapshot().unwrap();
+    let bytes = manager(true).snapshot().unwrap();
     let refusal = |at: usize, value: u8| {
         let mut bytes = bytes.clone();
         bytes[at] = value;
@@ -231,15 +231,15 @@ fn another_magic_version_or_length_is_named() {
 
 #[test]
 fn events_that_wait_and_their_numbers_survive() {
-    let (mut books, mut out) = (books(true), Vec::new());
+    let (mut manager, mut out) = (manager(true), Vec::new());
     let tokens: Vec<u32> = (0..7).collect();
-    books.allocate_prompts(&[Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] }], &mut out).unwrap();
-    let step = books.take_decision();
-    books.complete(step.ticket).unwrap();
-    books.mark_computed(&[out[0].0]).unwrap();
-    let mut restored = Manager::restore(&books.snapshot().unwrap()).unwrap();
+    manager.allocate_prompts(&[Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] }], &mut out).unwrap();
+    let step = manager.take_decision();
+    manager.complete(step.ticket).unwrap();
+    manager.mark_computed(&[out[0].0]).unwrap();
+    let mut restored = Manager::restore(&manager.snapshot().unwrap()).unwrap();
     let batch = restored.take_events();
     assert_eq!((batch.first, batch.events.len()), (0, 2));
-    assert_eq!(batch, books.take_events());
+    assert_eq!(batch, manager.take_events());
     assert_eq!(restored.take_events(), EventBatch { first: 2, ..EventBatch::default() });
 }

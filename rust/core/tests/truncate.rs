@@ -6,27 +6,27 @@ use blockyard_core::{Config, KeySpec, Manager, Prompt, Tier};
 fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
     for keep in [6, 7, 9, 10, 14] {
         let config = Config { block_size: 4, blocks: [4, 14, 0], watermark: 0.0, prefix_caching: true };
-        let mut books = Manager::new(config).unwrap();
+        let mut manager = Manager::new(config).unwrap();
         let tokens: Vec<u32> = (0..16).collect();
         let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
         let mut opened = Vec::new();
-        books.allocate_prompts(&[prompt], &mut opened).unwrap();
+        manager.allocate_prompts(&[prompt], &mut opened).unwrap();
         let origin = opened[0].0;
-        let ticket = books.take_decision().ticket;
-        books.complete(ticket).unwrap();
-        books.mark_computed(&[origin]).unwrap();
-        books.swap_out(&[origin], Tier::Host).unwrap();
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
+        manager.mark_computed(&[origin]).unwrap();
+        manager.swap_out(&[origin], Tier::Host).unwrap();
         let mut forks = Vec::new();
-        books.fork(origin, 1, &mut forks).unwrap();
-        books.truncate(forks[0], keep).unwrap();
-        let ticket = books.take_decision().ticket;
-        books.complete(ticket).unwrap();
+        manager.fork(origin, 1, &mut forks).unwrap();
+        manager.truncate(forks[0], keep).unwrap();
+        let ticket = manager.take_decision().ticket;
+        manager.complete(ticket).unwrap();
         for order in [[forks[0], origin], [origin, forks[0]]] {
-            let mut books = books.clone();
-            books.swap_in(&order, Tier::Device).unwrap();
-            books.check().unwrap();
-            let cut = books.block_table(forks[0]).unwrap();
-            assert_eq!(cut, &books.block_table(origin).unwrap()[..cut.len()]);
+            let mut manager = manager.clone();
+            manager.swap_in(&order, Tier::Device).unwrap();
+            manager.check().unwrap();
+            let cut = manager.block_table(forks[0]).unwrap();
+            assert_eq!(cut, &manager.block_table(origin).unwrap()[..cut.len()]);
         }
     }
 }

@@ -50,9 +50,9 @@ fn storm(manager: &InnerLock<Manager>) {
     end_step(&mut manager.lock());
     let first = own[0];
     manager.lock().fork(first, 2, &mut own).unwrap();
-    manager.lock().swap_out(&own).unwrap();
+    manager.lock().swap_out(&own, Tier::Host).unwrap();
     end_step(&mut manager.lock());
-    manager.lock().swap_in(&own).unwrap();
+    manager.lock().swap_in(&own, Tier::Device).unwrap();
     end_step(&mut manager.lock());
     manager.lock().free(&own).unwrap();
     debug_assert_none_held();

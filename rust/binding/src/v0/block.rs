@@ -1,16 +1,17 @@
 //! Blocks of one sequence: token ids, and the id of the physical block that has their bytes.
 
-use super::allocator::PyPrefixCachingBlockAllocator;
 use super::key::{self, IntKey};
 use super::{lock, require};
-use crate::args;
+use crate::args::{self, Argument};
 use crate::memory;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use pyo3::{PyTypeInfo, intern};
+use std::fmt::Display;
 
 pub(super) type Block<'py> = Bound<'py, PyNaiveBlock>;
 
@@ -63,9 +64,11 @@ impl PyNaiveBlock {
     }
 
     fn caching(parts: Parts<'_>, computed: bool) -> PyResult<Self> {
+        // By `isinstance`, as V0 does. The class is imported: its module makes blocks, and imports this one.
+        static CACHING: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         let py = parts.allocator.py();
-        // As V0 asks, so that what says that it is one will do.
-        require(parts.allocator.is_instance(&PyPrefixCachingBlockAllocator::type_object(py))?, || {
+        let class = CACHING.import(py, "blockyard._core", "V0PrefixCachingBlockAllocator")?;
+        require(parts.allocator.is_instance(class)?, || {
             format!("allocator is {:?}, must cache prefixes", parts.allocator)
         })?;
         let before = match &parts.prev {
@@ -208,6 +211,12 @@ pub(super) fn append(block: &Block<'_>, tokens: &[i64]) -> PyResult<()> {
         this.set_id(allocator.call_method1(intern!(py, "promote_to_immutable_block"), (block,))?.extract()?);
     }
     Ok(())
+}
+
+impl<'py> Argument<'py> for Block<'py> {
+    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+        Ok(value.extract()?)
+    }
 }
 
 #[pymethods]

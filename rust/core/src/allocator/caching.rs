@@ -34,7 +34,7 @@ impl Eviction {
     }
 }
 
-/// What eviction and lookups know of a block beside its key.
+/// What eviction and lookups know of a block besides its key.
 #[derive(Clone, Copy, Debug, Default)]
 struct Use {
     /// Time of the last touch in an order of its bits, 0 for none.
@@ -43,8 +43,8 @@ struct Use {
     computed: bool,
 }
 
-/// Place of an evictable block: first to go first.
-type Place = (u64, Reverse<u32>, BlockId);
+/// Occupancy of an evictable block: first to go first.
+type Occupancy = (u64, Reverse<u32>, BlockId);
 
 /// An allocator that finds full blocks by their keys, also after their last reference has gone.
 #[derive(Debug, Clone)]
@@ -52,7 +52,7 @@ pub struct PrefixCachingAllocator {
     plain: NaiveAllocator,
     eviction: Eviction,
     uses: Vec<Use>,
-    order: BTreeSet<Place>,
+    order: BTreeSet<Occupancy>,
     pending: HashSet<BlockId>,
     lookups: Lookups,
 }
@@ -69,7 +69,7 @@ impl PrefixCachingAllocator {
         Ok(Self { plain, eviction, uses, order: BTreeSet::new(), pending: HashSet::new(), lookups: Lookups::default() })
     }
 
-    fn place(&self, block: BlockId) -> Place {
+    fn place(&self, block: BlockId) -> Occupancy {
         let Use { touched, depth, .. } = self.uses[block.index()];
         (touched, Reverse(depth), block)
     }

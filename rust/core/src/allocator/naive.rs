@@ -37,12 +37,12 @@ impl NaiveAllocator {
         Ok(Self { pool, reuse, queue, null: None })
     }
 
-    /// Free blocks that hold nothing findable.
+    /// Free blocks that are not cached.
     pub(super) fn idle(&self) -> usize {
         self.pool.free() - self.pool.evictable()
     }
 
-    /// Takes blocks out of those that hold nothing findable; there are so many.
+    /// Takes blocks out of those that are free and not cached; there are so many.
     pub(super) fn take_idle(&mut self, count: usize, out: &mut Vec<BlockId>) {
         if self.reuse == Reuse::Lowest {
             self.pool.take(count, false, out);
@@ -63,7 +63,7 @@ impl NaiveAllocator {
         }
     }
 
-    /// Blocks that hold nothing findable, next one first.
+    /// Free blocks that are not cached, next one first.
     pub(super) fn upcoming_idle(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
         if self.reuse == Reuse::Lowest {
             Box::new(self.pool.free_blocks())

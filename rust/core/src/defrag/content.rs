@@ -3,9 +3,9 @@
 //! They count as holes. Those that are entered, and those where `max_id`, `free_tail` or `empty_pages` want nothing to be,
 //! give up what they hold, or hand it on to a hole that holds nothing. Other goals are about live blocks alone.
 
-use super::facts::{Entry, Facts, Purse};
+use super::block_map::BlockMap;
+use super::facts::{Entry, Facts, Remaining};
 use super::goal::Goal;
-use super::places::Places;
 use super::rules::{Guard, Pairs, SPARE_HOLES};
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
@@ -13,7 +13,7 @@ use std::collections::HashSet;
 
 impl Guard {
     /// Where a goal that ends there, or keeps these pages, wants nothing to be.
-    pub(super) fn of(goal: Goal, end: u32, places: &Places) -> Option<Self> {
+    pub(super) fn of(goal: Goal, end: u32, places: &BlockMap) -> Option<Self> {
         match goal {
             Goal::EmptyPages(page) => places.watched(page).map(|pages| Self::Pages(page, pages.keep())),
             Goal::Contiguous(_) => None,
@@ -22,7 +22,7 @@ impl Guard {
     }
 
     /// Whether a hole is nobody's destination.
-    pub(super) fn bars(&self, places: &Places, hole: u32) -> bool {
+    pub(super) fn bars(&self, places: &BlockMap, hole: u32) -> bool {
         match self {
             Self::Below(end) => hole >= *end,
             Self::Pages(page, keep) => {
@@ -32,7 +32,7 @@ impl Guard {
     }
 
     /// First of the blocks up to one that is not barred of which none is.
-    fn open_from(&self, places: &Places, block: u32) -> u32 {
+    fn open_from(&self, places: &BlockMap, block: u32) -> u32 {
         match self {
             Self::Below(_) => 0,
             Self::Pages(page, _) => places.watched(*page).map_or(0, |pages| pages.blocks(pages.page_of(block)).start),
@@ -61,7 +61,7 @@ fn clears(goal: Goal) -> bool {
 }
 
 /// Holes with content that one of the guards bars, the highest first.
-fn in_the_way<'a>(content: &'a BlockSet, guards: &'a [Guard], places: &'a Places) -> impl Iterator<Item = u32> + 'a {
+fn in_the_way<'a>(content: &'a BlockSet, guards: &'a [Guard], places: &'a BlockMap) -> impl Iterator<Item = u32> + 'a {
     let mut end = u32::MAX;
     std::iter::from_fn(move || {
         while let Some(block) = content.last_before(end).map(|block| block.0) {
@@ -79,7 +79,7 @@ fn in_the_way<'a>(content: &'a BlockSet, guards: &'a [Guard], places: &'a Places
 }
 
 /// How far a goal is from being met that live blocks alone have missed by `live`: content is in the way, too.
-pub(super) fn excess(content: &BlockSet, goal: Goal, places: &Places, live: u32) -> u32 {
+pub(super) fn excess(content: &BlockSet, goal: Goal, places: &BlockMap, live: u32) -> u32 {
     let guard = Guard::of(goal, goal.end(places), places).filter(|_| clears(goal));
     let mut blocks = in_the_way(content, guard.as_slice(), places);
     match (guard, goal) {
@@ -97,13 +97,13 @@ pub(super) fn excess(content: &BlockSet, goal: Goal, places: &Places, live: u32)
 }
 
 /// Finds places for what the holes of a plan hold, or has it dropped; the same for content that is in the way. Returns how
-/// much of that stays because the purse is empty.
+/// much of that stays because nothing of the budget is left.
 pub(super) fn settle<F: Facts>(
     content: &BlockSet,
     ways: &Ways,
-    places: &Places,
+    places: &BlockMap,
     facts: &F,
-    purse: &mut Purse,
+    budget_left: &mut Remaining,
     pairs: &mut Pairs,
 ) -> usize {
     let lists = [&pairs.moves, &pairs.drops, &pairs.exchanges];
@@ -130,18 +130,18 @@ pub(super) fn settle<F: Facts>(
             pairs.onward.push([to, hole]);
         } else {
             pairs.drops.push([from, to]);
-            purse.writes += 1;
+            budget_left.writes += 1;
         }
     }
     let mut left = 0;
     for block in in_the_way(content, &ways.awake, places).filter(|block| !entered.contains(block)) {
         if facts.entry(BlockId(block)) != Entry::Exchange {
             pairs.clear.push(block);
-        } else if purse.buys(Entry::Move) == 0 {
+        } else if budget_left.buys(Entry::Move) == 0 {
             left += 1;
         } else if let Some(hole) = spare.next() {
             pairs.moves.push([block, hole]);
-            purse.pay(Entry::Move, 1);
+            budget_left.pay(Entry::Move, 1);
         } else {
             pairs.clear.push(block);
         }

@@ -5,8 +5,8 @@
 //! sequences share are put in order with the first of them, but for pieces that another sequence goes on from in place:
 //! moving those would gain nothing.
 
-use super::facts::{Entry, Facts, Purse};
-use super::places::Places;
+use super::block_map::BlockMap;
+use super::facts::{Entry, Facts, Remaining};
 use super::rules::{Pairs, Rules};
 use super::spans::Spans;
 use crate::id::BlockId;
@@ -81,9 +81,9 @@ struct Stretch {
 
 /// Puts sequences in order, one after the other.
 pub(super) struct Arranger<'a, 'b, F> {
-    pub(super) places: &'a mut Places,
+    pub(super) places: &'a mut BlockMap,
     pub(super) rules: &'a Rules<'b, F>,
-    pub(super) purse: &'a mut Purse,
+    pub(super) budget_left: &'a mut Remaining,
     pub(super) out: &'a mut Pairs,
     /// All pairs; their blocks are suspended.
     pub(super) named: &'a mut Vec<[u32; 2]>,
@@ -98,7 +98,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         let (mut claimed, links) = (HashMap::new(), links(sequences, self.places.holes().capacity()));
         let (mut spans, mut held) = (None, 0);
         for sequence in cold.into_iter().chain(hot) {
-            if self.purse.buys(Entry::Move) == 0 || self.places.holes().is_empty() {
+            if self.budget_left.buys(Entry::Move) == 0 || self.places.holes().is_empty() {
                 break;
             }
             let mut pieces = self.pieces(sequence, &claimed, &links);
@@ -192,7 +192,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         let movable = pieces[first..].iter().take_while(|piece| piece.can_move);
         let span = spans.fit(self.places, movable.map(Piece::len).sum(), self.rules.facts.content());
         let mut best = span.and_then(|span| self.lay(pieces, first, span.start));
-        let most = u32::try_from(self.purse.buys(Entry::Move)).unwrap_or(u32::MAX);
+        let most = u32::try_from(self.budget_left.buys(Entry::Move)).unwrap_or(u32::MAX);
         let mut before = 0;
         // Around each piece that stays; what lies in between must fit in front of it.
         for anchor in &pieces[first..] {
@@ -247,21 +247,21 @@ impl<F: Facts> Arranger<'_, '_, F> {
 
     fn affords(&self, so_far: (u32, u32), more: (u32, u32)) -> bool {
         let (moves, writes) = (u64::from(so_far.0) + u64::from(more.0), u64::from(so_far.1) + u64::from(more.1));
-        moves <= self.purse.moves as u64 && writes <= self.purse.writes as u64
+        moves <= self.budget_left.moves as u64 && writes <= self.budget_left.writes as u64
     }
 
     /// Pays for a piece's moves and takes its blocks out of sight. What the goals before allow has been asked by then, and
     /// may look different with some of the blocks gone.
     fn reserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
-            self.purse.pay(self.rules.facts.entry(BlockId(to)), 1);
+            self.budget_left.pay(self.rules.facts.entry(BlockId(to)), 1);
             self.places.suspend([from, to]);
         }
     }
 
     fn unreserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
-            self.purse.refund(self.rules.facts.entry(BlockId(to)));
+            self.budget_left.refund(self.rules.facts.entry(BlockId(to)));
             self.places.resume([from, to]);
         }
     }

@@ -75,19 +75,19 @@ impl Budget {
     /// Pairs that it buys where none of them is an exchange.
     #[must_use]
     pub fn one_way(self) -> usize {
-        Purse::new(self).buys(Entry::Move)
+        Remaining::new(self).buys(Entry::Move)
     }
 }
 
 /// What is left of a budget while a plan is made.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Purse {
+pub(super) struct Remaining {
     pub(super) moves: usize,
     /// Blocks that may still be written.
     pub(super) writes: usize,
 }
 
-impl Purse {
+impl Remaining {
     pub(super) fn new(budget: Budget) -> Self {
         let writes = budget
             .bytes
@@ -119,12 +119,12 @@ mod tests {
 
     #[test]
     fn an_exchange_writes_twice() {
-        let mut purse = Purse::new(Budget { moves: 10, bytes: 5 * 64 + 63, block_bytes: 64 });
-        assert_eq!((purse.buys(Entry::Move), purse.buys(Entry::Exchange)), (5, 2));
-        purse.pay(Entry::Exchange, 2);
-        purse.pay(Entry::Drop, 1);
-        assert_eq!((purse.buys(Entry::Move), purse.moves), (0, 7));
-        assert_eq!(Purse::new(Budget::of_moves(3)).buys(Entry::Exchange), 3);
+        let mut budget_left = Remaining::new(Budget { moves: 10, bytes: 5 * 64 + 63, block_bytes: 64 });
+        assert_eq!((budget_left.buys(Entry::Move), budget_left.buys(Entry::Exchange)), (5, 2));
+        budget_left.pay(Entry::Exchange, 2);
+        budget_left.pay(Entry::Drop, 1);
+        assert_eq!((budget_left.buys(Entry::Move), budget_left.moves), (0, 7));
+        assert_eq!(Remaining::new(Budget::of_moves(3)).buys(Entry::Exchange), 3);
         assert_eq!(Budget { moves: 10, bytes: 127, block_bytes: 64 }.one_way(), 1);
     }
 }

@@ -1,6 +1,6 @@
 //! What is wanted of the places of blocks.
 
-use super::places::Places;
+use super::block_map::BlockMap;
 use crate::error::{Error, Result};
 
 /// What a defragmentation is for.
@@ -63,7 +63,7 @@ impl Goal {
     }
 
     /// First id that must be free of live blocks; no meaning for pages and runs.
-    pub(super) fn end(self, places: &Places) -> u32 {
+    pub(super) fn end(self, places: &BlockMap) -> u32 {
         match self {
             Self::MaxId(n) => n.saturating_add(1).min(places.capacity()),
             Self::FreeTail(k) => places.capacity().saturating_sub(k),

@@ -1,27 +1,29 @@
-//! Defragmentation: which blocks move where so that a goal is met, and the books of a foreign allocator's ids that follow.
+//! Defragmentation: which blocks move where so that a goal is met, and where a foreign allocator's ids lie after that.
 //!
-//! [`Places`] knows which blocks are live, which are holes and which must stay. [`Goal`] says what is wanted of them,
-//! [`Places::plan`] gives the fewest moves that bring it about. A [`Planner`] works for several goals by priority, step by
+//! [`BlockMap`] knows which blocks are live, which are holes and which must stay. [`Goal`] says what is wanted of them,
+//! [`BlockMap::plan`] gives the fewest moves that bring it about. A [`Planner`] works for several goals by priority, step by
 //! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the
 //! places of an allocator that is not ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
 
+mod block_map;
 mod content;
 mod contiguous;
 mod facts;
 mod goal;
 mod observer;
+mod occupancy;
 mod pages;
 mod pair;
-mod places;
 mod plan;
 mod planner;
 mod rules;
 mod spans;
 
+pub use block_map::BlockMap;
 pub use contiguous::{Sequences, runs};
 pub use facts::{Budget, Entry, Facts, Plain};
 pub use goal::Goal;
 pub use observer::{Fresh, LeaseId, Observer};
-pub use places::{Place, Places};
+pub use occupancy::Occupancy;
 pub use plan::Plan;
 pub use planner::{Planner, Wanted};

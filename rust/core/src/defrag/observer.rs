@@ -1,10 +1,11 @@
-//! The books beside a foreign allocator: its block ids stay, the bytes move, two tables say where to.
+//! Moves under a foreign allocator: its block ids stay, the bytes move, two tables say where to.
 //!
 //! *Id* is what the foreign allocator calls a block, *block* is where its bytes lie. `forward` (id to block) and
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
 //! references may still hold what its id is cached for; it is *blank* once the caller has said that it does not.
 
-use super::places::{Place, Places};
+use super::block_map::BlockMap;
+use super::occupancy::Occupancy;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::memory;
@@ -15,7 +16,7 @@ use std::ops::Range;
 
 mod steps;
 
-/// Blocks that stay where they are for a reader outside of the books.
+/// Blocks that stay where they are for a reader outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct LeaseId(pub u64);
@@ -46,7 +47,7 @@ struct Block {
 pub struct Observer {
     forward: Vec<u32>,
     blocks: Vec<Block>,
-    places: Places,
+    places: BlockMap,
     /// Holes whose bytes nobody will read.
     blank: BlockSet,
     held: HashMap<LeaseId, Vec<u32>>,
@@ -66,7 +67,7 @@ impl Observer {
         let mut observer = Self {
             forward: Vec::new(),
             blocks: Vec::new(),
-            places: Places::new(0),
+            places: BlockMap::new(0),
             blank: BlockSet::empty(0),
             held: HashMap::new(),
             leases: HashMap::new(),
@@ -74,7 +75,7 @@ impl Observer {
             limit: limit.max(1),
         };
         observer.extend(blocks.clamp(1, observer.limit))?;
-        observer.places.set(BlockId(0), Place::Fixed);
+        observer.places.set(BlockId(0), Occupancy::Fixed);
         Ok(observer)
     }
 
@@ -112,7 +113,7 @@ impl Observer {
 
     /// What may be done with each block.
     #[must_use]
-    pub fn places(&self) -> &Places {
+    pub fn places(&self) -> &BlockMap {
         &self.places
     }
 
@@ -245,9 +246,9 @@ impl Observer {
         }
         self.reach(&[block.0])?;
         self.blocks[block.index()].refs = refs;
-        if refs > 0 && self.places.get(block) == Place::Hole {
+        if refs > 0 && self.places.get(block) == Occupancy::Hole {
             self.blank.remove(block);
-            self.places.set(block, Place::Live);
+            self.places.set(block, Occupancy::Live);
         }
         self.settle(block.0, Fresh::No);
         Ok(())
@@ -293,7 +294,7 @@ impl Observer {
         for &block in &blocks {
             *self.leases.entry(block).or_default() += 1;
             self.blank.remove(BlockId(block));
-            self.places.set(BlockId(block), Place::Fixed);
+            self.places.set(BlockId(block), Occupancy::Fixed);
         }
         let lease = LeaseId(self.next_lease);
         self.next_lease += 1;
@@ -316,7 +317,7 @@ impl Observer {
                 _ => {
                     self.leases.remove(&block);
                     if block != 0 {
-                        let place = if self.refs(BlockId(block)) > 0 { Place::Live } else { Place::Hole };
+                        let place = if self.refs(BlockId(block)) > 0 { Occupancy::Live } else { Occupancy::Hole };
                         self.places.set(BlockId(block), place);
                     }
                 }
@@ -333,13 +334,13 @@ impl Observer {
         for block in 0..self.len() {
             let (id, i) = (BlockId(block), block as usize);
             let must_be = match (block == 0 || self.leases.contains_key(&block), self.blocks[i].refs > 0) {
-                (true, _) => Place::Fixed,
-                (false, true) => Place::Live,
-                (false, false) => Place::Hole,
+                (true, _) => Occupancy::Fixed,
+                (false, true) => Occupancy::Live,
+                (false, false) => Occupancy::Hole,
             };
             let place = self.places.get(id);
             let linked = self.forward.get(self.blocks[i].id as usize) == Some(&block);
-            if place != must_be || !linked || (self.blank.contains(id) && place != Place::Hole) {
+            if place != must_be || !linked || (self.blank.contains(id) && place != Occupancy::Hole) {
                 let (refs, leases) = (self.blocks[i].refs, self.leases.get(&block).copied().unwrap_or(0));
                 let what = format!("block {block} is {place:?} with {refs} references and {leases} leases");
                 return Err(Error::Broken { what });
@@ -371,7 +372,7 @@ impl Observer {
     fn take(&mut self, block: u32) {
         if self.is_free(block) {
             self.blank.remove(BlockId(block));
-            self.places.set(BlockId(block), Place::Live);
+            self.places.set(BlockId(block), Occupancy::Live);
         }
         self.blocks[block as usize].refs += 1;
     }
@@ -391,7 +392,7 @@ impl Observer {
     /// Takes a block that nobody refers to any more out of use, unless it is held in place.
     fn settle(&mut self, block: u32, fresh: Fresh) {
         if self.is_free(block) {
-            self.places.set(BlockId(block), Place::Hole);
+            self.places.set(BlockId(block), Occupancy::Hole);
             if fresh == Fresh::Yes {
                 self.blank.insert(BlockId(block));
             }

@@ -1,6 +1,6 @@
 //! Pages of a pool by what they hold, and which of them are kept.
 
-use super::places::Place;
+use super::occupancy::Occupancy;
 use crate::id::BlockId;
 use crate::reuse::{BlockSet, PageCounts};
 use std::ops::Range;
@@ -84,8 +84,8 @@ impl Pages {
     }
 
     /// Neighbours are no longer `place`, if `by` is -1, or are from now on.
-    pub(super) fn change(&mut self, run: Range<u32>, place: Place, by: i8) {
-        if place == Place::Hole {
+    pub(super) fn change(&mut self, run: Range<u32>, place: Occupancy, by: i8) {
+        if place == Occupancy::Hole {
             return;
         }
         let mut from = run.start;
@@ -97,13 +97,13 @@ impl Pages {
         }
     }
 
-    fn change_page(&mut self, page: u32, blocks: u32, place: Place, is_less: bool) {
+    fn change_page(&mut self, page: u32, blocks: u32, place: Occupancy, is_less: bool) {
         let i = page as usize;
         if self.fixed[i] > 0 {
             self.forced_room -= u64::from(self.size(page) - self.fixed[i]);
         }
         let changed = |count: u32| if is_less { count - blocks } else { count + blocks };
-        if place == Place::Fixed {
+        if place == Occupancy::Fixed {
             self.fixed[i] = changed(self.fixed[i]);
         } else {
             self.live[i] = changed(self.live[i]);

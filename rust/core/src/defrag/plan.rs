@@ -1,9 +1,9 @@
 //! From a goal to the fewest moves that meet it.
 
-use super::facts::{Budget, Facts, Plain, Purse};
+use super::block_map::BlockMap;
+use super::facts::{Budget, Facts, Plain, Remaining};
 use super::goal::Goal;
 use super::pages::{Keep, Pages};
-use super::places::Places;
 use super::rules::{Pairs, Rules, Scratch};
 use crate::error::{Error, Result};
 use crate::id::BlockId;
@@ -71,16 +71,16 @@ impl Plan {
     }
 }
 
-impl Places {
+impl BlockMap {
     /// The fewest moves that meet the goal, or the first `budget` of them; none for `contiguous`, which
-    /// [`Places::plan_all`] plans.
+    /// [`BlockMap::plan_all`] plans.
     ///
     /// However often a plan with a budget is made and carried out, the moves add up to those of one plan without.
     #[must_use]
     pub fn plan(&self, goal: Goal, budget: usize) -> Plan {
-        let (mut purse, mut pairs) = (Purse::new(Budget::of_moves(budget)), Pairs::default());
+        let (mut budget_left, mut pairs) = (Remaining::new(Budget::of_moves(budget)), Pairs::default());
         let (rules, scratch, end) = (Rules::new(&Plain), &mut Scratch::default(), goal.end(self));
-        let rest = self.plan_places(goal, end, &rules, &mut purse, scratch, &mut pairs);
+        let rest = self.plan_places(goal, end, &rules, &mut budget_left, scratch, &mut pairs);
         Plan::new(pairs, rest)
     }
 
@@ -125,14 +125,16 @@ impl Places {
         goal: Goal,
         end: u32,
         rules: &Rules<'_, F>,
-        purse: &mut Purse,
+        budget_left: &mut Remaining,
         scratch: &mut Scratch,
         out: &mut Pairs,
     ) -> Rest {
         match goal {
-            Goal::EmptyPages(page) => self.with_pages(page, |pages| self.plan_pages(pages, rules, purse, scratch, out)),
+            Goal::EmptyPages(page) => {
+                self.with_pages(page, |pages| self.plan_pages(pages, rules, budget_left, scratch, out))
+            }
             Goal::Contiguous(_) => Rest::default(),
-            _ => self.plan_below(end, rules, purse, scratch, out),
+            _ => self.plan_below(end, rules, budget_left, scratch, out),
         }
     }
 
@@ -148,7 +150,7 @@ impl Places {
         &self,
         end: u32,
         rules: &Rules<'_, F>,
-        purse: &mut Purse,
+        budget_left: &mut Remaining,
         scratch: &mut Scratch,
         out: &mut Pairs,
     ) -> Rest {
@@ -157,11 +159,11 @@ impl Places {
         let down = |before: u32| self.live().last_before(before).map(|block| block.0).filter(|&block| block >= end);
         let sources = std::iter::successors(Some(top.0), |&block| down(block));
         scratch.clear();
-        rules.pick(sources, above.min(purse.moves).min(purse.writes), scratch);
+        rules.pick(sources, above.min(budget_left.moves).min(budget_left.writes), scratch);
         let (held, above) = (scratch.held, above - scratch.held);
         let is_enough = rules.find_holes(self, 0..end, scratch.sources.len(), &mut scratch.holes);
         let room = scratch.holes.len();
-        let done = scratch.match_up(purse, out);
+        let done = scratch.match_up(budget_left, out);
         let stuck = if is_enough { self.short_of(above, end) } else { above - room };
         Rest { left: above - stuck - done, stuck, held }
     }
@@ -182,7 +184,7 @@ impl Places {
         &self,
         pages: &Pages,
         rules: &Rules<'_, F>,
-        purse: &mut Purse,
+        budget_left: &mut Remaining,
         scratch: &mut Scratch,
         out: &mut Pairs,
     ) -> Rest {
@@ -197,14 +199,14 @@ impl Places {
             std::iter::successors(next(pages.blocks(page).start), move |&block| next(block + 1))
         });
         scratch.clear();
-        rules.pick(sources, above.min(purse.moves).min(purse.writes), scratch);
+        rules.pick(sources, above.min(budget_left.moves).min(budget_left.writes), scratch);
         let count = scratch.sources.len();
         for page in pages.pages_to_fill(&keep) {
             if rules.find_holes(self, pages.blocks(page), count, &mut scratch.holes) {
                 break;
             }
         }
-        let done = scratch.match_up(purse, out);
+        let done = scratch.match_up(budget_left, out);
         Rest { left: above - scratch.held - done, stuck: 0, held: scratch.held }
     }
 }
@@ -255,7 +257,7 @@ pub(super) struct Hysteresis {
 }
 
 impl Hysteresis {
-    /// At rest; `slack` is in ids, pages or runs, as [`Places::excess`] counts.
+    /// At rest; `slack` is in ids, pages or runs, as [`BlockMap::excess`] counts.
     pub(super) const fn new(slack: u32) -> Self {
         Self { slack, active: false }
     }

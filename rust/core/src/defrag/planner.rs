@@ -1,10 +1,10 @@
 //! Several goals at once, by priority, step after step.
 
+use super::block_map::BlockMap;
 use super::content;
 use super::contiguous::{Arranger, Sequences};
-use super::facts::{Budget, Facts, Purse};
+use super::facts::{Budget, Facts, Remaining};
 use super::goal::Goal;
-use super::places::Places;
 use super::plan::{Hysteresis, Plan, Rest};
 use super::rules::{Guard, Pairs, Rules, Scratch};
 
@@ -57,7 +57,7 @@ impl Planner {
     #[must_use]
     pub fn plan<F: Facts>(
         &mut self,
-        places: &mut Places,
+        places: &mut BlockMap,
         sequences: &Sequences<'_>,
         facts: &F,
         budget: Budget,
@@ -81,7 +81,7 @@ impl Planner {
         if !due {
             return Plan::default();
         }
-        let (mut rules, mut purse) = (Rules::new(facts), Purse::new(budget));
+        let (mut rules, mut budget_left) = (Rules::new(facts), Remaining::new(budget));
         let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), Rest::default());
         let mut ways = content::Ways::default();
         for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
@@ -89,12 +89,12 @@ impl Planner {
             match goal {
                 _ if !wakes => {}
                 Goal::Contiguous(runs) => {
-                    let (rules, purse, out, named) = (&rules, &mut purse, &mut pairs, &mut named);
-                    rest.held += Arranger { places, rules, purse, out, named }.arrange(sequences, runs as usize);
+                    let (rules, budget_left, out, named) = (&rules, &mut budget_left, &mut pairs, &mut named);
+                    rest.held += Arranger { places, rules, budget_left, out, named }.arrange(sequences, runs as usize);
                 }
                 _ => {
                     let marks = pairs.marks();
-                    let found = places.plan_places(goal, end, &rules, &mut purse, scratch, &mut pairs);
+                    let found = places.plan_places(goal, end, &rules, &mut budget_left, scratch, &mut pairs);
                     rest.left += found.left;
                     rest.stuck += found.stuck;
                     rest.held += found.held;
@@ -112,7 +112,7 @@ impl Planner {
             }
         }
         if let Some(content) = facts.content() {
-            rest.left += content::settle(content, &ways, places, facts, &mut purse, &mut pairs);
+            rest.left += content::settle(content, &ways, places, facts, &mut budget_left, &mut pairs);
         }
         for pair in named {
             places.resume(pair);
@@ -125,7 +125,7 @@ impl Planner {
 }
 
 /// How far a goal is from being met.
-fn excess(places: &Places, goal: Goal, sequences: &Sequences<'_>) -> u32 {
+fn excess(places: &BlockMap, goal: Goal, sequences: &Sequences<'_>) -> u32 {
     match goal {
         Goal::Contiguous(wanted) => {
             let runs = sequences.iter().map(|blocks| blocks.chunk_by(|a, b| a.0 + 1 == b.0).count());
@@ -135,7 +135,7 @@ fn excess(places: &Places, goal: Goal, sequences: &Sequences<'_>) -> u32 {
     }
 }
 
-impl Places {
+impl BlockMap {
     /// One step for several goals, the most important first. See [`Planner`], which keeps buffers and hysteresis.
     #[must_use]
     pub fn plan_all<F: Facts>(&mut self, goals: &[Goal], sequences: &Sequences<'_>, facts: &F, budget: Budget) -> Plan {

@@ -1,9 +1,9 @@
 //! Which blocks a goal may name, once the goals before it have had their say.
 
-use super::facts::{Entry, Facts, Purse};
+use super::block_map::BlockMap;
+use super::facts::{Entry, Facts, Remaining};
 use super::pages::Keep;
 use super::pair::Pairing;
-use super::places::Places;
 use crate::id::BlockId;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -114,7 +114,7 @@ impl<'a, F: Facts> Rules<'a, F> {
     }
 
     /// How a hole is entered.
-    pub(super) fn entry(&self, places: &Places, hole: u32) -> Entry {
+    pub(super) fn entry(&self, places: &BlockMap, hole: u32) -> Entry {
         let is_barred = self.guards.iter().any(|guard| guard.bars(places, hole));
         if is_barred { Entry::Never } else { self.facts.entry(BlockId(hole)) }
     }
@@ -145,7 +145,7 @@ impl<'a, F: Facts> Rules<'a, F> {
 
     /// Adds holes of a range until `holes` has `count` that are entered by a move, and some more to choose from, or
     /// enough of all kinds and it has looked long enough. Returns whether that is so.
-    pub(super) fn find_holes(&self, places: &Places, range: Range<u32>, count: usize, holes: &mut HoleRuns) -> bool {
+    pub(super) fn find_holes(&self, places: &BlockMap, range: Range<u32>, count: usize, holes: &mut HoleRuns) -> bool {
         let (mut spare, mut looked, most_spare) = (0, 0, SPARE_RUNS.min(count + FEW_RUNS));
         let most = count.saturating_mul(16).saturating_add(SPARE_HOLES);
         let longest = u32::try_from(count).unwrap_or(u32::MAX).max(1);
@@ -171,15 +171,15 @@ impl Scratch {
         self.holes.clear();
     }
 
-    /// Pairs the picked sources with the holes found, as far as the purse goes.
-    pub(super) fn match_up(&mut self, purse: &mut Purse, out: &mut Pairs) -> usize {
+    /// Pairs the picked sources with the holes found, as far as the budget goes.
+    pub(super) fn match_up(&mut self, budget_left: &mut Remaining, out: &mut Pairs) -> usize {
         let Self { sources, holes, pairing, .. } = self;
         let mut done = 0;
         for (i, entry) in ENTRIES.into_iter().enumerate() {
-            let count = holes.found[i].min(purse.buys(entry)).min(sources.len() - done);
+            let count = holes.found[i].min(budget_left.buys(entry)).min(sources.len() - done);
             if count > 0 {
                 pairing.pair(&mut sources[done..done + count], &holes.runs[i], out.of(entry));
-                purse.pay(entry, count);
+                budget_left.pay(entry, count);
                 done += count;
             }
         }

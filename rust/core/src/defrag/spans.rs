@@ -1,7 +1,7 @@
 //! Runs of holes that a sequence's blocks can be laid into.
 
+use super::block_map::BlockMap;
 use super::facts::{Entry, Facts};
-use super::places::Places;
 use super::rules::Rules;
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
@@ -24,7 +24,7 @@ pub(super) struct Spans {
 impl Spans {
     /// Looks at the longest runs of holes of those found from the lowest on, as many as suit the number of blocks, and at
     /// the highest.
-    pub(super) fn find<F: Facts>(places: &Places, rules: &Rules<'_, F>, blocks: usize) -> Self {
+    pub(super) fn find<F: Facts>(places: &BlockMap, rules: &Rules<'_, F>, blocks: usize) -> Self {
         let mut spans = Self::default();
         let longest = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
         let next = |from: u32| places.holes().next_run(from, longest);
@@ -46,7 +46,7 @@ impl Spans {
         spans
     }
 
-    fn add<F: Facts>(&mut self, places: &Places, rules: &Rules<'_, F>, run: Range<u32>) {
+    fn add<F: Facts>(&mut self, places: &BlockMap, rules: &Rules<'_, F>, run: Range<u32>) {
         for hole in run {
             let entry = rules.entry(places, hole);
             if entry == Entry::Move {
@@ -60,7 +60,7 @@ impl Spans {
 
     /// The shortest run that holds `wanted` blocks, one that is entered by moves alone if there is one, or that has the
     /// least of `content` where they would lie; or else the longest.
-    pub(super) fn fit(&mut self, places: &Places, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
+    pub(super) fn fit(&mut self, places: &BlockMap, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
         let blank = best(&mut self.blank, places, wanted, None);
         match blank {
             Some(run) if run.end - run.start >= wanted => Some(run),
@@ -77,7 +77,7 @@ fn grow(runs: &mut Vec<Range<u32>>, hole: u32) {
 }
 
 /// Best fit, else the longest; runs that have been entered meanwhile are cut to what is left of them.
-fn best(runs: &mut Vec<Range<u32>>, places: &Places, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
+fn best(runs: &mut Vec<Range<u32>>, places: &BlockMap, wanted: u32, content: Option<&BlockSet>) -> Option<Range<u32>> {
     loop {
         let length = |run: &Range<u32>| run.end - run.start;
         let lost = |run: &Range<u32>| content.map_or(0, |content| content.count(run.start..run.start + wanted));

@@ -1,16 +1,14 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
 use super::pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
-use super::{
-    Fit, Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, release, require_tier, take, unlink,
-    write_slots,
-};
+use super::{Fit, Manager, TableRows, blocks_for, invalid, refuse_loading, refuse_lost, require_tier, write_slots};
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::table::Row;
+use crate::transfer::Step;
 use std::ops::Range;
 
 /// Tokens to append to each sequence of a batch.
@@ -85,7 +83,7 @@ impl Manager {
     /// As [`Manager::append`], but for blocks that are short.
     pub fn can_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<Fit> {
         let wanted = self.blocks_to_append(sequences, counts, lookahead)?;
-        let pool = &self.pools[0];
+        let pool = &self.tiers.device();
         Ok(Fit::new(wanted, pool.available(), pool.len() - usize::from(self.groups.slide())))
     }
 
@@ -95,7 +93,7 @@ impl Manager {
     /// As [`Manager::append`].
     pub fn require_append(&mut self, sequences: &[SequenceId], counts: Counts<'_>, lookahead: u32) -> Result<()> {
         let wanted = self.blocks_to_append(sequences, counts, lookahead)?;
-        self.pools[0].require(wanted, true)
+        self.tiers.device().require(wanted, true)
     }
 
     /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; where
@@ -116,7 +114,7 @@ impl Manager {
         lookahead: u32,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.append_shown(sequences, counts, lookahead, None, slots)
+        self.append_synced(sequences, counts, lookahead, None, slots)
     }
 
     /// [`Manager::append`], and brings the rows of a block table up to date that the caller keeps from call to call: row
@@ -133,10 +131,10 @@ impl Manager {
         tables: TableRows<'_>,
         slots: &mut [i64],
     ) -> Result<()> {
-        self.append_shown(sequences, counts, lookahead, Some(tables), slots)
+        self.append_synced(sequences, counts, lookahead, Some(tables), slots)
     }
 
-    pub(super) fn append_shown(
+    pub(super) fn append_synced(
         &mut self,
         sequences: &[SequenceId],
         counts: Counts<'_>,
@@ -164,7 +162,7 @@ impl Manager {
     pub(super) fn append_batch(&mut self, mut batch: Batch<'_>) -> Result<()> {
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
-        let passed = pass(&mut self.rows, self.tickets.open(), &mut batch, &mut work);
+        let passed = pass(&mut self.rows, self.transfers.open(), &mut batch, &mut work);
         work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
             // What is wrong with a row before comes first.
@@ -189,13 +187,13 @@ impl Manager {
         blocks.clear();
         let result = self.slow_needs(batch, work, &mut blocks).and_then(|new| {
             let copies = if blocks.is_empty() { 0 } else { self.copies(&mut blocks)? };
-            self.pools[0].require(new + copies, true)?;
+            self.tiers.device().require(new + copies, true)?;
             if self.groups.slide() {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
                     let row = self.rows.at(sequence);
                     // Tokens that this step is yet to compute keep what they need.
-                    if row.written != self.tickets.open() {
+                    if row.written != self.transfers.open() {
                         self.slide(sequence, row.len);
                     }
                     if self.is_recurrent(sequence) {
@@ -242,12 +240,12 @@ impl Manager {
         new: usize,
         blocks: &mut Vec<BlockId>,
     ) -> Result<()> {
-        let (open, size) = (self.tickets.open(), self.block_size);
+        let (open, size) = (self.transfers.open(), self.block_size);
         if blocks.is_empty() {
-            self.step.reuses_drained |= take(&mut self.pools, Tier::Device, new, blocks);
+            self.step().take(Tier::Device, new, false, blocks);
             if work.ended == work.slow.len() {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
-                if self.groups.slide() || self.pools[0].follows_places() {
+                if self.groups.slide() || self.tiers.device().follows_places() {
                     for &Slow { index, .. } in &work.slow {
                         self.note_begun(batch.sequences[index], 0, 1);
                         self.note_new_blocks(batch.sequences[index], 1);
@@ -276,7 +274,7 @@ impl Manager {
             self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.at_mut(sequence);
-                row.table.show(&mut row.shown, tables.row(index));
+                row.table.sync(&mut row.synced, tables.row(index));
             }
         }
         Ok(())
@@ -284,10 +282,10 @@ impl Manager {
 
     /// Notes whose a row's last blocks are.
     fn note_new_blocks(&mut self, sequence: SequenceId, count: usize) {
-        if self.pools[0].follows_places() {
+        if self.tiers.device().follows_places() {
             let table = &self.rows.at(sequence).table;
             let from = table.len() - count;
-            self.pools[0].note_owner(sequence.row(), from, &table[from..]);
+            self.tiers.note_owner(sequence.row(), from, &table[from..]);
         }
     }
 
@@ -309,14 +307,14 @@ impl Manager {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
-        refuse_loading(sequence, row, &self.tickets)?;
+        refuse_loading(sequence, row, &self.transfers)?;
         let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
         if end > u64::from(u32::MAX) {
             return Err(invalid("length with lookahead", i128::from(end), format!("at most {}", u32::MAX)));
         }
-        let (passed, unwritten) = (self.passed_over(sequence, count), row.written == self.tickets.open());
+        let (passed, unwritten) = (self.passed_over(sequence, count), row.written == self.transfers.open());
         for i in self.written_blocks(row, count, lookahead) {
-            if !self.pools[0].block(row.table[i]).is_exclusive() {
+            if !self.tiers.device().block(row.table[i]).is_exclusive() {
                 if unwritten {
                     return Err(Error::Unwritten { sequence });
                 }
@@ -346,7 +344,7 @@ impl Manager {
         };
         let block = row.table[(last / self.block_size) as usize];
         let leaves = (u64::from(last) + u64::from(count)) / size > u64::from(last) / size;
-        leaves && !self.is_null(block) && self.pools[0].refs(block) > 1
+        leaves && !self.is_null(block) && self.tiers.device().refs(block) > 1
     }
 
     /// Copies that a batch needs which writes the shared blocks so often: the last owner left writes in place.
@@ -356,9 +354,10 @@ impl Manager {
         for writers in shared.chunk_by(|a, b| a == b) {
             let block = writers[0];
             // The last owner writes in place, unless the cache has the block too.
-            let others = self.pools[0].refs(block) as usize - usize::from(!self.pools[0].block(block).is_published());
+            let others = self.tiers.device().refs(block) as usize
+                - usize::from(!self.tiers.device().block(block).is_published());
             let wanted = writers.len().min(others);
-            let room = self.pools[0].block(block).lease_room();
+            let room = self.tiers.device().block(block).lease_room();
             if wanted > room {
                 let limit = u32::try_from(room).unwrap_or(u32::MAX);
                 return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
@@ -394,9 +393,10 @@ impl Manager {
             if self.is_null(block) {
                 continue; // passed over
             }
-            if self.pools[0].block(block).is_exclusive() {
-                self.pools[0].note_written(block);
-                self.step.reuses_drained |= self.pools[0].block(block).is_read_ahead();
+            if self.tiers.device().block(block).is_exclusive() {
+                self.tiers.note_written(block);
+                let overlaps = self.tiers.device().block(block).is_read_ahead();
+                self.transfers.note_overlap(overlaps);
                 self.part(block);
             } else {
                 self.copy_on_write(sequence, i, block, i < blocks_for(len.into(), self.block_size))?;
@@ -404,7 +404,7 @@ impl Manager {
         }
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
         let wanted = blocks_for(end, self.block_size).saturating_sub(blocks);
-        let (open, size) = (self.tickets.open(), self.block_size);
+        let (open, size) = (self.transfers.open(), self.block_size);
         let row = self.rows.at(sequence);
         if wanted > 0 {
             let skipped = self.groups.get(row.group).skipped(len, count, blocks, size);
@@ -413,13 +413,13 @@ impl Manager {
             }
             let wanted = wanted - skipped;
             let row = self.rows.at_mut(sequence);
-            let (pools, step) = (&mut self.pools, &mut self.step);
+            let mut step = Step { tiers: &mut self.tiers, transfers: &mut self.transfers };
             row.table.extend_with(|table| {
                 let taken = table.len();
                 table.extend(fresh.by_ref().take(wanted));
                 let left = wanted - (table.len() - taken);
                 if left > 0 {
-                    step.reuses_drained |= take(pools, Tier::Device, left, table);
+                    step.take(Tier::Device, left, false, table);
                 }
             });
         }
@@ -435,12 +435,13 @@ impl Manager {
         if let Some(&block) = row.table.get(index as usize) {
             // Who writes what a transfer still reads must say so, and the first pass does not ask. Where nothing is written yet,
             // the block may also be a copy of another tier's.
-            let own =
-                count > 0 && self.pools[0].block(block).is_exclusive() && !self.pools[0].block(block).is_read_ahead();
+            let own = count > 0
+                && self.tiers.device().block(block).is_exclusive()
+                && !self.tiers.device().block(block).is_read_ahead();
             // Only the second pass asks whether the state at the end of a block is the last that this step writes.
             let own = own && (row.len % size > 0 || self.groups.get(row.group) != Group::Recurrent);
             // Nor may it write what is being moved.
-            if !row.moving && own && !self.pools[0].is_moving(block) {
+            if !row.moving && own && !self.tiers.device().is_moving(block) {
                 row.writable = (index + 1).saturating_mul(size);
                 row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
             }
@@ -450,31 +451,30 @@ impl Manager {
 
     /// Parts a block that is about to be written from its copy in another tier, which after a truncation it may have.
     fn part(&mut self, block: BlockId) {
-        if self.pools[0].block(block).tier_copy().is_some() {
-            unlink(&mut self.pools, Tier::Device, block);
-            self.step.fresh.remove(&(Tier::Device, block));
+        if self.tiers.device().block(block).tier_copy().is_some() {
+            self.tiers.unlink((Tier::Device, block));
+            self.transfers.remove_fresh((Tier::Device, block));
         }
     }
 
     /// Gives a row a block of its own in place of a shared one, by a copy of this step if it has tokens there.
     fn copy_on_write(&mut self, sequence: SequenceId, index: usize, shared: BlockId, used: bool) -> Result<()> {
         let mut fresh = Vec::with_capacity(1);
-        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, 1, &mut fresh);
+        self.step().take(Tier::Device, 1, used, &mut fresh);
         let own = fresh[0];
         if !used {
-            release(&mut self.pools, Tier::Device, shared);
+            self.tiers.release((Tier::Device, shared));
             self.rows.at_mut(sequence).table.replace(index, own);
-            self.pools[0].note_owner(sequence.row(), index, &[own]);
+            self.tiers.note_owner(sequence.row(), index, &[own]);
             return Ok(());
         }
-        self.lease(Tier::Device, shared, LeaseKind::Read)?;
-        self.lease(Tier::Device, own, LeaseKind::Write)?;
-        self.step.pairs(Kind::Copy, Tier::Device, Tier::Device).push([shared.0, own.0]);
-        release(&mut self.pools, Tier::Device, shared);
-        let open = self.tickets.open();
+        let (from, to) = ((Tier::Device, shared), (Tier::Device, own));
+        self.step().transfer(Kind::Copy, from, to, LeaseKind::Read)?;
+        self.tiers.release((Tier::Device, shared));
+        let open = self.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.table.replace(index, own);
-        self.pools[0].note_owner(sequence.row(), index, &[own]);
+        self.tiers.note_owner(sequence.row(), index, &[own]);
         row.moving &= row.ticket == open;
         row.ticket = open;
         Ok(())

@@ -22,7 +22,7 @@ impl Manager {
     pub(super) fn chunk_end(&self, start: u32, length: u32, budget: u32) -> u32 {
         let end = length.min(start.saturating_add(budget));
         let last = end / self.block_size * self.block_size;
-        let states = self.pools[0].is_caching() && self.groups.growing().contains(&Group::Recurrent);
+        let states = self.tiers.device().is_caching() && self.groups.growing().contains(&Group::Recurrent);
         if states && last > start && budget != u32::MAX { last } else { end }
     }
 }

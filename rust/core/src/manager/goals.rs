@@ -1,4 +1,4 @@
-//! What the planner of moves is told of sequences: their block tables, which of them run now, and which blocks they write.
+//! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
 
 use super::moves::Cached;
 use super::{Manager, require_tier};
@@ -113,7 +113,7 @@ impl Manager {
 
     /// Plans for these goals from now on; slacks count on where they are those of the call before.
     pub(super) fn set_goals(&mut self, goals: &[Wanted]) {
-        let pool = &self.pools[0];
+        let pool = &self.tiers.device();
         let known = pool.places().map_or(0, |places| places.capacity() as usize);
         let beyond = u32::try_from(known.saturating_sub(pool.len())).unwrap_or(u32::MAX);
         let goals = goals.iter().map(|&Wanted { goal, slack }| match goal {
@@ -129,9 +129,9 @@ impl Manager {
     /// At most `budget` moves towards the goals: what is to be kept of a block that one of them writes takes another.
     pub(super) fn plan(&mut self, tables: &[Vec<BlockId>], budget: usize, cached: Cached) -> Plan {
         let null = self.groups.slide();
-        let Some((places, blocks)) = self.pools[0].planning() else { return Plan::default() };
+        let Some((places, blocks)) = self.tiers.planning() else { return Plan::default() };
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
-        let (open, first) = (self.tickets.open(), self.tickets.first());
+        let (open, first) = (self.transfers.open(), self.transfers.first());
         let known = ManagerFacts { rows: &self.rows, blocks, open, first, block_size: self.block_size, null, cached };
         let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
         self.planner.plan(places, &tables, &known, budget)

@@ -1,7 +1,7 @@
 //! Sequences with a block table in each cache group. Each table is a row of its own; the first group's row stands for the
 //! sequence, and the handles that callers have are its.
 
-use super::{AllocStatus, Counts, Fit, Manager, blocks_for, inherit, invalid, release_all, take};
+use super::{AllocStatus, Counts, Fit, Manager, blocks_for, inherit, invalid};
 use crate::error::{Error, Result};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
@@ -51,9 +51,9 @@ impl Manager {
         let wanted = self.groups.all().iter().map(peak).fold(0, usize::saturating_add);
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
         if self.groups.growing().iter().any(passes) {
-            return Fit { status: AllocStatus::Never, ..self.admit(wanted, self.pools[0].available()) };
+            return Fit { status: AllocStatus::Never, ..self.admit(wanted, self.tiers.device().available()) };
         }
-        self.admit(wanted, self.pools[0].available())
+        self.admit(wanted, self.tiers.device().available())
     }
 
     /// As [`Manager::allocate`], for sequences whose encoders read so many tokens.
@@ -66,10 +66,10 @@ impl Manager {
         encoder_tokens: &[u32],
         out: &mut Vec<SequenceId>,
     ) -> Result<()> {
-        self.allocate_families(tokens, Some(encoder_tokens), out)
+        self.allocate_groups(tokens, Some(encoder_tokens), out)
     }
 
-    pub(super) fn allocate_families(
+    pub(super) fn allocate_groups(
         &mut self,
         tokens: &[u32],
         encoder_tokens: Option<&[u32]>,
@@ -89,7 +89,7 @@ impl Manager {
         let groups = self.groups.all().to_vec();
         let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
-        self.pools[0].require(wanted, true)?;
+        self.tiers.device().require(wanted, true)?;
         let passed = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         self.require_nulls(passed.map(|(group, i)| group.skipped(0, length(group, i), 0, self.block_size)))?;
         self.rows.require(tokens.len().saturating_mul(groups.len()))?;
@@ -100,7 +100,7 @@ impl Manager {
                 if number == 0 { out.push(row) } else { others.push(row) }
             }
         }
-        self.link_families(&out[first..], &others);
+        self.link_group_tables(&out[first..], &others);
         Ok(())
     }
 
@@ -145,7 +145,7 @@ impl Manager {
         memory::make_room(all, sequences.len().saturating_mul(groups))?;
         for group in 0..groups {
             for &sequence in sequences {
-                all.push(self.family(sequence)?[group]);
+                all.push(self.group_tables(sequence)?[group]);
             }
         }
         Ok(all)
@@ -155,9 +155,9 @@ impl Manager {
     ///
     /// # Errors
     /// The sequence is unknown, or the handle is that of another group's row.
-    pub(super) fn family(&self, sequence: SequenceId) -> Result<&[SequenceId]> {
-        let family = self.rows.get(sequence)?.family.as_deref();
-        family.filter(|family| family[0] == sequence).ok_or(Error::UnknownSequence { sequence })
+    pub(super) fn group_tables(&self, sequence: SequenceId) -> Result<&[SequenceId]> {
+        let group_tables = self.rows.get(sequence)?.group_tables.as_deref();
+        group_tables.filter(|group_tables| group_tables[0] == sequence).ok_or(Error::UnknownSequence { sequence })
     }
 
     /// Row of a sequence in one group.
@@ -172,19 +172,19 @@ impl Manager {
         if self.groups.is_single() {
             return Ok(sequence);
         }
-        Ok(self.family(sequence)?[group])
+        Ok(self.group_tables(sequence)?[group])
     }
 
     /// Joins rows to sequences: `others` are the other groups' rows, group by group.
-    pub(super) fn link_families(&mut self, first: &[SequenceId], others: &[SequenceId]) {
+    pub(super) fn link_group_tables(&mut self, first: &[SequenceId], others: &[SequenceId]) {
         if self.groups.is_single() {
             return;
         }
         for (i, &primary) in first.iter().enumerate() {
             let rest = others.iter().skip(i).step_by(first.len());
-            let family: Box<[SequenceId]> = std::iter::once(primary).chain(rest.copied()).collect();
-            for &member in &family {
-                self.rows.at_mut(member).family = Some(family.clone());
+            let group_tables: Box<[SequenceId]> = std::iter::once(primary).chain(rest.copied()).collect();
+            for &member in &group_tables {
+                self.rows.at_mut(member).group_tables = Some(group_tables.clone());
             }
         }
     }
@@ -193,7 +193,7 @@ impl Manager {
     pub(super) fn await_encoders(&mut self, sequences: &[SequenceId]) {
         for &sequence in sequences {
             let row = self.rows.at(sequence);
-            let (moving, last) = (row.moving, row.family.as_deref().and_then(<[SequenceId]>::last).copied());
+            let (moving, last) = (row.moving, row.group_tables.as_deref().and_then(<[SequenceId]>::last).copied());
             if let Some(last) = last {
                 self.rows.at_mut(last).moving &= moving;
             }
@@ -213,18 +213,18 @@ impl Manager {
         table.reserve(wanted + 1);
         let skipped = kind.skipped(held, tokens - held, table.len(), self.block_size);
         self.pass_over(skipped, &mut table);
-        self.step.reuses_drained |= take(&mut self.pools, Tier::Device, wanted - skipped, &mut table);
-        let slid = table.iter().take_while(|&&block| self.is_null(block)).count();
+        self.step().take(Tier::Device, wanted - skipped, false, &mut table);
+        let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
         let sequence = self.rows.open(Tier::Device, table);
-        if self.pools[0].follows_places() {
-            self.pools[0].note_owner(sequence.row(), slid, &self.rows.at(sequence).table[slid..]);
+        if self.tiers.device().follows_places() {
+            self.tiers.note_owner(sequence.row(), null_prefix, &self.rows.at(sequence).table[null_prefix..]);
         }
-        let open = self.tickets.open();
+        let open = self.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.len = tokens;
         row.written = open;
         row.group = group;
-        row.slid = u32::try_from(slid).unwrap_or(u32::MAX);
+        row.null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
         self.note_begun(sequence, held, tokens - held);
         sequence
     }
@@ -240,7 +240,7 @@ impl Manager {
             return Ok(0);
         }
         // A step writes a sequence's state at its end: too late for tokens of the same step that need it.
-        if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == self.tickets.open() {
+        if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == self.transfers.open() {
             return Err(Error::Unwritten { sequence: member });
         }
         if state || needed.clone().any(|i| self.is_null(row.table[i])) {
@@ -249,8 +249,8 @@ impl Manager {
         }
         let wanted = blocks_for(u64::from(tokens), size) - kept;
         let skipped = group.skipped(shared, tokens - shared, kept, size);
-        let slid = needed.start.max(row.slid as usize).min(kept);
-        self.require_nulls([slid, skipped].into_iter())?;
+        let null_prefix = needed.start.max(row.null_prefix as usize).min(kept);
+        self.require_nulls([null_prefix, skipped].into_iter())?;
         Ok(wanted - skipped)
     }
 
@@ -263,46 +263,47 @@ impl Manager {
             return child[0];
         }
         let kept = (shared / self.block_size) as usize;
-        let settled = self.tickets.is_settled(parent.ticket);
-        let slid = if settled { group.unneeded(shared, self.block_size) } else { parent.slid as usize }.min(kept);
+        let settled = self.transfers.is_settled(parent.ticket);
+        let null_prefix =
+            if settled { group.unneeded(shared, self.block_size) } else { parent.null_prefix as usize }.min(kept);
         let mut table = Vec::with_capacity(kept);
-        self.pass_over(slid, &mut table);
-        table.extend_from_slice(&parent.table[slid..kept]);
-        for &block in &table[slid..] {
-            self.pools[0].share(block, 1);
+        self.pass_over(null_prefix, &mut table);
+        table.extend_from_slice(&parent.table[null_prefix..kept]);
+        for &block in &table[null_prefix..] {
+            self.tiers.share((Tier::Device, block), 1);
         }
         let child = self.open_row(parent.group, shared, tokens, table);
-        let open = self.tickets.open();
+        let open = self.transfers.open();
         let row = self.rows.at_mut(child);
-        let slid = row.slid;
+        let null_prefix = row.null_prefix;
         inherit(row, &parent, tokens, open);
-        row.slid = slid;
+        row.null_prefix = null_prefix;
         self.rows.at_mut(member).writable = 0;
         child
     }
 
     /// What does not hold of the rows of one sequence, seen from one of them.
-    pub(crate) fn check_family(&self, sequence: SequenceId, row: &Row) -> std::result::Result<(), String> {
+    pub(crate) fn check_group_tables(&self, sequence: SequenceId, row: &Row) -> std::result::Result<(), String> {
         let group = self.groups.all().get(usize::from(row.group));
         let Some(&group) = group else { return Err(format!("sequence {sequence} is of cache group {}", row.group)) };
         let size = self.block_size;
         let needed = group.unneeded(row.len, size)..blocks_for(u64::from(row.len), size);
-        let (slid, table) = row.table.split_at(row.slid as usize);
-        if slid.iter().any(|&block| !self.is_null(block)) || needed.clone().any(|i| self.is_null(row.table[i])) {
-            return Err(format!("sequence {sequence} has {slid:?} and {table:?}, needs entries {needed:?}"));
+        let (null_prefix, table) = row.table.split_at(row.null_prefix as usize);
+        if null_prefix.iter().any(|&block| !self.is_null(block)) || needed.clone().any(|i| self.is_null(row.table[i])) {
+            return Err(format!("sequence {sequence} has {null_prefix:?} and {table:?}, needs entries {needed:?}"));
         }
-        let Some(family) = &row.family else {
+        let Some(group_tables) = &row.group_tables else {
             return if self.groups.is_single() { Ok(()) } else { Err(format!("sequence {sequence} has one group")) };
         };
         let relative = |(number, &id): (u8, &SequenceId)| {
             let Ok(other) = self.rows.get(id) else { return false };
             let grown = self.groups.growing().len() > usize::from(number.max(row.group));
-            other.family.as_ref() == Some(family)
+            other.group_tables.as_ref() == Some(group_tables)
                 && other.group == number
                 && (other.tier, other.lost) == (row.tier, row.lost)
                 && (!grown || other.len == row.len)
         };
-        let whole = family.len() == self.groups.all().len() && (0u8..).zip(family.iter()).all(relative);
+        let whole = group_tables.len() == self.groups.all().len() && (0u8..).zip(group_tables.iter()).all(relative);
         if whole { Ok(()) } else { Err(format!("the rows of sequence {sequence} are not alike")) }
     }
 
@@ -313,7 +314,7 @@ impl Manager {
         }
         let sum = |(longest, all): (usize, usize), count| (longest.max(count), all.saturating_add(count));
         let (longest, all) = counts.fold((0, 0), sum);
-        let room = (u32::MAX - self.pools[0].refs(NULL_BLOCK)) as usize;
+        let room = (u32::MAX - self.tiers.device().refs(NULL_BLOCK)) as usize;
         if longest > MAX_PASSED || all > room {
             let must = format!("at most {MAX_PASSED} for one block table, and {room} in all");
             return Err(invalid("number of blocks passed over", all as i128, must));
@@ -343,14 +344,14 @@ impl Manager {
     /// Appends null blocks to a table.
     pub(super) fn pass_over(&mut self, count: usize, table: &mut Vec<BlockId>) {
         if count > 0 {
-            self.pools[0].share(NULL_BLOCK, u32::try_from(count).unwrap_or(u32::MAX));
+            self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
             table.resize(table.len() + count, NULL_BLOCK);
         }
     }
 
     /// Appends null blocks to a row.
     pub(super) fn skip(&mut self, sequence: SequenceId, count: usize) {
-        self.pools[0].share(NULL_BLOCK, u32::try_from(count).unwrap_or(u32::MAX));
+        self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
         let row = self.rows.at_mut(sequence);
         row.table.extend_with(|table| table.resize(table.len() + count, NULL_BLOCK));
     }
@@ -369,7 +370,7 @@ impl Manager {
             && count > 0
             && (end - 1) / u64::from(self.block_size) >= u64::from(len.div_ceil(self.block_size))
         {
-            self.step.begun.insert(sequence);
+            self.begun.insert(sequence);
         }
     }
 
@@ -379,15 +380,15 @@ impl Manager {
         if !self.is_recurrent(sequence) {
             return 0..0;
         }
-        let (row, begun) = (self.rows.at(sequence), self.step.begun.contains(&sequence));
+        let (row, begun) = (self.rows.at(sequence), self.begun.contains(&sequence));
         Group::Recurrent.passed_over(row.len, count, row.table.len(), begun, self.block_size)
     }
 
     /// Gives up the blocks of a row that are left without a state when `count` tokens are put in.
     pub(super) fn pass(&mut self, sequence: SequenceId, count: u32) {
-        let (open, size) = (self.tickets.open(), u64::from(self.block_size));
+        let (open, size) = (self.transfers.open(), u64::from(self.block_size));
         let passed = self.passed_over(sequence, count);
-        let begun = self.step.begun.contains(&sequence);
+        let begun = self.begun.contains(&sequence);
         let row = self.rows.at_mut(sequence);
         let len = u64::from(row.len);
         let leaves = len > 0 && (len + u64::from(count) - 1) / size > (len - 1) / size;
@@ -397,8 +398,8 @@ impl Manager {
         }
         if !passed.is_empty() {
             let gone = row.table.blank(passed.start, passed.end, NULL_BLOCK);
-            self.pools[0].share(NULL_BLOCK, u32::try_from(gone.len()).unwrap_or(u32::MAX));
-            release_all(&mut self.pools, Tier::Device, &gone);
+            self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
+            self.tiers.release_all(Tier::Device, &gone);
         }
     }
 

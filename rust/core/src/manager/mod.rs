@@ -2,7 +2,7 @@
 //!
 //! A step is: decide (`allocate`, `append`, `swap_out`, ...), [`Manager::take_decision`], carry the decision out,
 //! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of
-//! [`Kind`], then new tokens are written; what that order cannot make safe is refused.
+//! `Kind`, then new tokens are written; what that order cannot make safe is refused.
 //!
 //! Invariant: every reference that a pool counts is an entry of one table, every lease belongs to one ticket
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
@@ -25,22 +25,19 @@ mod stats;
 mod tables;
 mod ticket;
 mod truncate;
-mod twins;
 mod window;
 
-use crate::block::{LeaseKind, TierBlock};
-use crate::decision::{Kind, Pairs};
 use crate::defrag::Planner;
 use crate::error::{Error, Result};
-use crate::event::{EventBatch, Events};
+use crate::event::EventBatch;
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Lease, Tickets};
 use crate::pool::{Policies, Pool};
 use crate::table::{Row, Rows};
+use crate::tiers::Tiers;
+use crate::transfer::{Step, Transfers};
 use resize::share;
 use std::collections::HashSet;
-use twins::{link, part_orphans, release, release_all, take, unlink};
 
 pub use append::Counts;
 pub use groups::Demand;
@@ -66,7 +63,7 @@ pub struct Config {
     pub blocks: [usize; 3],
     /// Fraction of the device blocks that admission keeps free, `0.0..1.0`.
     pub watermark: f64,
-    /// Whether full device blocks stay findable by their keys after their sequences have gone, until evicted.
+    /// Whether full device blocks stay cached after their sequences have gone, until evicted.
     pub prefix_caching: bool,
 }
 
@@ -103,50 +100,25 @@ impl Fit {
     }
 }
 
-/// Transfers decided since the last decision was taken.
-#[derive(Debug, Clone, Default)]
-struct OpenStep {
-    transfers: Vec<(Kind, Pairs)>,
-    /// Shared destinations written by this step, which later sequences of the step may share.
-    fresh: HashSet<TierBlock>,
-    /// Rows of recurrent groups that began the block of their last token in this step: the state there is yet to be written.
-    begun: HashSet<SequenceId>,
-    /// Device blocks that an unfinished ticket still reads have been given to this step's writes.
-    reuses_drained: bool,
-}
-
-impl OpenStep {
-    fn pairs(&mut self, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
-        let same = |(k, pairs): &(Kind, Pairs)| (*k, pairs.src, pairs.dst) == (kind, src, dst);
-        let at = self.transfers.iter().position(same).unwrap_or_else(|| {
-            self.transfers.push((kind, Pairs { src, dst, ids: Vec::new() }));
-            self.transfers.len() - 1
-        });
-        &mut self.transfers[at].1.ids
-    }
-}
-
-/// The books of all sequences over the device, host and external pools.
+/// Sequences and their blocks on the device, the host and the external tier.
 #[derive(Debug, Clone)]
 pub struct Manager {
     block_size: u32,
     groups: Groups,
     watermark: usize,
     watermark_fraction: f64,
-    pub(crate) pools: [Pool; 3],
+    pub(crate) tiers: Tiers,
     rows: Rows,
-    tickets: Tickets,
-    step: OpenStep,
+    transfers: Transfers,
+    /// Rows of recurrent groups that began the block of their last token in the open step: the step is yet to write the state
+    /// there.
+    begun: HashSet<SequenceId>,
     stats: PrefixStats,
     /// Pairs decided so far, by kind.
     decided: [u64; 7],
     moved: MoveStats,
     planner: Planner,
-    events: Option<Box<Events>>,
     pins: pin::Pins,
-    tenants: quota::Tenants,
-    /// Where host copies are kept findable.
-    host_cache: Option<Box<hostcache::HostCache>>,
     scratch: Vec<BlockId>,
     work: pass::Work,
 }
@@ -184,36 +156,25 @@ impl Manager {
             return Err(invalid("device_blocks", blocks[0] as i128, format!("at least {least}")));
         }
         if groups.cross() && prefix_caching {
-            let must = "no cross attention, whose blocks are not told apart by a prompt's tokens".to_owned();
+            let must = "no cross attention, whose blocks a prompt's tokens do not identify".to_owned();
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
         require_fraction("watermark", watermark)?;
-        let [device, host, external] = blocks;
-        let mut pools = [
-            Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
-            Pool::with_policies(Tier::Host, host, false, policies)?,
-            Pool::with_policies(Tier::External, external, false, policies)?,
-        ];
-        if groups.slide() {
-            pools.iter_mut().filter(|pool| !pool.is_empty()).for_each(Pool::reserve_null);
-        }
+        let tiers = Tiers::new(blocks, block_size, prefix_caching, groups.slide(), policies)?;
         Ok(Self {
             block_size,
             groups,
-            watermark: share(watermark, device),
+            watermark: share(watermark, blocks[0]),
             watermark_fraction: watermark,
-            pools,
+            tiers,
             rows: Rows::new(),
-            tickets: Tickets::new(),
-            step: OpenStep::default(),
+            transfers: Transfers::new(),
+            begun: HashSet::new(),
             stats: PrefixStats::default(),
             decided: [0; 7],
             moved: MoveStats::default(),
             planner: Planner::default(),
-            events: None,
-            host_cache: None,
-            pins: pin::Pins::new(0.5, device),
-            tenants: quota::Tenants::default(),
+            pins: pin::Pins::new(0.5, blocks[0]),
             scratch: Vec::new(),
             work: pass::Work::default(),
         })
@@ -224,17 +185,12 @@ impl Manager {
     /// # Errors
     /// The capacity is out of range, the cache is off, or something has been published.
     pub fn record_events(&mut self, capacity: usize) -> Result<()> {
-        if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
-            let must = "asked for once, of an empty prefix cache that is on".to_owned();
-            return Err(invalid("number of events", capacity as i128, must));
-        }
-        self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
-        Ok(())
+        self.tiers.record_events(capacity)
     }
 
     /// Takes all events that wait; none where they were not asked for.
     pub fn take_events(&mut self) -> EventBatch {
-        self.events.as_mut().map(|events| events.take(&mut self.pools)).unwrap_or_default()
+        self.tiers.take_events()
     }
 
     /// Token slots in a block.
@@ -252,10 +208,10 @@ impl Manager {
     /// The blocks of a tier.
     #[must_use]
     pub fn pool(&self, tier: Tier) -> &Pool {
-        &self.pools[tier.index()]
+        self.tiers.pool(tier)
     }
 
-    /// Sequences in the books.
+    /// Sequences that have not been freed.
     #[must_use]
     pub fn num_sequences(&self) -> usize {
         self.rows.len() / self.groups.all().len()
@@ -273,11 +229,11 @@ impl Manager {
     /// The device has too few blocks for the whole batch; a group wants an encoder's tokens.
     pub fn allocate(&mut self, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
         if !self.groups.is_single() {
-            return self.allocate_families(tokens, None, out);
+            return self.allocate_groups(tokens, None, out);
         }
         let group = self.groups.get(0);
         let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
-        self.pools[0].require(wanted, true)?;
+        self.tiers.device().require(wanted, true)?;
         self.require_nulls(tokens.iter().map(|&n| group.skipped(0, n, 0, self.block_size)))?;
         self.rows.require(tokens.len())?;
         for &n in tokens {
@@ -289,7 +245,7 @@ impl Manager {
     /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first.
     ///
     /// # Errors
-    /// The sequence is unknown or has lost bytes; so many forks are more than the books can hold.
+    /// The sequence is unknown or has lost bytes; so many forks are more than there is room for.
     pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
         let mut all = Vec::new();
         let members = self.members(&[sequence], &mut all)?.to_vec();
@@ -308,17 +264,17 @@ impl Manager {
         for &member in &members {
             self.fork_row(member, count, if member == sequence { out } else { &mut others });
         }
-        self.link_families(&out[first..], &others);
+        self.link_group_tables(&out[first..], &others);
         Ok(())
     }
 
     fn fork_row(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
-        let begun = self.step.begun.contains(&sequence);
+        let begun = self.begun.contains(&sequence);
         let row = self.rows.at_mut(sequence);
         row.writable = 0;
         let parent = row.clone();
         for &block in &*parent.table {
-            self.pools[parent.tier.index()].share(block, count);
+            self.tiers.share((parent.tier, block), count);
         }
         for _ in 0..count {
             let child = self.rows.open(parent.tier, parent.table.to_vec());
@@ -326,7 +282,7 @@ impl Manager {
             inherit(row, &parent, parent.len, parent.written);
             (row.published, row.priority) = (parent.published, parent.priority);
             row.keys.clone_from(&parent.keys);
-            self.step.begun.extend(begun.then_some(child));
+            self.begun.extend(begun.then_some(child));
             out.push(child);
         }
     }
@@ -349,9 +305,9 @@ impl Manager {
         for &member in &members {
             wanted += self.blocks_behind_prefix(member, shared, tokens)?;
         }
-        self.pools[0].require(wanted, true)?;
+        self.tiers.device().require(wanted, true)?;
         let children: Vec<_> = members.iter().map(|&member| self.fork_row_prefix(member, shared, tokens)).collect();
-        self.link_families(&children[..1], &children[1..]);
+        self.link_group_tables(&children[..1], &children[1..]);
         Ok(children[0])
     }
 
@@ -371,9 +327,9 @@ impl Manager {
             self.begin_release(sequence);
             // The last block goes first, so that a cached chain is evicted from its end.
             let table = self.rows.close(sequence);
-            release_all(&mut self.pools, tier, &table);
+            self.tiers.release_all(tier, &table);
         }
-        self.keep_quotas();
+        self.tiers.enforce_quotas();
         Ok(())
     }
 
@@ -426,7 +382,7 @@ impl Manager {
     /// Whether the device has so many blocks of `free`, the watermark kept.
     fn admit(&self, wanted: usize, free: usize) -> Fit {
         let kept = self.watermark + usize::from(self.groups.slide());
-        let fit = Fit::new(wanted, free.saturating_sub(self.watermark), self.pools[0].len().saturating_sub(kept));
+        let fit = Fit::new(wanted, free.saturating_sub(self.watermark), self.tiers.device().len().saturating_sub(kept));
         let is_short = fit.status == AllocStatus::Ok && free < self.watermark;
         if is_short { Fit { status: AllocStatus::Later, ..fit } } else { fit }
     }
@@ -436,15 +392,13 @@ impl Manager {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
-        refuse_loading(sequence, row, &self.tickets)?;
+        refuse_loading(sequence, row, &self.transfers)?;
         Ok(row)
     }
 
-    /// Takes a lease for the present step.
-    fn lease(&mut self, tier: Tier, block: BlockId, kind: LeaseKind) -> Result<()> {
-        self.pools[tier.index()].lease(block, kind)?;
-        self.tickets.collect(Lease { tier, kind, block });
-        Ok(())
+    /// What it takes to decide a transfer.
+    fn step(&mut self) -> Step<'_> {
+        Step { tiers: &mut self.tiers, transfers: &mut self.transfers }
     }
 }
 
@@ -470,8 +424,8 @@ fn require_tier(sequence: SequenceId, row: &Row, wanted: Tier) -> Result<()> {
 }
 
 /// A load of the present step lands before its tokens are written; one of an earlier step must have landed.
-fn refuse_loading(sequence: SequenceId, row: &Row, tickets: &Tickets) -> Result<()> {
-    if row.moving && row.ticket != tickets.open() && tickets.in_flight(row.ticket) {
+fn refuse_loading(sequence: SequenceId, row: &Row, transfers: &Transfers) -> Result<()> {
+    if row.moving && row.ticket != transfers.open() && transfers.in_flight(row.ticket) {
         return Err(Error::InFlight { sequence, ticket: row.ticket });
     }
     Ok(())
@@ -484,7 +438,7 @@ fn inherit(child: &mut Row, parent: &Row, len: u32, written: TicketId) {
     child.ticket = parent.ticket;
     child.moving = parent.moving;
     child.group = parent.group;
-    child.slid = parent.slid;
+    child.null_prefix = parent.null_prefix;
 }
 
 fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
@@ -510,11 +464,7 @@ impl Manager {
         &mut self.rows
     }
 
-    pub(crate) fn events(&self) -> Option<&Events> {
-        self.events.as_deref()
-    }
-
-    pub(crate) fn tickets(&self) -> &Tickets {
-        &self.tickets
+    pub(crate) fn transfers(&self) -> &Transfers {
+        &self.transfers
     }
 }

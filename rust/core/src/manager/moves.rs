@@ -1,24 +1,23 @@
-//! Defragmentation inside the books: device blocks are moved into holes by transfers of the step's decision.
+//! Defragmentation: device blocks move into holes by transfers of the step's decision.
 //!
 //! Until a move's ticket is completed nothing but the pool knows of it: tables, keys and slots name the source, which is
 //! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
 //! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
 
-use super::hostcache::join_copies;
-use super::{Manager, invalid, link, part_orphans};
+use super::{Manager, invalid};
 use crate::block::{BlockState, TierBlock};
-use crate::defrag::{Budget, Entry, Place, Plan, Wanted};
+use crate::defrag::{Budget, Entry, Occupancy, Plan, Wanted};
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Kept, Relocations};
 use crate::table::Row;
+use crate::transfer::{PendingMoves, PendingRehome};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// What becomes of cached blocks that are in the way and that no sequence uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cached {
-    /// They move like others, and stay findable.
+    /// They move like others, and stay cached.
     #[default]
     Move,
     /// They count as holes: those are evicted that are in the way, or that others move into.
@@ -42,10 +41,10 @@ impl Cached {
     }
 
     /// What such blocks count as.
-    pub(super) const fn place(self) -> Place {
+    pub(super) const fn place(self) -> Occupancy {
         match self {
-            Self::Move => Place::Live,
-            Self::Drop | Self::Exchange => Place::Hole,
+            Self::Move => Occupancy::Live,
+            Self::Drop | Self::Exchange => Occupancy::Hole,
         }
     }
 
@@ -104,7 +103,7 @@ pub struct Fragmentation {
     pub max_id: Option<BlockId>,
     /// Blocks between the highest one that could move and the highest that there need be.
     pub gap: u32,
-    /// Free blocks that hold nothing findable.
+    /// Free blocks that are not cached.
     pub holes: usize,
     /// Whole pages of the pool, of the size asked for, of which all blocks are holes.
     pub empty_pages: usize,
@@ -150,14 +149,13 @@ impl Manager {
         self.set_goals(goals);
         let plan = self.plan(&tables, budget.one_way(), cached);
         let evicted = plan.drops().iter().map(|&[_, to]| to).chain(plan.clear.iter().copied());
-        let dropped = evicted.map(|block| self.pools[0].drop_cached(BlockId(block))).count();
-        let kept: Vec<_> =
-            plan.onward.iter().filter_map(|&[from, to]| self.detach_cached(BlockId(from), BlockId(to))).collect();
-        if dropped + kept.len() > 0 {
-            part_orphans(&mut self.pools, Tier::Device);
+        let dropped = evicted.map(|block| self.tiers.drop_cached(BlockId(block))).count();
+        let onward = plan.onward.iter();
+        let rehomes: Vec<_> = onward.filter_map(|&[from, to]| self.detach_cached(BlockId(from), BlockId(to))).collect();
+        let planned = plan.pairs.len() + rehomes.len();
+        if !rehomes.is_empty() {
+            self.transfers.step_mut().moves_mut().rehomes.extend(rehomes);
         }
-        let planned = plan.pairs.len() + kept.len();
-        self.tickets.open_moves().kept.extend(kept);
         for &[from, to] in &plan.pairs {
             self.begin_move(BlockId(from), BlockId(to));
         }
@@ -167,28 +165,28 @@ impl Manager {
 
     /// Keeps the places of the device's blocks from now on.
     fn follow_places(&mut self, cached: Cached) -> Result<()> {
-        if self.pools[0].follows_places() {
-            self.pools[0].count_idle_as(cached.place());
+        if self.tiers.device().follows_places() {
+            self.tiers.count_idle_as(cached.place());
             return Ok(());
         }
-        let open = self.tickets.open();
+        let open = self.transfers.open();
         let rows = &self.rows;
         let written = |pool: &crate::pool::Pool| {
             let rows = rows.iter().filter(|(_, row)| row.tier == Tier::Device && row.written == open);
             let blocks = rows.flat_map(|(_, row)| row.table.iter().copied());
             blocks.filter(|&block| !pool.block(block).is_published()).collect()
         };
-        self.pools[0].follow_places(self.groups.slide(), written)?;
-        self.pools[0].count_idle_as(cached.place());
+        self.tiers.follow_places(written)?;
+        self.tiers.count_idle_as(cached.place());
         for (sequence, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
-            self.pools[0].note_owner(sequence.row(), 0, &row.table);
+            self.tiers.note_owner(sequence.row(), 0, &row.table);
         }
         Ok(())
     }
 
     fn begin_move(&mut self, from: BlockId, to: BlockId) {
         // The next append to the block must ask the pool.
-        let hint = self.pools[0].hint(from);
+        let hint = self.tiers.hint(from);
         let size = self.block_size;
         let (rows, _) = self.rows.entries();
         if let Some(row) = rows.get_mut(hint.row as usize).filter(|row| row.len < row.writable) {
@@ -197,69 +195,59 @@ impl Manager {
                 row.writable = 0;
             }
         }
-        self.pools[0].begin_move(from, to);
-        self.tickets.collect_move(from, to);
+        self.tiers.begin_move(from, to);
+        self.transfers.step_mut().moves_mut().moves.push([from.0, to.0]);
     }
 
-    /// Takes what a cached block holds out of it before another moves there, to be found in a hole once it has landed.
-    fn detach_cached(&mut self, from: BlockId, to: BlockId) -> Option<Kept> {
-        let told = self.events.as_ref().map(|events| events.told(Tier::Device, from));
-        let found = self.pools[0].detach_cached(from)?;
-        self.pools[0].take_target(to);
-        Some(Kept { from, to, found, told })
-    }
-
-    /// Lets what was taken out of a cached block be found again; returns whether it is, in that block.
-    fn attach_cached(&mut self, kept: &Kept, at: BlockId) -> bool {
-        let is_found = self.pools[0].attach_cached(at, kept.found);
-        if is_found {
-            if self.host_cache.is_some() {
-                join_copies(&mut self.pools, &kept.found.key);
-            }
-            if let (Some(events), Some(told)) = (&mut self.events, kept.told) {
-                events.copied(&mut self.pools, (Tier::Device, at), told, self.block_size);
-            }
-        }
-        is_found
+    /// Takes what a cached block holds out of it before another moves there; a hole gets it once it has landed.
+    fn detach_cached(&mut self, from: BlockId, to: BlockId) -> Option<PendingRehome> {
+        let event = self.tiers.published_event((Tier::Device, from));
+        let identity = self.tiers.detach_cached(from, to)?;
+        Some(PendingRehome { from, to, identity, event })
     }
 
     /// Puts the moves of the present step that still count into its decision.
     pub(super) fn decide_moves(&mut self) {
-        if !self.pools[0].follows_places() {
+        if !self.tiers.device().follows_places() {
             return;
         }
-        let mut all = std::mem::take(self.tickets.open_moves());
+        let mut all = self.transfers.step_mut().take_moves();
         let (moves, cancelled): (Vec<_>, Vec<_>) =
-            all.moves.into_iter().partition(|&[from, to]| self.pools[0].moves_to(BlockId(from), BlockId(to)));
+            all.moves.into_iter().partition(|&[from, to]| self.tiers.device().moves_to(BlockId(from), BlockId(to)));
         for &[_, to] in &cancelled {
-            // What nobody writes keeps what it holds, and the move that was to save that is not needed.
-            let unwritten = all.kept.iter().position(|kept| kept.from.0 == to);
-            if let Some(kept) = unwritten.map(|at| all.kept.swap_remove(at)) {
-                self.attach_cached(&kept, kept.from);
-                self.pools[0].give_back(kept.to);
+            // What nobody overwrites keeps what it holds: the move that was to save that is not needed.
+            let unwritten = all.rehomes.iter().position(|rehome| rehome.from.0 == to);
+            if let Some(rehome) = unwritten.map(|at| all.rehomes.swap_remove(at)) {
+                self.tiers.attach_cached(rehome.from, rehome.identity, rehome.event);
+                self.tiers.give_back(rehome.to);
             }
-            self.pools[0].give_back(BlockId(to));
+            self.tiers.give_back(BlockId(to));
             self.moved.cancelled += 1;
         }
         all.moves = moves;
         if !all.moves.is_empty() {
-            self.step.pairs(crate::Kind::Move, Tier::Device, Tier::Device).extend(all.pairs());
+            self.transfers.pairs(crate::Kind::Move, Tier::Device, Tier::Device).extend(all.pairs());
         }
-        *self.tickets.open_moves() = all;
-        self.pools[0].end_step();
+        if !all.is_empty() {
+            *self.transfers.step_mut().moves_mut() = all;
+        }
+        self.tiers.end_step();
         if !cancelled.is_empty() {
-            self.keep_quotas();
+            self.tiers.enforce_quotas();
         }
     }
 
     /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
     pub(super) fn lose_moves(&mut self, ticket: TicketId, lost: &mut HashSet<TierBlock>) {
-        let Some(moves) = self.tickets.moves_of(ticket) else { return };
-        let (pool, stats) = (&mut self.pools[0], &mut self.moved);
-        moves.kept.retain(|kept| {
-            let landed = !lost.remove(&(Tier::Device, kept.to));
+        let Ok(ticket) = self.transfers.get_mut(ticket) else { return };
+        if ticket.move_pairs().next().is_none() {
+            return;
+        }
+        let (moves, tiers, stats) = (ticket.moves_mut(), &mut self.tiers, &mut self.moved);
+        moves.rehomes.retain(|rehome| {
+            let landed = !lost.remove(&(Tier::Device, rehome.to));
             if !landed {
-                pool.give_back(kept.to);
+                tiers.give_back(rehome.to);
                 stats.failed += 1;
             }
             landed
@@ -267,10 +255,10 @@ impl Manager {
         moves.moves.retain(|&[from, to]| {
             let landed = !lost.remove(&(Tier::Device, BlockId(to)));
             if !landed {
-                if pool.moves_to(BlockId(from), BlockId(to)) {
-                    pool.stay(BlockId(from));
+                if tiers.device().moves_to(BlockId(from), BlockId(to)) {
+                    tiers.stay(BlockId(from));
                 }
-                pool.give_back(BlockId(to));
+                tiers.give_back(BlockId(to));
                 stats.failed += 1;
             }
             landed
@@ -278,33 +266,33 @@ impl Manager {
     }
 
     /// Ends the moves of a ticket, whose bytes have landed.
-    pub(super) fn end_moves(&mut self, all: &Relocations) {
-        for kept in &all.kept {
-            let is_found = self.attach_cached(kept, kept.to);
-            self.pools[0].give_back(kept.to);
+    pub(super) fn end_moves(&mut self, all: &PendingMoves) {
+        for rehome in &all.rehomes {
+            let is_found = self.tiers.attach_cached(rehome.to, rehome.identity, rehome.event);
+            self.tiers.give_back(rehome.to);
             let count = if is_found { &mut self.moved.done } else { &mut self.moved.cancelled };
             *count += 1;
         }
         let mut landed = Vec::with_capacity(all.moves.len());
         for &[from, to] in &all.moves {
             let (from, to) = (BlockId(from), BlockId(to));
-            if self.pools[0].moves_to(from, to) {
-                let (refs, index) = (self.pools[0].refs(from) as usize, self.pools[0].hint(from).index as usize);
+            if self.tiers.device().moves_to(from, to) {
+                let (refs, index) = (self.tiers.device().refs(from) as usize, self.tiers.hint(from).index as usize);
                 landed.push(Landed { from, to, index, refs, rows: Vec::new() });
             } else {
-                self.pools[0].give_back(to);
+                self.tiers.give_back(to);
                 self.moved.cancelled += 1;
             }
         }
         self.find_rows(&mut landed);
         for landed in landed {
-            // In the books of a snapshot whose keys were forged a block may be at different places of tables.
+            // After a snapshot with forged keys a block may be at different places of tables.
             if landed.rows.len() == landed.refs {
                 self.finish_move(&landed);
                 self.moved.done += 1;
             } else {
-                self.pools[0].stay(landed.from);
-                self.pools[0].give_back(landed.to);
+                self.tiers.stay(landed.from);
+                self.tiers.give_back(landed.to);
                 self.moved.cancelled += 1;
             }
         }
@@ -314,7 +302,7 @@ impl Manager {
     fn find_rows(&mut self, landed: &mut [Landed]) {
         let mut open = Vec::new();
         for (at, one) in landed.iter_mut().enumerate() {
-            let hint = self.pools[0].hint(one.from);
+            let hint = self.tiers.hint(one.from);
             let row = self.rows.in_use(hint.row).filter(|row| row.tier == Tier::Device);
             if one.refs == 1 && row.is_some_and(|row| row.table.get(one.index) == Some(&one.from)) {
                 one.rows.push(hint.row);
@@ -347,23 +335,16 @@ impl Manager {
         }
     }
 
-    /// Lets the target take the place of the source in all books.
+    /// Lets the target take the place of the source everywhere.
     fn finish_move(&mut self, landed: &Landed) {
         let &Landed { from, to, index, .. } = landed;
-        let told = self.events.as_ref().filter(|_| self.pools[0].block(from).is_published());
-        let told = told.map(|events| events.told(Tier::Device, from));
-        if let Some(twin) = self.pools[0].finish_move(from, to) {
-            link(&mut self.pools, (Tier::Device, to), twin);
-        }
-        if let (Some(events), Some(told)) = (&mut self.events, told) {
-            events.copied(&mut self.pools, (Tier::Device, to), told, self.block_size);
-        }
+        self.tiers.finish_move(from, to);
         let (rows, _) = self.rows.entries();
         for &row in &landed.rows {
             rows[row as usize].table.replace(index, to);
         }
         if let Some(&row) = landed.rows.first() {
-            self.pools[0].note_owner(row, index, &[to]);
+            self.tiers.note_owner(row, index, &[to]);
         }
     }
 
@@ -375,8 +356,8 @@ impl Manager {
         if page_blocks == 0 {
             return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
         }
-        let places = self.pools[0].survey(self.groups.slide())?;
-        let pool = &self.pools[0];
+        let places = self.tiers.survey()?;
+        let pool = &self.tiers.device();
         let (pages, known) = (pool.len() / page_blocks as usize, (0..).map(BlockId).take(pool.extent()));
         let pages =
             (0..u32::try_from(pages).unwrap_or(u32::MAX)).map(|page| page * page_blocks..(page + 1) * page_blocks);
@@ -388,7 +369,7 @@ impl Manager {
             ..Fragmentation::default()
         };
         for (_, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
-            let table = &row.table[row.slid as usize..];
+            let table = &row.table[row.null_prefix as usize..];
             found.tables += usize::from(!table.is_empty());
             found.runs += table.chunk_by(|a, b| a.0 + 1 == b.0).count();
         }
@@ -398,20 +379,21 @@ impl Manager {
     /// What does not hold of the moves under way.
     pub(crate) fn check_moves(&self) -> std::result::Result<(), String> {
         let mut targets = HashSet::new();
-        for [from, to] in self.tickets.moves() {
-            let (node_refs, writing) = (self.pools[0].refs(BlockId(to)), self.pools[0].block(BlockId(to)).is_filling());
+        for [from, to] in self.transfers.all().flat_map(|(_, ticket)| ticket.move_pairs()) {
+            let (node_refs, writing) =
+                (self.tiers.device().refs(BlockId(to)), self.tiers.device().block(BlockId(to)).is_filling());
             if !targets.insert(to) || node_refs > 0 || !writing {
                 return Err(format!("block {from} moves to {to}, which has {node_refs} references"));
             }
         }
-        let counting = self.pools[0].moving().filter(|&[_, to]| !targets.contains(&to)).count();
+        let counting = self.tiers.device().moving().filter(|&[_, to]| !targets.contains(&to)).count();
         if counting > 0 {
             return Err(format!("{counting} blocks move without a ticket"));
         }
         let sealed = |row: &Row| {
             let index = (row.writable / self.block_size) as usize;
             let written = index.checked_sub(1).and_then(|i| row.table.get(i));
-            row.writable <= row.len || written.is_none_or(|&block| !self.pools[0].is_moving(block))
+            row.writable <= row.len || written.is_none_or(|&block| !self.tiers.device().is_moving(block))
         };
         match self.rows.iter().find(|(_, row)| !sealed(row)) {
             Some((id, _)) => Err(format!("sequence {id} would write a block that moves")),

@@ -31,7 +31,7 @@ pub(super) struct Work {
     /// How many of these rows get one token, and have just filled the last block that they have.
     pub(super) ended: usize,
     /// Rows of a batch that moves whose blocks nothing else uses.
-    pub(super) plain: Vec<bool>,
+    pub(super) private: Vec<bool>,
 }
 
 /// What the first pass has seen: rows in all, fewer than there are if one is named twice, and those left to the second.
@@ -108,7 +108,7 @@ impl First<'_> {
                         return Passed { rows: index, slow: left.len, before };
                     }
                     row.stamp = epoch;
-                    if is_shown::<TABLES>(row) && row.len < row.writable && joins(row, &mut before) {
+                    if is_synced::<TABLES>(row) && row.len < row.writable && joins(row, &mut before) {
                         advance(row, slot, open);
                     } else {
                         left.push(index, index);
@@ -135,7 +135,7 @@ impl First<'_> {
                         return Passed { rows: index, slow: left.len, before };
                     }
                     row.stamp = epoch;
-                    if is_shown::<TABLES>(row)
+                    if is_synced::<TABLES>(row)
                         && fits(row.len, count, batch.lookahead, row.writable)
                         && joins(row, &mut before)
                     {
@@ -172,8 +172,8 @@ fn joins(row: &Row, before: &mut TicketId) -> bool {
 
 /// Whether the block table that is kept of a row, if any is, shows what the row has now.
 #[inline]
-fn is_shown<const TABLES: bool>(row: &Row) -> bool {
-    !TABLES || row.shown.version == row.table.version()
+fn is_synced<const TABLES: bool>(row: &Row) -> bool {
+    !TABLES || row.synced.version == row.table.version()
 }
 
 /// Whether tokens and lookahead fit into the block that a row is writing.
@@ -208,7 +208,7 @@ pub(super) fn next_blocks(
         next_block(row, block, size, open);
         batch.slots[at] = i64::from(block.0) * i64::from(size);
         if let Some(tables) = &mut batch.tables {
-            row.table.show(&mut row.shown, tables.row(index));
+            row.table.sync(&mut row.synced, tables.row(index));
         }
     }
 }

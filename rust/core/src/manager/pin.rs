@@ -1,8 +1,8 @@
-//! Holds with a deadline, so that a dead reader cannot keep a block for ever: pins, which keep cached blocks for a reader
-//! outside of the books, and tickets whose transfers have not begun.
+//! Pins, which keep cached blocks for a reader outside, and what a deadline does to pins and tickets: a dead reader cannot
+//! hold a block for ever.
 //!
-//! The clock is the caller's: any unit, rising. What has been submitted ends with its own event alone; past its deadline
-//! its blocks are quarantined: held and counted, while the sequences that wait for them can be freed and go on elsewhere.
+//! The clock is the caller's: any unit, rising. What has been submitted ends only by its own call. Past its deadline its
+//! blocks are quarantined: held and counted, while the sequences that wait for them can be freed and go on elsewhere.
 
 use super::prefix::Prompt;
 use super::resize::share;
@@ -10,25 +10,17 @@ use super::{Manager, require_fraction};
 use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
-use crate::lease::Lease;
+use crate::transfer::{Deadline, Late, Lease};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// One reader's blocks.
 #[derive(Debug, Clone)]
 struct Pin {
     blocks: Vec<BlockId>,
-    deadline: u64,
-    submitted: bool,
+    deadline: Deadline,
 }
 
-/// Until when a ticket may be held up.
-#[derive(Debug, Clone, Copy)]
-struct Deadline {
-    at: u64,
-    submitted: bool,
-}
-
-/// Pins, and the deadlines of tickets.
+/// Pins.
 #[derive(Debug, Clone)]
 pub(super) struct Pins {
     /// Fraction of the device blocks that may be pinned at once, and how many that are.
@@ -38,10 +30,8 @@ pub(super) struct Pins {
     held: BTreeMap<PinId, Pin>,
     /// Pins of each pinned block.
     counts: HashMap<BlockId, usize>,
-    deadlines: BTreeMap<TicketId, Deadline>,
     /// Submitted ones past their deadline.
     late: BTreeSet<PinId>,
-    overdue: BTreeSet<TicketId>,
 }
 
 /// What a moment has put an end to.
@@ -66,9 +56,7 @@ impl Pins {
             next: 1,
             held: BTreeMap::new(),
             counts: HashMap::new(),
-            deadlines: BTreeMap::new(),
             late: BTreeSet::new(),
-            overdue: BTreeSet::new(),
         }
     }
 
@@ -101,12 +89,6 @@ impl Pins {
         self.counts.len()
     }
 
-    /// A ticket has ended.
-    pub(super) fn ended(&mut self, ticket: TicketId) {
-        self.deadlines.remove(&ticket);
-        self.overdue.remove(&ticket);
-    }
-
     fn get(&mut self, pin: PinId) -> Result<&mut Pin> {
         self.held.get_mut(&pin).ok_or(Error::UnknownPin { pin })
     }
@@ -120,7 +102,7 @@ impl Manager {
     pub fn limit_pins(&mut self, fraction: f64) -> Result<()> {
         require_fraction("max_pinned", fraction)?;
         self.pins.fraction = fraction;
-        self.pins.resize(self.pools[0].len());
+        self.pins.resize(self.tiers.device().len());
         Ok(())
     }
 
@@ -135,7 +117,7 @@ impl Manager {
         let one = [sequence];
         let members = self.members(&one, &mut all)?;
         let tables = members.iter().flat_map(|&member| self.rows.at(member).table.iter());
-        let blocks = tables.copied().filter(|&block| self.pools[0].block(block).is_published()).collect();
+        let blocks = tables.copied().filter(|&block| self.tiers.device().block(block).is_published()).collect();
         self.pin_blocks(blocks, deadline)
     }
 
@@ -156,18 +138,18 @@ impl Manager {
         if held + new > limit {
             return Err(Error::TooManyPinned { wanted: new, held, limit });
         }
-        if let Some(&block) = blocks.iter().find(|&&block| self.pools[0].block(block).lease_room() == 0) {
+        if let Some(&block) = blocks.iter().find(|&&block| self.tiers.device().block(block).lease_room() == 0) {
             let limit = u32::from(u16::MAX >> 1);
             return Err(Error::TooManyLeases { tier: Tier::Device, block, limit });
         }
         for &block in &blocks {
             // Out of the evictable ones, if it is one of them: a leased block is none.
-            self.pools[0].lease_cached(block, LeaseKind::Read)?;
+            self.tiers.lease_cached((Tier::Device, block), LeaseKind::Read)?;
             *self.pins.counts.entry(block).or_default() += 1;
         }
         let pin = PinId(self.pins.next);
         self.pins.next += 1;
-        self.pins.held.insert(pin, Pin { blocks, deadline, submitted: false });
+        self.pins.held.insert(pin, Pin { blocks, deadline: Deadline { at: deadline, submitted: false } });
         Ok(pin)
     }
 
@@ -184,7 +166,7 @@ impl Manager {
     /// # Errors
     /// The pin is unknown or has expired: the blocks must not be read.
     pub fn submit_pin(&mut self, pin: PinId) -> Result<()> {
-        self.pins.get(pin)?.submitted = true;
+        self.pins.get(pin)?.deadline.submitted = true;
         Ok(())
     }
 
@@ -203,7 +185,7 @@ impl Manager {
                     self.pins.counts.remove(&block);
                 }
             }
-            self.pools[0].end_lease(block, LeaseKind::Read);
+            self.tiers.end_lease((Tier::Device, block), LeaseKind::Read);
         }
         Ok(())
     }
@@ -213,11 +195,7 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn set_deadline(&mut self, ticket: TicketId, deadline: u64) -> Result<()> {
-        self.require_ticket(ticket)?;
-        let submitted = self.pins.deadlines.get(&ticket).is_some_and(|deadline| deadline.submitted);
-        self.pins.overdue.remove(&ticket);
-        self.pins.deadlines.insert(ticket, Deadline { at: deadline, submitted });
-        Ok(())
+        self.transfers.set_deadline(ticket, deadline)
     }
 
     /// The ticket's transfers have begun: only [`Manager::complete`] and [`Manager::fail`] end it from now on.
@@ -225,10 +203,7 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, has ended or expired: its transfers must not run.
     pub fn submit(&mut self, ticket: TicketId) -> Result<()> {
-        self.require_ticket(ticket)?;
-        let deadline = self.pins.deadlines.entry(ticket).or_insert(Deadline { at: u64::MAX, submitted: true });
-        deadline.submitted = true;
-        Ok(())
+        self.transfers.mark_submitted(ticket)
     }
 
     /// Ends every pin and every ticket that is not submitted and whose deadline is `now` or earlier, the latter as if all
@@ -236,30 +211,25 @@ impl Manager {
     /// quarantined.
     ///
     /// # Errors
-    /// The books contradict themselves.
+    /// The manager contradicts itself.
     pub fn expire(&mut self, now: u64) -> Result<Expired> {
         let mut expired = Expired::default();
-        let late: Vec<_> = self.pins.held.iter().filter(|(_, pin)| pin.deadline <= now).collect();
-        let (overdue, ended): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, pin)| pin.submitted);
+        let late: Vec<_> = self.pins.held.iter().filter(|(_, pin)| pin.deadline.at <= now).collect();
+        let (overdue, ended): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, pin)| pin.deadline.submitted);
         let overdue: Vec<PinId> = overdue.into_iter().map(|(&id, _)| id).collect();
         expired.pins = ended.into_iter().map(|(&id, _)| id).collect();
         self.pins.late.extend(overdue);
         for &pin in &expired.pins {
             self.unpin(pin)?;
         }
-        let late = self.pins.deadlines.iter().filter(|(_, deadline)| deadline.at <= now);
-        let (overdue, ended): (Vec<_>, Vec<_>) = late.partition(|(_, deadline)| deadline.submitted);
-        expired.tickets = ended.into_iter().map(|(&ticket, _)| ticket).collect();
-        let overdue = overdue.into_iter().map(|(&ticket, _)| ticket);
-        expired.overdue = overdue.filter(|ticket| !self.pins.overdue.contains(ticket)).collect();
+        Late { expired: expired.tickets, overdue: expired.overdue } = self.transfers.late(now);
         for &ticket in &expired.tickets {
-            let written = self.written_by(ticket);
-            expired.sequences.extend(self.cancel(ticket, written)?);
+            expired.sequences.extend(self.cancel(ticket)?);
         }
         for &ticket in &expired.overdue {
-            let written = self.written_by(ticket);
+            let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
             expired.sequences.extend(self.lose(&written)?);
-            self.pins.overdue.insert(ticket);
+            self.transfers.set_overdue(ticket)?;
         }
         expired.sequences.sort_unstable();
         expired.sequences.dedup();
@@ -269,7 +239,7 @@ impl Manager {
     /// Blocks of a tier that transfers past their deadline still hold, by id.
     #[must_use]
     pub fn quarantined(&self, tier: Tier) -> Vec<BlockId> {
-        let leases = self.pins.overdue.iter().flat_map(|&ticket| self.tickets.of(ticket));
+        let leases = self.transfers.overdue_leases();
         let mut blocks: Vec<_> = leases.filter(|lease| lease.tier == tier).map(|lease| lease.block).collect();
         if tier == Tier::Device {
             let pins = self.pins.late.iter().filter_map(|pin| self.pins.held.get(pin));
@@ -280,32 +250,19 @@ impl Manager {
         blocks
     }
 
-    fn require_ticket(&self, ticket: TicketId) -> Result<()> {
-        self.tickets.get(ticket).map(drop).ok_or(Error::UnknownTicket { ticket })
-    }
-
-    fn written_by(&self, ticket: TicketId) -> HashSet<TierBlock> {
-        let leases = self.tickets.of(ticket).filter(|lease| lease.kind == LeaseKind::Write);
-        leases.map(|lease| (lease.tier, lease.block)).collect()
-    }
-
     /// Leases that pins hold.
     pub(crate) fn pin_leases(&self) -> impl Iterator<Item = Lease> + '_ {
         let blocks = self.pins.held.values().flat_map(|pin| &pin.blocks);
         blocks.map(|&block| Lease { tier: Tier::Device, kind: LeaseKind::Read, block })
     }
 
-    /// What does not hold of pins and deadlines.
+    /// What does not hold of pins.
     pub(crate) fn check_pins(&self) -> std::result::Result<(), String> {
         let mut counts: HashMap<BlockId, usize> = HashMap::new();
         self.pin_leases().for_each(|lease| *counts.entry(lease.block).or_default() += 1);
         if counts != self.pins.counts {
             return Err(format!("{} blocks are pinned, counted {}", self.pins.counts.len(), counts.len()));
         }
-        let mut tickets = self.pins.deadlines.keys().chain(&self.pins.overdue);
-        match tickets.find(|&&ticket| self.tickets.get(ticket).is_none()) {
-            Some(ticket) => Err(format!("ticket {ticket} has a deadline and has ended")),
-            None => Ok(()),
-        }
+        Ok(())
     }
 }

@@ -2,14 +2,14 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::hostcache::{Found, join_copies};
-use super::{Fit, Manager, blocks_for, invalid, release};
+use super::hostcache::Found;
+use super::{Fit, Manager, blocks_for, invalid};
 use crate::error::{Error, Result};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::pool::Published;
+use crate::prefix::{CachedIdentity, Published};
 use crate::table::{LastBlock, RowKeys, frames_before_extras};
 use serde::{Deserialize, Serialize};
 
@@ -47,7 +47,7 @@ pub struct BlockExtra<'a> {
 pub struct Prompt<'a> {
     /// Token ids.
     pub tokens: &'a [u32],
-    /// What its keys depend on beside its tokens.
+    /// What its keys depend on besides its tokens.
     pub spec: KeySpec,
     /// Extras, by rising block.
     pub extras: &'a [BlockExtra<'a>],
@@ -113,7 +113,7 @@ impl Manager {
     /// Whether prompts share cached blocks.
     #[must_use]
     pub fn is_caching(&self) -> bool {
-        self.pools[0].is_caching()
+        self.tiers.device().is_caching()
     }
 
     /// What is cached of the start of a prompt; nothing is taken.
@@ -139,7 +139,7 @@ impl Manager {
         let tokens = prompt.tokens.len() as u64;
         let ahead = blocks_for(tokens + u64::from(lookahead), self.block_size) - blocks_for(tokens, self.block_size);
         let wanted = missing + ahead * self.groups.growing().len() + loads + self.idle_blocks(&found);
-        Ok(self.admit(wanted, self.pools[0].available()))
+        Ok(self.admit(wanted, self.tiers.device().available()))
     }
 
     /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle
@@ -172,10 +172,10 @@ impl Manager {
         let idle = self.idle_blocks(&matches);
         let new: usize = prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(prompt, found, chunk)).sum();
         let loads = self.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
-        self.pools[0].require(new + loads + idle, true)?;
+        self.tiers.device().require(new + loads + idle, true)?;
         self.require_nulls(prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(prompt, found, chunk)))?;
         for block in matches.iter().flat_map(Match::blocks) {
-            self.pools[0].claim(*block);
+            self.tiers.claim((Tier::Device, *block));
         }
         for (prompt, found) in prompts.iter().zip(matches) {
             out.push(self.open_prompt(prompt, found, chunk)?);
@@ -202,7 +202,7 @@ impl Manager {
             return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
         refuse_reserved(tokens)?;
-        self.append_shown(sequences, counts, lookahead, tables, slots)?;
+        self.append_synced(sequences, counts, lookahead, tables, slots)?;
         let mut rest = tokens;
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
@@ -233,7 +233,7 @@ impl Manager {
         self.rows.begin_batch();
         for (i, &sequence) in sequences.iter().enumerate() {
             let row = self.rows.next_in_batch(sequence)?;
-            if row.written == self.tickets.open() {
+            if row.written == self.transfers.open() {
                 return Err(Error::Unwritten { sequence });
             }
             if let Some(&computed) = computed.and_then(|computed| computed.get(i)).filter(|&&n| n > row.len) {
@@ -244,8 +244,8 @@ impl Manager {
             let computed = computed.map_or(self.rows.at(sequence).len, |computed| computed[i]);
             let keys = self.rows.at_mut(sequence).keys.take();
             for group in 0..self.groups.growing().len() {
-                let family = self.rows.at(sequence).family.as_deref();
-                let member = family.map_or(sequence, |family| family[group]);
+                let group_tables = self.rows.at(sequence).group_tables.as_deref();
+                let member = group_tables.map_or(sequence, |group_tables| group_tables[group]);
                 if let Some(keys) = &keys {
                     self.publish_row(member, keys, computed);
                 }
@@ -272,21 +272,7 @@ impl Manager {
 
     /// Forgets everything that is cached, host copies too, unless a block is in use; returns whether it did.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        let null = usize::from(self.groups.slide());
-        let caching = if self.host_cache.is_some() { &[Tier::Device, Tier::Host][..] } else { &[Tier::Device] };
-        if caching.iter().any(|tier| self.pool(*tier).free() + null != self.pool(*tier).len()) {
-            return false;
-        }
-        for &tier in caching {
-            self.pools[tier.index()].unpublish_all();
-            for (tier, twin) in self.pools[tier.index()].take_orphans() {
-                self.pools[tier.index()].set_tier_copy(twin, None);
-            }
-            if let Some(events) = &mut self.events {
-                events.cleared(&mut self.pools, tier);
-            }
-        }
-        true
+        self.tiers.reset_cache()
     }
 
     /// Device blocks that are cached for the start of a prompt, null blocks left out, and how many blocks that start has.
@@ -299,7 +285,7 @@ impl Manager {
 
     /// Found blocks that nothing uses yet.
     fn idle_blocks(&self, matches: &[Match]) -> usize {
-        let idle = |block: &&BlockId| !self.pools[0].block(**block).is_used();
+        let idle = |block: &&BlockId| !self.tiers.device().block(**block).is_used();
         if let [one] = matches {
             return one.blocks().filter(idle).count();
         }
@@ -337,9 +323,9 @@ impl Manager {
             // One key behind the hashing, which takes so long that this costs nothing.
             if let Some(key) = keys.last() {
                 if alone && found.len() + 1 == i {
-                    found.extend(self.pools[0].find(key));
+                    found.extend(self.tiers.device().find(key));
                 } else {
-                    self.pools[0].look_ahead(key);
+                    self.tiers.device().look_ahead(key);
                 }
             }
             keys.push(key);
@@ -353,23 +339,21 @@ impl Manager {
         }
         let (hits, others) = if alone {
             if found.len() + 1 == limit.min(keys.len()) {
-                found.extend(keys.get(found.len()).and_then(|key| self.pools[0].find(key)));
+                found.extend(keys.get(found.len()).and_then(|key| self.tiers.device().find(key)));
             }
             (found.len(), Vec::new())
         } else {
             self.find_groups(&keys[..limit], &mut found)
         };
-        let tail = match &self.host_cache {
-            Some(_) if alone => self.find_on_host(&keys[hits..limit], batch),
-            _ => Vec::new(),
-        };
+        let keeps_copies = alone && self.tiers.keeps_host_copies();
+        let tail = if keeps_copies { self.find_on_host(&keys[hits..limit], batch) } else { Vec::new() };
         let hits = hits + tail.len();
         let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
             let frames = chain.frames().saturating_sub(self.block_size.div_ceil(16));
             let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
             LastBlock { before, tokens: tokens.to_vec() }
         });
-        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, self.tenants.of(&prompt.spec));
+        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, self.tiers.tenant_of(&prompt.spec));
         let keys = RowKeys { chain, keys, pending, lora_id, tenant, surplus, last };
         Ok(Match { keys, hits, found, tail, others })
     }
@@ -408,7 +392,7 @@ impl Manager {
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
         self.load(&tail, &keys, &mut found)?;
         let sequence = self.open_row(0, cached, length, found);
-        let open = self.tickets.open();
+        let open = self.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.keys = Some(Box::new(keys));
         row.published = published;
@@ -423,7 +407,7 @@ impl Manager {
                 self.rows.at_mut(member).published = published;
                 rows.push(member);
             }
-            self.link_families(&[sequence], &rows);
+            self.link_group_tables(&[sequence], &rows);
         }
         Ok((sequence, cached))
     }
@@ -456,42 +440,31 @@ impl Manager {
     fn publish_row(&mut self, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
         // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
-        if row.tier != Tier::Device || row.lost || !self.tickets.is_settled(row.ticket) {
+        if row.tier != Tier::Device || row.lost || !self.transfers.is_settled(row.ticket) {
             return;
         }
         let (group, slide) = (row.group, self.groups.slide());
         let end = keys.keys.len().min((computed / self.block_size) as usize);
-        let mut at = row.published.max(row.slid) as usize;
+        let mut at = row.published.max(row.null_prefix) as usize;
         while at < end {
             let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
             if slide && block == NULL_BLOCK {
                 at += 1;
                 continue;
             }
-            if self.pools[0].block(block).is_filling() {
+            if self.tiers.device().block(block).is_filling() {
                 break;
             }
-            match self.pools[0].publish(block, key, u32::try_from(at).unwrap_or(u32::MAX)) {
-                Published::Now => {
-                    if keys.tenant != 0 {
-                        self.pools[0].assign(block, keys.tenant);
-                    }
-                    if self.host_cache.is_some() {
-                        join_copies(&mut self.pools, &key);
-                    }
-                    if let Some(events) = &mut self.events {
-                        if let Some(publication) = publication(keys, at, block, self.block_size) {
-                            events.stored(&mut self.pools, Tier::Device, Publication { group, ..publication });
-                        }
-                    }
-                }
-                Published::Before => {}
+            let identity = CachedIdentity { key, depth: u32::try_from(at).unwrap_or(u32::MAX), tenant: keys.tenant };
+            let publication = || publication(keys, at, block, group, self.block_size);
+            match self.tiers.publish((Tier::Device, block), identity, publication) {
+                Published::Now | Published::Before => {}
                 Published::As(canonical) => {
-                    self.pools[0].claim(canonical);
+                    self.tiers.claim((Tier::Device, canonical));
                     row.table.replace(at, canonical);
-                    release(&mut self.pools, Tier::Device, block);
+                    self.tiers.release((Tier::Device, block));
                     // Where others still use the block given up, there is one more in use.
-                    self.pools[0].note_peak();
+                    self.tiers.note_peak();
                     self.stats.merged += 1;
                 }
             }
@@ -501,9 +474,9 @@ impl Manager {
     }
 }
 
-/// What the events are told of the block that a row publishes.
-fn publication(keys: &RowKeys, at: usize, block: BlockId, block_size: u32) -> Option<Publication> {
+/// What the event says of the block that a row publishes.
+fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
     let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
     let key = keys.chain_at(at, block_size)?;
-    Some(Publication { block, key, parent, tokens: block_size, lora_id: keys.lora_id, group: 0 })
+    Some(Publication { block, key, parent, tokens: block_size, lora_id: keys.lora_id, group })
 }

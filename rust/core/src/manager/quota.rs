@@ -1,48 +1,7 @@
-//! Quotas: how many cached blocks a tenant may leave behind on the device. A tenant is whoever has one salt.
-//!
-//! Blocks in use never count. What is beyond a quota is freed when sequences are freed, tickets end and decisions are
-//! taken, the tenant's least recently used first, and goes before all others' blocks if room is needed in between.
+//! Quotas: how many cached blocks a tenant may leave on the device.
 
-use super::{Manager, invalid, part_orphans};
+use super::Manager;
 use crate::error::Result;
-use crate::hash::KeySpec;
-use crate::id::Tier;
-use crate::memory;
-use crate::snapshot::Contents;
-use std::collections::HashMap;
-
-/// Tenants with quotas: their numbers from 1, by salt, and the quotas in the order of the numbers.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Tenants {
-    numbers: HashMap<[u8; 32], u16>,
-    quotas: Vec<([u8; 32], usize)>,
-}
-
-impl Tenants {
-    /// Number of a prompt's tenant, 0 if it has no quota.
-    #[inline]
-    pub(super) fn of(&self, spec: &KeySpec) -> u16 {
-        if self.numbers.is_empty() { 0 } else { self.numbers.get(&spec.salt).copied().unwrap_or(0) }
-    }
-
-    /// The tenants of a snapshot, with the quotas that their pool has.
-    pub(super) fn restore(salts: Vec<[u8; 32]>, quotas: Vec<usize>) -> Contents<Self> {
-        let numbers: HashMap<_, _> = salts.iter().copied().zip(1..).collect();
-        if numbers.len() != quotas.len() || salts.len() != quotas.len() {
-            return Err(format!(
-                "{} tenants, {} of them different, have {} quotas",
-                salts.len(),
-                numbers.len(),
-                quotas.len()
-            ));
-        }
-        Ok(Self { numbers, quotas: salts.into_iter().zip(quotas).collect() })
-    }
-
-    pub(super) fn all(&self) -> &[([u8; 32], usize)] {
-        &self.quotas
-    }
-}
 
 impl Manager {
     /// Lets the tenant of a salt keep at most `blocks` cached device blocks that no sequence uses; none for as many as
@@ -51,47 +10,12 @@ impl Manager {
     /// # Errors
     /// The prefix cache is off, the device has fewer blocks, or 65535 tenants have quotas.
     pub fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
-        let (limit, total) = (usize::from(u16::MAX), self.pools[0].len());
-        if !self.pools[0].is_caching() || blocks.is_some_and(|blocks| blocks > total) {
-            let found = blocks.map_or(-1, |blocks| blocks as i128);
-            let must = format!("at most the device's {total} blocks, with prefix caching");
-            return Err(invalid("quota", found, must));
-        }
-        let tenants = &mut self.tenants;
-        if tenants.quotas.len() == limit && !tenants.numbers.contains_key(&salt) {
-            return Err(invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}")));
-        }
-        if tenants.quotas.is_empty() {
-            // Whose each block is, and its place among those of its tenant.
-            memory::require_items::<(u16, u32)>(self.pools[0].extent())?;
-        }
-        let next = u16::try_from(tenants.quotas.len() + 1).unwrap_or(u16::MAX);
-        let number = *tenants.numbers.entry(salt).or_insert(next);
-        let quota = blocks.unwrap_or(usize::MAX);
-        if number == next {
-            tenants.quotas.push((salt, quota));
-        } else {
-            tenants.quotas[usize::from(number) - 1].1 = quota;
-        }
-        self.pools[0].set_quota(number, quota);
-        self.keep_quotas();
-        Ok(())
+        self.tiers.set_quota(salt, blocks)
     }
 
     /// Cached device blocks of a tenant that no sequence uses, and its quota; none for a tenant that never had one.
     #[must_use]
     pub fn quota(&self, salt: [u8; 32]) -> Option<(usize, Option<usize>)> {
-        let number = *self.tenants.numbers.get(&salt)?;
-        let (_, quota) = self.tenants.quotas.get(usize::from(number) - 1)?;
-        Some((self.pools[0].held_by(number), (*quota != usize::MAX).then_some(*quota)))
-    }
-
-    /// Frees what tenants have beyond their quotas.
-    #[inline]
-    pub(super) fn keep_quotas(&mut self) {
-        if !self.tenants.quotas.is_empty() {
-            self.pools[0].drop_beyond_quotas();
-            part_orphans(&mut self.pools, Tier::Device);
-        }
+        self.tiers.quota(salt)
     }
 }

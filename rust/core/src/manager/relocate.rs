@@ -1,15 +1,11 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
-use super::{
-    AllocStatus, Fit, Manager, blocks_for, link, part_orphans, refuse_lost, release, release_all, require_tier, unlink,
-};
+use super::{AllocStatus, Fit, Manager, blocks_for, refuse_lost, require_tier};
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::lease::Lease;
-use crate::transfer::merge_runs;
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +16,7 @@ struct Route {
     /// Lease on what is read: device blocks are read ahead of the step's writes.
     reads: LeaseKind,
     /// Whether what is written may be a block that device work of the same step still reads.
-    takes_draining: bool,
+    takes_overlappable: bool,
 }
 
 impl Route {
@@ -32,7 +28,7 @@ impl Route {
             _ => Kind::SwapIn,
         };
         let reads = if from == Tier::Device { LeaseKind::OverlappableRead } else { LeaseKind::Read };
-        Self { from, to, kind, reads, takes_draining: kind == Kind::SwapIn }
+        Self { from, to, kind, reads, takes_overlappable: kind == Kind::SwapIn }
     }
 }
 
@@ -73,8 +69,8 @@ impl Manager {
         };
         let mut all = Vec::new();
         let appended = self.next_tokens(self.growing(sequences, &mut all)?, lookahead);
-        let pool = &self.pools[route.to.index()];
-        let free = if route.takes_draining { pool.available() } else { pool.free() };
+        let pool = self.tiers.pool(route.to);
+        let free = if route.takes_overlappable { pool.available() } else { pool.free() };
         Ok(self.admit(moved + appended, free))
     }
 
@@ -114,7 +110,7 @@ impl Manager {
     fn room(&mut self, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
         match route.and_then(|route| self.wanted(sequences, route)) {
             Ok(wanted) => {
-                let pool = &self.pools[to.index()];
+                let pool = self.tiers.pool(to);
                 let total = pool.len().saturating_sub(usize::from(self.groups.slide()));
                 Ok(Fit::new(wanted, pool.free(), total))
             }
@@ -129,7 +125,7 @@ impl Manager {
             Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
             error => return Err(error),
         };
-        Ok(Fit { status, blocks: 0, free: self.pools[to.index()].free() })
+        Ok(Fit { status, blocks: 0, free: self.tiers.pool(to).free() })
     }
 
     /// Blocks beyond those moved that returning rows need for their next tokens: new ones, and a copy of a partly filled
@@ -156,13 +152,13 @@ impl Manager {
         self.rows.begin_batch();
         let mut sources = std::mem::take(&mut self.scratch);
         sources.clear();
-        self.work.plain.clear();
+        self.work.private.clear();
         let (mut alone, mut result) = (0, Ok(()));
         for &sequence in sequences {
             let found = self.rows.next_in_batch(sequence).map(|_| ());
             match found.and_then(|()| self.sources(sequence, route, &mut sources)) {
                 Ok(blocks) => {
-                    self.work.plain.push(blocks > 0);
+                    self.work.private.push(blocks > 0);
                     alone += blocks;
                 }
                 Err(error) => {
@@ -183,24 +179,24 @@ impl Manager {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, route.from)?;
-        if row.written == self.tickets.open() {
+        if row.written == self.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
-        if !self.tickets.is_settled(row.ticket) {
+        if !self.transfers.is_settled(row.ticket) {
             return Err(Error::InFlight { sequence, ticket: row.ticket });
         }
         let held = blocks_for(u64::from(row.len), self.block_size);
-        if self.pools[route.from.index()].are_private(&row.table[..held]) {
+        if self.tiers.pool(route.from).are_private(&row.table[..held]) {
             return Ok(held);
         }
         for &block in &row.table[..held] {
-            if self.pools[route.from.index()].block(block).is_filling() {
+            if self.tiers.pool(route.from).block(block).is_filling() {
                 return Err(Error::InFlight { sequence, ticket: row.ticket });
             }
             match self.shareable(block, route) {
                 None => sources.push(block),
                 // Claiming a cached block leaves one fewer to be taken.
-                Some(twin) if !self.pools[route.to.index()].block(twin).is_used() => sources.push(block),
+                Some(copy) if !self.tiers.pool(route.to).block(copy).is_used() => sources.push(block),
                 Some(_) => {}
             }
         }
@@ -213,57 +209,55 @@ impl Manager {
         if self.is_null(block) {
             return Some(block);
         }
-        let (tier, twin) = self.pools[route.from.index()].block(block).tier_copy()?;
-        let fresh = self.step.fresh.contains(&(tier, twin));
-        let landed = !self.pools[tier.index()].block(twin).is_filling() || self.tickets.idle();
-        (tier == route.to && (fresh || landed)).then_some(twin)
+        let (tier, copy) = self.tiers.pool(route.from).block(block).tier_copy()?;
+        let fresh = self.transfers.is_fresh((tier, copy));
+        let landed = !self.tiers.pool(tier).block(copy).is_filling() || self.transfers.idle();
+        (tier == route.to && (fresh || landed)).then_some(copy)
     }
 
     fn relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<()> {
         let wanted = self.wanted(sequences, route)?;
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
-        self.pools[route.to.index()].require(wanted, route.takes_draining)?;
-        let kept = self.claim_twins(sequences, route);
+        self.tiers.pool(route.to).require(wanted, route.takes_overlappable)?;
+        let kept = self.claim_copies(sequences, route);
         let mut targets = Vec::with_capacity(wanted);
-        let pool = &mut self.pools[route.to.index()];
-        self.step.reuses_drained |= pool.take(wanted - kept.len(), true, &mut targets);
-        part_orphans(&mut self.pools, route.to);
+        self.step().take(route.to, wanted - kept.len(), true, &mut targets);
         if !targets.is_empty() {
-            self.step.pairs(route.kind, route.from, route.to).reserve(targets.len());
+            self.transfers.pairs(route.kind, route.from, route.to).reserve(targets.len());
         }
         let mut rest = targets.iter();
         let mut partial = Vec::new();
         for (i, &sequence) in sequences.iter().enumerate() {
-            if self.work.plain[i] {
-                self.relocate_plain(sequence, route, &mut rest);
+            if self.work.private[i] {
+                self.relocate_private(sequence, route, &mut rest);
             } else {
                 self.relocate_row(sequence, route, &mut rest, &mut partial)?;
             }
         }
         debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
         for block in kept {
-            release(&mut self.pools, route.to, block);
+            self.tiers.release((route.to, block));
         }
         for block in partial {
-            unlink(&mut self.pools, route.to, block);
-            self.step.fresh.remove(&(route.to, block));
+            self.tiers.unlink((route.to, block));
+            self.transfers.remove_fresh((route.to, block));
         }
         Ok(())
     }
 
     /// Claims the cached blocks that the rows will share, so that making room does not evict them.
-    fn claim_twins(&mut self, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
+    fn claim_copies(&mut self, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
         let mut kept = Vec::new();
-        let shared = sequences.iter().zip(&self.work.plain).filter(|&(_, &plain)| !plain);
+        let shared = sequences.iter().zip(&self.work.private).filter(|&(_, &private)| !private);
         for (&sequence, _) in shared {
             let row = self.rows.at(sequence);
             let held = blocks_for(u64::from(row.len), self.block_size);
             for &block in &row.table[..held] {
-                if let Some(twin) = self.shareable(block, route) {
-                    if !self.pools[route.to.index()].block(twin).is_used() {
-                        self.pools[route.to.index()].claim(twin);
-                        kept.push(twin);
+                if let Some(copy) = self.shareable(block, route) {
+                    if !self.tiers.pool(route.to).block(copy).is_used() {
+                        self.tiers.claim((route.to, copy));
+                        kept.push(copy);
                     }
                 }
             }
@@ -284,43 +278,35 @@ impl Manager {
         let mut table = self.take_filled(sequence, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
-            if let Some(twin) = self.shareable(source, route) {
-                self.pools[route.to.index()].claim(twin);
-                *block = twin;
+            if let Some(copy) = self.shareable(source, route) {
+                self.tiers.claim((route.to, copy));
+                *block = copy;
             } else if let Some(&target) = targets.next() {
-                self.step.pairs(route.kind, route.from, route.to).push([source.0, target.0]);
-                self.lease(route.from, source, route.reads)?;
-                // The pool gave the block out with its lease.
-                self.tickets.collect(Lease { tier: route.to, kind: LeaseKind::Write, block: target });
-                self.promise_copy((route.from, source), (route.to, target), i);
-                let pool = &self.pools[route.from.index()];
-                if pool.refs(source) > 1 || (i < full && pool.block(source).is_published()) {
-                    link(&mut self.pools, (route.from, source), (route.to, target));
-                    self.step.fresh.insert((route.to, target));
+                let (from, to) = ((route.from, source), (route.to, target));
+                self.step().transfer(route.kind, from, to, route.reads)?;
+                self.publish_copy_later(from, to, i);
+                let held = self.tiers.block(from);
+                if held.refs() > 1 || (i < full && held.is_published()) {
+                    self.tiers.link(from, to);
+                    self.transfers.add_fresh(to);
                     if i >= full {
                         partial.push(target);
                     }
                 }
                 *block = target;
             }
-            release(&mut self.pools, route.from, source);
+            self.tiers.release((route.from, source));
         }
         self.arrive(sequence, route.to, table);
         Ok(())
     }
 
     /// Moves one row whose blocks nothing else uses.
-    fn relocate_plain(&mut self, sequence: SequenceId, route: Route, targets: &mut std::slice::Iter<'_, BlockId>) {
+    fn relocate_private(&mut self, sequence: SequenceId, route: Route, targets: &mut std::slice::Iter<'_, BlockId>) {
         let mut table = self.take_filled(sequence, route.from);
         let (to, rest) = targets.as_slice().split_at(table.len());
         *targets = rest.iter();
-        let pairs = self.step.pairs(route.kind, route.from, route.to);
-        let first = pairs.len();
-        pairs.extend(table.iter().zip(to).map(|(source, target)| [source.0, target.0]));
-        for run in merge_runs(&pairs[first..]) {
-            self.pools[route.from.index()].depart(run.src..run.src + run.len, route.reads);
-            self.tickets.collect_run(route.from, route.reads, route.to, run);
-        }
+        self.step().transfer_private(route.kind, (route.from, &table), (route.to, to), route.reads);
         table.copy_from_slice(to);
         self.arrive(sequence, route.to, table);
     }
@@ -331,19 +317,19 @@ impl Manager {
         let held = blocks_for(u64::from(row.len), self.block_size);
         row.note_cut();
         let mut table = row.table.take();
-        release_all(&mut self.pools, tier, &table[held..]);
+        self.tiers.release_all(tier, &table[held..]);
         table.truncate(held);
         table
     }
 
     /// Gives a row its table in the tier that it has moved to under the present step's ticket.
     fn arrive(&mut self, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
-        let (open, size) = (self.tickets.open(), self.block_size);
+        let (open, size) = (self.transfers.open(), self.block_size);
         let row = self.rows.at_mut(sequence);
         let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
         if tier == Tier::Device {
-            self.pools[0].note_owner(sequence.row(), 0, &row.table);
+            self.tiers.note_owner(sequence.row(), 0, &row.table);
         }
         row.tier = tier;
         row.ticket = open;

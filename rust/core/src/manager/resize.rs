@@ -4,12 +4,10 @@
 //! that. Shrinking goes on: what sequences use beyond the end leaves as they do, or is moved by defragmentation, and what
 //! transfers and pins hold there is waited for. [`Resize::extent`] says how much of the caches must stay meanwhile.
 
-use super::{Manager, invalid, part_orphans};
+use super::{Manager, invalid};
 use crate::block::{BlockState, MAX_BLOCKS};
 use crate::error::Result;
-use crate::event::Told;
 use crate::id::{BlockId, Tier};
-use crate::memory;
 
 /// How far the device's size has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,15 +50,7 @@ impl Manager {
             let kept = format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to give out");
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}: {kept}")));
         }
-        self.pools[0].require_growth(blocks)?;
-        if self.events.is_some() {
-            memory::require_items::<Told>(blocks.saturating_mul(2))?;
-        }
-        self.pools[0].resize(blocks);
-        part_orphans(&mut self.pools, Tier::Device);
-        if let Some(events) = &mut self.events {
-            events.grow(&self.pools);
-        }
+        self.tiers.resize_device(blocks)?;
         self.watermark = watermark;
         self.pins.resize(blocks);
         Ok(self.resize_progress())
@@ -76,7 +66,7 @@ impl Manager {
     /// What is in use beyond the device's blocks.
     #[must_use]
     pub fn resize_progress(&self) -> Resize {
-        let pool = &self.pools[0];
+        let pool = &self.tiers.device();
         let tail = pool.tail();
         Resize { blocks: pool.len(), live: tail.live, held: tail.held, extent: pool.extent() }
     }

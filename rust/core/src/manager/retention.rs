@@ -2,8 +2,8 @@
 
 use super::{Manager, invalid};
 use crate::error::Result;
-use crate::evict::MAX_PRIORITY;
 use crate::id::{SequenceId, Tier};
+use crate::prefix::evict::MAX_PRIORITY;
 
 impl Manager {
     /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to [`MAX_PRIORITY`].
@@ -30,14 +30,8 @@ impl Manager {
     /// Tells the policy that a sequence's blocks are released from now on.
     pub(super) fn begin_release(&mut self, sequence: SequenceId) {
         let row = self.rows.at(sequence);
-        let pool = &mut self.pools[Tier::Device.index()];
-        pool.begin_chain();
-        let priority = row.priority;
-        if priority > 0 && row.tier == Tier::Device {
-            for &block in row.table.iter() {
-                pool.prioritise(block, priority);
-            }
-        }
+        let is_kept = row.priority > 0 && row.tier == Tier::Device;
+        self.tiers.begin_release(if is_kept { &row.table } else { &[] }, row.priority);
     }
 }
 

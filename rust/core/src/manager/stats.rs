@@ -1,4 +1,4 @@
-//! Counters of the whole books, read in one call.
+//! All counters, read in one call.
 
 use super::{Manager, MoveStats, PrefixStats};
 use crate::decision::Kind;
@@ -29,7 +29,7 @@ pub struct TierUse {
 /// Counters since the manager was made, and what is the case now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Sequences in the books.
+    /// Sequences that have not been freed.
     pub sequences: usize,
     /// Decisions taken.
     pub steps: u64,
@@ -62,24 +62,10 @@ impl Manager {
         Err(format!("{hit_blocks} of {blocks} blocks and {hit_tokens} of {tokens} tokens were found"))
     }
 
-    /// What does not hold of the tiers together: which of them are caches, and who has quotas.
+    /// What does not hold of the tiers together, and of the tenants of rows.
     pub(crate) fn check_settings(&self) -> Result<(), String> {
-        let [device, host, external] = &self.pools;
-        if external.is_caching()
-            || host.is_caching() != self.host_cache.is_some()
-            || (host.is_caching() || self.groups.cross()) && host.is_caching() != device.is_caching()
-        {
-            return Err("a tier is a cache that cannot be one".to_owned());
-        }
-        let least = usize::from(self.groups.slide()) + 1;
-        if device.len() < least || host.resized() || external.resized() {
-            return Err(format!("{} device blocks, at least {least}, and a tier of another size", device.len()));
-        }
-        let quotas = self.tenants.all().iter().map(|(_, quota)| *quota);
-        if !quotas.eq(device.quotas()) || !host.quotas().is_empty() {
-            return Err(format!("{} tenants have quotas of {:?}", self.tenants.all().len(), device.quotas()));
-        }
-        let tenants = self.tenants.all().len();
+        self.tiers.check_settings(self.groups.cross())?;
+        let tenants = self.tiers.num_tenants();
         let stray = |row: &Row| row.keys.as_ref().is_some_and(|keys| usize::from(keys.tenant) > tenants);
         match self.rows.iter().find(|(_, row)| stray(row)) {
             Some((sequence, _)) => Err(format!("sequence {sequence} is of a tenant beyond {tenants}")),
@@ -90,7 +76,7 @@ impl Manager {
     /// All counters; counts the leases, so once a step rather than once a call.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let mut leases: Vec<_> = self.tickets.leases().map(|lease| (lease.tier, lease.block)).collect();
+        let mut leases: Vec<_> = self.transfers.leases().map(|lease| (lease.tier, lease.block)).collect();
         leases.sort_unstable();
         leases.dedup();
         let tiers = Tier::ALL.map(|tier| {
@@ -109,8 +95,8 @@ impl Manager {
         });
         Stats {
             sequences: self.num_sequences(),
-            steps: self.tickets.open().0 - 1,
-            open_tickets: self.tickets.in_flight_count(),
+            steps: self.transfers.open().0 - 1,
+            open_tickets: self.transfers.in_flight_count(),
             prefix: self.stats,
             moves: self.moved,
             tiers,

@@ -1,41 +1,37 @@
-//! Ends of steps and of tickets: decisions go out, results come back.
+//! Ends of steps and of tickets: decisions go out, results come back. The order matters: what has landed is published before
+//! its leases end, leases end backwards, then moves take effect, then blocks whose bytes are on the host are freed.
 
-use super::{Manager, OpenStep, unlink};
+use super::Manager;
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
-use crate::decision::{Kind, Pairs, StepDecision};
+use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::lease::{Held, HeldRuns};
 use crate::table::Row;
+use crate::transfer::{Held, HeldRuns};
 use std::collections::HashSet;
 
 impl Manager {
     /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
     pub fn take_decision(&mut self) -> StepDecision {
-        self.keep_quotas();
+        self.tiers.enforce_quotas();
         self.decide_moves();
-        let OpenStep { mut transfers, reuses_drained, .. } = std::mem::take(&mut self.step);
-        transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
-        for (kind, pairs) in &transfers {
+        self.begun = HashSet::new();
+        let decision = self.transfers.submit(self.tiers.device());
+        for (kind, pairs) in &decision.transfers {
             self.decided[*kind as usize] += pairs.ids.len() as u64;
         }
-        let ticket = self.tickets.submit(self.copied(&transfers));
-        if let Some(cache) = &mut self.host_cache {
-            cache.submit(ticket);
-        }
-        let after = if reuses_drained { self.tickets.draining() } else { Vec::new() };
-        StepDecision { ticket, after, transfers }
+        decision
     }
 
     /// Tickets that are neither completed nor failed, first to last. What they hold is not given out.
     pub fn open_tickets(&self) -> impl Iterator<Item = TicketId> {
-        self.tickets.submitted()
+        self.transfers.submitted()
     }
 
     /// How many these are.
     #[must_use]
     pub fn num_open_tickets(&self) -> usize {
-        self.tickets.in_flight_count()
+        self.transfers.in_flight_count()
     }
 
     /// Ends a ticket whose bytes have all landed.
@@ -43,52 +39,42 @@ impl Manager {
     /// # Errors
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
-        let moves = self.tickets.moves_of(ticket).map(std::mem::take).unwrap_or_default();
-        let held = self.tickets.close(ticket).ok_or(Error::UnknownTicket { ticket })?;
-        if self.tickets.has_many_copies() {
-            self.tickets.forget_copies(&self.pools[0]);
-        }
-        self.pins.ended(ticket);
-        let demoted = self.keep_promises(ticket);
+        let mut ended = self.transfers.close(ticket, self.tiers.device())?;
+        let demoted = self.publish_landed(ended.publishes());
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
-        for held in held.iter().rev() {
+        for held in ended.held().iter().rev() {
             match held {
-                Held::One(lease) => self.pools[lease.tier.index()].end_lease(lease.block, lease.kind),
+                Held::One(lease) => self.tiers.end_lease((lease.tier, lease.block), lease.kind),
                 Held::Runs(HeldRuns { from, reads, to, runs }) => {
                     for run in runs.iter().rev() {
-                        self.pools[from.index()].end_leases(run.src..run.src + run.len, *reads);
-                        self.pools[to.index()].end_leases(run.dst..run.dst + run.len, LeaseKind::Write);
+                        self.tiers.end_leases(*from, run.src..run.src + run.len, *reads);
+                        self.tiers.end_leases(*to, run.dst..run.dst + run.len, LeaseKind::Write);
                     }
                 }
             }
         }
+        let moves = ended.take_moves();
         if !moves.is_empty() {
             self.end_moves(&moves);
         }
         self.demote(&demoted);
-        self.keep_quotas();
+        self.tiers.enforce_quotas();
         Ok(())
     }
 
     /// Ends a ticket of which some pairs did not land; returns the sequences that lost bytes, which can only be freed.
     ///
-    /// Copies that read what did not land are followed, those of later tickets and of the present step too.
+    /// Copies that read what did not land are followed, those of later tickets and of the open step too.
     ///
     /// # Errors
     /// The ticket is unknown, or writes no such block.
     pub fn fail(&mut self, ticket: TicketId, lost: &[Pairs]) -> Result<Vec<SequenceId>> {
-        let leases = self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
-        let written = leases.filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
-        let written: HashSet<(Tier, BlockId)> = written.collect();
-        let blocks = lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
-        let mut blocks: HashSet<(Tier, BlockId)> = blocks.collect();
-        if let Some(&(tier, block)) = blocks.iter().find(|&block| !written.contains(block)) {
+        let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
+        let blocks = || lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
+        if let Some((tier, block)) = blocks().find(|block| !written.contains(block)) {
             return Err(Error::NotInTicket { ticket, tier, block });
         }
-        self.lose_moves(ticket, &mut blocks);
-        self.follow_copies(ticket, &mut blocks);
-        self.break_promises(ticket, &blocks, true);
-        self.end_without(ticket, &blocks)
+        self.end_without(ticket, blocks().collect(), true)
     }
 
     /// As [`Manager::fail`] with all pairs of the ticket: nothing landed.
@@ -96,53 +82,55 @@ impl Manager {
     /// # Errors
     /// The ticket is unknown.
     pub fn fail_whole(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
-        let leases = self.tickets.get(ticket).ok_or(Error::UnknownTicket { ticket })?;
-        let written = leases.filter(|l| l.kind == LeaseKind::Write).map(|l| (l.tier, l.block));
-        let mut blocks: HashSet<(Tier, BlockId)> = written.collect();
-        self.lose_moves(ticket, &mut blocks);
-        self.follow_copies(ticket, &mut blocks);
-        self.break_promises(ticket, &blocks, true);
-        self.end_without(ticket, &blocks)
+        let written = self.transfers.get(ticket)?.written().collect();
+        self.end_without(ticket, written, true)
     }
 
     /// Ends a ticket whose transfers never ran.
-    pub(super) fn cancel(&mut self, ticket: TicketId, mut written: HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
-        self.lose_moves(ticket, &mut written);
-        self.follow_copies(ticket, &mut written);
-        self.break_promises(ticket, &written, false);
-        self.end_without(ticket, &written)
+    pub(super) fn cancel(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
+        let written = self.transfers.get(ticket)?.written().collect();
+        self.end_without(ticket, written, false)
+    }
+
+    /// Ends a ticket that did not write some blocks; `tried` says whether it read what they were to hold, in vain.
+    fn end_without(
+        &mut self,
+        ticket: TicketId,
+        mut blocks: HashSet<TierBlock>,
+        tried: bool,
+    ) -> Result<Vec<SequenceId>> {
+        self.lose_moves(ticket, &mut blocks);
+        self.follow_copies(ticket, &mut blocks);
+        self.cancel_publishes(ticket, &blocks, tried)?;
+        // In order, so that their events are.
+        let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
+        gone.sort_unstable();
+        for block in gone {
+            self.tiers.lose(block);
+        }
+        let sequences = self.lose(&blocks)?;
+        self.complete(ticket)?;
+        Ok(sequences)
     }
 
     /// Adds what later copies have made of blocks that did not land.
     fn follow_copies(&self, ticket: TicketId, blocks: &mut HashSet<TierBlock>) {
-        let copies = self.tickets.copies_since(ticket).into_iter().chain(self.copied(&self.step.transfers));
+        let device = self.tiers.device();
         let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
         let mut lost: HashSet<BlockVersion> =
-            on_device.map(|&(_, block)| (block, self.pools[0].block(block).version())).collect();
-        for [from, to] in copies {
-            if lost.contains(&from) && lost.insert(to) && self.pools[0].block(to.0).is_used_as(to.1) {
+            on_device.map(|&(_, block)| (block, device.block(block).version())).collect();
+        for [from, to] in self.transfers.copies_since(ticket, device) {
+            if lost.contains(&from) && lost.insert(to) && device.block(to.0).is_used_as(to.1) {
                 blocks.insert((Tier::Device, to.0));
             }
         }
     }
 
-    fn end_without(&mut self, ticket: TicketId, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
-        // In order, so that their events are.
-        let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
-        gone.sort_unstable();
-        for (tier, block) in gone {
-            unlink(&mut self.pools, tier, block);
-            self.pools[tier.index()].unpublish(block);
-        }
-        let sequences = self.lose(blocks)?;
-        self.complete(ticket)?;
-        Ok(sequences)
-    }
-
     /// Marks the sequences that have one of the blocks: they can only be freed.
     pub(super) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let whole = |(id, row): (SequenceId, &Row)| row.family.as_deref().map_or(id, |family| family[0]);
+        let whole =
+            |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
         let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
         let mut sequences: Vec<_> = rows.map(whole).collect();
         sequences.sort_unstable();
@@ -154,13 +142,6 @@ impl Manager {
             row.writable = 0;
         }
         Ok(sequences)
-    }
-
-    /// The copies among a step's transfers, whose leases all still hold.
-    fn copied(&self, transfers: &[(Kind, Pairs)]) -> Vec<[BlockVersion; 2]> {
-        let held = |block| (BlockId(block), self.pools[0].block(BlockId(block)).version());
-        let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
-        copies.map(|&[from, to]| [held(from), held(to)]).collect()
     }
 }
 
@@ -179,7 +160,7 @@ mod tests {
         decision.of(Kind::Copy).map(|pairs| pairs.ids.len()).sum()
     }
 
-    /// Writes in a copy of a sequence's last block, and gives the sequence up if told to.
+    /// Writes in a copy of a sequence's last block, and perhaps frees the sequence.
     fn go_on(manager: &mut Manager, sequence: SequenceId, given_up: bool) -> SequenceId {
         let mut out = Vec::new();
         manager.fork(sequence, 1, &mut out).unwrap();
@@ -213,7 +194,7 @@ mod tests {
                 others.push(go_on(&mut manager, last, false));
             }
             manager.free(&[other]).unwrap();
-            let kept = manager.tickets.copies_since(load.ticket).len();
+            let kept = manager.transfers.copies_since(load.ticket, manager.tiers.device()).len();
             most = most.max(kept);
         }
         assert!(most <= 64, "{most} copies are kept for 16 blocks");
@@ -225,6 +206,9 @@ mod tests {
         assert_eq!(manager.fail(load.ticket, &pairs), Ok(all));
         append(&mut manager, sound);
         manager.check().unwrap();
-        assert_eq!((manager.tickets.copies_since(load.ticket).len(), manager.open_tickets().count()), (0, 0));
+        assert_eq!(
+            (manager.transfers.copies_since(load.ticket, manager.tiers.device()).len(), manager.open_tickets().count()),
+            (0, 0)
+        );
     }
 }

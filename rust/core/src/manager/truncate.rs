@@ -1,6 +1,6 @@
 //! Truncation: the last tokens of a sequence are given up, such as those that a speculative decoder has rejected.
 
-use super::{Manager, blocks_for, invalid, refuse_lost, release};
+use super::{Manager, blocks_for, invalid, refuse_lost};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::SequenceId;
@@ -22,7 +22,7 @@ impl Manager {
             return Err(invalid("number of tokens to keep", tokens, must));
         }
         // Their slots would be written by this step, but could be given to others in it.
-        if row.written == self.tickets.open() {
+        if row.written == self.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
         let mut all = Vec::new();
@@ -48,10 +48,8 @@ impl Manager {
         row.writable = 0;
         row.note_cut();
         let cut = row.table.cut(blocks_for(u64::from(tokens), size));
-        row.slid = row.slid.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
-        for block in cut.into_iter().rev() {
-            release(&mut self.pools, tier, block);
-        }
+        row.null_prefix = row.null_prefix.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
+        self.tiers.release_all(tier, &cut);
     }
 
     /// Fails if a row has given back what tokens after the first `tokens` need.

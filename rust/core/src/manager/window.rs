@@ -1,6 +1,6 @@
 //! What fell out of a window: blocks that no later token of a sequence needs go back to the pool while it runs.
 
-use super::{Manager, release};
+use super::Manager;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
 use crate::id::{BlockId, SequenceId, Tier};
@@ -23,7 +23,8 @@ impl Manager {
         let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
         let table = |(number, group): (u8, &Group)| {
             let unneeded = group.unneeded(tokens, self.block_size).min(hits);
-            let blocks = keys[unneeded..hits].iter().filter_map(move |key| self.pools[0].find(&key.of_group(number)));
+            let blocks =
+                keys[unneeded..hits].iter().filter_map(move |key| self.tiers.device().find(&key.of_group(number)));
             std::iter::repeat_n(NULL_BLOCK, unneeded).chain(blocks)
         };
         let mut tables = (0u8..).zip(groups).map(table);
@@ -33,7 +34,7 @@ impl Manager {
 
     /// The most of the first `keys.len()` blocks that one group can serve: all that it still needs after them are cached.
     fn served(&self, number: u8, group: Group, keys: &[Key]) -> usize {
-        let finds = |i: usize| self.pools[0].find(&keys[i].of_group(number)).is_some();
+        let finds = |i: usize| self.tiers.device().find(&keys[i].of_group(number)).is_some();
         if !group.slides() {
             return (0..keys.len()).take_while(|&i| finds(i)).count();
         }
@@ -56,19 +57,17 @@ impl Manager {
     /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
     pub(super) fn slide(&mut self, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
-        let (from, tier) = (row.slid as usize, row.tier);
+        let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());
         // Who has lost bytes is known by its blocks, also by those that it needs no more but computed from.
-        if to <= from || tier != Tier::Device || !self.tickets.is_settled(row.ticket) {
+        if to <= from || tier != Tier::Device || !self.transfers.is_settled(row.ticket) {
             return;
         }
         let row = self.rows.at_mut(sequence);
-        row.slid = u32::try_from(to).unwrap_or(u32::MAX);
+        row.null_prefix = u32::try_from(to).unwrap_or(u32::MAX);
         let gone = row.table.blank(from, to, NULL_BLOCK);
-        self.pools[0].begin_chain();
-        self.pools[0].share(NULL_BLOCK, u32::try_from(gone.len()).unwrap_or(u32::MAX));
-        for block in gone.into_iter().rev() {
-            release(&mut self.pools, tier, block);
-        }
+        self.tiers.begin_release(&[], 0);
+        self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
+        self.tiers.release_all(tier, &gone);
     }
 }

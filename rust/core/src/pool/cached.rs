@@ -1,42 +1,15 @@
-//! What a pool remembers of cached blocks, and how it gives them out again.
+//! What a pool does with its prefix cache: it publishes blocks, forgets them, and gives cached ones out again.
 
-use super::{Pool, Published};
+use super::Pool;
 use crate::error::Result;
-use crate::event::Reason;
-use crate::evict::{Departure, Eviction, Policy};
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
-use crate::prefix::PrefixIndex;
-use std::hint::black_box;
+use crate::prefix::evict::Eviction;
+use crate::prefix::{CachedIdentity, PrefixCache, Published, Reason, Removals};
 
-/// What a prompt finds a block by, and whose it is.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct CachedIdentity {
-    pub(crate) key: Key,
-    /// Blocks of its prompt before it, as far as is known.
-    depth: u32,
-    tenant: u16,
-}
-
-/// Blocks evicted at a time: their memory is read ahead, so that cache misses overlap.
+/// Blocks evicted at a time: their memory is read before the first of them changes, so that cache misses overlap.
 const LOOK_AHEAD: usize = 128;
-
-/// What is published of a pool, and in which order it goes.
-#[derive(Debug, Clone)]
-pub(super) struct Cache {
-    pub(super) index: PrefixIndex,
-    pub(super) policy: Policy,
-}
-
-impl Cache {
-    /// Memory of one block, with the policy that takes the most: 24 bytes of the index, its key, 13 of the policy.
-    pub(super) const BYTES: usize = 24 + size_of::<Key>() + 13;
-
-    pub(super) fn new(blocks: usize, eviction: Eviction) -> Self {
-        Self { index: PrefixIndex::new(blocks), policy: Policy::new(eviction, blocks) }
-    }
-}
 
 impl Pool {
     /// Lets blocks be published from now on; the least recently used goes first.
@@ -44,27 +17,37 @@ impl Pool {
     /// # Errors
     /// There is no memory for that.
     pub(crate) fn start_caching(&mut self) -> Result<()> {
-        memory::require(self.len.saturating_mul(Cache::BYTES))?;
-        self.cache = Some(Cache::new(self.len, Eviction::Lru));
+        memory::require(self.len.saturating_mul(PrefixCache::BYTES))?;
+        self.cache = Some(PrefixCache::new(self.len, Eviction::Lru));
         Ok(())
+    }
+
+    /// Whether the pool keeps keys.
+    pub(crate) fn is_caching(&self) -> bool {
+        self.cache.is_some()
     }
 
     /// Cached blocks that nothing references and nothing leases.
     #[must_use]
     pub fn evictable(&self) -> usize {
-        self.cache.as_ref().map_or(0, |cache| cache.policy.len())
+        self.cache.as_ref().map_or(0, PrefixCache::evictable)
     }
 
     /// Those blocks, in the order in which they would be given out; nothing is taken.
     #[must_use]
     pub fn evictable_blocks(&self) -> Vec<BlockId> {
-        self.cache.as_ref().map_or_else(Vec::new, |cache| cache.policy.order())
+        self.cache.as_ref().map_or_else(Vec::new, PrefixCache::order)
+    }
+
+    /// The first `count` blocks to be evicted.
+    pub(crate) fn eviction_candidates(&self, count: usize) -> Vec<BlockId> {
+        self.cache.as_ref().map_or_else(Vec::new, |cache| cache.candidates(count))
     }
 
     /// Blocks that can be found by their keys.
     #[must_use]
     pub fn published(&self) -> usize {
-        self.cache.as_ref().map_or(0, |cache| cache.index.len())
+        self.cache.as_ref().map_or(0, PrefixCache::published)
     }
 
     /// Cached blocks that were given out again.
@@ -79,19 +62,69 @@ impl Pool {
         self.peak
     }
 
-    /// Key by which a block can be found.
+    /// Key of a published block.
     pub(crate) fn key(&self, block: BlockId) -> Option<Key> {
-        let cache = self.cache.as_ref().filter(|_| self.block(block).is_published())?;
-        cache.index.key(block).copied()
+        self.cache.as_ref().filter(|_| self.block(block).is_published())?.key(block)
     }
 
-    /// Takes cached blocks with one reference each, in the policy's order; as many as there are.
+    /// The block that holds the bytes of a key.
+    #[inline]
+    pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
+        self.cache.as_ref().and_then(|cache| cache.find(key))
+    }
+
+    /// Reads the memory that publishing under a key is going to need.
+    #[inline]
+    pub(crate) fn look_ahead(&self, key: &Key) {
+        if let Some(cache) = &self.cache {
+            cache.prefetch(&[key.tag()]);
+        }
+    }
+
+    /// Publishes a block under its key, `depth` blocks into its prompt, unless another block has that key.
+    pub(crate) fn publish(&mut self, block: BlockId, key: Key, depth: u32) -> Published {
+        let Some(cache) = &mut self.cache else { return Published::Before };
+        let published = cache.publish(block, self.blocks[block.index()].tag(), key, depth);
+        if published == Published::Now {
+            self.blocks[block.index()].set_tag(key.tag());
+        }
+        published
+    }
+
+    /// Forgets a block whose bytes are lost.
+    pub(crate) fn unpublish(&mut self, block: BlockId) {
+        if let (Some(cache), true) = (&mut self.cache, self.blocks[block.index()].is_published()) {
+            cache.note_removal(block, Reason::Lost, false);
+        }
+        self.forget(block);
+    }
+
+    /// Forgets all keys without noting each; blocks that are in use stay so.
+    pub(crate) fn unpublish_all(&mut self) {
+        for block in (0..).map(BlockId).take(self.blocks.len()) {
+            self.forget(block);
+        }
+    }
+
+    fn forget(&mut self, id: BlockId) {
+        let before = self.blocks[id.index()];
+        let tag = self.blocks[id.index()].take_tag();
+        if !before.is_used() {
+            self.orphans.extend(self.blocks[id.index()].set_tier_copy(None));
+        }
+        if let (Some(cache), true) = (&mut self.cache, tag != 0) {
+            cache.remove(id, tag);
+            self.moved(id, before);
+        }
+    }
+
+    /// Takes cached blocks with one reference each, in the order of eviction; as many as there are.
     pub(super) fn evict(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         while out.len() < end {
             let first = out.len();
             let Some(cache) = &mut self.cache else { return };
-            cache.policy.pop_into(LOOK_AHEAD.min(end - first), out);
+            cache.pop_into(LOOK_AHEAD.min(end - first), out);
             if out.len() == first {
                 return;
             }
@@ -99,8 +132,7 @@ impl Pool {
             for (tag, block) in tags.iter_mut().zip(&out[first..]) {
                 *tag = self.blocks[block.index()].tag();
             }
-            let tags = &tags[..out.len() - first];
-            black_box(tags.iter().fold(0, |all, &tag| all ^ cache.index.look_ahead(tag)));
+            cache.prefetch(&tags[..out.len() - first]);
             for &block in &out[first..] {
                 self.evict_bytes(block);
                 self.blocks[block.index()].take(filling);
@@ -115,9 +147,8 @@ impl Pool {
         self.orphans.extend(copy);
         let tag = block.take_tag();
         if let (Some(cache), true) = (&mut self.cache, tag != 0) {
-            cache.index.remove(id, tag);
+            cache.remove_evicted(id, tag, copy.is_some());
             self.evictions += 1;
-            self.note_removal(id, Reason::Evicted, copy);
         }
     }
 
@@ -126,78 +157,127 @@ impl Pool {
         let key = self.key(id).filter(|_| self.is_evictable(id))?;
         let depth = Some(self.hint(id).index).filter(|&index| index != u32::MAX).unwrap_or(0);
         let identity = CachedIdentity { key, depth, tenant: self.tenant(id) };
-        self.retire(id);
         let before = self.blocks[id.index()];
         let tag = self.blocks[id.index()].take_tag();
         let copy = self.blocks[id.index()].set_tier_copy(None);
         self.orphans.extend(copy);
         if let Some(cache) = &mut self.cache {
-            cache.index.remove(id, tag);
+            cache.remove(id, tag);
+            cache.note_removal(id, Reason::Moved, copy.is_some());
         }
-        self.note_removal(id, Reason::Moved, copy);
         self.moved(id, before);
         Some(identity)
     }
 
-    /// Publishes a block that was filled for that and is nobody's; returns whether it did. It does not if another block has
-    /// the key by now, or if the block is beyond the pool's end.
-    pub(crate) fn attach_cached(&mut self, block: BlockId, identity: CachedIdentity) -> bool {
-        let CachedIdentity { key, depth, tenant } = identity;
-        let is_cached = !self.is_beyond(block) && self.publish(block, key, depth) == Published::Now;
-        if is_cached && tenant != 0 {
-            self.assign(block, tenant);
+    /// Frees a block, if it is evictable.
+    pub(crate) fn drop_cached(&mut self, block: BlockId) {
+        if self.is_evictable(block) {
+            self.retire(block);
+            self.drop_bytes(block);
         }
-        is_cached
     }
 
-    /// Tells the policy that the bytes of a block are gone; returns whether the block could be evicted.
-    pub(super) fn retire(&mut self, block: BlockId) -> bool {
-        self.cache.as_mut().is_some_and(|cache| cache.policy.remove(block, Departure::Gone))
+    /// Frees what tenants have beyond their quotas. Copies in other tiers are left in [`Pool::take_orphans`].
+    pub(crate) fn drop_beyond_quotas(&mut self) {
+        while let Some(block) = self.cache.as_mut().and_then(PrefixCache::pop_over_quota) {
+            self.drop_bytes(block);
+        }
     }
 
-    /// Tells the policy that a sequence's blocks are released from now on, the last one first.
+    /// Frees a cached block that has left the order of eviction.
+    fn drop_bytes(&mut self, block: BlockId) {
+        let before = self.block(block);
+        self.evict_bytes(block);
+        self.moved(block, before);
+    }
+
+    /// The bytes of a block, evictable or not, are gone.
+    pub(super) fn retire(&mut self, block: BlockId) {
+        if let Some(cache) = &mut self.cache {
+            cache.retire(block);
+        }
+    }
+
+    /// Says that a sequence's blocks are released from now on, the last one first.
     pub(crate) fn begin_chain(&mut self) {
         if let Some(cache) = &mut self.cache {
-            cache.policy.begin_chain();
+            cache.begin_chain();
         }
     }
 
-    /// Tells the policy that a block of the chain being released stays in use.
+    /// Says that a block of the chain being released stays in use.
     #[inline]
     pub(super) fn hold(&mut self, block: BlockId) {
         if let Some(cache) = &mut self.cache {
-            cache.policy.hold(block);
+            cache.hold(block);
         }
     }
 
-    /// Tells the policy that a user of a block wants it kept.
+    /// Says that a user of a block wants it kept.
     pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
         if let Some(cache) = &mut self.cache {
-            cache.policy.prioritise(block, priority);
+            cache.prioritise(block, priority);
         }
     }
 
-    /// The block that holds the bytes of a key.
-    #[inline]
-    pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
-        self.cache.as_ref().and_then(|cache| cache.index.find(key))
+    /// Sets the quota of a tenant; tenants are numbered from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize) {
+        let blocks = self.extent();
+        if let Some(cache) = &mut self.cache {
+            cache.set_quota(tenant, quota, blocks);
+        }
     }
 
-    /// Reads the memory that publishing under a key is going to need.
-    #[inline]
-    pub(crate) fn look_ahead(&self, key: &Key) {
-        if let Some(cache) = &self.cache {
-            black_box(cache.index.look_ahead(key.tag()));
+    /// All quotas, in the order of their tenants' numbers.
+    pub(crate) fn quotas(&self) -> Vec<usize> {
+        self.cache.as_ref().map_or_else(Vec::new, PrefixCache::quotas)
+    }
+
+    /// Evictable blocks of a tenant.
+    pub(crate) fn held_by(&self, tenant: u16) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.held_by(tenant))
+    }
+
+    /// Makes a block that has just been published a tenant's.
+    pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
+        if let Some(cache) = &mut self.cache {
+            cache.assign(block, tenant);
         }
+    }
+
+    /// Tenant of a block, 0 for none with a quota.
+    pub(crate) fn tenant(&self, block: BlockId) -> u16 {
+        self.cache.as_ref().filter(|_| self.block(block).is_published()).map_or(0, |cache| cache.tenant(block))
+    }
+
+    /// What contradicts the quotas.
+    pub(crate) fn check_quotas(&self) -> Option<String> {
+        self.cache.as_ref().and_then(PrefixCache::check_quotas)
+    }
+
+    /// Notes removals from now on, the last `capacity` of them.
+    pub(crate) fn note_removals(&mut self, capacity: usize) {
+        if let Some(cache) = &mut self.cache {
+            cache.note_removals(capacity);
+        }
+    }
+
+    /// Removals that wait, where they are noted.
+    pub(crate) fn removals(&mut self) -> Option<&mut Removals> {
+        self.cache.as_mut().and_then(PrefixCache::removals_mut)
+    }
+
+    /// As [`Pool::removals`], to be looked at.
+    pub(crate) fn noted_removals(&self) -> Option<&Removals> {
+        self.cache.as_ref().and_then(PrefixCache::removals)
     }
 
     pub(super) fn is_evictable(&self, block: BlockId) -> bool {
-        self.cache.as_ref().is_some_and(|cache| cache.policy.contains(block))
+        self.cache.as_ref().is_some_and(|cache| cache.is_evictable(block))
     }
 
     pub(super) fn finds(&self, block: BlockId) -> bool {
-        let index = self.cache.as_ref().map(|cache| &cache.index);
-        index.is_some_and(|index| index.key(block).and_then(|key| index.find(key)) == Some(block))
+        self.cache.as_ref().is_some_and(|cache| cache.finds(block))
     }
 }
 
@@ -206,6 +286,7 @@ mod tests {
     use super::*;
     use crate::hash::{Chain, KeySpec};
     use crate::id::Tier;
+    use crate::pool::Policies;
 
     fn key(n: u32) -> Key {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()
@@ -229,5 +310,72 @@ mod tests {
         assert_eq!(taken, blocks[..70]);
         assert!(taken.iter().all(|block| pool.find(&key(block.0)).is_none() && pool.refs(*block) == 1));
         assert_eq!((pool.evictions(), pool.published()), (70, 30));
+    }
+
+    #[test]
+    fn a_key_has_one_block_and_a_block_one_key() {
+        let mut pool = Pool::new(Tier::Device, 3, true).unwrap();
+        pool.note_removals(9);
+        let mut blocks = Vec::new();
+        pool.take(3, false, &mut blocks);
+        assert_eq!(pool.publish(blocks[0], key(1), 0), Published::Now);
+        assert_eq!(pool.publish(blocks[0], key(1), 0), Published::Before);
+        assert_eq!(pool.publish(blocks[1], key(1), 0), Published::As(blocks[0]));
+        assert_eq!(pool.publish(blocks[0], key(2), 0), Published::Now);
+        assert_eq!((pool.find(&key(1)), pool.find(&key(2)), pool.published()), (None, Some(blocks[0]), 1));
+        pool.unpublish(blocks[0]);
+        pool.unpublish(blocks[1]);
+        let noted: Vec<_> = pool.removals().unwrap().drain().1.map(|r| (r.block, r.reason)).collect();
+        assert_eq!(noted, [(blocks[0], Reason::Replaced), (blocks[0], Reason::Lost)]);
+    }
+
+    /// Ten cached blocks, released in the order of their ids; the even ones are tenant 1's, the others nobody's.
+    fn tenants(eviction: Eviction, quota: usize) -> Pool {
+        let policies = Policies { eviction, ..Policies::default() };
+        let mut pool = Pool::with_policies(Tier::Device, 10, true, policies).unwrap();
+        pool.set_quota(1, quota);
+        let mut blocks = Vec::new();
+        pool.take(10, false, &mut blocks);
+        for &block in &blocks {
+            pool.publish(block, key(block.0), 0);
+            pool.assign(block, u16::from(block.0 % 2 == 0));
+        }
+        for block in blocks {
+            pool.begin_chain();
+            pool.release(block);
+            assert_eq!(pool.check_quotas(), None);
+        }
+        pool
+    }
+
+    #[test]
+    fn with_every_policy_what_is_beyond_a_quota_goes_first_the_oldest_before_the_others() {
+        for eviction in Eviction::NAMED {
+            let mut pool = tenants(eviction, 2);
+            assert_eq!((pool.held_by(1), pool.tenant(BlockId(4)), pool.tenant(BlockId(5))), (5, 1, 0));
+            let mut taken = Vec::new();
+            pool.take(2, false, &mut taken);
+            assert_eq!(taken, [BlockId(0), BlockId(2)], "{}", eviction.name());
+            pool.drop_beyond_quotas();
+            assert_eq!((pool.held_by(1), pool.free(), pool.evictable(), pool.evictions()), (2, 8, 7, 3));
+            assert_eq!((pool.find(&key(4)), pool.find(&key(6))), (None, Some(BlockId(6))));
+            assert_eq!(pool.check_quotas(), None);
+        }
+    }
+
+    #[test]
+    fn blocks_in_use_and_blocks_dropped_no_longer_count() {
+        let mut pool = tenants(Eviction::Lru, 5);
+        pool.claim(BlockId(8));
+        pool.drop_cached(BlockId(6));
+        pool.drop_cached(BlockId(8));
+        assert_eq!((pool.held_by(1), pool.published()), (3, 9));
+        assert_eq!(pool.eviction_candidates(3), [BlockId(0), BlockId(1), BlockId(2)]);
+        pool.set_quota(1, 0);
+        pool.drop_beyond_quotas();
+        assert_eq!((pool.held_by(1), pool.published()), (0, 6));
+        pool.release(BlockId(8));
+        pool.drop_beyond_quotas();
+        assert_eq!(pool.find(&key(8)), None);
     }
 }

@@ -1,31 +1,25 @@
 //! The blocks of one tier: which of them are free, which are in use, and which still hold bytes that a prompt can find.
 //!
-//! Invariant: a block is in the set that its state names ([`Block::membership`]): free, evictable, overlappable, or in
-//! none of them. [`Pool::moved`] keeps this for one block, and [`Pool::moved_run`] for neighbours that are alike. A block
+//! Invariant: a block is in the set that its state names (`Block::membership`): free, evictable, overlappable, or in
+//! none of them. `Pool::moved` keeps this for one block, and `Pool::moved_run` for neighbours that are alike. A block
 //! beyond the end of a pool that has shrunk is in no set, and holds nothing that can be found once it is unused.
 
 use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, Membership, TierBlock};
 use crate::error::{Error, Result};
-use crate::event::Removals;
-use crate::evict::{Departure, Eviction};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::prefix::grown;
+use crate::prefix::evict::Eviction;
+use crate::prefix::{PrefixCache, grown};
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
-use cached::Cache;
 use std::ops::Range;
 
 mod cached;
 mod places;
-mod publish;
-mod quota;
 mod resize;
 mod runs;
 mod snapshot;
-pub(crate) use cached::CachedIdentity;
 pub(crate) use places::{Hint, PlannerView};
-pub(crate) use publish::Published;
 pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
 
@@ -48,7 +42,7 @@ pub struct Pool {
     blocks: Vec<Block>,
     free: FreeBlocks,
     overlappable: BlockSet,
-    cache: Option<Cache>,
+    cache: Option<PrefixCache>,
     /// Copies in other tiers of blocks whose bytes are gone. The owner of all pools unlinks them.
     orphans: Vec<TierBlock>,
     evictions: u64,
@@ -56,8 +50,6 @@ pub struct Pool {
     peak: usize,
     /// What is in use beyond the end of a pool that has shrunk.
     tail: Tail,
-    /// With events on: removals that no event reports yet.
-    removals: Option<Box<Removals>>,
     /// Once blocks have been asked to move.
     moves: Option<Box<places::Moves>>,
 }
@@ -87,12 +79,11 @@ impl Pool {
             blocks: Vec::with_capacity(blocks),
             free: FreeBlocks::full(policies.reuse, blocks),
             overlappable: BlockSet::empty(blocks),
-            cache: caching.then(|| Cache::new(blocks, policies.eviction)),
+            cache: caching.then(|| PrefixCache::new(blocks, policies.eviction)),
             orphans: Vec::new(),
             evictions: 0,
             peak: 0,
             tail: Tail::default(),
-            removals: None,
             moves: None,
         })
     }
@@ -101,7 +92,7 @@ impl Pool {
     pub(crate) fn require_memory(blocks: usize, caching: bool) -> Result<()> {
         // Free and overlappable blocks are bits, or a queue.
         const PLAIN: usize = size_of::<Block>() + 10;
-        let block = if caching { PLAIN + Cache::BYTES } else { PLAIN };
+        let block = if caching { PLAIN + PrefixCache::BYTES } else { PLAIN };
         memory::require(blocks.saturating_mul(block))
     }
 
@@ -321,7 +312,7 @@ impl Pool {
                         debug_assert!(was_free, "taking a block that is not free");
                     }
                     (Membership::Evictable, Some(cache)) if now.is_published() => {
-                        cache.policy.remove(id, Departure::Hit);
+                        cache.unpark(id);
                     }
                     (Membership::Overlappable, _) => {
                         self.overlappable.remove(id);
@@ -330,7 +321,7 @@ impl Pool {
                 }
                 match (to, &mut self.cache) {
                     (Membership::Free, _) => self.free.insert(id),
-                    (Membership::Evictable, Some(cache)) => cache.policy.insert(id),
+                    (Membership::Evictable, Some(cache)) => cache.park(id),
                     (Membership::Overlappable, _) => {
                         self.overlappable.insert(id);
                     }

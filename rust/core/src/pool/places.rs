@@ -6,9 +6,8 @@
 use super::Pool;
 use super::resize::id;
 use crate::block::{Block, LeaseKind, TierBlock};
-use crate::defrag::{Place, Places};
+use crate::defrag::{BlockMap, Occupancy};
 use crate::error::Result;
-use crate::event::Reason;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::memory;
@@ -28,10 +27,10 @@ const UNKNOWN: Hint = Hint { row: u32::MAX, index: u32::MAX };
 /// What moving blocks needs to know of a pool.
 #[derive(Debug, Clone)]
 pub(super) struct Moves {
-    places: Places,
+    places: BlockMap,
     /// Blocks that are cached and in no table, and what they count as; those that move are fixed.
     idle: BlockSet,
-    idle_as: Place,
+    idle_as: Occupancy,
     /// By block, the step that last gave it out or wrote it in place. Only a few are ever asked for.
     written: Vec<u32>,
     /// The present one.
@@ -48,17 +47,17 @@ pub(super) struct Moves {
 }
 
 impl Moves {
-    fn place(&self, id: BlockId, block: Block) -> Place {
+    fn place(&self, id: BlockId, block: Block) -> Occupancy {
         if block.is_leased() || (self.null && id == NULL_BLOCK) {
-            Place::Fixed
+            Occupancy::Fixed
         } else if block.is_empty() {
-            if id.index() < self.end { Place::Hole } else { Place::Fixed }
+            if id.index() < self.end { Occupancy::Hole } else { Occupancy::Fixed }
         } else if self.moving.contains(id) {
-            Place::Fixed
+            Occupancy::Fixed
         } else if !block.is_used() {
             self.idle_as
         } else {
-            Place::Live
+            Occupancy::Live
         }
     }
 
@@ -90,7 +89,7 @@ fn is_idle(block: Block) -> bool {
 /// What neighbours have in common.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Like {
-    place: Place,
+    place: Occupancy,
     leased: bool,
     empty: bool,
     idle: bool,
@@ -153,9 +152,9 @@ impl Pool {
             steps[block.index()] = step;
         }
         self.moves = Some(Box::new(Moves {
-            places: Places::new(known),
+            places: BlockMap::new(known),
             idle: BlockSet::empty(known),
-            idle_as: Place::Live,
+            idle_as: Occupancy::Live,
             written: steps,
             step,
             moving: BlockSet::empty(known),
@@ -182,7 +181,7 @@ impl Pool {
         moves.hints.resize(known, UNKNOWN);
         let (low, high) = (blocks.min(former), blocks.max(former));
         if taken < high {
-            let place = if blocks > former { Place::Hole } else { Place::Fixed };
+            let place = if blocks > former { Occupancy::Hole } else { Occupancy::Fixed };
             moves.places.set_run(id(taken.max(low))..id(high), place);
         }
         let lost: Vec<_> = self.moving().filter(|&[_, to]| self.is_beyond(BlockId(to))).collect();
@@ -199,12 +198,12 @@ impl Pool {
     }
 
     /// The places of all blocks, where they are kept.
-    pub(crate) fn places(&self) -> Option<&Places> {
+    pub(crate) fn places(&self) -> Option<&BlockMap> {
         self.moves.as_ref().map(|moves| &moves.places)
     }
 
     /// As [`Pool::places`], for a planner, and what else it asks of blocks.
-    pub(crate) fn planning(&mut self) -> Option<(&mut Places, PlannerView<'_>)> {
+    pub(crate) fn planning(&mut self) -> Option<(&mut BlockMap, PlannerView<'_>)> {
         let Moves { places, written, step, hints, idle, .. } = &mut **self.moves.as_mut()?;
         let hints = Cell::from_mut(&mut hints[..]).as_slice_of_cells();
         Some((places, PlannerView { blocks: &self.blocks, written, step: *step, hints, idle }))
@@ -245,7 +244,7 @@ impl Pool {
     #[inline(never)]
     pub(super) fn note_taken(&mut self, blocks: &[BlockId], leased: bool) {
         let Some(moves) = &mut self.moves else { return };
-        let place = if leased { Place::Fixed } else { Place::Live };
+        let place = if leased { Occupancy::Fixed } else { Occupancy::Live };
         for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
             let run = run[0].0..run[run.len() - 1].0 + 1;
             moves.written[run.start as usize..run.end as usize].fill(moves.step);
@@ -271,7 +270,7 @@ impl Pool {
     }
 
     /// Says what cached blocks in no table count as, until the next call.
-    pub(crate) fn count_idle_as(&mut self, place: Place) {
+    pub(crate) fn count_idle_as(&mut self, place: Occupancy) {
         let Some(moves) = self.moves.as_mut().filter(|moves| moves.idle_as != place) else { return };
         moves.idle_as = place;
         let runs = |from: u32| moves.idle.next_run(from, u32::MAX);
@@ -281,25 +280,25 @@ impl Pool {
         }
     }
 
-    /// The places of all blocks, found anew where they are not kept.
+    /// The places of all blocks, found again where they are not kept.
     ///
     /// # Errors
     /// There is no memory for them.
-    pub(crate) fn survey(&self, null: bool) -> Result<Places> {
-        memory::require(Places::bytes(self.extent()))?;
+    pub(crate) fn survey(&self, null: bool) -> Result<BlockMap> {
+        memory::require(BlockMap::bytes(self.extent()))?;
         if let Some(moves) = &self.moves {
             let mut places = moves.places.clone();
             for block in moves.idle.iter().filter(|&block| !moves.moving.contains(block)) {
-                places.set(block, Place::Live);
+                places.set(block, Occupancy::Live);
             }
             return Ok(places);
         }
-        let mut places = Places::new(self.len);
+        let mut places = BlockMap::new(self.len);
         for (id, block) in (0..).map(BlockId).zip(&self.blocks).take(self.len) {
             if block.is_leased() || (null && id == NULL_BLOCK) {
-                places.set(id, Place::Fixed);
+                places.set(id, Occupancy::Fixed);
             } else if !block.is_empty() {
-                places.set(id, Place::Live);
+                places.set(id, Occupancy::Live);
             }
         }
         Ok(places)
@@ -354,9 +353,7 @@ impl Pool {
         let copy = source.move_into(&mut target);
         (self.blocks[from.index()], self.blocks[to.index()]) = (source, target);
         if let (Some(cache), true) = (&mut self.cache, before.is_published()) {
-            cache.index.rename(from, to, before.tag());
-            cache.policy.relocate(from, to);
-            self.note_removal(from, Reason::Moved, copy);
+            cache.rename(from, to, before.tag(), copy.is_some());
         }
         self.free.used(from);
         if let Some(moves) = &mut self.moves {
@@ -423,13 +420,13 @@ mod tests {
         }
     }
 
-    fn places(pool: &Pool) -> Vec<Place> {
+    fn places(pool: &Pool) -> Vec<Occupancy> {
         (0..8).map(|block| pool.places().unwrap().get(BlockId(block))).collect()
     }
 
     #[test]
     fn what_a_step_writes_is_known_until_it_ends() {
-        use Place::{Fixed, Hole, Live};
+        use Occupancy::{Fixed, Hole, Live};
         let mut pool = pool();
         let dirty = |pool: &mut Pool| {
             let (_, seen) = pool.planning().unwrap();
@@ -471,7 +468,7 @@ mod tests {
             assert!(!pool.is_moving(BlockId(2)));
             pool.give_back(BlockId(6));
             check(&pool);
-            assert_eq!(pool.places().unwrap().get(BlockId(6)), Place::Hole);
+            assert_eq!(pool.places().unwrap().get(BlockId(6)), Occupancy::Hole);
         }
     }
 

@@ -62,7 +62,7 @@ impl Pool {
 
     /// Whether a block has no place in the pool any more.
     #[inline]
-    pub(super) fn is_beyond(&self, block: BlockId) -> bool {
+    pub(crate) fn is_beyond(&self, block: BlockId) -> bool {
         block.index() >= self.len
     }
 
@@ -92,8 +92,7 @@ impl Pool {
             self.grow(former);
         }
         if let Some(cache) = &mut self.cache {
-            cache.index.grow(blocks);
-            cache.policy.resize(blocks);
+            cache.resize(blocks);
         }
         self.lower_tail();
         self.resize_places(former);
@@ -184,7 +183,7 @@ mod tests {
     use crate::block::LeaseKind;
     use crate::hash::{Chain, Key, KeySpec};
     use crate::id::Tier;
-    use crate::pool::Published;
+    use crate::prefix::Published;
 
     fn key(n: u32) -> Key {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()

@@ -1,10 +1,11 @@
 //! What of a pool outlives the process: references come from the tables, and a pool at rest has no leases.
 
-use super::{Cache, Policies, Pool, Published};
-use crate::block::{Block, MAX_BLOCKS, TierBlock};
-use crate::evict::{Eviction, Policy};
+use super::{Policies, Pool};
+use crate::block::{Block, MAX_BLOCKS, Membership, TierBlock};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
+use crate::prefix::evict::Eviction;
+use crate::prefix::{CacheImage, Published};
 use crate::reuse::{FreeBlocks, FreeImage};
 use crate::snapshot::{Contents, MAX_COUNT};
 use serde::{Deserialize, Serialize};
@@ -19,19 +20,6 @@ pub(crate) struct PoolImage {
     peak: usize,
     free: FreeImage,
     cache: Option<CacheImage>,
-}
-
-#[derive(Serialize, Deserialize)]
-struct CacheImage {
-    /// Published blocks and their keys.
-    keys: Vec<(BlockId, [u8; 32])>,
-    /// Name of the policy. What it has learnt is not kept, the order is.
-    eviction: String,
-    /// Evictable blocks, first to go first.
-    order: Vec<BlockId>,
-    /// By tenant, and which blocks are whose.
-    quotas: Vec<usize>,
-    owners: Vec<(BlockId, u16)>,
 }
 
 impl PoolImage {
@@ -49,34 +37,12 @@ impl PoolImage {
 impl Pool {
     /// What a snapshot keeps of a pool without leases.
     pub(crate) fn image(&self) -> PoolImage {
-        // Named one by one: a new field has to be thought of here. What is left out is made anew by `restore`.
-        let Self {
-            tier: _,
-            len,
-            blocks,
-            free,
-            overlappable: _,
-            cache,
-            orphans: _,
-            evictions,
-            peak,
-            tail: _,
-            removals: _,
-            moves: _,
-        } = self;
+        // Named one by one: a new field has to be thought of here. `restore` computes what is left out.
+        let Self { tier: _, len, blocks, free, overlappable: _, cache, orphans: _, evictions, peak, tail: _, moves: _ } =
+            self;
         let generations = (0..).map(BlockId).take(self.extent()).map(|block| self.block(block).generation()).collect();
-        let cache = cache.as_ref().map(|Cache { index, policy }| {
-            let published = (0..).map(BlockId).zip(blocks).filter(|(_, block)| block.is_published());
-            let keys = published.filter_map(|(block, _)| Some((block, index.key(block)?.to_bytes()))).collect();
-            let owners = (0..).map(BlockId).take(blocks.len()).map(|block| (block, self.tenant(block)));
-            CacheImage {
-                keys,
-                eviction: policy.name().to_owned(),
-                order: policy.order(),
-                quotas: self.quotas(),
-                owners: owners.filter(|(_, owner)| *owner > 0).collect(),
-            }
-        });
+        let published = (0..).map(BlockId).zip(blocks).filter(|(_, block)| block.is_published()).map(|(id, _)| id);
+        let cache = cache.as_ref().map(|cache| cache.image(published));
         PoolImage { generations, blocks: *len, evictions: *evictions, peak: *peak, free: free.image(), cache }
     }
 
@@ -123,32 +89,16 @@ impl Pool {
                 return Err(format!("{tier} block {block} of {total} is published twice, or under another's key"));
             }
         }
-        let mut policy = Policy::new(eviction, total);
-        if quotas.len() > usize::from(u16::MAX) {
-            return Err(format!("{tier}: {} quotas", quotas.len()));
-        }
-        for (tenant, quota) in (1..=u16::MAX).zip(&quotas) {
-            policy.set_quota(tenant, *quota, total);
-        }
-        for (block, owner) in owners {
-            let whose = policy.quotas_mut().filter(|_| owner > 0 && usize::from(owner) <= quotas.len());
-            match whose.filter(|_| known(&block) && self.block(block).is_published()) {
-                Some(policy) => policy.assign(block, owner),
-                None => return Err(format!("{tier} block {block} belongs to tenant {owner} of {}", quotas.len())),
-            }
-        }
+        let Self { blocks: all, cache, .. } = self;
+        let Some(cache) = cache else { return Ok(()) };
+        let is_published = |block: BlockId| known(&block) && all[block.index()].is_published();
+        let restored = cache.restore_order((eviction, total), &quotas, owners, is_published);
+        restored.map_err(|what| format!("{tier} {what}"))?;
         for block in order {
-            if !known(&block)
-                || self.block(block).is_used()
-                || !self.block(block).is_published()
-                || policy.contains(block)
-            {
+            if !known(&block) || all[block.index()].membership() != Membership::Evictable || cache.is_evictable(block) {
                 return Err(format!("{tier} block {block} of {total} cannot be evicted, or is named twice"));
             }
-            policy.insert(block);
-        }
-        if let Some(cache) = &mut self.cache {
-            cache.policy = policy;
+            cache.park(block);
         }
         Ok(())
     }

@@ -1,9 +1,9 @@
 //! What of the tables outlives the process.
 
 use super::{LastBlock, MAX_SEQUENCES, Row, RowKeys, Rows, Table, frames_before_extras};
-use crate::evict::MAX_PRIORITY;
 use crate::hash::{Chain, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::prefix::evict::MAX_PRIORITY;
 use crate::snapshot::Contents;
 use serde::{Deserialize, Serialize};
 
@@ -28,10 +28,10 @@ struct RowImage {
     table: Vec<BlockId>,
     group: u8,
     priority: u8,
-    slid: u32,
+    null_prefix: u32,
     published: u32,
     keys: Option<KeysImage>,
-    family: Option<Box<[SequenceId]>>,
+    group_tables: Option<Box<[SequenceId]>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -102,7 +102,7 @@ impl Row {
             writable: _,
             stamp: _,
             slot_base: _,
-            shown: _,
+            synced: _,
             ticket,
             written,
             tier,
@@ -111,10 +111,10 @@ impl Row {
             table,
             group,
             priority,
-            slid,
+            null_prefix,
             published,
             keys,
-            family,
+            group_tables,
         } = self;
         RowImage {
             len: *len,
@@ -126,31 +126,44 @@ impl Row {
             table: table.to_vec(),
             group: *group,
             priority: *priority,
-            slid: *slid,
+            null_prefix: *null_prefix,
             published: *published,
             keys: keys.as_deref().map(RowKeys::image),
-            family: family.clone(),
+            group_tables: group_tables.clone(),
         }
     }
 }
 
 impl RowImage {
     fn restore(self, open: TicketId, block_size: u32) -> Contents<Row> {
-        let Self { len, ticket, written, tier, moving, lost, table, group, priority, slid, published, keys, family } =
-            self;
+        let Self {
+            len,
+            ticket,
+            written,
+            tier,
+            moving,
+            lost,
+            table,
+            group,
+            priority,
+            null_prefix,
+            published,
+            keys,
+            group_tables,
+        } = self;
         if ticket > open || written > open {
             return Err(format!("a sequence of tickets {ticket} and {written}, the next is {open}"));
         }
         let keys = keys.map(|keys| keys.restore(block_size).map(Box::new)).transpose()?;
-        if slid as usize > table.len() || published as usize > table.len() || priority > MAX_PRIORITY {
+        if null_prefix as usize > table.len() || published as usize > table.len() || priority > MAX_PRIORITY {
             return Err(format!(
-                "{slid} null blocks and {published} published of {} blocks, priority {priority}",
+                "{null_prefix} null blocks and {published} published of {} blocks, priority {priority}",
                 table.len()
             ));
         }
         let table = Table::new(table);
         let state = Row { len, written, table, ticket, tier, moving, lost, ..Row::unused() };
-        Ok(Row { group, priority, slid, published, keys, family, ..state })
+        Ok(Row { group, priority, null_prefix, published, keys, group_tables, ..state })
     }
 }
 

@@ -1,9 +1,376 @@
-//! What a transfer is made of: runs of neighbouring blocks, and host blocks that each hold several device blocks.
+//! Transfers: the step being decided, and the tickets of earlier steps that have not ended.
+//!
+//! Invariant: each lease belongs to one ticket or pin, and a ticket fills each block that it is to publish. A leased block
+//! is not freed, moved or given out again until the transfer that reads or writes it has finished.
 
 mod fill;
 mod runs;
 mod span;
+mod step;
+mod ticket;
 
 pub use fill::FillMap;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
+pub(crate) use step::Step;
+pub(crate) use ticket::{Deadline, Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
+
+use crate::block::{BlockVersion, LeaseKind, TierBlock};
+use crate::decision::{Kind, Pairs, StepDecision};
+use crate::error::{Error, Result};
+use crate::id::{BlockId, TicketId, Tier};
+use crate::pool::Pool;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// Copies of ended tickets that are kept without a look at what they are of.
+const FEW_COPIES: usize = 16;
+
+/// The open step and the tickets in flight.
+#[derive(Debug, Clone)]
+pub(crate) struct Transfers {
+    open: TicketId,
+    /// What the open step's ticket will hold.
+    step: Ticket,
+    /// Pairs decided in the open step.
+    decided: Vec<(Kind, Pairs)>,
+    /// Blocks that the open step fills and that its later sequences may share.
+    fresh: HashSet<TierBlock>,
+    /// Whether the open step writes device blocks that an unfinished ticket still reads.
+    overlaps: bool,
+    submitted: BTreeMap<TicketId, Ticket>,
+    /// Copies of ended tickets that came after one that has not ended: its loads may yet turn out to have failed.
+    ended_copies: BTreeMap<TicketId, Vec<[BlockVersion; 2]>>,
+    /// How many these are at most, and above how many they are looked through.
+    ended: usize,
+    ended_limit: usize,
+}
+
+/// Tickets past their deadline.
+#[derive(Debug, Default)]
+pub(crate) struct Late {
+    /// Not submitted: they must not run any more.
+    pub(crate) expired: Vec<TicketId>,
+    /// Submitted, and not overdue before.
+    pub(crate) overdue: Vec<TicketId>,
+}
+
+impl Transfers {
+    pub(crate) fn new() -> Self {
+        Self::resume(TicketId(1), false)
+    }
+
+    /// No tickets but that of the open step.
+    pub(crate) fn resume(open: TicketId, overlaps: bool) -> Self {
+        Self {
+            open,
+            step: Ticket::default(),
+            decided: Vec::new(),
+            fresh: HashSet::new(),
+            overlaps,
+            submitted: BTreeMap::new(),
+            ended_copies: BTreeMap::new(),
+            ended: 0,
+            ended_limit: FEW_COPIES,
+        }
+    }
+
+    /// Submitted tickets that are neither completed nor failed, first to last.
+    pub(crate) fn submitted(&self) -> impl Iterator<Item = TicketId> {
+        self.submitted.keys().copied()
+    }
+
+    /// How many these are.
+    pub(crate) fn in_flight_count(&self) -> usize {
+        self.submitted.len()
+    }
+
+    /// The ticket that the open step's transfers will carry.
+    pub(crate) fn open(&self) -> TicketId {
+        self.open
+    }
+
+    /// What the open step's ticket holds so far.
+    pub(crate) fn step_mut(&mut self) -> &mut Ticket {
+        &mut self.step
+    }
+
+    /// Pairs of one kind that the open step has decided, to be added to.
+    pub(crate) fn pairs(&mut self, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
+        pairs_of(&mut self.decided, kind, src, dst)
+    }
+
+    /// Pairs that the next decision will hold.
+    pub(crate) fn num_pairs(&self) -> usize {
+        let decided: usize = self.decided.iter().map(|(_, pairs)| pairs.ids.len()).sum();
+        decided + self.step.move_pairs().count()
+    }
+
+    /// Notes whether blocks given to the open step are still read by an unfinished ticket.
+    pub(crate) fn note_overlap(&mut self, overlaps: bool) {
+        self.overlaps |= overlaps;
+    }
+
+    /// Whether the open step writes device blocks that an unfinished ticket still reads.
+    pub(crate) fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// Whether the open step fills a block that its later sequences may share.
+    pub(crate) fn is_fresh(&self, block: TierBlock) -> bool {
+        self.fresh.contains(&block)
+    }
+
+    /// Lets later sequences of the open step share a block that it fills.
+    pub(crate) fn add_fresh(&mut self, block: TierBlock) {
+        self.fresh.insert(block);
+    }
+
+    /// The opposite of [`Transfers::add_fresh`].
+    pub(crate) fn remove_fresh(&mut self, block: TierBlock) {
+        self.fresh.remove(&block);
+    }
+
+    /// Publishes a block once the open step's transfers have landed.
+    pub(crate) fn publish(&mut self, pending: PendingPublish) {
+        self.step.publish(pending);
+    }
+
+    /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks.
+    pub(crate) fn submit(&mut self, device: &Pool) -> StepDecision {
+        let (ticket, mut transfers) = (self.open, std::mem::take(&mut self.decided));
+        transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        let mut step = std::mem::take(&mut self.step);
+        step.set_copies(copies(&transfers, device));
+        self.submitted.insert(ticket, step);
+        self.open = TicketId(ticket.0 + 1);
+        self.fresh = HashSet::new();
+        let after = if std::mem::take(&mut self.overlaps) { self.overlapped() } else { Vec::new() };
+        StepDecision { ticket, after, transfers }
+    }
+
+    /// Whether the ticket's transfers may still be running.
+    pub(crate) fn in_flight(&self, ticket: TicketId) -> bool {
+        ticket == self.open || self.submitted.contains_key(&ticket)
+    }
+
+    /// Whether no ticket up to this one may still be running, so that nothing that depends on it can turn out to be lost.
+    pub(crate) fn is_settled(&self, ticket: TicketId) -> bool {
+        ticket < self.open && self.submitted.range(..=ticket).next().is_none()
+    }
+
+    /// Whether no submitted ticket is unfinished.
+    pub(crate) fn idle(&self) -> bool {
+        self.submitted.is_empty()
+    }
+
+    /// The earliest ticket that has not ended, the open step's at the latest.
+    pub(crate) fn first(&self) -> TicketId {
+        self.submitted.keys().next().copied().unwrap_or(self.open)
+    }
+
+    /// A submitted ticket.
+    pub(crate) fn get(&self, ticket: TicketId) -> Result<&Ticket> {
+        self.submitted.get(&ticket).ok_or(Error::UnknownTicket { ticket })
+    }
+
+    /// A submitted ticket, to be changed.
+    pub(crate) fn get_mut(&mut self, ticket: TicketId) -> Result<&mut Ticket> {
+        self.submitted.get_mut(&ticket).ok_or(Error::UnknownTicket { ticket })
+    }
+
+    /// All tickets, the open step's last.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (TicketId, &Ticket)> {
+        self.submitted.iter().map(|(&id, ticket)| (id, ticket)).chain([(self.open, &self.step)])
+    }
+
+    /// Every lease held, the open step's included.
+    pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> {
+        self.all().flat_map(|(_, ticket)| ticket.leases())
+    }
+
+    /// Closes a submitted ticket.
+    pub(crate) fn close(&mut self, ticket: TicketId, device: &Pool) -> Result<Ticket> {
+        let mut closed = self.submitted.remove(&ticket).ok_or(Error::UnknownTicket { ticket })?;
+        let (first, copies) = (self.first(), closed.take_copies());
+        if first < ticket && !copies.is_empty() {
+            self.ended += copies.len();
+            self.ended_copies.insert(ticket, copies);
+        }
+        self.ended_copies = self.ended_copies.split_off(&first);
+        if self.ended_copies.is_empty() {
+            self.ended = 0;
+        }
+        if self.ended > self.ended_limit {
+            self.forget_copies(device);
+        }
+        Ok(closed)
+    }
+
+    /// Forgets the copies of ended tickets whose bytes are gone, and those of bytes that no unfinished ticket can lose. A
+    /// copy of a copy becomes one of the first. So there is at most one for each block in use and each ticket before it.
+    fn forget_copies(&mut self, device: &Pool) {
+        let written = self.leases().filter(|lease| (lease.tier, lease.kind) == (Tier::Device, LeaseKind::Write));
+        let written = written.map(|lease| (lease.block, device.block(lease.block).version()));
+        // Bytes, and those written by unfinished tickets that they were made from.
+        let mut origins: HashMap<BlockVersion, Vec<BlockVersion>> = written.map(|bytes| (bytes, vec![bytes])).collect();
+        let looked_through = origins.len();
+        let ended = std::mem::take(&mut self.ended_copies);
+        let mut all: Vec<_> = ended.iter().map(|(ticket, copies)| (*ticket, copies.as_slice(), true)).collect();
+        all.extend(self.submitted.iter().map(|(ticket, submitted)| (*ticket, submitted.copies(), false)));
+        all.sort_by_key(|(ticket, ..)| *ticket);
+        self.ended = 0;
+        for (ticket, copies, has_ended) in all {
+            for &[from, to] in copies {
+                let Some(made_from) = origins.get(&from).cloned() else { continue };
+                if has_ended && device.block(to.0).has_version(to.1) {
+                    self.ended += made_from.len();
+                    let kept = self.ended_copies.entry(ticket).or_default();
+                    kept.extend(made_from.iter().map(|&origin| [origin, to]));
+                }
+                let origins = origins.entry(to).or_default();
+                origins.extend(made_from);
+                origins.sort_unstable();
+                origins.dedup();
+            }
+        }
+        self.ended_limit = FEW_COPIES + 2 * self.ended + looked_through;
+    }
+
+    /// Copies of a submitted ticket and of those after it, in their order, the open step's last.
+    pub(crate) fn copies_since(&self, ticket: TicketId, device: &Pool) -> Vec<[BlockVersion; 2]> {
+        let mut since: Vec<_> =
+            self.ended_copies.range(ticket..).map(|(&at, copies)| (at, copies.as_slice())).collect();
+        since.extend(self.submitted.range(ticket..).map(|(&at, ticket)| (at, ticket.copies())));
+        since.sort_by_key(|(at, _)| *at);
+        let open = copies(&self.decided, device);
+        since.into_iter().flat_map(|(_, copies)| copies.iter().copied()).chain(open).collect()
+    }
+
+    /// Submitted tickets that read device blocks which may already have been given out again.
+    fn overlapped(&self) -> Vec<TicketId> {
+        self.submitted.iter().filter(|(_, ticket)| ticket.is_overlapped()).map(|(&ticket, _)| ticket).collect()
+    }
+
+    /// Gives a submitted ticket a deadline.
+    pub(crate) fn set_deadline(&mut self, ticket: TicketId, at: u64) -> Result<()> {
+        let ticket = self.get_mut(ticket)?;
+        let submitted = ticket.deadline().is_some_and(|deadline| deadline.submitted);
+        ticket.set_overdue(false);
+        *ticket.deadline_mut() = Some(Deadline { at, submitted });
+        Ok(())
+    }
+
+    /// The ticket's transfers have begun.
+    pub(crate) fn mark_submitted(&mut self, ticket: TicketId) -> Result<()> {
+        let deadline = self.get_mut(ticket)?.deadline_mut();
+        deadline.get_or_insert(Deadline { at: u64::MAX, submitted: true }).submitted = true;
+        Ok(())
+    }
+
+    /// Tickets whose deadline is `now` or earlier.
+    pub(crate) fn late(&self, now: u64) -> Late {
+        let mut late = Late::default();
+        for (&id, ticket) in &self.submitted {
+            match ticket.deadline().filter(|deadline| deadline.at <= now) {
+                Some(Deadline { submitted: false, .. }) => late.expired.push(id),
+                Some(_) if !ticket.is_overdue() => late.overdue.push(id),
+                _ => {}
+            }
+        }
+        late
+    }
+
+    /// Quarantines the blocks of a submitted ticket that is past its deadline.
+    pub(crate) fn set_overdue(&mut self, ticket: TicketId) -> Result<()> {
+        self.get_mut(ticket)?.set_overdue(true);
+        Ok(())
+    }
+
+    /// Leases of overdue tickets.
+    pub(crate) fn overdue_leases(&self) -> impl Iterator<Item = Lease> {
+        self.submitted.values().filter(|ticket| ticket.is_overdue()).flat_map(Ticket::leases)
+    }
+}
+
+/// Pairs of one kind among those decided, to be added to.
+fn pairs_of(decided: &mut Vec<(Kind, Pairs)>, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
+    let same = |(k, pairs): &(Kind, Pairs)| (*k, pairs.src, pairs.dst) == (kind, src, dst);
+    let at = decided.iter().position(same).unwrap_or_else(|| {
+        decided.push((kind, Pairs { src, dst, ids: Vec::new() }));
+        decided.len() - 1
+    });
+    &mut decided[at].1.ids
+}
+
+/// The copies among a step's transfers, whose leases all still hold.
+fn copies(transfers: &[(Kind, Pairs)], device: &Pool) -> Vec<[BlockVersion; 2]> {
+    let held = |block| (BlockId(block), device.block(BlockId(block)).version());
+    let copies = transfers.iter().filter(|(kind, _)| *kind == Kind::Copy).flat_map(|(_, pairs)| &pairs.ids);
+    copies.map(|&[from, to]| [held(from), held(to)]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device of eight blocks in use.
+    fn device() -> Pool {
+        let mut pool = Pool::new(Tier::Device, 8, false).unwrap();
+        pool.take(8, false, &mut Vec::new());
+        pool
+    }
+
+    fn copy(transfers: &mut Transfers, from: u32, to: u32) {
+        transfers.pairs(Kind::Copy, Tier::Device, Tier::Device).push([from, to]);
+    }
+
+    fn version(block: u32) -> BlockVersion {
+        (BlockId(block), 0)
+    }
+
+    #[test]
+    fn a_ticket_is_in_flight_from_its_step_until_closed() {
+        let (mut transfers, device) = (Transfers::new(), device());
+        let open = transfers.open();
+        assert!(transfers.in_flight(open) && transfers.idle());
+        let lease = Lease { tier: Tier::Device, kind: LeaseKind::OverlappableRead, block: BlockId(3) };
+        transfers.step_mut().lease(lease);
+        copy(&mut transfers, 3, 4);
+        transfers.note_overlap(true);
+        let decision = transfers.submit(&device);
+        assert_eq!((decision.ticket, decision.after), (open, vec![open]));
+        assert!(transfers.in_flight(open) && !transfers.idle());
+        assert_eq!(transfers.copies_since(open, &device), [[version(3), version(4)]]);
+        assert_eq!(transfers.close(open, &device).unwrap().held().len(), 1);
+        assert!(!transfers.in_flight(open));
+        assert!(transfers.close(open, &device).is_err());
+    }
+
+    #[test]
+    fn copies_of_an_ended_ticket_are_known_while_an_earlier_one_runs() {
+        let (mut transfers, device) = (Transfers::new(), device());
+        let load = transfers.submit(&device).ticket;
+        copy(&mut transfers, 1, 2);
+        let second = transfers.submit(&device).ticket;
+        transfers.close(second, &device).unwrap();
+        assert_eq!(transfers.copies_since(load, &device), [[version(1), version(2)]]);
+        transfers.close(load, &device).unwrap();
+        assert!(transfers.copies_since(load, &device).is_empty());
+    }
+
+    #[test]
+    fn a_ticket_expires_unless_it_is_submitted_and_then_is_overdue_once() {
+        let (mut transfers, device) = (Transfers::new(), device());
+        let tickets = [transfers.submit(&device).ticket, transfers.submit(&device).ticket];
+        for ticket in tickets {
+            transfers.set_deadline(ticket, 5).unwrap();
+        }
+        transfers.mark_submitted(tickets[1]).unwrap();
+        assert!(transfers.late(4).expired.is_empty() && transfers.late(4).overdue.is_empty());
+        let late = transfers.late(5);
+        assert_eq!((late.expired, late.overdue), (vec![tickets[0]], vec![tickets[1]]));
+        transfers.set_overdue(tickets[1]).unwrap();
+        assert!(transfers.late(9).overdue.is_empty());
+        assert!(transfers.set_deadline(TicketId(9), 5).is_err());
+    }
+}

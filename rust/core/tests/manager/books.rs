@@ -68,14 +68,14 @@ impl World {
         }
     }
 
-    /// Goes on with the books read back from a snapshot, if they are at rest.
+    /// Goes on with the manager read back from a snapshot, if they are at rest.
     pub(super) fn snapshot(&mut self) {
         match self.manager.snapshot() {
             Ok(bytes) => {
                 assert!(self.tickets.is_empty() && self.pins.is_empty());
-                let mut books = Manager::restore(&bytes).unwrap();
-                assert_eq!((books.snapshot().as_ref(), books.stats()), (Ok(&bytes), self.manager.stats()));
-                self.manager = books;
+                let mut manager = Manager::restore(&bytes).unwrap();
+                assert_eq!((manager.snapshot().as_ref(), manager.stats()), (Ok(&bytes), self.manager.stats()));
+                self.manager = manager;
             }
             Err(error) => {
                 let Error::Busy { tickets, open, pairs } = error else { unreachable!("{error}") };

@@ -2,7 +2,7 @@
 
 use super::Observer;
 use crate::defrag::facts::{Budget, Entry, Facts};
-use crate::defrag::places::Place;
+use crate::defrag::occupancy::Occupancy;
 use crate::defrag::plan::Plan;
 use crate::defrag::planner::Planner;
 use crate::error::Result;
@@ -73,13 +73,13 @@ impl Observer {
     /// Takes over a plan's pairs whose bytes have moved. Both ids of a pair have changed places.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Error::InvalidArgument) if the plan no longer fits the books; nothing has changed.
+    /// [`InvalidArgument`](crate::Error::InvalidArgument) if the plan no longer fits; nothing has changed.
     pub fn commit(&mut self, pairs: &[[u32; 2]]) -> Result<()> {
         self.places.check_pairs(pairs)?;
         for &[from, to] in pairs {
             self.swap_places(from, to);
-            self.places.set(BlockId(from), Place::Hole);
-            self.places.set(BlockId(to), Place::Live);
+            self.places.set(BlockId(from), Occupancy::Hole);
+            self.places.set(BlockId(to), Occupancy::Live);
             if self.blank.remove(BlockId(to)) {
                 self.blank.insert(BlockId(from));
             }

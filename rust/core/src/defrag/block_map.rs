@@ -1,24 +1,14 @@
 //! What is in each block of a pool, as far as moving goes.
 
+use super::occupancy::Occupancy;
 use super::pages::Pages;
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 use std::ops::Range;
 
-/// What may be done with a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Nobody refers to it: it can be moved into.
-    Hole,
-    /// In use, and can be moved.
-    Live,
-    /// Leased, pinned or the null block: stays, and is nobody's destination.
-    Fixed,
-}
-
-/// The blocks of a pool by [`Place`]; each is in exactly one set.
+/// The blocks of a pool by [`Occupancy`]; each is in exactly one set.
 #[derive(Clone, Debug)]
-pub struct Places {
+pub struct BlockMap {
     holes: BlockSet,
     live: BlockSet,
     fixed: BlockSet,
@@ -29,7 +19,7 @@ pub struct Places {
 /// Up to so many fixed blocks are gone through one by one.
 const FEW: usize = 64;
 
-impl Places {
+impl BlockMap {
     /// `blocks` holes.
     #[must_use]
     pub fn new(blocks: usize) -> Self {
@@ -80,7 +70,7 @@ impl Places {
     /// What pages of that size hold, counted anew.
     pub(super) fn count_pages(&self, page_blocks: u32) -> Pages {
         let mut pages = Pages::new(page_blocks, self.capacity());
-        for (set, place) in [(&self.fixed, Place::Fixed), (&self.live, Place::Live)] {
+        for (set, place) in [(&self.fixed, Occupancy::Fixed), (&self.live, Occupancy::Live)] {
             let mut from = 0;
             while let Some(run) = set.next_run(from, u32::MAX) {
                 from = run.end;
@@ -92,18 +82,18 @@ impl Places {
 
     /// What the block is; it must be below the capacity.
     #[must_use]
-    pub fn get(&self, block: BlockId) -> Place {
+    pub fn get(&self, block: BlockId) -> Occupancy {
         if self.live.contains(block) {
-            Place::Live
+            Occupancy::Live
         } else if self.holes.contains(block) {
-            Place::Hole
+            Occupancy::Hole
         } else {
-            Place::Fixed
+            Occupancy::Fixed
         }
     }
 
     /// Says what the block is from now on; it must be below the capacity.
-    pub fn set(&mut self, block: BlockId, place: Place) {
+    pub fn set(&mut self, block: BlockId, place: Occupancy) {
         let before = self.get(block);
         if before != place {
             self.of_mut(before).remove(block);
@@ -116,11 +106,11 @@ impl Places {
     }
 
     /// Says what neighbours are from now on; they must be below the capacity.
-    pub fn set_run(&mut self, run: Range<u32>, place: Place) {
+    pub fn set_run(&mut self, run: Range<u32>, place: Occupancy) {
         if !self.pages.is_empty() {
             return run.for_each(|block| self.set(BlockId(block), place));
         }
-        for other in [Place::Hole, Place::Live, Place::Fixed].into_iter().filter(|&other| other != place) {
+        for other in [Occupancy::Hole, Occupancy::Live, Occupancy::Fixed].into_iter().filter(|&other| other != place) {
             self.of_mut(other).remove_run(run.clone());
         }
         self.of_mut(place).insert_run(run);
@@ -130,34 +120,34 @@ impl Places {
     pub(super) fn free_run(&mut self, run: Range<u32>) {
         self.live.remove_run(run.clone());
         self.holes.insert_run(run.clone());
-        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Place::Live, -1));
+        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Occupancy::Live, -1));
     }
 
     /// Neighbours that are holes become live.
     pub(super) fn fill_run(&mut self, run: Range<u32>) {
         self.holes.remove_run(run.clone());
         self.live.insert_run(run.clone());
-        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Place::Live, 1));
+        self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Occupancy::Live, 1));
     }
 
     /// Takes a pair of a plan that is being made out of sight, so that neither block is named again; pages count it as
-    /// moved. See [`Places::resume`].
+    /// moved. See [`BlockMap::resume`].
     pub(super) fn suspend(&mut self, [from, to]: [u32; 2]) {
         self.live.remove(BlockId(from));
         self.holes.remove(BlockId(to));
         for pages in &mut self.pages {
-            pages.change(from..from + 1, Place::Live, -1);
-            pages.change(to..to + 1, Place::Live, 1);
+            pages.change(from..from + 1, Occupancy::Live, -1);
+            pages.change(to..to + 1, Occupancy::Live, 1);
         }
     }
 
-    /// Puts back what [`Places::suspend`] took: nothing has moved yet.
+    /// Puts back what [`BlockMap::suspend`] took: nothing has moved yet.
     pub(super) fn resume(&mut self, [from, to]: [u32; 2]) {
         self.live.insert(BlockId(from));
         self.holes.insert(BlockId(to));
         for pages in &mut self.pages {
-            pages.change(to..to + 1, Place::Live, -1);
-            pages.change(from..from + 1, Place::Live, 1);
+            pages.change(to..to + 1, Occupancy::Live, -1);
+            pages.change(from..from + 1, Occupancy::Live, 1);
         }
     }
 
@@ -224,11 +214,11 @@ impl Places {
         std::iter::successors(next(0), |run| next(run.end)).collect()
     }
 
-    fn of_mut(&mut self, place: Place) -> &mut BlockSet {
+    fn of_mut(&mut self, place: Occupancy) -> &mut BlockSet {
         match place {
-            Place::Hole => &mut self.holes,
-            Place::Live => &mut self.live,
-            Place::Fixed => &mut self.fixed,
+            Occupancy::Hole => &mut self.holes,
+            Occupancy::Live => &mut self.live,
+            Occupancy::Fixed => &mut self.fixed,
         }
     }
 }
@@ -239,28 +229,28 @@ mod tests {
 
     #[test]
     fn the_densest_arrangement_goes_around_fixed_blocks() {
-        let mut places = Places::new(10);
+        let mut places = BlockMap::new(10);
         assert_eq!((places.densest(), places.gap()), (None, 0));
         for block in [0, 2] {
-            places.set(BlockId(block), Place::Fixed);
+            places.set(BlockId(block), Occupancy::Fixed);
         }
         for block in [1, 8] {
-            places.set(BlockId(block), Place::Live);
+            places.set(BlockId(block), Occupancy::Live);
         }
         assert_eq!(places.densest(), Some(BlockId(3)));
         assert_eq!(places.gap(), 5);
-        places.set(BlockId(9), Place::Fixed);
+        places.set(BlockId(9), Occupancy::Fixed);
         assert_eq!((places.highest(), places.gap()), (Some(BlockId(9)), 5));
         assert_eq!(places.live_runs(), [1..2, 8..9]);
     }
 
     #[test]
     fn growing_adds_holes() {
-        let mut places = Places::new(3);
-        places.set(BlockId(1), Place::Live);
+        let mut places = BlockMap::new(3);
+        places.set(BlockId(1), Occupancy::Live);
         places.grow(70);
         places.grow(5);
         assert_eq!((places.capacity(), places.holes().len()), (70, 69));
-        assert_eq!((places.get(BlockId(1)), places.get(BlockId(69))), (Place::Live, Place::Hole));
+        assert_eq!((places.get(BlockId(1)), places.get(BlockId(69))), (Occupancy::Live, Occupancy::Hole));
     }
 }

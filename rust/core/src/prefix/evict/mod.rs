@@ -22,7 +22,7 @@ pub const MAX_PRIORITY: u8 = 15;
 pub enum Departure {
     /// A sequence uses it again.
     Hit,
-    /// It no longer holds findable bytes.
+    /// It is no longer cached.
     Gone,
 }
 
@@ -226,10 +226,10 @@ impl Policy {
     }
 
     /// The first blocks in their order; those of policies other than `lru` are found in time that rises with the pool.
-    pub(crate) fn upcoming(&self, count: usize) -> Vec<BlockId> {
+    pub(crate) fn candidates(&self, count: usize) -> Vec<BlockId> {
         match self {
             Self::Lru(policy) => policy.iter().take(count).collect(),
-            Self::Quotas(policy) => policy.inner.upcoming(count),
+            Self::Quotas(policy) => policy.inner.candidates(count),
             _ => {
                 let mut first = Vec::new();
                 self.clone().pop_into(count, &mut first);

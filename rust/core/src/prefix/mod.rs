@@ -1,0 +1,303 @@
+//! The prefix cache of one tier: which block holds the bytes of a key, which unused ones are evicted first, and which could
+//! be found until a moment ago.
+//!
+//! Invariant: a key has one block and a block one key. Only blocks that the pool has parked can be evicted.
+
+pub mod evict;
+mod index;
+mod removal;
+
+pub(crate) use index::grown;
+pub use removal::Reason;
+pub(crate) use removal::{Removal, Removals, Ring};
+
+use crate::hash::Key;
+use crate::id::BlockId;
+use crate::snapshot::Contents;
+use evict::{Departure, Eviction, Policy, Quotas};
+use index::PrefixIndex;
+use serde::{Deserialize, Serialize};
+use std::hint::black_box;
+
+/// What a prompt finds a block by, and whose it is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CachedIdentity {
+    pub(crate) key: Key,
+    /// Blocks of its prompt before it, as far as is known.
+    pub(crate) depth: u32,
+    /// Tenant with a quota that it belongs to, 0 for none.
+    pub(crate) tenant: u16,
+}
+
+/// What publishing a block came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Published {
+    Now,
+    /// The block had that key already, or the pool keeps no keys.
+    Before,
+    /// Another block has that key; nothing was changed.
+    As(BlockId),
+}
+
+/// Keys and order of eviction of one tier's blocks.
+#[derive(Debug, Clone)]
+pub(crate) struct PrefixCache {
+    index: PrefixIndex,
+    order: Policy,
+    /// With events on: removals that no event reports yet.
+    removals: Option<Box<Removals>>,
+}
+
+/// What of a cache outlives the process. What a policy has learnt is not kept, the order is.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct CacheImage {
+    /// Published blocks and their keys.
+    pub(crate) keys: Vec<(BlockId, [u8; 32])>,
+    /// Name of the policy.
+    pub(crate) eviction: String,
+    /// Evictable blocks, first to go first.
+    pub(crate) order: Vec<BlockId>,
+    /// By tenant, and which blocks are whose.
+    pub(crate) quotas: Vec<usize>,
+    pub(crate) owners: Vec<(BlockId, u16)>,
+}
+
+impl PrefixCache {
+    /// Memory of one block, with the policy that takes the most: 24 bytes of the index, its key, 13 of the policy.
+    pub(crate) const BYTES: usize = 24 + size_of::<Key>() + 13;
+
+    pub(crate) fn new(blocks: usize, eviction: Eviction) -> Self {
+        Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), removals: None }
+    }
+
+    /// Blocks that can be evicted.
+    #[inline]
+    pub(crate) fn evictable(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Whether a block can be evicted.
+    pub(crate) fn is_evictable(&self, block: BlockId) -> bool {
+        self.order.contains(block)
+    }
+
+    /// Those blocks, first to go first.
+    pub(crate) fn order(&self) -> Vec<BlockId> {
+        self.order.order()
+    }
+
+    /// The first `count` of them; with other policies than `lru` in time that rises with the pool.
+    pub(crate) fn candidates(&self, count: usize) -> Vec<BlockId> {
+        self.order.candidates(count)
+    }
+
+    /// Blocks that can be found.
+    pub(crate) fn published(&self) -> usize {
+        self.index.len()
+    }
+
+    /// The key of a published block.
+    pub(crate) fn key(&self, block: BlockId) -> Option<Key> {
+        self.index.key(block).copied()
+    }
+
+    /// The block that holds the bytes of a key.
+    #[inline]
+    pub(crate) fn find(&self, key: &Key) -> Option<BlockId> {
+        self.index.find(key)
+    }
+
+    /// Whether a block is found by its key.
+    pub(crate) fn finds(&self, block: BlockId) -> bool {
+        self.index.key(block).and_then(|key| self.index.find(key)) == Some(block)
+    }
+
+    /// Reads the memory that a change under these tags is going to need, so that cache misses overlap.
+    #[inline]
+    pub(crate) fn prefetch(&self, tags: &[u32]) {
+        black_box(tags.iter().fold(0, |all, &tag| all ^ self.index.look_ahead(tag)));
+    }
+
+    /// Publishes a block with a former key of that tag, 0 for none, unless another block has the new key.
+    #[inline]
+    pub(crate) fn publish(&mut self, block: BlockId, former: u32, key: Key, depth: u32) -> Published {
+        if former != 0 {
+            if let Some(other) = self.index.find(&key) {
+                return if other == block { Published::Before } else { Published::As(other) };
+            }
+            self.index.remove(block, former);
+        }
+        if let Some(other) = self.index.insert(block, key) {
+            return Published::As(other);
+        }
+        self.order.publish(block, depth, key.tag());
+        if former != 0 {
+            self.note_removal(block, Reason::Replaced, false);
+        }
+        Published::Now
+    }
+
+    /// Forgets the key of a block, which leaves the order of eviction; `tag` is that of its key.
+    pub(crate) fn remove(&mut self, block: BlockId, tag: u32) {
+        self.index.remove(block, tag);
+        self.order.remove(block, Departure::Gone);
+    }
+
+    /// Forgets the key of a block that has left the order of eviction and is given out again.
+    #[inline]
+    pub(crate) fn remove_evicted(&mut self, block: BlockId, tag: u32, has_copy: bool) {
+        self.index.remove(block, tag);
+        self.note_removal(block, Reason::Evicted, has_copy);
+    }
+
+    /// Puts a block without a key in the place of another.
+    pub(crate) fn rename(&mut self, from: BlockId, to: BlockId, tag: u32, has_copy: bool) {
+        self.index.rename(from, to, tag);
+        self.order.relocate(from, to);
+        self.note_removal(from, Reason::Moved, has_copy);
+    }
+
+    /// Lets a block be evicted.
+    #[inline]
+    pub(crate) fn park(&mut self, block: BlockId) {
+        self.order.insert(block);
+    }
+
+    /// A block is used again.
+    #[inline]
+    pub(crate) fn unpark(&mut self, block: BlockId) {
+        self.order.remove(block, Departure::Hit);
+    }
+
+    /// The bytes of a block, evictable or not, are gone.
+    #[inline]
+    pub(crate) fn retire(&mut self, block: BlockId) {
+        self.order.remove(block, Departure::Gone);
+    }
+
+    /// Takes the first `count` blocks out of the order of eviction, or as many as there are.
+    #[inline]
+    pub(crate) fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        self.order.pop_into(count, out);
+    }
+
+    /// Says that a sequence's blocks are released from now on, the last one first.
+    pub(crate) fn begin_chain(&mut self) {
+        self.order.begin_chain();
+    }
+
+    /// Says that a block of the chain being released stays in use.
+    #[inline]
+    pub(crate) fn hold(&mut self, block: BlockId) {
+        self.order.hold(block);
+    }
+
+    /// Says that a user of a block wants it kept.
+    pub(crate) fn prioritise(&mut self, block: BlockId, priority: u8) {
+        self.order.prioritise(block, priority);
+    }
+
+    /// The pool has so many blocks from now on.
+    pub(crate) fn resize(&mut self, blocks: usize) {
+        self.index.grow(blocks);
+        self.order.resize(blocks);
+    }
+
+    /// Sets the quota of a tenant, in a pool of so many blocks; tenants are numbered from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
+        self.order.set_quota(tenant, quota, blocks);
+    }
+
+    /// All quotas, in the order of their tenants' numbers.
+    pub(crate) fn quotas(&self) -> Vec<usize> {
+        self.order.quotas().map_or_else(Vec::new, Quotas::all)
+    }
+
+    /// Evictable blocks of a tenant.
+    pub(crate) fn held_by(&self, tenant: u16) -> usize {
+        self.order.quotas().map_or(0, |quotas| quotas.held(tenant))
+    }
+
+    /// Makes a block that has just been published a tenant's.
+    pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
+        if let Some(quotas) = self.order.quotas_mut() {
+            quotas.assign(block, tenant);
+        }
+    }
+
+    /// Tenant of a published block, 0 for none with a quota.
+    pub(crate) fn tenant(&self, block: BlockId) -> u16 {
+        self.order.quotas().map_or(0, |quotas| quotas.owner(block))
+    }
+
+    /// Takes a block of a tenant that is beyond its quota out of the order of eviction.
+    pub(crate) fn pop_over_quota(&mut self) -> Option<BlockId> {
+        self.order.quotas_mut().and_then(Quotas::pop_over)
+    }
+
+    /// What contradicts the quotas.
+    pub(crate) fn check_quotas(&self) -> Option<String> {
+        self.order.quotas().and_then(Quotas::check)
+    }
+
+    /// Notes removals from now on, the last `capacity` of them.
+    pub(crate) fn note_removals(&mut self, capacity: usize) {
+        self.removals = Some(Box::new(Ring::new(capacity)));
+    }
+
+    /// Removals that wait, where they are noted.
+    pub(crate) fn removals_mut(&mut self) -> Option<&mut Removals> {
+        self.removals.as_deref_mut()
+    }
+
+    /// As [`PrefixCache::removals_mut`], to be looked at.
+    pub(crate) fn removals(&self) -> Option<&Removals> {
+        self.removals.as_deref()
+    }
+
+    /// Notes that a block can no longer be found.
+    #[inline]
+    pub(crate) fn note_removal(&mut self, block: BlockId, reason: Reason, has_copy: bool) {
+        if let Some(removals) = &mut self.removals {
+            removals.push(Removal { block, reason, remaining: u8::from(has_copy) });
+        }
+    }
+
+    /// What a snapshot keeps, given the published blocks.
+    pub(crate) fn image(&self, published: impl Iterator<Item = BlockId> + Clone) -> CacheImage {
+        let owners = published.clone().map(|block| (block, self.tenant(block)));
+        CacheImage {
+            keys: published.filter_map(|block| Some((block, self.index.key(block)?.to_bytes()))).collect(),
+            eviction: self.order.name().to_owned(),
+            order: self.order.order(),
+            quotas: self.quotas(),
+            owners: owners.filter(|(_, owner)| *owner > 0).collect(),
+        }
+    }
+
+    /// Starts the order of eviction again, with these quotas and tenants of blocks; `is_published` says which there are.
+    pub(crate) fn restore_order(
+        &mut self,
+        (eviction, blocks): (Eviction, usize),
+        quotas: &[usize],
+        owners: Vec<(BlockId, u16)>,
+        is_published: impl Fn(BlockId) -> bool,
+    ) -> Contents<()> {
+        let mut order = Policy::new(eviction, blocks);
+        if quotas.len() > usize::from(u16::MAX) {
+            return Err(format!("{} quotas", quotas.len()));
+        }
+        for (tenant, quota) in (1..=u16::MAX).zip(quotas) {
+            order.set_quota(tenant, *quota, blocks);
+        }
+        for (block, owner) in owners {
+            let whose = order.quotas_mut().filter(|_| owner > 0 && usize::from(owner) <= quotas.len());
+            match whose.filter(|_| is_published(block)) {
+                Some(policy) => policy.assign(block, owner),
+                None => return Err(format!("block {block} belongs to tenant {owner} of {}", quotas.len())),
+            }
+        }
+        self.order = order;
+        Ok(())
+    }
+}

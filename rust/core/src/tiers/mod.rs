@@ -1,0 +1,456 @@
+//! The blocks of all tiers: copies of one tier's bytes in another, what prompts can find, and the events about it.
+//!
+//! Invariant: tier copies are mutual, whatever ends the bytes of a block unlinks its copy, and every block that can be found
+//! was published by an event. Nobody above holds a pool to change.
+
+mod check;
+mod image;
+mod quota;
+
+pub(crate) use image::TiersImage;
+
+use crate::block::{Block, LeaseKind, TierBlock};
+use crate::defrag::{BlockMap, Occupancy};
+use crate::error::{Error, Result};
+use crate::event::{EventBatch, Events, Publication, PublishedEvent};
+use crate::hash::Key;
+use crate::id::{BlockId, Tier};
+use crate::memory;
+use crate::pool::{Hint, PlannerView, Policies, Pool};
+use crate::prefix::{CachedIdentity, Published};
+use quota::Tenants;
+use std::ops::Range;
+
+/// The pools of the three tiers.
+#[derive(Debug, Clone)]
+pub(crate) struct Tiers {
+    pools: [Pool; 3],
+    events: Option<Box<Events>>,
+    tenants: Tenants,
+    /// Token slots in a block.
+    block_size: u32,
+    /// Whether block 0 of each tier stands for what is not there.
+    null: bool,
+}
+
+impl Tiers {
+    /// Pools of so many blocks; with `null`, block 0 of each is taken for good.
+    ///
+    /// # Errors
+    /// More blocks than a tier can have, or than there is memory for.
+    pub(crate) fn new(
+        blocks: [usize; 3],
+        block_size: u32,
+        prefix_caching: bool,
+        null: bool,
+        policies: Policies,
+    ) -> Result<Self> {
+        let [device, host, external] = blocks;
+        let mut pools = [
+            Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
+            Pool::with_policies(Tier::Host, host, false, policies)?,
+            Pool::with_policies(Tier::External, external, false, policies)?,
+        ];
+        if null {
+            pools.iter_mut().filter(|pool| !pool.is_empty()).for_each(Pool::reserve_null);
+        }
+        Ok(Self { pools, events: None, tenants: Tenants::default(), block_size, null })
+    }
+
+    /// The blocks of a tier.
+    #[inline]
+    pub(crate) fn pool(&self, tier: Tier) -> &Pool {
+        &self.pools[tier.index()]
+    }
+
+    #[cfg(test)]
+    pub(crate) fn pool_mut(&mut self, tier: Tier) -> &mut Pool {
+        &mut self.pools[tier.index()]
+    }
+
+    /// The blocks of the device.
+    #[inline]
+    pub(crate) fn device(&self) -> &Pool {
+        &self.pools[0]
+    }
+
+    /// The blocks of the host.
+    #[inline]
+    pub(crate) fn host(&self) -> &Pool {
+        &self.pools[1]
+    }
+
+    /// One block.
+    #[inline]
+    pub(crate) fn block(&self, (tier, block): TierBlock) -> Block {
+        self.pool(tier).block(block)
+    }
+
+    /// Takes blocks, which must be there; see [`Pool::take`]. Returns whether a ticket still reads one of them.
+    pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
+        let overlapped = self.pools[tier.index()].take(count, filling, out);
+        self.unlink_orphans(tier);
+        overlapped
+    }
+
+    /// Adds references to a block that has some.
+    #[inline]
+    pub(crate) fn share(&mut self, (tier, block): TierBlock, count: u32) {
+        self.pools[tier.index()].share(block, count);
+    }
+
+    /// Takes a reference to a block that is in use or cached.
+    #[inline]
+    pub(crate) fn claim(&mut self, (tier, block): TierBlock) {
+        self.pools[tier.index()].claim(block);
+    }
+
+    /// Drops one reference.
+    #[inline]
+    pub(crate) fn release(&mut self, (tier, block): TierBlock) {
+        self.pools[tier.index()].release(block);
+        self.unlink_orphans(tier);
+    }
+
+    /// Drops one reference to each block, to the last one first.
+    pub(crate) fn release_all(&mut self, tier: Tier, blocks: &[BlockId]) {
+        self.pools[tier.index()].release_all(blocks);
+        self.unlink_orphans(tier);
+    }
+
+    /// Says that a sequence's blocks are released from now on, the last one first; `blocks` are those on the device that it
+    /// wants kept.
+    pub(crate) fn begin_release(&mut self, blocks: &[BlockId], priority: u8) {
+        let pool = &mut self.pools[0];
+        pool.begin_chain();
+        for &block in blocks {
+            pool.prioritise(block, priority);
+        }
+    }
+
+    /// Takes a lease.
+    ///
+    /// # Errors
+    /// The block has as many leases of that kind as can be counted, or a second writer.
+    pub(crate) fn lease(&mut self, (tier, block): TierBlock, kind: LeaseKind) -> Result<()> {
+        self.pools[tier.index()].lease(block, kind)
+    }
+
+    /// Takes a lease on a cached block; see [`Pool::lease_cached`].
+    ///
+    /// # Errors
+    /// As [`Tiers::lease`].
+    pub(crate) fn lease_cached(&mut self, (tier, block): TierBlock, kind: LeaseKind) -> Result<()> {
+        self.pools[tier.index()].lease_cached(block, kind)
+    }
+
+    /// Ends a lease.
+    pub(crate) fn end_lease(&mut self, (tier, block): TierBlock, kind: LeaseKind) {
+        self.pools[tier.index()].end_lease(block, kind);
+    }
+
+    /// Ends a lease on each of some neighbours, on the last one first.
+    #[inline]
+    pub(crate) fn end_leases(&mut self, tier: Tier, run: Range<u32>, kind: LeaseKind) {
+        self.pools[tier.index()].end_leases(run, kind);
+    }
+
+    /// Puts leases in place of the references to private neighbours; see [`Pool::depart`].
+    #[inline]
+    pub(crate) fn depart(&mut self, tier: Tier, run: Range<u32>, reads: LeaseKind) {
+        self.pools[tier.index()].depart(run, reads);
+    }
+
+    /// Makes two blocks that hold the same bytes each other's copy, and of no other.
+    pub(crate) fn link(&mut self, a: TierBlock, b: TierBlock) {
+        for (one, other) in [(a, b), (b, a)] {
+            if let Some(former) = self.set_copy(one, Some(other)).filter(|&former| former != other) {
+                self.set_copy(former, None);
+            }
+        }
+    }
+
+    /// Makes a block nobody's copy.
+    pub(crate) fn unlink(&mut self, block: TierBlock) {
+        if let Some(copy) = self.set_copy(block, None) {
+            self.set_copy(copy, None);
+        }
+    }
+
+    fn set_copy(&mut self, (tier, block): TierBlock, copy: Option<TierBlock>) -> Option<TierBlock> {
+        self.pools[tier.index()].set_tier_copy(block, copy)
+    }
+
+    /// Unlinks the copies of blocks whose bytes are gone.
+    #[inline]
+    fn unlink_orphans(&mut self, tier: Tier) {
+        for copy in self.pools[tier.index()].take_orphans() {
+            self.set_copy(copy, None);
+        }
+    }
+
+    /// Publishes a block whose tokens are computed, with an event if there are events.
+    pub(crate) fn publish(
+        &mut self,
+        at: TierBlock,
+        identity: CachedIdentity,
+        publication: impl FnOnce() -> Option<Publication>,
+    ) -> Published {
+        let published = self.publish_silently(at, identity);
+        if published == Published::Now {
+            if let Some(events) = &mut self.events {
+                if let Some(publication) = publication() {
+                    events.stored(&mut self.pools, at.0, publication);
+                }
+            }
+        }
+        published
+    }
+
+    /// Publishes a block that holds what another was published with; returns whether it did.
+    pub(crate) fn publish_copy(
+        &mut self,
+        at: TierBlock,
+        identity: CachedIdentity,
+        event: Option<PublishedEvent>,
+    ) -> bool {
+        let is_published = self.publish_silently(at, identity) == Published::Now;
+        if let (true, Some(events), Some(event)) = (is_published, &mut self.events, event) {
+            events.copied(&mut self.pools, at, event, self.block_size);
+        }
+        is_published
+    }
+
+    fn publish_silently(&mut self, (tier, block): TierBlock, identity: CachedIdentity) -> Published {
+        let published = self.pools[tier.index()].publish(block, identity.key, identity.depth);
+        if published == Published::Now {
+            if tier == Tier::Device && identity.tenant != 0 {
+                self.pools[0].assign(block, identity.tenant);
+            }
+            if self.keeps_host_copies() {
+                self.join_copies(&identity.key);
+            }
+        }
+        published
+    }
+
+    /// Links the two copies of a key, if both tiers have one and no other.
+    fn join_copies(&mut self, key: &Key) {
+        let [device, host, _] = &self.pools;
+        if let (Some(one), Some(other)) = (device.find(key), host.find(key)) {
+            if device.block(one).tier_copy().is_none() && host.block(other).tier_copy().is_none() {
+                self.link((Tier::Device, one), (Tier::Host, other));
+            }
+        }
+    }
+
+    /// Notes that merging blocks may have raised the number in use.
+    pub(crate) fn note_peak(&mut self) {
+        self.pools[0].note_peak();
+    }
+
+    /// Forgets a block whose bytes did not land.
+    pub(crate) fn lose(&mut self, block: TierBlock) {
+        self.unlink(block);
+        self.pools[block.0.index()].unpublish(block.1);
+    }
+
+    /// Keeps host copies of published blocks from now on; the host must be empty.
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn start_host_caching(&mut self) -> Result<()> {
+        self.pools[1].start_caching()
+    }
+
+    /// Whether prompts find host copies.
+    #[inline]
+    pub(crate) fn keeps_host_copies(&self) -> bool {
+        self.pools[1].is_caching()
+    }
+
+    /// Forgets everything that is cached, unless a block is in use; returns whether it did.
+    pub(crate) fn reset_cache(&mut self) -> bool {
+        let null = usize::from(self.null);
+        let caching = if self.keeps_host_copies() { &[Tier::Device, Tier::Host][..] } else { &[Tier::Device] };
+        if caching.iter().any(|tier| self.pool(*tier).free() + null != self.pool(*tier).len()) {
+            return false;
+        }
+        for &tier in caching {
+            self.pools[tier.index()].unpublish_all();
+            self.unlink_orphans(tier);
+            if let Some(events) = &mut self.events {
+                events.cleared(&mut self.pools, tier);
+            }
+        }
+        true
+    }
+
+    /// Frees an evictable device block, if it is one.
+    pub(crate) fn drop_cached(&mut self, block: BlockId) {
+        self.pools[0].drop_cached(block);
+        self.unlink_orphans(Tier::Device);
+    }
+
+    /// Whether there are events.
+    pub(crate) fn has_events(&self) -> bool {
+        self.events.is_some()
+    }
+
+    /// Keeps the last `capacity` events from now on.
+    ///
+    /// # Errors
+    /// The capacity is out of range, the cache is off, or something has been published.
+    pub(crate) fn record_events(&mut self, capacity: usize) -> Result<()> {
+        if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
+            let must = "asked for once, of an empty prefix cache that is on".to_owned();
+            return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
+        }
+        self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
+        Ok(())
+    }
+
+    /// Takes all events that wait.
+    pub(crate) fn take_events(&mut self) -> EventBatch {
+        self.events.as_mut().map(|events| events.take(&mut self.pools)).unwrap_or_default()
+    }
+
+    /// The event that published a block, with events on.
+    pub(crate) fn published_event(&self, (tier, block): TierBlock) -> Option<PublishedEvent> {
+        self.events.as_ref().map(|events| events.of(tier, block))
+    }
+
+    /// Gives the device so many blocks from now on, at most [`MAX_BLOCKS`](crate::block::MAX_BLOCKS).
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn resize_device(&mut self, blocks: usize) -> Result<()> {
+        self.pools[0].require_growth(blocks)?;
+        if self.events.is_some() {
+            memory::require_items::<PublishedEvent>(blocks.saturating_mul(2))?;
+        }
+        self.pools[0].resize(blocks);
+        self.unlink_orphans(Tier::Device);
+        if let Some(events) = &mut self.events {
+            events.grow(&self.pools);
+        }
+        Ok(())
+    }
+}
+
+/// Moves within the device.
+impl Tiers {
+    /// Follows the places of the device's blocks from now on; `written` are blocks that the open step writes.
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn follow_places(&mut self, written: impl FnOnce(&Pool) -> Vec<BlockId>) -> Result<()> {
+        self.pools[0].follow_places(self.null, written)
+    }
+
+    /// Says what cached blocks in no table count as, until the next call.
+    pub(crate) fn count_idle_as(&mut self, place: Occupancy) {
+        self.pools[0].count_idle_as(place);
+    }
+
+    /// Where the device's blocks lie, found again if that is not followed.
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn survey(&self) -> Result<BlockMap> {
+        self.pools[0].survey(self.null)
+    }
+
+    /// The places of the device's blocks for a planner, and what else it asks of blocks.
+    pub(crate) fn planning(&mut self) -> Option<(&mut BlockMap, PlannerView<'_>)> {
+        self.pools[0].planning()
+    }
+
+    /// Notes that the open step writes a device block.
+    #[inline]
+    pub(crate) fn note_written(&mut self, block: BlockId) {
+        self.pools[0].note_written(block);
+    }
+
+    /// Notes which table device blocks are in, from which entry on.
+    #[inline]
+    pub(crate) fn note_owner(&mut self, row: u32, from: usize, blocks: &[BlockId]) {
+        self.pools[0].note_owner(row, from, blocks);
+    }
+
+    /// The table that a device block was last known to be in.
+    pub(crate) fn hint(&self, block: BlockId) -> Hint {
+        self.pools[0].hint(block)
+    }
+
+    /// Ends the step: what it writes can be moved from now on.
+    pub(crate) fn end_step(&mut self) {
+        self.pools[0].end_step();
+    }
+
+    /// Begins a move of a device block into a hole.
+    pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
+        self.pools[0].begin_move(from, to);
+    }
+
+    /// Gives up a move that counts: its source stays.
+    pub(crate) fn stay(&mut self, from: BlockId) {
+        self.pools[0].stay(from);
+    }
+
+    /// Gives back the target of a move that counts no more.
+    pub(crate) fn give_back(&mut self, to: BlockId) {
+        self.pools[0].give_back(to);
+    }
+
+    /// Ends a move that counts: the target takes over all that the source had.
+    pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) {
+        let event = self.published_event((Tier::Device, from)).filter(|_| self.device().block(from).is_published());
+        if let Some(copy) = self.pools[0].finish_move(from, to) {
+            self.link((Tier::Device, to), copy);
+        }
+        if let (Some(events), Some(event)) = (&mut self.events, event) {
+            events.copied(&mut self.pools, (Tier::Device, to), event, self.block_size);
+        }
+    }
+
+    /// Takes what a cached block holds out of it before another moves there, and a hole for it.
+    pub(crate) fn detach_cached(&mut self, from: BlockId, to: BlockId) -> Option<CachedIdentity> {
+        let identity = self.pools[0].detach_cached(from)?;
+        self.unlink_orphans(Tier::Device);
+        self.pools[0].take_target(to);
+        Some(identity)
+    }
+
+    /// Publishes what [`Tiers::detach_cached`] took out of a block in another that was filled with it. Not if another block
+    /// has the key by now, or if the block is beyond the device's end; returns whether it did.
+    pub(crate) fn attach_cached(
+        &mut self,
+        at: BlockId,
+        identity: CachedIdentity,
+        event: Option<PublishedEvent>,
+    ) -> bool {
+        !self.device().is_beyond(at) && self.publish_copy((Tier::Device, at), identity, event)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_has_one_copy_and_none_once_that_is_released() {
+        let mut tiers = Tiers::new([4; 3], 1, false, false, Policies::default()).unwrap();
+        let mut blocks = Vec::new();
+        tiers.take(Tier::Device, 3, false, &mut blocks);
+        tiers.take(Tier::Host, 1, false, &mut Vec::new());
+        let host = (Tier::Host, BlockId(0));
+        tiers.link((Tier::Device, blocks[0]), host);
+        tiers.link((Tier::Device, blocks[1]), host);
+        let copy = |tiers: &Tiers, block| tiers.block(block).tier_copy();
+        assert_eq!(copy(&tiers, (Tier::Device, blocks[0])), None);
+        assert_eq!(copy(&tiers, host), Some((Tier::Device, blocks[1])));
+        tiers.release_all(Tier::Device, &blocks);
+        assert_eq!((copy(&tiers, host), tiers.device().free()), (None, 4));
+    }
+}
