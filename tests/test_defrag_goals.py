@@ -179,6 +179,7 @@ def test_goals_are_named_with_their_numbers():
 def test_a_budget_cuts_a_plan_and_slack_delays_it():
     books = BlockObserver(20)
     books.use_ids([12, 13, 14, 15])
+    books.forget_ids(list(range(1, 12)))
     plan = books.plan("free_tail", 10, moves=3)
     assert (len(plan), plan.left, plan.stuck) == (3, 1, 0)
     assert (np.diff(plan.pairs, axis=0) == 1).all()

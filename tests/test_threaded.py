@@ -204,6 +204,20 @@ def test_a_deadline_is_a_miss_and_what_lands_later_is_not_taken():
         assert reasons == ("payload_checksum",) or np.array_equal(found_rows, rows(1, 1))
 
 
+def test_a_write_that_was_given_up_reads_as_a_miss_though_it_lands():
+    with Hanging() as store:
+        store.before = store.hang
+        ticket = store.submit_write(np.array([1]), rows(1))
+        assert store.begun.acquire(timeout=PATIENCE)
+        assert store.wait(ticket, 0.0).reasons == ("timeout",)
+        store.gate.set()
+        until = time.monotonic() + PATIENCE
+        while store.stats().pending_bytes and time.monotonic() < until:
+            time.sleep(0.001)
+        assert store.blocks
+        assert read(store, [1])[0] == ("empty",)
+
+
 def test_memory_of_a_call_that_hangs_is_not_used_again():
     with Hanging(threads=2) as store:
         write(store, [1], rows(1))

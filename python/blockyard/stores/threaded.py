@@ -167,8 +167,9 @@ class ThreadedStore(ExternalStore):
                 batch.reported = True
             return [batch.ticket for batch in found]
 
-    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
-        """Collect a ticket; see `ExternalStore.wait`."""
+    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+        """Collect a ticket; see `ExternalStore.wait`. `out` has no effect: rows come as the plug-in wrote them."""
+        del out
         self._process.check()
         with self._changed:
             batch = self._open.get(ticket)

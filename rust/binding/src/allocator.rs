@@ -5,8 +5,8 @@
 use crate::args::{self, Argument, items, refused, shown};
 use crate::arrays;
 use crate::errors::{invalid, to_py};
+use crate::free_blocks::PyFreeBlocks;
 use crate::memory;
-use crate::pool::PyFreeBlocks;
 use crate::tiers::tier_of;
 use blockyard_core as core;
 use blockyard_core::allocator::{Eviction, Reuse};

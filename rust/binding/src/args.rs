@@ -3,11 +3,7 @@
 //!
 //! `#[pyo3(from_py_with = args::num_tokens)] num_tokens: u32` reads a number so; [`named`] has a function a name.
 
-use crate::arrays::describe;
-use crate::decision::PyPairs;
 use crate::errors::{invalid, to_py};
-use crate::group::PyCacheGroup;
-use crate::v0::PyNaiveBlock;
 use blockyard_core::memory;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -178,15 +174,17 @@ pub(crate) fn items<'py, T>(
     Ok(found)
 }
 
-/// What `PyO3` reads, and refuses with a `TypeError`.
-macro_rules! objects {
-    ($($kind:ty)*) => {
-        $(impl<'py> Argument<'py> for $kind {
-            fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
-                Ok(value.extract()?)
-            }
-        })*
-    };
+impl<'py> Argument<'py> for Bound<'py, PyAny> {
+    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+        Ok(value.clone())
+    }
 }
 
-objects! { Bound<'py, PyAny> Py<PyPairs> PyCacheGroup Bound<'py, PyNaiveBlock> }
+/// Type of a value, and dtype and shape of an array, for messages.
+pub(crate) fn describe(value: &Bound<'_, PyAny>) -> String {
+    let kind = value.get_type().name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string());
+    match (value.getattr("dtype"), value.getattr("shape")) {
+        (Ok(dtype), Ok(shape)) => format!("{kind} of {dtype} {shape}"),
+        _ => kind,
+    }
+}

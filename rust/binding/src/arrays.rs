@@ -1,6 +1,6 @@
 //! Arguments in: numpy arrays where the caller has them, short Python sequences as they are.
 
-use crate::args::{Argument, items, refused, shown};
+use crate::args::{Argument, describe, items, refused, shown};
 use crate::errors::{bad_mapping, invalid, to_py, unknown_ticket};
 use crate::memory::{self, Area, Numbers, Plain, Target};
 use blockyard_core::{Counts, SequenceId, TableRows, TicketId};
@@ -195,13 +195,4 @@ pub(crate) fn table<'a, 'py>(table: &'a Bound<'py, PyAny>, name: &'static str) -
 pub(crate) fn rows(table: Area<'_, i32>) -> TableRows<'_> {
     let Area { items, shape } = table;
     TableRows::new(items, shape[1])
-}
-
-/// Type of a value, and dtype and shape of an array, for messages.
-pub(crate) fn describe(value: &Bound<'_, PyAny>) -> String {
-    let kind = value.get_type().name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string());
-    match (value.getattr("dtype"), value.getattr("shape")) {
-        (Ok(dtype), Ok(shape)) => format!("{kind} of {dtype} {shape}"),
-        _ => kind,
-    }
 }

@@ -639,7 +639,6 @@ impl PyBlockManager {
     ///     UnknownTicketError: the ticket was never handed out, or has ended.
     ///     MappingError: the ticket writes no such block.
     #[pyo3(signature = (ticket, lost = None))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn fail<'py>(
         &self,
         py: Python<'py>,

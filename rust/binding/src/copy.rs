@@ -23,7 +23,7 @@ fn caches<'py>(arrays: &Bound<'py, PyAny>, name: &'static str, written: bool) ->
         if array.cast::<PyUntypedArray>().is_ok() {
             return Ok(array.clone());
         }
-        let found = arrays::describe(array);
+        let found = args::describe(array);
         Err(invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart")))
     };
     Ok(Caches { arrays: args::items(arrays, &name, array)?, name, written })

@@ -1,6 +1,6 @@
 //! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
 
-use crate::args;
+use crate::args::{self, Argument};
 use crate::arrays;
 use crate::errors::{invalid, to_py};
 use crate::memory;
@@ -10,6 +10,7 @@ use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
+use std::fmt::Display;
 
 /// An int64 array `[n, 2]` of pairs.
 pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray2<i64>>> {
@@ -43,6 +44,12 @@ impl PyPairs {
     pub(crate) fn to_core(&self, py: Python<'_>) -> PyResult<blockyard_core::Pairs> {
         let ids = arrays::pairs(self.ids.bind(py))?;
         Ok(blockyard_core::Pairs { src: self.src, dst: self.dst, ids })
+    }
+}
+
+impl<'py> Argument<'py> for Py<PyPairs> {
+    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+        Ok(value.extract()?)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Events of the prefix cache as columns: one numpy array a field, no Python object an event.
 
 use crate::memory::{self, Zeroed};
-use blockyard_core::event::{Event, EventBatch, Reason};
+use blockyard_core::Reason;
+use blockyard_core::event::{Event, EventBatch};
 use blockyard_core::{ExportedKey, Tier};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;

@@ -44,6 +44,7 @@ impl From<core::AllocStatus> for PyAllocStatus {
 type Named<'py> = (Bound<'py, PyAny>, (Bound<'py, PyType>, &'static str));
 
 #[pymethods]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyAllocStatus {
     fn __bool__(&self) -> bool {
         *self == Self::Ok

@@ -1,10 +1,11 @@
 //! `CacheGroup`: what the layers of one group need.
 
-use crate::args;
+use crate::args::{self, Argument};
 use crate::errors::invalid;
 use blockyard_core::Group;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use std::fmt::Display;
 
 /// What the layers of one cache group need of the tokens before.
 #[pyclass(frozen, eq, hash, from_py_object, name = "CacheGroup", module = "blockyard._core")]
@@ -14,6 +15,12 @@ pub(crate) struct PyCacheGroup(Group);
 impl PyCacheGroup {
     pub(crate) const fn from_core(group: Group) -> Self {
         Self(group)
+    }
+}
+
+impl<'py> Argument<'py> for PyCacheGroup {
+    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+        Ok(value.extract()?)
     }
 }
 

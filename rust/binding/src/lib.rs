@@ -13,6 +13,7 @@ mod errors;
 mod event;
 mod fill;
 mod fit;
+mod free_blocks;
 mod group;
 #[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
 mod memory;
@@ -54,6 +55,8 @@ mod _core {
     #[pymodule_export]
     use crate::fit::{PyAllocStatus, PyFit};
     #[pymodule_export]
+    use crate::free_blocks::PyFreeBlocks;
+    #[pymodule_export]
     use crate::group::PyCacheGroup;
     #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
@@ -62,7 +65,7 @@ mod _core {
     #[pymodule_export]
     use crate::policies::PyPrefixCaching;
     #[pymodule_export]
-    use crate::pool::{PyFreeBlocks, PyPool};
+    use crate::pool::PyPool;
     #[pymodule_export]
     use crate::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]

@@ -14,7 +14,7 @@
 //! - *One writer.* Two slices that share a byte are both read only. Addresses decide, as two arrays can have one memory and
 //!   no common owner.
 
-use crate::arrays::describe;
+use crate::args::describe;
 use crate::errors::{invalid, out_of_memory};
 use blockyard_copy::Rows;
 use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};

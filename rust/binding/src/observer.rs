@@ -2,8 +2,7 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::args::{self, Argument, items, refused, shown};
-use crate::arrays::describe;
+use crate::args::{self, Argument, describe, items, refused, shown};
 use crate::decision::array;
 use crate::errors::{invalid, to_py};
 use crate::memory::{self, Plain, Target};

@@ -1,7 +1,7 @@
 //! `expand_span`: the device blocks that a stretch of host blocks holds.
 
 use crate::args;
-use crate::arrays::{self, ids};
+use crate::arrays::ids;
 use crate::errors::{invalid, to_py};
 use crate::memory::{self, Target};
 use blockyard_core::Span;
@@ -20,7 +20,7 @@ pub(crate) fn expand_span(
 ) -> PyResult<()> {
     let blocks = ids(blocks)?;
     let span = Span { blocks: &blocks, per_block, first, last };
-    let must = || invalid(format!("out is {}, must be int64 [n]", arrays::describe(out)));
+    let must = || invalid(format!("out is {}, must be int64 [n]", args::describe(out)));
     let len = PyUntypedArrayMethods::len(out.cast::<PyArray1<i64>>().map_err(|_| must())?);
     let mut expanded = memory::reserved(len)?;
     expanded.resize(len, 0);

@@ -2,7 +2,7 @@
 
 use super::key::{self, IntKey};
 use super::{lock, require};
-use crate::args;
+use crate::args::{self, Argument};
 use crate::memory;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use pyo3::{PyTypeInfo, intern};
+use std::fmt::Display;
 
 pub(super) type Block<'py> = Bound<'py, PyNaiveBlock>;
 
@@ -212,6 +213,12 @@ pub(super) fn append(block: &Block<'_>, tokens: &[i64]) -> PyResult<()> {
         this.set_id(allocator.call_method1(intern!(py, "promote_to_immutable_block"), (block,))?.extract()?);
     }
     Ok(())
+}
+
+impl<'py> Argument<'py> for Block<'py> {
+    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+        Ok(value.extract()?)
+    }
 }
 
 #[pymethods]

@@ -2,7 +2,7 @@
 //!
 //! A step is: decide (`allocate`, `append`, `swap_out`, ...), [`Manager::take_decision`], carry the decision out,
 //! [`Manager::complete`] or [`Manager::fail`] its ticket. Within a step the transfers run in the order of
-//! [`Kind`], then new tokens are written; what that order cannot make safe is refused.
+//! `Kind`, then new tokens are written; what that order cannot make safe is refused.
 //!
 //! Invariant: every reference that a pool counts is an entry of one table, every lease belongs to one ticket
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.

@@ -1,7 +1,7 @@
 //! The blocks of one tier: which of them are free, which are in use, and which still hold bytes that a prompt can find.
 //!
-//! Invariant: a block is in the set that its state names ([`Block::membership`]): free, evictable, overlappable, or in
-//! none of them. [`Pool::moved`] keeps this for one block, and [`Pool::moved_run`] for neighbours that are alike. A block
+//! Invariant: a block is in the set that its state names (`Block::membership`): free, evictable, overlappable, or in
+//! none of them. `Pool::moved` keeps this for one block, and `Pool::moved_run` for neighbours that are alike. A block
 //! beyond the end of a pool that has shrunk is in no set, and holds nothing that can be found once it is unused.
 
 use crate::block::{Block, LeaseKind, Leases, MAX_BLOCKS, Membership, TierBlock};
