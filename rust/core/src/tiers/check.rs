@@ -66,3 +66,26 @@ impl Tiers {
         device.check_quotas().or_else(events).map_or(Ok(()), Err)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::Policies;
+
+    #[test]
+    fn references_and_copies_that_do_not_agree_are_found() {
+        let mut tiers = Tiers::new([4; 3], 1, false, true, Policies::default()).unwrap();
+        let (mut device, mut host) = (Vec::new(), Vec::new());
+        tiers.take(Tier::Device, 1, false, &mut device);
+        tiers.take(Tier::Host, 1, false, &mut host);
+        let check = |tiers: &Tiers, refs: u32| {
+            tiers.check_tier(Tier::Device, HashMap::from([(device[0], refs)]), HashMap::new())
+        };
+        assert_eq!((check(&tiers, 1), tiers.check_settings(true)), (Ok(()), Ok(())));
+        assert!(check(&tiers, 2).is_err());
+        tiers.link((Tier::Device, device[0]), (Tier::Host, host[0]));
+        assert_eq!(check(&tiers, 1), Ok(()));
+        tiers.pool_mut(Tier::Host).set_tier_copy(host[0], None);
+        assert!(check(&tiers, 1).unwrap_err().contains("has another copy"));
+    }
+}

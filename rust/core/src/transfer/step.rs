@@ -65,3 +65,31 @@ impl Step<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::Policies;
+
+    #[test]
+    fn a_transfer_leases_both_blocks_until_its_ticket_ends() {
+        let mut tiers = Tiers::new([4; 3], 1, false, false, Policies::default()).unwrap();
+        let mut transfers = Transfers::new();
+        let mut step = Step { tiers: &mut tiers, transfers: &mut transfers };
+        let (mut sources, mut targets) = (Vec::new(), Vec::new());
+        step.take(Tier::Device, 3, false, &mut sources);
+        step.take(Tier::Host, 3, true, &mut targets);
+        let (from, to) = ((Tier::Device, sources[0]), (Tier::Host, targets[0]));
+        step.transfer(Kind::SwapOut, from, to, LeaseKind::Read).unwrap();
+        let [source, target] = [(Tier::Device, &sources[1..]), (Tier::Host, &targets[1..])];
+        step.transfer_private(Kind::SwapOut, source, target, LeaseKind::Read);
+        assert_eq!((transfers.num_pairs(), transfers.leases().count()), (3, 6));
+        // The private ones have no reference any more, and stay until they are read.
+        assert_eq!(sources.iter().map(|block| tiers.device().refs(*block)).collect::<Vec<_>>(), [1, 0, 0]);
+        assert_eq!(tiers.device().free(), 1);
+        for lease in transfers.leases().collect::<Vec<_>>() {
+            tiers.end_lease((lease.tier, lease.block), lease.kind);
+        }
+        assert_eq!((tiers.device().free(), tiers.host().free()), (3, 1));
+    }
+}
