@@ -58,7 +58,7 @@ def test_append_with_a_table_gives_the_slots_of_append_alone():
 def test_a_fork_and_the_copy_on_write_show():
     books = manager()
     handles, tables = started(books, 6), np.zeros((2, 4), np.int32)
-    both = np.concatenate([handles, books.fork(int(handles[0]))])
+    both = np.concatenate([handles, books.fork(int(handles[0]), 1)])
     settle(books)
     assert books.append(handles, block_tables=tables).tolist() == [2 * BLOCK + 2]
     assert_right(books, handles, tables)
