@@ -98,6 +98,17 @@ def test_a_sequence_that_was_swapped_comes_back_right():
     assert_right(books, handles, tables)
 
 
+def test_a_shorter_sequence_may_move_to_a_narrower_table():
+    books = manager()
+    handles, wide, narrow = started(books, 30), np.zeros((1, 12), np.int32), np.zeros((1, 3), np.int32)
+    books.append(handles, block_tables=wide)
+    settle(books)
+    books.truncate(int(handles[0]), 5)
+    books.block_tables(handles, narrow)
+    books.append(handles, block_tables=narrow)
+    assert_right(books, handles, narrow)
+
+
 def test_without_blocks_for_all_nothing_changes():
     books = manager(device=4)
     handles, tables = started(books, 3, 8), np.zeros((2, 4), np.int32)

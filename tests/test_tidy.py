@@ -130,10 +130,13 @@ def test_each_rust_file_has_tests(crate: str):
     tested = {path.stem for path in (ROOT / "rust" / crate / "tests").glob("*.rs")}
     untested = []
     for path in sorted(source.rglob("*.rs")):
-        # A file of a folder module is tested with the module; a file without functions has only types.
-        module = path.parent.name if path.parent != source else path.stem
-        text = path.read_text(encoding="utf-8")
-        if "fn " in text and "#[cfg(test)]" not in text and not {module, path.stem} & tested:
+        # A file of a folder module is tested with the module, there or in a file of its name; a file without functions
+        # has only types.
+        folders = [folder for folder in path.parents if source in folder.parents]
+        heads = [folder / "mod.rs" for folder in folders]
+        texts = [file.read_text(encoding="utf-8") for file in [path, *heads] if file.exists()]
+        modules = {path.stem, *(folder.name for folder in folders)}
+        if "fn " in texts[0] and not any("#[cfg(test)]" in text for text in texts) and not modules & tested:
             untested.append(name(path))
     assert not untested
 

@@ -348,6 +348,23 @@ impl World {
         self.pending.retain(|&(slot, _)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0);
     }
 
+    fn swap_out(&mut self, first: usize, count: usize, to: Tier) {
+        let sequences = self.pick(first, count);
+        let can = self.manager.can_swap_out(&sequences, to).unwrap().status == AllocStatus::Ok;
+        let result = self.manager.swap_out(&sequences, to);
+        self.trace.result(&result);
+        assert_eq!(can, result.is_ok(), "{result:?}");
+    }
+
+    fn swap_in(&mut self, first: usize, count: usize, to: Tier) {
+        let sequences = self.pick(first, count);
+        let can = self.manager.can_swap_in(&sequences, to, 0).unwrap().status == AllocStatus::Ok;
+        let result = self.manager.swap_in(&sequences, to);
+        self.trace.result(&result);
+        // Back on the device there must also be room for more tokens, and for the watermark.
+        assert!(can == result.is_ok() || (!can && to == Tier::Device), "{result:?}");
+    }
+
     pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
@@ -372,36 +389,10 @@ impl World {
                 let s = self.pick(s, n);
                 self.free(&s);
             }
-            Op::SwapOut(s, n) => {
-                let s = self.pick(s, n);
-                let can = self.manager.can_swap_out(&s, Tier::Host).unwrap().status == AllocStatus::Ok;
-                let result = self.manager.swap_out(&s, Tier::Host);
-                self.trace.result(&result);
-                assert_eq!(can, result.is_ok(), "{result:?}");
-            }
-            Op::SwapIn(s, n) => {
-                let s = self.pick(s, n);
-                let can = self.manager.can_swap_in(&s, Tier::Device, 0).unwrap().status;
-                let result = self.manager.swap_in(&s, Tier::Device);
-                self.trace.result(&result);
-                assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
-            }
-            Op::Spill(s, n) => {
-                let s = self.pick(s, n);
-                let can = self.manager.can_swap_out(&s, Tier::External).unwrap().status == AllocStatus::Ok;
-                let result = self.manager.swap_out(&s, Tier::External);
-                self.trace.result(&result);
-                assert_eq!(can, result.is_ok(), "{result:?}");
-            }
-            Op::Fetch(s, n, host) => {
-                let s = self.pick(s, n);
-                let to = if host { Tier::Host } else { Tier::Device };
-                let can = self.manager.can_swap_in(&s, to, 0).unwrap().status;
-                let result = self.manager.swap_in(&s, to);
-                self.trace.result(&result);
-                assert!(!host || (can == AllocStatus::Ok) == result.is_ok(), "{can:?} {result:?}");
-                assert!(can != AllocStatus::Ok || result.is_ok(), "{result:?}");
-            }
+            Op::SwapOut(s, n) => self.swap_out(s, n, Tier::Host),
+            Op::SwapIn(s, n) => self.swap_in(s, n, Tier::Device),
+            Op::Spill(s, n) => self.swap_out(s, n, Tier::External),
+            Op::Fetch(s, n, host) => self.swap_in(s, n, if host { Tier::Host } else { Tier::Device }),
             Op::AppendTwice { pick, tokens, lookahead } => {
                 let sequence = self.pick(pick, 1);
                 for tokens in tokens {
