@@ -264,7 +264,7 @@ def test_a_load_that_fails_leaves_the_sequence_without_blocks(error: bool):
     with pytest.raises(RuntimeError if error else SequenceStateError):
         books.allocate(seq)
     assert (seq.block_table, books.used_block_ids) == ([], set())
-    assert (books.stats.sequences, books.stats.open_tickets) == (0, 0)
+    assert (books.stats.sequences, books.stats.open_tickets) == (0, [])
     assert books.can_allocate(seq) == 0, "what could not be brought back is not tried again"
     books.manager.check()
     books.executor = inner

@@ -314,6 +314,16 @@ def test_a_host_transfer_comes_after_a_queued_synchronous_call():
     engine.close()
 
 
+def test_queued_calls_that_have_run_are_forgotten():
+    engine = queued_engine(0)
+    for _ in range(50):
+        engine.run("copy", ids((0, 3)))
+        engine.fence().synchronize()
+        assert len(engine.transfers.open()) == 1
+    engine.close()
+    assert engine.counters == {("device", "device"): (50, 50 * LAYOUT.bytes_per_block)}
+
+
 def test_a_queued_call_that_raises_says_so_at_once_and_nothing_is_counted():
     engine = queued_engine(0)
     engine.streams.progress = lambda: engine.streams.run_until(lambda: not any(engine.streams._queues.values()))

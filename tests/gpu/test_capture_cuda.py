@@ -1,13 +1,16 @@
 """CUDA graphs: what may be captured gives the same bytes at every replay, what may not says so."""
 
+import numpy as np
 import pytest
 import torch
 
 from blockyard.engine import ops
+from blockyard.engine.engine import CacheEngine
 from blockyard.engine.ops import fallback
 from blockyard.engine.ops.library import require_op_library
 from blockyard.engine.ops.strategy import STRATEGIES, force_strategy
 from blockyard.errors import CaptureError
+from blockyard.layout.kv import KVLayout
 
 WIDTH = 4096
 
@@ -72,6 +75,25 @@ def test_ops_within_the_device_are_replayed(strategy: str):
     graph.replay()
     torch.cuda.synchronize()
     assert cache[:, 0].tolist() == [0, 0, 2, 2, 3, 6, 5, 7, 0, 3, 5, 11, 12, 13, 14, 15]
+
+
+def test_synchronous_calls_of_an_engine_are_replayed_and_open_transfers_are_refused():
+    layout = KVLayout("kv_first", 2, block_size=16, num_kv_heads=2, head_size=64, dtype="float16")
+    rows = np.random.default_rng(0).integers(0, 256, (4, layout.bytes_per_block), np.uint8)
+    with CacheEngine(layout, num_device_blocks=4, num_host_blocks=4, device="cuda") as engine:
+        engine.write("host", np.arange(4), rows)
+        engine.memory.host_pool.wait(4)
+        engine.transfers.synchronize()
+        graph = captured(lambda: engine.run("swap_in", np.array([[0, 3], [1, 2]])))
+        assert engine.transfers.open() == ()
+        for tensor in engine.tensors:
+            tensor.zero_()
+        graph.replay()
+        np.testing.assert_array_equal(engine.read("device", np.array([3, 2])), rows[:2])
+        engine.submit("swap_out", np.array([[0, 0]]))
+        refused = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(refused), pytest.raises(CaptureError, match="1 transfers are open"):
+            engine.run("swap_in", np.array([[0, 3]]))
 
 
 @pytest.mark.parametrize("to_host", [False, True])

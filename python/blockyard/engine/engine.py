@@ -350,7 +350,7 @@ class CacheEngine:
         """Blocks of one piece, where longer ones would hold others up."""
         self.transfers.process.check()
         chunk = self.streams.chunk_bytes or (CHUNK_BYTES if prefetch else None)
-        return chunk and max(1, chunk // self.layout.bytes_per_block)
+        return chunk and max(1, chunk // self.memory.bytes_per_block)
 
     def _submit(
         self,
@@ -385,6 +385,8 @@ class CacheEngine:
         waits = not (self._on_cuda and on_device)
         if waits:
             self.transfers.synchronize()
+        else:  # what has ended is forgotten, however long only synchronous calls are made
+            self.transfers.poll()
         after = self.transfers.open()
         self._require(task, after)
         stream: StreamName = "compute" if on_device else "caller"
@@ -408,7 +410,7 @@ class CacheEngine:
             self._fill.end(transfer, landed=transfer.error is None)
         if transfer.error is None and "rows" not in {task.src, task.dst}:
             before = self.counters.get((task.src, task.dst), Traffic(0, 0))
-            blocks = task.num_bytes // self.layout.bytes_per_block  # an exchange moves two of a pair
+            blocks = task.num_bytes // self.memory.bytes_per_block  # an exchange moves two of a pair
             self.counters[task.src, task.dst] = Traffic(before.blocks + blocks, before.num_bytes + task.num_bytes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -11,9 +10,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, expand_span
 from blockyard.errors import MappingError
-from blockyard.layout.kv import BlockLayout
 
-__all__ = ["CopyPlan", "IdPairs", "Ids", "check_blocks", "check_pairs", "in_runs", "join", "unequal_pairs"]
+__all__ = ["IdPairs", "Ids", "check_blocks", "check_pairs", "in_runs", "unequal_pairs"]
 
 Ids = NDArray[np.int64]
 IdPairs = NDArray[np.integer[Any]] | Sequence[Sequence[int]]
@@ -58,22 +56,6 @@ def unequal_pairs(
     return pairs
 
 
-@dataclass(frozen=True)
-class CopyPlan:
-    """One mapping joined with a layout.
-
-    Attributes:
-        pairs: checked block ids `(from, to)`, int64 `[n, 2]`, C-contiguous, in as few runs as there can be.
-        num_bytes: bytes that the plan moves, over all layers.
-    """
-
-    pairs: Ids
-    num_bytes: int
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-
 def in_runs(pairs: Ids) -> Ids:
     """Put pairs whose destinations do not repeat into the order of those: no other order merges into fewer runs.
 
@@ -89,26 +71,6 @@ def in_runs(pairs: Ids) -> Ids:
     if (targets[1:] > targets[:-1]).all():
         return pairs
     return np.ascontiguousarray(pairs[np.argsort(targets)])
-
-
-def join(pairs: Ids, layout: BlockLayout, *, src_blocks: int, dst_blocks: int, in_place: bool = False) -> CopyPlan:
-    """Join a mapping with a layout.
-
-    Args:
-        pairs: block ids `(from, to)`, int64 `[n, 2]`.
-        layout: describes both sides.
-        src_blocks: blocks in the tier that is read.
-        dst_blocks: blocks in the tier that is written.
-        in_place: both tiers are one.
-
-    Returns:
-        The plan.
-
-    Raises:
-        MappingError: the mapping is malformed, see `check_pairs`.
-    """
-    checked = in_runs(check_pairs(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place))
-    return CopyPlan(checked, len(checked) * layout.bytes_per_block)
 
 
 def check_pairs(pairs: IdPairs, *, src_blocks: int, dst_blocks: int, in_place: bool = False) -> Ids:

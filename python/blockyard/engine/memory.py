@@ -71,6 +71,7 @@ class Memory:
                 f"{num_device_blocks} device and {num_host_blocks} host blocks of {parts}: wanted at least 1, 0 and 1"
             )
         self.layout = layout
+        self.bytes_per_block = layout.bytes_per_block  # the layout computes it at each call
         self.device = torch.device(device)
         self.tensors: list[Tensor] = (
             [
@@ -133,7 +134,7 @@ class Memory:
 
     def staging(self, num_rows: int) -> Tensor:
         """Make rows, uint8 `[n, bytes_per_block]`, that the device copies to and from asynchronously."""
-        shape = (num_rows, self.layout.bytes_per_block)
+        shape = (num_rows, self.bytes_per_block)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def release(self) -> None:

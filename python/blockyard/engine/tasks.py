@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from blockyard.engine import ops
-from blockyard.engine.mapping import Ids, check_blocks, in_runs, join
+from blockyard.engine.mapping import Ids, check_blocks, check_pairs, in_runs
 from blockyard.engine.memory import EngineTier, Memory, Rows, as_tensor
 from blockyard.engine.mover import BlockMover
 from blockyard.engine.ops.checks import check_exchange
@@ -104,10 +104,9 @@ def moving(
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
     if kind == "exchange":
         pairs = check_exchange(as_tensor(ids), blocks[0])
-        num_bytes = 2 * len(pairs) * memory.layout.bytes_per_block
     else:
-        plan = join(ids, memory.layout, src_blocks=blocks[0], dst_blocks=blocks[1], in_place=kind == "copy")
-        pairs, num_bytes = plan.pairs, plan.num_bytes
+        pairs = in_runs(check_pairs(ids, src_blocks=blocks[0], dst_blocks=blocks[1], in_place=kind == "copy"))
+    num_bytes = len(pairs) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
     for column, side in enumerate((src, dst)):
         if side == "host":
             memory.wait_for_host(pairs[:, column])
@@ -138,7 +137,7 @@ def writing(
     Rows for a CUDA device are copied, if they are not page-locked; with `copies` in any case.
     """
     checked = check_blocks(blocks, memory.num_blocks(tier), unique=True)
-    wanted = (len(checked), memory.layout.bytes_per_block)
+    wanted = (len(checked), memory.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
     source = as_tensor(rows)
