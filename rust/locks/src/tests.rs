@@ -3,13 +3,28 @@
 use crate::sync::Mutex;
 use crate::{InnerLock, OuterLock, debug_assert_none_held};
 use blockyard_core::{Config, Counts, Manager, SequenceId, TableRows, Tier};
-use shuttle::{check_dfs, check_pct, check_random, thread};
+use shuttle::scheduler::{DfsScheduler, PctScheduler, RandomScheduler, Scheduler};
+use shuttle::{Runner, thread};
 use std::sync::Arc;
 
 const WIDTH: usize = 6;
 
 /// A block table with its slots, which two threads share.
 type Shared = OuterLock<([i32; 2 * WIDTH], [i64; 2])>;
+
+/// Stack of each thread in a schedule: debug builds of the manager need more than `shuttle` gives by default.
+const STACK_BYTES: usize = 1 << 20;
+
+/// Runs a test in the schedules that `scheduler` chooses.
+fn check(scheduler: impl Scheduler + 'static, test: impl Fn() + Send + Sync + 'static) {
+    let mut config = shuttle::Config::new();
+    config.stack_size = STACK_BYTES;
+    Runner::new(scheduler, config).run(test);
+}
+
+fn check_random(test: impl Fn() + Send + Sync + 'static, schedules: usize) {
+    check(RandomScheduler::new(schedules), test);
+}
 
 fn books(prefix_caching: bool) -> Arc<InnerLock<Manager>> {
     let config = Config { block_size: 4, blocks: [24, 16, 0], watermark: 0.0, prefix_caching };
@@ -77,39 +92,36 @@ fn engine_threads(prefix_caching: bool) {
 #[test]
 fn the_state_is_exact_whatever_the_schedule() {
     check_random(|| engine_threads(false), 300);
-    check_pct(|| engine_threads(true), 300, 3);
+    check(PctScheduler::new(3, 300), || engine_threads(true));
 }
 
 /// Two threads share one block table: rows, slots and the manager agree after every call.
 #[test]
 fn one_block_table_is_shared_by_two_threads() {
-    check_dfs(
-        || {
-            let manager = books(false);
-            let mut sequences = Vec::new();
-            manager.lock().allocate(&[4, 4], &mut sequences).unwrap();
-            end_step(&mut manager.lock());
-            let table: Arc<Shared> = Arc::new(OuterLock::new(([0; 2 * WIDTH], [0; 2])));
-            let handles = sequences.clone();
-            let step = move |manager: Arc<InnerLock<Manager>>, shared: Arc<Shared>| {
-                let mut shared = shared.lock();
-                let mut manager = manager.lock();
-                let (table, slots) = &mut *shared;
-                let rows = TableRows::new(table, WIDTH);
-                manager.append_with_tables(&handles, Counts::All(1), 0, rows, slots).unwrap();
-                end_step(&mut manager);
-                assert_eq!(slots.map(|slot| slot / 4), [table[1], table[WIDTH + 1]].map(i64::from));
-            };
-            let (other_manager, other_table, other_step) = (Arc::clone(&manager), Arc::clone(&table), step.clone());
-            let other = thread::spawn(move || other_step(other_manager, other_table));
-            step(Arc::clone(&manager), table);
-            other.join().unwrap();
-            let manager = manager.lock();
-            assert!(sequences.iter().all(|&sequence| manager.num_tokens(sequence) == Ok(6)));
-            manager.check().unwrap();
-        },
-        Some(2_000),
-    );
+    check(DfsScheduler::new(Some(2_000), false), || {
+        let manager = books(false);
+        let mut sequences = Vec::new();
+        manager.lock().allocate(&[4, 4], &mut sequences).unwrap();
+        end_step(&mut manager.lock());
+        let table: Arc<Shared> = Arc::new(OuterLock::new(([0; 2 * WIDTH], [0; 2])));
+        let handles = sequences.clone();
+        let step = move |manager: Arc<InnerLock<Manager>>, shared: Arc<Shared>| {
+            let mut shared = shared.lock();
+            let mut manager = manager.lock();
+            let (table, slots) = &mut *shared;
+            let rows = TableRows::new(table, WIDTH);
+            manager.append_with_tables(&handles, Counts::All(1), 0, rows, slots).unwrap();
+            end_step(&mut manager);
+            assert_eq!(slots.map(|slot| slot / 4), [table[1], table[WIDTH + 1]].map(i64::from));
+        };
+        let (other_manager, other_table, other_step) = (Arc::clone(&manager), Arc::clone(&table), step.clone());
+        let other = thread::spawn(move || other_step(other_manager, other_table));
+        step(Arc::clone(&manager), table);
+        other.join().unwrap();
+        let manager = manager.lock();
+        assert!(sequences.iter().all(|&sequence| manager.num_tokens(sequence) == Ok(6)));
+        manager.check().unwrap();
+    });
 }
 
 /// Two threads that take two locks in different orders, with nothing to tell them that they must not.
