@@ -150,7 +150,9 @@ def test_preemption_mode_decides_what_becomes_of_victims(mode: str) -> None:
     report = make_report(options)
     assert report.identical
     swapped = report.preemptions["swap_host"] + report.preemptions["swap_external"]
-    assert (swapped > 0, report.preemptions["recompute"] > 0) == (mode == "swap", mode == "recompute")
+    # A victim whose blocks are still moving cannot be swapped: it is computed again.
+    recomputed = report.preemptions["recompute"]
+    assert swapped > 5 * recomputed if mode == "swap" else recomputed > swapped == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 7])
