@@ -446,7 +446,10 @@ class ForgetsLostMoves(StepExecutor):
 
 
 def test_a_lost_move_that_is_not_reported_is_noticed():
-    assert_noticed(make_manager=MovingBooks, make_engine=roomy_engine, make_executor=ForgetsLostMoves)
+    # Few losses hit a move, and which do depends on when transfers end.
+    assert_noticed(
+        max_examples=3000, make_manager=MovingBooks, make_engine=roomy_engine, make_executor=ForgetsLostMoves
+    )
 
 
 # ---- the manager's own moves ----
