@@ -2265,12 +2265,12 @@ class BlockObserver:
         """Take over a plan whose bytes have moved: the ids of each pair change places.
 
         Raises:
-            InvalidArgumentError: the books have changed so that the plan no longer fits; nothing was changed.
+            InvalidArgumentError: the state has changed so that the plan no longer fits; nothing was changed.
         """
 
     def check(self) -> None:
         """Count everything again.
 
         Raises:
-            InvariantError: the books contradict themselves.
+            InvariantError: the state contradicts itself, which is a bug in Blockyard.
         """

@@ -228,7 +228,7 @@ class OnlineDefragmenter:
     def defragment(self, *, hot: Iterable[RequestKey] = ()) -> int:
         """Move blocks as the goals ask for, if enough is to be gained.
 
-        The books change when the bytes have been moved; if that fails, they do not.
+        The state changes once the bytes have been moved; if that fails, it does not.
 
         Args:
             hot: requests that run in the next step, as in `finished_reqs`: their blocks move last.
@@ -396,7 +396,7 @@ class OnlineDefragmenter:
         """Count everything again.
 
         Raises:
-            InvariantError: the books contradict themselves.
+            InvariantError: the state contradicts itself, which is a bug in Blockyard.
         """
         self._books.check()
 

@@ -57,7 +57,7 @@ class OutOfBlocksError(BlockyardError):
 
 
 class UnknownSequenceError(BlockyardError, KeyError):
-    """A sequence handle is not, or no longer, in the books; nothing was changed."""
+    """There is no such sequence, or it was freed; nothing was changed."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -159,8 +159,8 @@ class UnsupportedModelError(BlockyardError):
 
 
 class SnapshotError(BlockyardError):
-    """The books are not at rest, or bytes are no snapshot that this version can trust; nothing was changed."""
+    """Tickets are open, or bytes are no snapshot that this version can trust; nothing was changed."""
 
 
 class InvariantError(BlockyardError):
-    """The books contradict themselves: a bug in Blockyard."""
+    """The state contradicts itself: a bug in Blockyard."""

@@ -48,7 +48,7 @@ class Defragmentation:
     cached: Literal["move", "drop", "exchange"] = "move"
 
     def __post_init__(self) -> None:
-        """Keep goals that nobody can change, and refuse what the books would refuse in the middle of a step."""
+        """Keep goals that nobody can change, and refuse what the manager would refuse in the middle of a step."""
         object.__setattr__(self, "goals", tuple(self.goals))
         if not self.goals:
             raise InvalidArgumentError("there are no goals, wanted at least one")
@@ -127,7 +127,7 @@ def measure(
     """Measure a pool; looks at all blocks.
 
     Args:
-        books: the books of the pool.
+        books: observes the pool.
         sequences: ids of each sequence, in order.
         page_blocks: blocks of a page.
 

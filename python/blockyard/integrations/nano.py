@@ -73,7 +73,7 @@ class _Running:
     # Kept, so that its id() stays its own.
     sequence: NanoSequence
     handle: int
-    # Tokens that have slots; the books are told of them when a block is full, or a new one is needed.
+    # Tokens that have slots; the manager gets them when a block is full, or a new one is needed.
     tokens: int
     told: int
     computed: int
@@ -404,7 +404,7 @@ class BlockManager:
             self._show(entry)
 
     def _tell(self, entry: _Running, tokens: int) -> None:
-        """Tell the books of tokens up to these."""
+        """Append the tokens up to these."""
         if (new := tokens - entry.told) > 0:
             self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.told : tokens])
             entry.told = tokens

@@ -523,7 +523,7 @@ impl PyBlockObserver {
     /// Take over a plan whose bytes have moved: the ids of each pair change places.
     ///
     /// Raises:
-    ///     InvalidArgumentError: the books have changed so that the plan no longer fits; nothing was changed.
+    ///     InvalidArgumentError: the state has changed so that the plan no longer fits; nothing was changed.
     fn commit(&self, plan: &PyMovePlan) -> PyResult<()> {
         self.lock().observer.commit(&plan.plan.pairs).map_err(to_py)
     }
@@ -531,7 +531,7 @@ impl PyBlockObserver {
     /// Count everything again.
     ///
     /// Raises:
-    ///     InvariantError: the books contradict themselves.
+    ///     InvariantError: the state contradicts itself, which is a bug in Blockyard.
     fn check(&self) -> PyResult<()> {
         self.lock().observer.check().map_err(to_py)
     }

@@ -350,7 +350,7 @@ class Generator:
         return self._tokenizer
 
     def drain(self) -> None:
-        """Wait for all transfers that are under way, so that the books are at rest."""
+        """Wait for all transfers that are under way, so that no ticket is open."""
         while self._tickets:
             self._end(self.executor.wait(self._tickets[0]))
 

@@ -73,7 +73,7 @@ class HazardMachine(SchedulerMachine):
         fail=st.sampled_from([0.0, 0.0, 0.02]),
     )
     def start(self, config: Config, count: int, seed: int = 0, fail: float = 0.0) -> None:
-        """Make the books, the device and the store, and submit a few requests."""
+        """Make the manager, the device and the store, and submit a few requests."""
         self.manager = type(self).make_manager(config)
         self.scheduler: Scheduler = type(self).make_scheduler(self.manager, config)
         self.streams = type(self).make_streams(seed, fail=fail)
@@ -300,7 +300,7 @@ class RotatingScheduler(Scheduler):
     """Lets swapped requests take turns with running ones: stores and loads meet on the same blocks in one step.
 
     Args:
-        manager: the books.
+        manager: decides the steps.
         period: steps of a turn; 0 for none.
     """
 

@@ -50,7 +50,7 @@ _lookahead = st.integers(0, 3)
 class ManagerMachine(SideBySide, RuleBasedStateMachine):
     """Random steps of an engine, on a manager and on the reference model.
 
-    After each rule the books are checked and compared: free blocks of each tier, and tier, length and block table of
+    After each rule the state is checked and compared: free blocks of each tier, and tier, length and block table of
     each sequence. Calls must agree in result and error, decisions in every pair. Transfers run on memory that is as
     late as the decisions allow, and every token of every sequence is read back.
 
