@@ -6,28 +6,26 @@ import warnings
 import pytest
 
 from blockyard import BlockManager
-from blockyard.errors import SnapshotError
+from blockyard.errors import InvalidArgumentError, SnapshotError
 from blockyard.testing.machines.side_by_side import refuse_open
 
 
 def test_too_many_open_tickets_are_warned_of_once_with_their_ages() -> None:
-    manager = BlockManager(block_size=2, device_blocks=8)
-    tickets = [manager.take_decision().ticket for _ in range(1001)]
+    manager = BlockManager(block_size=2, device_blocks=8, max_open_tickets=3)
+    tickets = [manager.take_decision().ticket for _ in range(4)]
     manager.complete(tickets[1])
     tickets.append(manager.take_decision().ticket)
-    assert manager.stats().open_tickets[:4] == [1, 3, 4, 5]
-    with pytest.warns(RuntimeWarning, match="1001 tickets are open: complete or fail each ticket") as caught:
+    assert manager.stats().open_tickets == [1, 3, 4, 5]
+    with pytest.warns(RuntimeWarning, match="4 tickets are open, max_open_tickets is 3") as caught:
         manager.take_decision()
-    assert "1 (1002 steps ago), 3 (1000 steps ago), 4 (999 steps ago), 5 (998 steps ago)" in str(caught[0].message)
+    assert "1 (5 steps ago), 3 (3 steps ago), 4 (2 steps ago), 5 (1 steps ago)" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert manager.take_decision().ticket == 1004
+        assert manager.take_decision().ticket == 7
 
 
 def test_a_warning_that_is_an_error_loses_no_decision() -> None:
-    manager = BlockManager(block_size=2, device_blocks=8)
-    for _ in range(1000):
-        manager.take_decision()
+    manager = BlockManager(block_size=2, device_blocks=8, max_open_tickets=0)
     sequence = manager.allocate(3)
     first = manager.take_decision()
     manager.append(manager.fork(sequence, 1))
@@ -35,7 +33,7 @@ def test_a_warning_that_is_an_error_loses_no_decision() -> None:
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning):
             manager.take_decision()
-    assert manager.stats().open_tickets[1000:] == [first.ticket]
+    assert manager.stats().open_tickets == [first.ticket]
     assert [kind for kind, _ in manager.take_decision().transfers()] == ["copy"]
 
 
@@ -51,3 +49,9 @@ def test_errors_and_the_test_kit_name_open_tickets() -> None:
     for ticket in manager.stats().open_tickets:
         manager.complete(ticket)
     refuse_open(manager)
+
+
+@pytest.mark.parametrize("number", [-1, 2**32, "3"])
+def test_a_number_of_open_tickets_out_of_range_is_refused(number: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_open_tickets"):
+        BlockManager(block_size=2, device_blocks=8, max_open_tickets=number)

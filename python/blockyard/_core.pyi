@@ -778,6 +778,8 @@ class BlockManager:
             all groups share the pools. None: one group with full attention.
         prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
             `PrefixCaching` with options.
+        max_open_tickets: above so many open tickets `take_decision` warns: a `complete` is probably missing. A manager
+            that `restore` returns has the default.
     Raises:
         InvalidArgumentError: a size or fraction is out of range, or an option has another name.
 
@@ -802,6 +804,7 @@ class BlockManager:
         reuse_order: str = "lowest",
         groups: Iterable[CacheGroup] | None = None,
         prefix_caching: bool | PrefixCaching = ...,
+        max_open_tickets: int = 1000,
     ) -> BlockManager: ...
     @property
     def block_size(self) -> int:
@@ -1081,7 +1084,7 @@ class BlockManager:
         Returns:
             `StepDecision`.
         Warns:
-            RuntimeWarning: once, if more than 1000 tickets are open; it names the oldest.
+            RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
         """
     def submit(self, ticket: int) -> None:
         """Note that a ticket's transfers have begun: from now on only `complete` and `fail` end it.

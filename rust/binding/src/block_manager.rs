@@ -33,8 +33,8 @@ const MANY_SLOTS: usize = 1 << 16;
 /// Why options of token ids are refused where there are only counts.
 const KEYED: &str = "salt, lora_id, extras or chunk_tokens are given with counts, give token ids with them";
 
-/// Open tickets above which `take_decision` warns: a `complete` is probably missing.
-const MANY_TICKETS: usize = 1000;
+/// Open tickets above which `take_decision` warns, if nothing else is said.
+const MANY_TICKETS: u32 = 1000;
 
 /// Tracks every block of a paged KV cache: who uses it, what it holds, and which tier it is in.
 ///
@@ -55,6 +55,8 @@ const MANY_TICKETS: usize = 1000;
 ///         all groups share the pools. None: one group with full attention.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts that begin alike; True, False or a
 ///         `PrefixCaching` with options.
+///     max_open_tickets: above so many open tickets `take_decision` warns: a `complete` is probably missing. A manager
+///         that `restore` returns has the default.
 /// Raises:
 ///     InvalidArgumentError: a size or fraction is out of range, or an option has another name.
 ///
@@ -69,12 +71,13 @@ const MANY_TICKETS: usize = 1000;
 #[pyclass(frozen, name = "BlockManager", module = "blockyard._core")]
 pub(crate) struct PyBlockManager {
     shared: Shared,
+    max_open_tickets: u32,
     warned: AtomicBool,
 }
 
 impl PyBlockManager {
     fn from_core(manager: Manager) -> Self {
-        Self { shared: Shared::new(manager), warned: AtomicBool::new(false) }
+        Self { shared: Shared::new(manager), max_open_tickets: MANY_TICKETS, warned: AtomicBool::new(false) }
     }
 
     fn lock(&self) -> Guard<'_, Manager> {
@@ -96,14 +99,16 @@ impl PyBlockManager {
         let (first, count, steps) = {
             let manager = self.lock();
             let count = manager.num_open_tickets();
-            if count <= MANY_TICKETS || self.warned.swap(true, Relaxed) {
+            if count <= self.max_open_tickets as usize || self.warned.swap(true, Relaxed) {
                 return Ok(());
             }
             (manager.open_tickets().take(8).collect::<Vec<_>>(), count, manager.stats().steps + 1)
         };
         let ages = first.iter().map(|ticket| format!("{} ({} steps ago)", ticket.0, steps - ticket.0));
         let text = format!(
-            "{count} tickets are open: complete or fail each ticket, its blocks stay leased until then; the oldest are {}",
+            "{count} tickets are open, max_open_tickets is {}: complete or fail each ticket, its blocks stay leased until \
+             then; the oldest are {}",
+            self.max_open_tickets,
             ages.collect::<Vec<_>>().join(", ")
         );
         PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &CString::new(text)?, 1)
@@ -126,7 +131,7 @@ impl PyBlockManager {
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        reuse_order = "lowest", groups = None, prefix_caching = CachingOptions::Off))]
+        reuse_order = "lowest", groups = None, prefix_caching = CachingOptions::Off, max_open_tickets = 1000))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = args::block_size)] block_size: u32,
@@ -137,6 +142,7 @@ impl PyBlockManager {
         reuse_order: &str,
         #[pyo3(from_py_with = args::groups)] groups: Option<Vec<PyCacheGroup>>,
         #[pyo3(from_py_with = args::prefix_caching)] prefix_caching: CachingOptions,
+        #[pyo3(from_py_with = args::max_open_tickets)] max_open_tickets: u32,
     ) -> PyResult<Self> {
         let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
         let config = Config { block_size, blocks, watermark, prefix_caching: prefix_caching.is_on() };
@@ -145,7 +151,7 @@ impl PyBlockManager {
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;
         }
-        Ok(Self::from_core(manager))
+        Ok(Self { max_open_tickets, ..Self::from_core(manager) })
     }
 
     /// Token slots in a block.
@@ -587,7 +593,7 @@ impl PyBlockManager {
     /// Returns:
     ///     `StepDecision`.
     /// Warns:
-    ///     RuntimeWarning: once, if more than 1000 tickets are open; it names the oldest.
+    ///     RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
     #[pyo3(signature = (*, deadline = None))]
     fn take_decision(
         &self,
