@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from blockyard.sim.demo_model import demo_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -18,9 +22,37 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     ],
 )
 def test_an_example_is_short_and_runs(name: str, most_lines: int, last: str):
+    assert re.fullmatch(last, output(name, most_lines).strip())
+
+
+def test_the_example_that_serves_a_model_gives_its_texts(tmp_path: Path):
+    model = demo_model()
+    model.save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    prompts = ["one " * 20, "two", "three " * 20]
+    texts = {}
+    for index, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        tokens = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        texts[index] = tokenizer.decode(tokens)
+    printed = output("serve_model", 15, str(tmp_path), *prompts)
+    assert sorted(printed.splitlines()) == sorted("".join(f"{i}: {text}\n" for i, text in texts.items()).splitlines())
+
+
+def output(name: str, most_lines: int, *arguments: str) -> str:
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= most_lines
-    command = [sys.executable, "-W", "error", str(path)]
+    command = [sys.executable, "-W", "error", str(path), *arguments]
     finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
-    assert re.fullmatch(last, finished.stdout.strip())
+    return finished.stdout
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from blockyard import BlockManager
 from blockyard.defrag import BlockObserver
 from blockyard.errors import InvalidArgumentError
-from blockyard.fragmentation import Defragmentation, Fragmentation, Goal, measure
+from blockyard.scheduler import DefragPolicy, Goal
 
 
 @given(
@@ -19,37 +19,32 @@ from blockyard.fragmentation import Defragmentation, Fragmentation, Goal, measur
     st.integers(0, 99),
 )
 def test_the_figures_are_those_of_counting(used: list[int], page: int, cut: int, leased: int) -> None:
-    books = BlockObserver(100)
-    books.use_ids(used)
-    books.lease([leased])
+    observer = BlockObserver(100)
+    observer.use_ids(used)
+    observer.lease([leased])
     tables = [used[:cut], used[:cut] + used[cut:]]
-    found = measure(books, tables, page_blocks=page)
+    found = observer.fragmentation(tables, page_blocks=page)
     movable = set(used) - {leased}
     fixed = {0, leased}
     links = {(a, b) for table in tables for a, b in itertools.pairwise(table)}
     pages = {block // page for block in movable | fixed}
     densest = sorted(set(range(100)) - fixed)[len(movable) - 1] if movable else 0
-    assert found == Fragmentation(
-        blocks=len(used),
-        highest=max(movable, default=0),
-        gap=max(movable, default=0) - densest,
-        sequences=2,
-        runs=len(used) - sum(b == a + 1 for a, b in links),
-        most_runs=len(used) - sum(b == a + 1 for a, b in itertools.pairwise(used)),
-        used_pages=len(pages),
-        empty_pages=-(-100 // page) - len(pages),
-    )
-    assert found.runs_per_sequence == found.runs / 2
+    assert found.max_id == max(movable | fixed)
+    assert found.gap == max(movable, default=0) - densest
+    assert found.holes == 100 - len(movable | fixed)
+    assert found.empty_pages == -(-100 // page) - len(pages)
+    assert (found.tables, found.runs) == (sum(map(bool, tables)), len(used) - sum(b == a + 1 for a, b in links))
 
 
 def test_without_sequences_and_pages() -> None:
-    books = BlockObserver(64)
-    assert measure(books) == Fragmentation(0, 0, 0, 0, 0, 0, 1, 1)
-    assert measure(books).runs_per_sequence == 0.0
+    observer = BlockObserver(64)
+    assert repr(observer.fragmentation()) == (
+        "Fragmentation(max_id=0, gap=0, holes=63, empty_pages=0, tables=0, runs=0)"
+    )
     with pytest.raises(InvalidArgumentError, match="page_blocks is 0"):
-        measure(books, page_blocks=0)
+        observer.fragmentation(page_blocks=0)
     with pytest.raises(InvalidArgumentError, match="block is 64"):
-        measure(books, [[64]])
+        observer.fragmentation([[64]])
 
 
 def holey() -> BlockManager:
@@ -63,24 +58,24 @@ def holey() -> BlockManager:
 
 def test_what_is_wanted_becomes_moves_of_the_next_decision() -> None:
     manager = holey()
-    report = Defragmentation([("free_tail", 2), ("dense", 0)], max_moves=3).plan(manager)
+    report = DefragPolicy([("free_tail", 2), ("dense", 0)], max_moves=3).plan(manager)
     assert (len(report), report.left) == (3, 1)
     assert set(manager.take_decision().move[0].ids[:, 1].tolist()) == {0, 1, 2}
 
 
 def test_bytes_bound_moves_too() -> None:
-    report = Defragmentation([("dense", 0)], max_bytes=250, block_bytes=100).plan(holey())
+    report = DefragPolicy([("dense", 0)], max_bytes=250, block_bytes=100).plan(holey())
     assert (len(report), report.left) == (2, 2)
 
 
 def test_goals_cannot_be_changed_afterwards() -> None:
     goals: list[Goal] = [("dense", 0)]
-    wanted = Defragmentation(goals)
+    wanted = DefragPolicy(goals)
     goals.append(("max_id", 3))
     assert wanted.goals == (("dense", 0),)
     with pytest.raises(AttributeError):
         wanted.max_moves = 3  # type: ignore[misc]
-    assert hash(wanted) == hash(Defragmentation((("dense", 0),)))
+    assert hash(wanted) == hash(DefragPolicy((("dense", 0),)))
 
 
 @pytest.mark.parametrize(
@@ -99,4 +94,4 @@ def test_goals_cannot_be_changed_afterwards() -> None:
 )
 def test_what_cannot_be_wanted_is_refused_at_once(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        Defragmentation(**{"goals": [("dense", 0)]} | arguments)  # type: ignore[arg-type]
+        DefragPolicy(**{"goals": [("dense", 0)]} | arguments)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from token_engine import Engine
 
 from blockyard import BlockManager, CacheGroup
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.scheduler import Defragmentation, Request, Scheduler
+from blockyard.scheduler import DefragPolicy, Request, Scheduler
 from blockyard.testing.machines.scheduler import reference_tokens
 
 
@@ -170,7 +170,7 @@ def test_tokens_of_what_was_refused_meanwhile_are_passed_over():
 
 
 def test_moves_are_decided_with_every_step_until_nothing_lies_beyond_the_end():
-    engine = Engine(16, defragment=Defragmentation([("free_tail", 0)], max_moves=2))
+    engine = Engine(16, defragment=DefragPolicy([("free_tail", 0)], max_moves=2))
     first = engine.add("a", 16, 1)
     stays = engine.add("b", 20, 12, arrival=1.0)
     engine.step()
@@ -187,7 +187,7 @@ def test_moves_are_decided_with_every_step_until_nothing_lies_beyond_the_end():
 
 
 def test_moves_take_only_the_blocks_that_the_step_leaves():
-    engine = Engine(8, defragment=Defragmentation([("dense", 0)]))
+    engine = Engine(8, defragment=DefragPolicy([("dense", 0)]))
     requests = [engine.add("a", 12, 1), engine.add("b", 12, 8, arrival=1.0)]
     engine.step()
     requests.append(engine.add("c", 16, 3, arrival=2.0))

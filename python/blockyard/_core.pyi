@@ -2246,23 +2246,8 @@ class BlockObserver:
             InvalidArgumentError: a goal is unknown or without meaning, or an id is out of range.
         """
 
-    def runs(self, sequences: _Each[_BlockIds]) -> tuple[int, int]:
-        """Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
-
-        Raises:
-            InvalidArgumentError: an id is out of range.
-        """
-
-    def used_pages(self, page_blocks: int) -> int:
-        """Pages of so many blocks that hold a block in use, a leased one or the null block.
-
-        Raises:
-            InvalidArgumentError: a page has no blocks.
-        """
-
-    @property
-    def highest(self) -> int | None:
-        """The highest block in use that can be moved, None if there is none."""
+    def fragmentation(self, sequences: _Each[_BlockIds] = ..., *, page_blocks: int = 64) -> Fragmentation:
+        """Measure."""
 
     def commit(self, plan: MovePlan) -> None:
         """Take over a plan whose bytes have moved: the ids of each pair change places.

@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockObserver, MovePlan
+from blockyard._core import BlockObserver, Fragmentation, MovePlan
 from blockyard.errors import InvalidArgumentError
-from blockyard.fragmentation import PAGE_BLOCKS, DefragStats, Fragmentation, Goal, measure
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from blockyard.engine.mover import BlockMover, Move
+    from blockyard.scheduler import Goal
 
 __all__ = ["BlockObserver", "MovePlan", "OnlineDefragmenter"]
 
@@ -32,6 +32,26 @@ _AnyTable = NDArray[np.int64] | NDArray[np.int32]
 _MOST_BLOCKS = 2**32 - 1
 _MOST_BYTES = 2**64 - 1
 _MOST_ITEMS = 2**24
+
+
+class DefragStats(NamedTuple):
+    """What a defragmenter has done.
+
+    Attributes:
+        steps: calls of `defragment` that moved something.
+        moves: blocks that were moved one way.
+        exchanges: pairs of blocks that changed places.
+        num_bytes: bytes written, all layers.
+        gap: ids between the highest block in use and the highest there need be, now.
+        seconds: spent in `defragment`, until its copies were handed over: on a GPU they may still run then.
+    """
+
+    steps: int
+    moves: int
+    exchanges: int
+    num_bytes: int
+    gap: int
+    seconds: float
 
 
 class OnlineDefragmenter:
@@ -283,13 +303,15 @@ class OnlineDefragmenter:
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
         return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._books.gap, self._seconds)
 
-    def fragmentation(self, page_blocks: int = PAGE_BLOCKS) -> Fragmentation:
+    def fragmentation(self, page_blocks: int = 64) -> Fragmentation:
         """Measure how scattered the blocks in use are, and those of the requests that run; looks at all blocks.
+
+        The null block and blocks that are held in place are in use, too.
 
         Raises:
             InvalidArgumentError: a page has no blocks.
         """
-        return measure(self._books, self._running(), page_blocks=page_blocks)
+        return self._books.fragmentation(self._running(), page_blocks=page_blocks)
 
     # ---- ids and blocks ----
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, Pairs
 from blockyard.errors import OutOfBlocksError
-from blockyard.scheduler import PREEMPTION_MODES, Defragmentation, Finished, PreemptionMode, Request, Scheduler, Step
+from blockyard.scheduler import PREEMPTION_MODES, DefragPolicy, Finished, PreemptionMode, Request, Scheduler, Step
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, SimulatedMemory
@@ -23,7 +23,7 @@ assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT, max_exa
 
 
 def swapping(manager: BlockManager, config: Config) -> Scheduler:
-    return Scheduler(manager, preemption_mode="swap", defragment=Defragmentation([("dense", 0)]))
+    return Scheduler(manager, preemption_mode="swap", defragment=DefragPolicy([("dense", 0)]))
 
 
 def caching(config: Config) -> BlockManager:
@@ -50,8 +50,8 @@ def test_every_token_is_that_of_endless_memory(mode: PreemptionMode, prefix_cach
 
 MOVES = [
     None,
-    Defragmentation([("free_tail", 0)], max_moves=2),
-    Defragmentation([("free_tail", 0), ("contiguous", 1), ("dense", 0)], cached="drop"),
+    DefragPolicy([("free_tail", 0)], max_moves=2),
+    DefragPolicy([("free_tail", 0), ("contiguous", 1), ("dense", 0)], cached="drop"),
 ]
 
 
@@ -59,7 +59,7 @@ MOVES = [
 @pytest.mark.parametrize("moves", MOVES, ids=["still", "tail", "dense"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_a_device_that_shrinks_and_grows_ends_only_what_cannot_fit_it(
-    mode: PreemptionMode, moves: Defragmentation | None, prefix_caching: bool, steps: int
+    mode: PreemptionMode, moves: DefragPolicy | None, prefix_caching: bool, steps: int
 ):
     def factory(manager: BlockManager, _: Config) -> Scheduler:
         return Scheduler(

@@ -13,16 +13,17 @@
 `Step` documents the arrays that a model runner reads.
 """
 
-from blockyard.fragmentation import Defragmentation
+from blockyard.scheduler.defrag_policy import DefragPolicy, Goal
 from blockyard.scheduler.request import Finished, Request
 from blockyard.scheduler.scheduler import PREEMPTION_MODES, PreemptionMode, Scheduler
 from blockyard.scheduler.step import Draw, SchedulerStats, Step
 
 __all__ = [
     "PREEMPTION_MODES",
-    "Defragmentation",
+    "DefragPolicy",
     "Draw",
     "Finished",
+    "Goal",
     "PreemptionMode",
     "Request",
     "Scheduler",

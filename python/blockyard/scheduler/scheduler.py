@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.fragmentation import Defragmentation
+from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import NO_TOKEN, Finished, Parked, Request, RequestState
@@ -69,7 +69,7 @@ class Scheduler:
         max_num_batched_tokens: int = 8192,
         preemption_mode: PreemptionMode = "auto",
         overlap_io: bool = False,
-        defragment: Defragmentation | None = None,
+        defragment: DefragPolicy | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise InvalidArgumentError(

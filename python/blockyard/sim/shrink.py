@@ -8,7 +8,7 @@ import torch
 
 from blockyard.engine.elastic.host import resident_bytes
 from blockyard.errors import InvalidArgumentError
-from blockyard.fragmentation import Defragmentation, Goal
+from blockyard.scheduler import DefragPolicy, Goal
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
 from blockyard.sim.serve import Faults
@@ -19,7 +19,7 @@ DENSE_ENOUGH: Final = 8
 GOALS: Final[dict[str, Goal]] = {"max_id": ("free_tail", 0), "dense": ("dense", DENSE_ENOUGH)}
 
 
-def defragmentation(goal: str | None) -> Defragmentation | None:
+def defragmentation(goal: str | None) -> DefragPolicy | None:
     """Give the scheduler's policy for a goal.
 
     Args:
@@ -32,7 +32,7 @@ def defragmentation(goal: str | None) -> Defragmentation | None:
         return None
     if goal not in GOALS:
         raise InvalidArgumentError(f"goal is {goal!r}, must be one of {', '.join(GOALS)}")
-    return Defragmentation([GOALS[goal]], max_moves=MOVES_A_STEP)
+    return DefragPolicy([GOALS[goal]], max_moves=MOVES_A_STEP)
 
 
 class PoolWatch:

@@ -42,18 +42,18 @@ impl PyDefragReport {
 #[pyclass(frozen, eq, get_all, name = "Fragmentation", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyFragmentation {
-    /// Highest block in use; None if none is.
-    max_id: Option<u32>,
-    /// Blocks by which `max_id` could be lower.
-    gap: u32,
-    /// Free blocks below `max_id`.
-    holes: usize,
+    /// Highest block that is not free; None if all are.
+    pub(crate) max_id: Option<u32>,
+    /// Blocks by which the highest block that can move could be lower.
+    pub(crate) gap: u32,
+    /// Free blocks that are not cached.
+    pub(crate) holes: usize,
     /// Pages without a block in use.
-    empty_pages: usize,
-    /// Block tables on the device.
-    tables: usize,
+    pub(crate) empty_pages: usize,
+    /// Block tables with blocks of their own.
+    pub(crate) tables: usize,
     /// Runs of neighbouring blocks in those tables.
-    runs: usize,
+    pub(crate) runs: usize,
 }
 
 #[pymethods]

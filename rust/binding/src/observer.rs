@@ -4,6 +4,7 @@
 
 use crate::args::{self, Argument, describe, items, refused, shown};
 use crate::decision::array;
+use crate::defrag::PyFragmentation;
 use crate::errors::{invalid, to_py};
 use crate::memory::{self, Plain, Target};
 use blockyard_core::BlockId;
@@ -434,28 +435,35 @@ impl PyBlockObserver {
         self.lock().observer.places().gap()
     }
 
-    /// The highest block in use that can be moved, None if there is none.
-    #[getter]
-    fn highest(&self) -> Option<u32> {
-        self.lock().observer.places().live().highest().map(|block| block.0)
-    }
-
-    /// Pages of so many blocks that hold a block in use, a leased one or the null block.
+    /// Measure how scattered the blocks in use are; looks at all blocks. Leased blocks and the null block are in use.
     ///
+    /// Args:
+    ///     sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.
+    ///     page_blocks: blocks of a page, at least 1.
+    /// Returns:
+    ///     `Fragmentation`.
     /// Raises:
-    ///     InvalidArgumentError: a page has no blocks.
-    fn used_pages(&self, #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32) -> PyResult<u32> {
+    ///     InvalidArgumentError: an id is out of range, or a page has no blocks.
+    #[pyo3(signature = (sequences = Vec::new(), *, page_blocks = 64))]
+    fn fragmentation(
+        &self,
+        #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>,
+        #[pyo3(from_py_with = args::page_blocks)] page_blocks: u32,
+    ) -> PyResult<PyFragmentation> {
         Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
-        Ok(self.lock().observer.places().used_pages(page_blocks))
-    }
-
-    /// Runs of neighbours that the blocks of sequences lie in: all, shared ones once; and the most of a sequence.
-    ///
-    /// Raises:
-    ///     InvalidArgumentError: an id is out of range.
-    fn runs(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<(usize, usize)> {
         let sequences = taken(sequences);
-        self.lock().observer.runs(&sequences).map_err(to_py)
+        let mut books = self.lock();
+        let (runs, _) = books.observer.runs(&sequences).map_err(to_py)?;
+        let map = books.observer.places();
+        let pages = map.capacity().div_ceil(page_blocks);
+        Ok(PyFragmentation {
+            max_id: map.highest().map(|block| block.0),
+            gap: map.gap(),
+            holes: map.holes().len(),
+            empty_pages: (pages - map.used_pages(page_blocks)) as usize,
+            tables: sequences.iter().filter(|ids| !ids.is_empty()).count(),
+            runs,
+        })
     }
 
     /// Plan a step's moves; nothing changes until `commit`.

@@ -25,7 +25,7 @@ from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sizing import available_blocks
 from blockyard.layout.kv import LayoutKind
 from blockyard.scheduler import (
-    Defragmentation,
+    DefragPolicy,
     Finished,
     PreemptionMode,
     Request,
@@ -123,7 +123,7 @@ class Generator:
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
-        defragment: Defragmentation | None = None,
+        defragment: DefragPolicy | None = None,
         elastic: bool = False,
         wrap_executor: Callable[[StepExecutor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
