@@ -1998,19 +1998,19 @@ class Fragmentation:
 
     @property
     def max_id(self) -> int | None:
-        """Highest block in use; None if none is."""
+        """Highest block that is not free; None if all are."""
     @property
     def gap(self) -> int:
-        """Blocks by which `max_id` could be lower."""
+        """Blocks by which the highest block that can move could be lower."""
     @property
     def holes(self) -> int:
-        """Free blocks below `max_id`."""
+        """Free blocks that are not cached."""
     @property
     def empty_pages(self) -> int:
         """Pages without a block in use."""
     @property
     def tables(self) -> int:
-        """Block tables on the device."""
+        """Block tables with blocks of their own."""
     @property
     def runs(self) -> int:
         """Runs of neighbouring blocks in those tables."""
@@ -2247,7 +2247,16 @@ class BlockObserver:
         """
 
     def fragmentation(self, sequences: _Each[_BlockIds] = ..., *, page_blocks: int = 64) -> Fragmentation:
-        """Measure."""
+        """Measure how scattered the blocks in use are, leased ones and the null block too; looks at all blocks.
+
+        Args:
+            sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.
+            page_blocks: blocks of a page, at least 1.
+        Returns:
+            `Fragmentation`.
+        Raises:
+            InvalidArgumentError: an id is out of range, or a page has no blocks.
+        """
 
     def commit(self, plan: MovePlan) -> None:
         """Take over a plan whose bytes have moved: the ids of each pair change places.

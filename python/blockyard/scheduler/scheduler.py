@@ -23,8 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.admission import Admission
+from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import NO_TOKEN, Finished, Parked, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows, Seated

@@ -8,8 +8,8 @@ import torch
 
 from blockyard.engine.elastic.host import resident_bytes
 from blockyard.errors import InvalidArgumentError
-from blockyard.scheduler import DefragPolicy, Goal
 from blockyard.integrations.transformers.generator import Generator
+from blockyard.scheduler import DefragPolicy, Goal
 from blockyard.sim.pool import PoolReport, PoolSample, Shrink, sample_pool
 from blockyard.sim.serve import Faults
 

@@ -5,6 +5,7 @@ use crate::arrays;
 use crate::errors::{invalid, to_py};
 use crate::observer::Goals;
 use crate::shared::Shared;
+use crate::stats::PyFragmentation;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{Cached, Fragmentation, Moves, Resize};
 use pyo3::prelude::*;
@@ -35,34 +36,6 @@ impl PyDefragReport {
     fn __repr__(&self) -> String {
         let Self { planned, left, stuck, held, dropped } = self;
         format!("DefragReport(planned={planned}, left={left}, stuck={stuck}, held={held}, dropped={dropped})")
-    }
-}
-
-/// How scattered the device's blocks are.
-#[pyclass(frozen, eq, get_all, name = "Fragmentation", module = "blockyard._core")]
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct PyFragmentation {
-    /// Highest block that is not free; None if all are.
-    pub(crate) max_id: Option<u32>,
-    /// Blocks by which the highest block that can move could be lower.
-    pub(crate) gap: u32,
-    /// Free blocks that are not cached.
-    pub(crate) holes: usize,
-    /// Pages without a block in use.
-    pub(crate) empty_pages: usize,
-    /// Block tables with blocks of their own.
-    pub(crate) tables: usize,
-    /// Runs of neighbouring blocks in those tables.
-    pub(crate) runs: usize,
-}
-
-#[pymethods]
-impl PyFragmentation {
-    fn __repr__(&self) -> String {
-        let Self { max_id, gap, holes, empty_pages, tables, runs } = self;
-        let max_id = max_id.map_or_else(|| "None".to_owned(), |id| id.to_string());
-        let start = format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, empty_pages={empty_pages}");
-        format!("{start}, tables={tables}, runs={runs})")
     }
 }
 

@@ -47,7 +47,7 @@ mod _core {
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]
-    use crate::defrag::{PyDefrag, PyDefragReport, PyFragmentation, PyResizeProgress};
+    use crate::defrag::{PyDefrag, PyDefragReport, PyResizeProgress};
     #[pymodule_export]
     use crate::event::PyEventBatch;
     #[pymodule_export]
@@ -73,7 +73,7 @@ mod _core {
     #[pymodule_export]
     use crate::span::expand_span;
     #[pymodule_export]
-    use crate::stats::PyManagerStats;
+    use crate::stats::{PyFragmentation, PyManagerStats};
     #[pymodule_export]
     use crate::store::{PyCompletion, PySlabStore, PyTierStats};
     #[pymodule_export]

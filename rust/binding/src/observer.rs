@@ -4,9 +4,9 @@
 
 use crate::args::{self, Argument, describe, items, refused, shown};
 use crate::decision::array;
-use crate::defrag::PyFragmentation;
 use crate::errors::{invalid, to_py};
 use crate::memory::{self, Plain, Target};
+use crate::stats::PyFragmentation;
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};
 use blockyard_locks::{Guard, InnerLock};
@@ -435,7 +435,7 @@ impl PyBlockObserver {
         self.lock().observer.places().gap()
     }
 
-    /// Measure how scattered the blocks in use are; looks at all blocks. Leased blocks and the null block are in use.
+    /// Measure how scattered the blocks in use are, leased ones and the null block too; looks at all blocks.
     ///
     /// Args:
     ///     sequences: ids of each sequence, in order; `tables` and `runs` are theirs, shared blocks counted once.

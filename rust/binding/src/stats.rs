@@ -158,3 +158,31 @@ impl PyManagerStats {
         Ok(format!("ManagerStats({})", self.as_dict(py)?.repr()?))
     }
 }
+
+/// How scattered the device's blocks are.
+#[pyclass(frozen, eq, get_all, name = "Fragmentation", module = "blockyard._core")]
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct PyFragmentation {
+    /// Highest block that is not free; None if all are.
+    pub(crate) max_id: Option<u32>,
+    /// Blocks by which the highest block that can move could be lower.
+    pub(crate) gap: u32,
+    /// Free blocks that are not cached.
+    pub(crate) holes: usize,
+    /// Pages without a block in use.
+    pub(crate) empty_pages: usize,
+    /// Block tables with blocks of their own.
+    pub(crate) tables: usize,
+    /// Runs of neighbouring blocks in those tables.
+    pub(crate) runs: usize,
+}
+
+#[pymethods]
+impl PyFragmentation {
+    fn __repr__(&self) -> String {
+        let Self { max_id, gap, holes, empty_pages, tables, runs } = self;
+        let max_id = max_id.map_or_else(|| "None".to_owned(), |id| id.to_string());
+        let start = format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, empty_pages={empty_pages}");
+        format!("{start}, tables={tables}, runs={runs})")
+    }
+}
