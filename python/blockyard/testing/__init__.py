@@ -14,7 +14,11 @@ A scheduler of your own, tested by pytest or unittest:
 
     from blockyard.testing.machines import scheduler_machine
 
-    TestMyScheduler = scheduler_machine(lambda manager, config: MyScheduler(manager)).TestCase
+    TestMyScheduler = scheduler_machine(
+        make=lambda manager, config: MyScheduler(manager),
+        add=lambda mine, request: mine.enqueue(request.request_id, request.prompt, request.max_tokens),
+        step=lambda mine, simulation: mine.step(simulation.execute, simulation.forward),
+    ).TestCase
 
 Nothing else here needs torch.
 

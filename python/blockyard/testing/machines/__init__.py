@@ -4,7 +4,11 @@
 
     TestMyManager = manager_machine(lambda config: MyManager(**config.arguments())).TestCase
     TestMyCache = prefix_machine(lambda config, events: MyManager(**config.arguments(), events=events)).TestCase
-    TestMyScheduler = scheduler_machine(lambda manager, config: MyScheduler(manager)).TestCase
+    TestMyScheduler = scheduler_machine(
+        make=lambda manager, config: MyScheduler(manager),
+        add=lambda mine, request: mine.enqueue(request.request_id, request.prompt, request.max_tokens),
+        step=lambda mine, simulation: mine.step(simulation.execute, simulation.forward),
+    ).TestCase
 
 How long they run is hypothesis' business: `TestMyManager.settings = settings(max_examples=500)`.
 """
@@ -12,8 +16,9 @@ How long they run is hypothesis' business: `TestMyManager.settings = settings(ma
 from hypothesis.stateful import run_state_machine_as_test
 
 from blockyard.testing.machines.manager import ManagerMachine, manager_machine
+from blockyard.testing.machines.own_scheduler import scheduler_machine
 from blockyard.testing.machines.prefix import PrefixMachine, prefix_machine
-from blockyard.testing.machines.scheduler import SchedulerMachine, reference_tokens, scheduler_machine
+from blockyard.testing.machines.scheduler import SchedulerMachine, reference_tokens
 
 __all__ = [
     "ManagerMachine",

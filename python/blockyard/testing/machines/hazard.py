@@ -58,7 +58,6 @@ class HazardMachine(SchedulerMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.broken = False
         self.tickets: list[int] = []
 
     @initialize(

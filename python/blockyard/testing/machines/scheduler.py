@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, Pairs
+from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.scheduler import Finished, Request, Scheduler, Step
+from blockyard.scheduler import Finished, Request, Step
 from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.machines.side_by_side import refuse_open
 from blockyard.testing.machines.strategies import VOCABULARY, configs, requests
@@ -22,8 +24,9 @@ __all__ = [
     "SchedulerMachine",
     "draw_token",
     "draw_tokens",
+    "least_blocks",
+    "read_back",
     "reference_tokens",
-    "scheduler_machine",
 ]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
@@ -75,16 +78,20 @@ def draw_tokens(step: Step, memory: SimulatedMemory) -> list[int]:
     """
     memory.write(step.slot_mapping, step.token_ids.tolist())
     texts: dict[int, list[int]] = {}
-    starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
+    ends, first = (step.start + step.lengths).tolist(), step.query_start_loc.tolist()
     for row in range(step.rows):
-        if step.void is not None and step.void[row]:
-            continue
-        texts[row] = memory.read(step.block_tables[row], ends[row])
-        first, last = step.query_start_loc[row : row + 2].tolist()
-        new = step.token_ids[first:last].tolist()
-        if texts[row][starts[row] :] != new:
-            raise AssertionError(f"row {row} reads {texts[row][starts[row] :]} where it has just written {new}")
+        if step.void is None or not step.void[row]:
+            new = step.token_ids[first[row] : first[row + 1]].tolist()
+            texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new)
     return [draw_token(texts[draw.row], draw.sequence) if draw.row in texts else 0 for draw in step.draws()]
+
+
+def read_back(memory: SimulatedMemory, row: int, table: NDArray[np.int32], length: int, new: list[int]) -> list[int]:
+    """Read the tokens of a row through its block table; the last are those that it has just written."""
+    text = memory.read(table, length)
+    if len(new) > length or text[length - len(new) :] != new:
+        raise AssertionError(f"row {row} reads {text[-len(new) :]} where it has just written {new}")
+    return text
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -109,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.live: dict[str, Request] = {}
         self.idle = 0
+        self.broken = False  # in a step: if it raises, what comes after would only hide the error
 
     @initialize(
         config=configs(device_blocks=st.integers(4, 16), host_blocks=st.integers(0, 8)),
@@ -155,11 +163,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def step(self, lost: list[int], when: str, pick: int, again: Request | None) -> None:
         """Run one step, in which pairs may be lost and a request aborted and its id used again."""
+        self.broken = True
         step = self.scheduler.schedule()
         self.check_shape(step)
         if when == "scheduled":
             self.resubmit(pick, again)
-        losses = self.execute(step, lost)
+        losses = self.execute(step.decision, lost)
         step = self.scheduler.settle(step, losses)
         if when == "settled":
             self.resubmit(pick, again)
@@ -171,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.idle = 0 if busy else self.idle + 1
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
+        self.broken = False
 
     @rule(count=st.integers(2, 8), lost=st.lists(st.integers(0, 63), max_size=1))
     def run(self, count: int, lost: list[int]) -> None:
@@ -180,17 +190,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Run to the end; every block must be free then."""
-        if not hasattr(self, "scheduler"):
+        if self.broken or not hasattr(self, "scheduler"):
             return
         longest = max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
         for _ in range((longest + IDLE_STEPS + 2) * (len(self.live) + 1) * 4):
             if not self.live:
                 break
-            self.step(lost=[], when="never", pick=0, again=None)
-        if self.live or self.scheduler.num_unfinished:
-            raise AssertionError(
-                f"{len(self.live)} requests are left, {self.scheduler.num_unfinished} in the scheduler"
-            )
+            self.run_undisturbed()
+        if self.live or self.unfinished():
+            raise AssertionError(f"{len(self.live)} requests are left, {self.unfinished()} in the scheduler")
         refuse_open(self.manager)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
@@ -200,6 +208,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
 
     # ---- helpers ----
+
+    def run_undisturbed(self) -> None:
+        """Run one step at the end."""
+        self.step(lost=[], when="never", pick=0, again=None)
+
+    def unfinished(self) -> int:
+        """Requests in the scheduler."""
+        return self.scheduler.num_unfinished
 
     def check_shape(self, step: Step) -> None:
         """All arrays must agree on rows and tokens."""
@@ -219,13 +235,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(set(step.seats.tolist())) < rows:
             raise AssertionError(f"two rows of a step share a seat: {step.seats.tolist()}")
 
-    def execute(self, step: Step, numbers: Sequence[int]) -> list[Pairs]:
+    def execute(self, decision: StepDecision, numbers: Sequence[int]) -> list[Pairs]:
         """Carry out a decision; some transfers with the external tier are lost, before copies are made from them."""
-        transfers = [(kind, pairs) for kind, pairs in step.decision.transfers() if kind in ("spill", "fetch")]
+        transfers = [(kind, pairs) for kind, pairs in decision.transfers() if kind in ("spill", "fetch")]
         single = [Pairs(pairs.src, pairs.dst, ids[None]) for _, pairs in transfers for ids in pairs.ids]
         losses = [single[number % len(single)] for number in sorted(set(numbers))] if single else []
         lossy = {id(loss): loss for loss in losses}
-        for kind, pairs in step.decision.transfers():
+        for kind, pairs in decision.transfers():
             self.memory.transfer(kind, pairs)
             for loss in lossy.values():
                 if kind in ("spill", "fetch") and (loss.src, loss.dst) == (pairs.src, pairs.dst):
@@ -317,33 +333,3 @@ class ResizingSchedulerMachine(SchedulerMachine):
 def least_blocks(request: Request, block_size: int) -> int:
     """Device blocks of one of a request's sequences at its end."""
     return -(-(len(request.prompt) + request.max_tokens) // block_size)
-
-
-def scheduler_machine(
-    factory: Callable[[BlockManager, Config], SchedulerLike] | None = None,
-    *,
-    manager: Callable[[Config], BlockManager] | None = None,
-    resize: bool = False,
-) -> type[SchedulerMachine]:
-    """Make a machine for a scheduler.
-
-    Args:
-        factory: makes the scheduler under test over a manager; Blockyard's own if not given.
-        manager: makes that manager; Blockyard's own if not given.
-        resize: shrink and grow the device meanwhile, as `ResizingSchedulerMachine` does.
-
-    Returns:
-        A state machine; its `TestCase` runs under pytest and unittest.
-
-    Example:
-        >>> from hypothesis import settings
-        >>> from blockyard.scheduler import Scheduler
-        >>> from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
-        >>> machine = scheduler_machine(lambda manager, config: Scheduler(manager, preemption_mode="swap"))
-        >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
-    """
-    members = {
-        "make_scheduler": staticmethod(factory or (lambda manager, _: Scheduler(manager))),
-        "make_manager": staticmethod(manager or (lambda config: BlockManager(**config.arguments()))),
-    }
-    return type("SchedulerMachineOf", (ResizingSchedulerMachine if resize else SchedulerMachine,), members)
