@@ -1,14 +1,15 @@
 //! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
 
+use super::Manager;
 use super::moves::Cached;
-use super::{Manager, require_tier};
 use crate::defrag::{Budget, Entry, Facts, Goal, Plan, Planner, Wanted};
 use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::pool::{Hint, PlannerView};
 use crate::reuse::BlockSet;
-use crate::table::{Row, Rows};
+use crate::sequence::require_tier;
+use crate::sequence::{Row, Rows};
 
 /// What the manager knows of device blocks beyond their places.
 struct ManagerFacts<'a> {
@@ -97,17 +98,24 @@ impl Manager {
         sequences: Option<&[SequenceId]>,
     ) -> Result<Vec<Vec<BlockId>>> {
         let mut all = Vec::new();
-        let named = sequences.map(|sequences| self.members(sequences, &mut all)).transpose()?;
+        let named = sequences.map(|sequences| self.sequences.members(sequences, &mut all)).transpose()?;
         for &member in named.unwrap_or_default() {
-            require_tier(member, self.rows.get(member)?, Tier::Device)?;
+            require_tier(member, self.sequences.rows().get(member)?, Tier::Device)?;
         }
         if !goals.iter().any(|wanted| matches!(wanted.goal, Goal::Contiguous(_))) {
             return Ok(Vec::new());
         }
-        let blocks = |row: &Row| row.table.iter().copied().filter(|&block| !self.is_null(block)).collect();
+        let blocks = |row: &Row| row.table.iter().copied().filter(|&block| !self.sequences.is_null(block)).collect();
         Ok(match named {
-            Some(named) => named.iter().map(|&member| blocks(self.rows.at(member))).collect(),
-            None => self.rows.iter().map(|(_, row)| row).filter(|row| row.tier == Tier::Device).map(blocks).collect(),
+            Some(named) => named.iter().map(|&member| blocks(self.sequences.rows().at(member))).collect(),
+            None => self
+                .sequences
+                .rows()
+                .iter()
+                .map(|(_, row)| row)
+                .filter(|row| row.tier == Tier::Device)
+                .map(blocks)
+                .collect(),
         })
     }
 
@@ -128,11 +136,11 @@ impl Manager {
 
     /// At most `budget` moves towards the goals: what is to be kept of a block that one of them writes takes another.
     pub(super) fn plan(&mut self, tables: &[Vec<BlockId>], budget: usize, cached: Cached) -> Plan {
-        let null = self.groups.slide();
+        let (null, block_size) = (self.sequences.has_nulls(), self.block_size());
         let Some((places, blocks)) = self.tiers.planning() else { return Plan::default() };
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
         let (open, first) = (self.transfers.open(), self.transfers.first());
-        let known = ManagerFacts { rows: &self.rows, blocks, open, first, block_size: self.block_size, null, cached };
+        let known = ManagerFacts { rows: self.sequences.rows(), blocks, open, first, block_size, null, cached };
         let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
         self.planner.plan(places, &tables, &known, budget)
     }

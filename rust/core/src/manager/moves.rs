@@ -4,12 +4,13 @@
 //! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
 //! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
 
-use super::{Manager, invalid};
+use super::Manager;
 use crate::block::{BlockState, TierBlock};
 use crate::defrag::{Budget, Entry, Occupancy, Plan, Wanted};
 use crate::error::Result;
+use crate::error::invalid;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::table::Row;
+use crate::sequence::Row;
 use crate::transfer::{PendingMoves, PendingRehome};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -170,7 +171,7 @@ impl Manager {
             return Ok(());
         }
         let open = self.transfers.open();
-        let rows = &self.rows;
+        let rows = self.sequences.rows();
         let written = |pool: &crate::pool::Pool| {
             let rows = rows.iter().filter(|(_, row)| row.tier == Tier::Device && row.written == open);
             let blocks = rows.flat_map(|(_, row)| row.table.iter().copied());
@@ -178,7 +179,7 @@ impl Manager {
         };
         self.tiers.follow_places(written)?;
         self.tiers.count_idle_as(cached.place());
-        for (sequence, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+        for (sequence, row) in self.sequences.rows().iter().filter(|(_, row)| row.tier == Tier::Device) {
             self.tiers.note_owner(sequence.row(), 0, &row.table);
         }
         Ok(())
@@ -187,8 +188,8 @@ impl Manager {
     fn begin_move(&mut self, from: BlockId, to: BlockId) {
         // The next append to the block must ask the pool.
         let hint = self.tiers.hint(from);
-        let size = self.block_size;
-        let (rows, _) = self.rows.entries();
+        let size = self.block_size();
+        let (rows, _) = self.sequences.rows_mut().entries();
         if let Some(row) = rows.get_mut(hint.row as usize).filter(|row| row.len < row.writable) {
             let index = (row.writable / size - 1) as usize;
             if row.table.get(index) == Some(&from) {
@@ -303,7 +304,7 @@ impl Manager {
         let mut open = Vec::new();
         for (at, one) in landed.iter_mut().enumerate() {
             let hint = self.tiers.hint(one.from);
-            let row = self.rows.in_use(hint.row).filter(|row| row.tier == Tier::Device);
+            let row = self.sequences.rows().in_use(hint.row).filter(|row| row.tier == Tier::Device);
             if one.refs == 1 && row.is_some_and(|row| row.table.get(one.index) == Some(&one.from)) {
                 one.rows.push(hint.row);
             } else if one.refs > 0 {
@@ -313,7 +314,7 @@ impl Manager {
         if open.is_empty() {
             return;
         }
-        for (id, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+        for (id, row) in self.sequences.rows().iter().filter(|(_, row)| row.tier == Tier::Device) {
             for &at in &open {
                 let one = &mut landed[at];
                 if row.table.get(one.index) == Some(&one.from) {
@@ -324,7 +325,7 @@ impl Manager {
         for one in landed.iter_mut().filter(|one| one.rows.len() != one.refs) {
             // The hint is of an earlier life of the block.
             one.rows.clear();
-            for (id, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+            for (id, row) in self.sequences.rows().iter().filter(|(_, row)| row.tier == Tier::Device) {
                 if let Some(index) = row.table.iter().position(|&block| block == one.from) {
                     if one.rows.is_empty() || one.index == index {
                         one.index = index;
@@ -339,7 +340,7 @@ impl Manager {
     fn finish_move(&mut self, landed: &Landed) {
         let &Landed { from, to, index, .. } = landed;
         self.tiers.finish_move(from, to);
-        let (rows, _) = self.rows.entries();
+        let (rows, _) = self.sequences.rows_mut().entries();
         for &row in &landed.rows {
             rows[row as usize].table.replace(index, to);
         }
@@ -368,7 +369,7 @@ impl Manager {
             empty_pages: pages.filter(|page| places.holes().count(page.clone()) == page.len()).count(),
             ..Fragmentation::default()
         };
-        for (_, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
+        for (_, row) in self.sequences.rows().iter().filter(|(_, row)| row.tier == Tier::Device) {
             let table = &row.table[row.null_prefix as usize..];
             found.tables += usize::from(!table.is_empty());
             found.runs += table.chunk_by(|a, b| a.0 + 1 == b.0).count();
@@ -391,11 +392,11 @@ impl Manager {
             return Err(format!("{counting} blocks move without a ticket"));
         }
         let sealed = |row: &Row| {
-            let index = (row.writable / self.block_size) as usize;
+            let index = (row.writable / self.block_size()) as usize;
             let written = index.checked_sub(1).and_then(|i| row.table.get(i));
             row.writable <= row.len || written.is_none_or(|&block| !self.tiers.device().is_moving(block))
         };
-        match self.rows.iter().find(|(_, row)| !sealed(row)) {
+        match self.sequences.rows().iter().find(|(_, row)| !sealed(row)) {
             Some((id, _)) => Err(format!("sequence {id} would write a block that moves")),
             None => Ok(()),
         }

@@ -4,12 +4,12 @@
 //! The clock is the caller's: any unit, rising. What has been submitted ends only by its own call. Past its deadline its
 //! blocks are quarantined: held and counted, while the sequences that wait for them can be freed and go on elsewhere.
 
-use super::prefix::Prompt;
-use super::resize::share;
-use super::{Manager, require_fraction};
+use super::Manager;
 use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result};
+use crate::fit::Share;
 use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
+use crate::sequence::Prompt;
 use crate::transfer::{Deadline, Late, Lease};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -23,9 +23,8 @@ struct Pin {
 /// Pins.
 #[derive(Debug, Clone)]
 pub(super) struct Pins {
-    /// Fraction of the device blocks that may be pinned at once, and how many that are.
-    fraction: f64,
-    limit: usize,
+    /// Device blocks that may be pinned at once.
+    limit: Share,
     next: u64,
     held: BTreeMap<PinId, Pin>,
     /// Pins of each pinned block.
@@ -48,21 +47,9 @@ pub struct Expired {
 }
 
 impl Pins {
-    /// For so many device blocks.
-    pub(super) fn new(fraction: f64, blocks: usize) -> Self {
-        Self {
-            fraction,
-            limit: share(fraction, blocks),
-            next: 1,
-            held: BTreeMap::new(),
-            counts: HashMap::new(),
-            late: BTreeSet::new(),
-        }
-    }
-
     /// No pins, and the number of the next one.
-    pub(super) fn resume(fraction: f64, blocks: usize, next: u64) -> Self {
-        Self { next, ..Self::new(fraction, blocks) }
+    pub(super) fn new(limit: Share, next: u64) -> Self {
+        Self { limit, next, held: BTreeMap::new(), counts: HashMap::new(), late: BTreeSet::new() }
     }
 
     /// Number of the next pin.
@@ -71,12 +58,12 @@ impl Pins {
     }
 
     pub(super) fn fraction(&self) -> f64 {
-        self.fraction
+        self.limit.fraction()
     }
 
     /// The device has so many blocks from now on.
     pub(super) fn resize(&mut self, blocks: usize) {
-        self.limit = share(self.fraction, blocks);
+        self.limit.resize(blocks);
     }
 
     /// Pins that are held.
@@ -100,9 +87,7 @@ impl Manager {
     /// # Errors
     /// The fraction is not at least 0 and below 1: a pool of pinned blocks would have nothing to give out.
     pub fn limit_pins(&mut self, fraction: f64) -> Result<()> {
-        require_fraction("max_pinned", fraction)?;
-        self.pins.fraction = fraction;
-        self.pins.resize(self.tiers.device().len());
+        self.pins.limit = Share::new("max_pinned", fraction, self.tiers.device().len())?;
         Ok(())
     }
 
@@ -112,11 +97,11 @@ impl Manager {
     /// # Errors
     /// The sequence is unknown, not on the device, still loading or has lost bytes; pins would hold too many blocks.
     pub fn pin(&mut self, sequence: SequenceId, deadline: u64) -> Result<PinId> {
-        self.readable(sequence)?;
+        self.sequences.readable(self.view(), sequence)?;
         let mut all = Vec::new();
         let one = [sequence];
-        let members = self.members(&one, &mut all)?;
-        let tables = members.iter().flat_map(|&member| self.rows.at(member).table.iter());
+        let members = self.sequences.members(&one, &mut all)?;
+        let tables = members.iter().flat_map(|&member| self.sequences.rows().at(member).table.iter());
         let blocks = tables.copied().filter(|&block| self.tiers.device().block(block).is_published()).collect();
         self.pin_blocks(blocks, deadline)
     }
@@ -127,14 +112,14 @@ impl Manager {
     /// # Errors
     /// A token has the reserved id, or pins would hold too many blocks.
     pub fn pin_prompt(&mut self, prompt: &Prompt<'_>, deadline: u64) -> Result<(PinId, u32)> {
-        let (blocks, hits) = self.cached_blocks(prompt)?;
-        let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+        let (blocks, hits) = self.sequences.cached_blocks(self.view(), prompt)?;
+        let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size());
         Ok((self.pin_blocks(blocks, deadline)?, tokens))
     }
 
     fn pin_blocks(&mut self, blocks: Vec<BlockId>, deadline: u64) -> Result<PinId> {
         let new = blocks.iter().filter(|block| !self.pins.counts.contains_key(block)).count();
-        let (held, limit) = (self.pins.counts.len(), self.pins.limit);
+        let (held, limit) = (self.pins.counts.len(), self.pins.limit.blocks());
         if held + new > limit {
             return Err(Error::TooManyPinned { wanted: new, held, limit });
         }
@@ -228,7 +213,7 @@ impl Manager {
         }
         for &ticket in &expired.overdue {
             let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
-            expired.sequences.extend(self.lose(&written)?);
+            expired.sequences.extend(self.sequences.lose(&written)?);
             self.transfers.set_overdue(ticket)?;
         }
         expired.sequences.sort_unstable();

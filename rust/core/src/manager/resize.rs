@@ -4,9 +4,9 @@
 //! that. Shrinking goes on: what sequences use beyond the end leaves as they do, or is moved by defragmentation, and what
 //! transfers and pins hold there is waited for. [`Resize::extent`] says how much of the caches must stay meanwhile.
 
-use super::{Manager, invalid};
+use super::Manager;
 use crate::block::{BlockState, MAX_BLOCKS};
-use crate::error::Result;
+use crate::error::{Result, invalid};
 use crate::id::{BlockId, Tier};
 
 /// How far the device's size has changed.
@@ -43,15 +43,15 @@ impl Manager {
         if blocks > MAX_BLOCKS {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
         }
-        let (null, pinned) = (usize::from(self.groups.slide()), self.pins.blocks());
-        let watermark = share(self.watermark_fraction, blocks);
+        let (null, pinned) = (usize::from(self.sequences.has_nulls()), self.pins.blocks());
+        let watermark = self.sequences.watermark().of(blocks);
         let least = null + pinned + watermark + 1;
         if blocks < least {
             let kept = format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to give out");
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}: {kept}")));
         }
         self.tiers.resize_device(blocks)?;
-        self.watermark = watermark;
+        self.sequences.resize_device(blocks);
         self.pins.resize(blocks);
         Ok(self.resize_progress())
     }
@@ -70,15 +70,4 @@ impl Manager {
         let tail = pool.tail();
         Resize { blocks: pool.len(), live: tail.live, held: tail.held, extent: pool.extent() }
     }
-}
-
-/// A fraction of so many blocks, rounded down.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    clippy::cast_precision_loss,
-    reason = "a fraction below 1 of fewer than 2^30 blocks"
-)]
-pub(super) fn share(fraction: f64, blocks: usize) -> usize {
-    (fraction * blocks as f64) as usize
 }

@@ -1,9 +1,9 @@
 //! All counters, read in one call.
 
-use super::{Manager, MoveStats, PrefixStats};
+use super::{Manager, MoveStats};
 use crate::decision::Kind;
 use crate::id::Tier;
-use crate::table::Row;
+use crate::sequence::PrefixStats;
 
 /// Use of one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,26 +53,6 @@ impl Stats {
 }
 
 impl Manager {
-    /// What does not hold of the counters.
-    pub(crate) fn check_stats(&self) -> Result<(), String> {
-        if self.stats.holds(self.block_size) {
-            return Ok(());
-        }
-        let PrefixStats { blocks, hit_blocks, tokens, hit_tokens, .. } = self.stats;
-        Err(format!("{hit_blocks} of {blocks} blocks and {hit_tokens} of {tokens} tokens were found"))
-    }
-
-    /// What does not hold of the tiers together, and of the tenants of rows.
-    pub(crate) fn check_settings(&self) -> Result<(), String> {
-        self.tiers.check_settings(self.groups.cross())?;
-        let tenants = self.tiers.num_tenants();
-        let stray = |row: &Row| row.keys.as_ref().is_some_and(|keys| usize::from(keys.tenant) > tenants);
-        match self.rows.iter().find(|(_, row)| stray(row)) {
-            Some((sequence, _)) => Err(format!("sequence {sequence} is of a tenant beyond {tenants}")),
-            None => Ok(()),
-        }
-    }
-
     /// All counters; counts the leases, so once a step rather than once a call.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -81,7 +61,7 @@ impl Manager {
         leases.dedup();
         let tiers = Tier::ALL.map(|tier| {
             let pool = self.pool(tier);
-            let null = usize::from(self.groups.slide() && !pool.is_empty());
+            let null = usize::from(self.sequences.has_nulls() && !pool.is_empty());
             TierUse {
                 blocks: pool.len(),
                 used: pool.used() - null,
@@ -97,40 +77,10 @@ impl Manager {
             sequences: self.num_sequences(),
             steps: self.transfers.open().0 - 1,
             open_tickets: self.transfers.in_flight_count(),
-            prefix: self.stats,
+            prefix: self.sequences.stats(),
             moves: self.moved,
             tiers,
             decided: self.decided,
         }
-    }
-}
-
-impl PrefixStats {
-    /// Full blocks that were looked up and not found.
-    #[must_use]
-    pub fn missed_blocks(&self) -> u64 {
-        self.blocks - self.hit_blocks
-    }
-
-    /// Tokens of prompts that had to be computed.
-    #[must_use]
-    pub fn missed_tokens(&self) -> u64 {
-        self.tokens - self.hit_tokens
-    }
-
-    /// Every prompt's blocks are whole, and so are those found of it.
-    fn holds(&self, block_size: u32) -> bool {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
-        let size = u128::from(block_size);
-        hit_blocks <= blocks
-            && loaded <= hit_blocks
-            && u128::from(blocks) * size <= u128::from(tokens)
-            && u128::from(hit_blocks) * size == u128::from(hit_tokens)
-            && (prompts > 0 || tokens == 0)
-    }
-
-    pub(super) fn counters(&self) -> [u64; 7] {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = *self;
-        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded]
     }
 }

@@ -11,7 +11,7 @@ pub(crate) use image::TiersImage;
 
 use crate::block::{Block, LeaseKind, TierBlock};
 use crate::defrag::{BlockMap, Occupancy};
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::event::{EventBatch, Events, Publication, PublishedEvent};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
@@ -255,11 +255,18 @@ impl Tiers {
         self.pools[block.0.index()].unpublish(block.1);
     }
 
-    /// Keeps host copies of published blocks from now on; the host must be empty.
+    /// Keeps host copies of published blocks from now on.
     ///
     /// # Errors
-    /// There is no memory for that.
-    pub(crate) fn start_host_caching(&mut self) -> Result<()> {
+    /// The prefix cache is off, there are no host blocks or some are in use, events or copies are there already, or there
+    /// is no memory for that.
+    pub(crate) fn keep_host_copies(&mut self) -> Result<()> {
+        let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
+        let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
+        if !fits || self.events.is_some() || self.keeps_host_copies() {
+            let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
+            return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
+        }
         self.pools[1].start_caching()
     }
 
@@ -292,11 +299,6 @@ impl Tiers {
         self.unlink_orphans(Tier::Device);
     }
 
-    /// Whether there are events.
-    pub(crate) fn has_events(&self) -> bool {
-        self.events.is_some()
-    }
-
     /// Keeps the last `capacity` events from now on.
     ///
     /// # Errors
@@ -304,7 +306,7 @@ impl Tiers {
     pub(crate) fn record_events(&mut self, capacity: usize) -> Result<()> {
         if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
             let must = "asked for once, of an empty prefix cache that is on".to_owned();
-            return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
+            return Err(invalid("number of events", capacity as i128, must));
         }
         self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
         Ok(())

@@ -12,7 +12,7 @@ mod ticket;
 pub use fill::FillMap;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
-pub(crate) use step::Step;
+pub(crate) use step::{Step, View};
 pub(crate) use ticket::{Deadline, Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
@@ -289,6 +289,19 @@ impl Transfers {
     /// Leases of overdue tickets.
     pub(crate) fn overdue_leases(&self) -> impl Iterator<Item = Lease> {
         self.submitted.values().filter(|ticket| ticket.is_overdue()).flat_map(Ticket::leases)
+    }
+
+    /// What contradicts what tickets are to publish: each of those blocks is filled under its ticket.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        for (id, ticket) in self.all().filter(|(_, ticket)| !ticket.publishes().is_empty()) {
+            let written: HashSet<TierBlock> = ticket.written().collect();
+            if let Some(PendingPublish { to: (tier, block), .. }) =
+                ticket.publishes().iter().find(|pending| !written.contains(&pending.to))
+            {
+                return Err(format!("ticket {id} is to publish {tier} block {block}, but does not fill it"));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -6,7 +6,6 @@ use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::table::Row;
 use crate::transfer::{Held, HeldRuns};
 use std::collections::HashSet;
 
@@ -15,7 +14,7 @@ impl Manager {
     pub fn take_decision(&mut self) -> StepDecision {
         self.tiers.enforce_quotas();
         self.decide_moves();
-        self.begun = HashSet::new();
+        self.sequences.end_step();
         let decision = self.transfers.submit(self.tiers.device());
         for (kind, pairs) in &decision.transfers {
             self.decided[*kind as usize] += pairs.ids.len() as u64;
@@ -40,7 +39,7 @@ impl Manager {
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
         let mut ended = self.transfers.close(ticket, self.tiers.device())?;
-        let demoted = self.publish_landed(ended.publishes());
+        let demoted = self.step().publish_landed(ended.publishes());
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
         for held in ended.held().iter().rev() {
             match held {
@@ -57,7 +56,7 @@ impl Manager {
         if !moves.is_empty() {
             self.end_moves(&moves);
         }
-        self.demote(&demoted);
+        self.step().demote(&demoted);
         self.tiers.enforce_quotas();
         Ok(())
     }
@@ -101,14 +100,14 @@ impl Manager {
     ) -> Result<Vec<SequenceId>> {
         self.lose_moves(ticket, &mut blocks);
         self.follow_copies(ticket, &mut blocks);
-        self.cancel_publishes(ticket, &blocks, tried)?;
+        self.step().cancel_publishes(ticket, &blocks, tried)?;
         // In order, so that their events are.
         let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
         gone.sort_unstable();
         for block in gone {
             self.tiers.lose(block);
         }
-        let sequences = self.lose(&blocks)?;
+        let sequences = self.sequences.lose(&blocks)?;
         self.complete(ticket)?;
         Ok(sequences)
     }
@@ -124,24 +123,6 @@ impl Manager {
                 blocks.insert((Tier::Device, to.0));
             }
         }
-    }
-
-    /// Marks the sequences that have one of the blocks: they can only be freed.
-    pub(super) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
-        let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let whole =
-            |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
-        let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
-        let mut sequences: Vec<_> = rows.map(whole).collect();
-        sequences.sort_unstable();
-        sequences.dedup();
-        let mut all = Vec::new();
-        for &sequence in self.members(&sequences, &mut all)? {
-            let row = self.rows.at_mut(sequence);
-            row.lost = true;
-            row.writable = 0;
-        }
-        Ok(sequences)
     }
 }
 
