@@ -2,6 +2,7 @@
 
 use super::Manager;
 use crate::block::Leases;
+use crate::defrag::check_moves;
 use crate::error::{self, Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::transfer::Lease;
@@ -20,15 +21,15 @@ impl Manager {
     fn check_all(&self) -> std::result::Result<(), String> {
         for tier in Tier::ALL {
             let mut leases: HashMap<BlockId, Leases> = HashMap::new();
-            let held = self.transfers.leases().chain(self.pin_leases());
+            let held = self.transfers.leases().chain(self.pins.leases());
             for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
                 leases.entry(block).or_default().add(kind);
             }
             self.tiers.check_tier(tier, self.sequences.references(tier), leases)?;
         }
         self.transfers.check()?;
-        self.check_pins()?;
-        self.check_moves()?;
+        self.pins.check()?;
+        check_moves(self.view())?;
         self.sequences.check(&self.tiers)
     }
 }

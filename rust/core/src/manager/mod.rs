@@ -8,31 +8,27 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod check;
-mod goals;
-mod moves;
-mod pin;
-mod quota;
-mod resize;
+mod device;
 mod snapshot;
 mod stats;
 mod step;
 mod verbs;
 
-use crate::defrag::Planner;
+use crate::defrag::{Defrag, MoveStats};
 use crate::error::{Result, invalid};
 use crate::event::EventBatch;
 use crate::fit::{Fit, Share};
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
 use crate::sequence::{Demand, PrefixStats, Rows, Sequences};
 use crate::tiers::Tiers;
 use crate::transfer::{Step, Transfers, View};
 
-pub use moves::{Cached, Fragmentation, MoveStats, Moves};
-pub use pin::Expired;
-pub use resize::Resize;
+pub use device::Resize;
 pub use stats::{Stats, TierUse};
+pub use step::Expired;
 
 /// Largest block size, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1 << 20;
@@ -56,11 +52,8 @@ pub struct Manager {
     pub(crate) tiers: Tiers,
     transfers: Transfers,
     sequences: Sequences,
-    /// Pairs decided so far, by kind.
-    decided: [u64; 7],
-    moved: MoveStats,
-    planner: Planner,
-    pins: pin::Pins,
+    pins: Pins,
+    defrag: Defrag,
 }
 
 impl Manager {
@@ -105,10 +98,8 @@ impl Manager {
             tiers,
             transfers: Transfers::new(),
             sequences: Sequences::new(block_size, groups, watermark, Rows::new(), PrefixStats::default()),
-            decided: [0; 7],
-            moved: MoveStats::default(),
-            planner: Planner::default(),
-            pins: pin::Pins::new(Share::new("max_pinned", 0.5, blocks[0])?, 1),
+            pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?, 1),
+            defrag: Defrag::resume(MoveStats::default()),
         })
     }
 
@@ -185,6 +176,37 @@ impl Manager {
     /// A sequence is unknown.
     pub fn max_blocks(&self, sequences: &[SequenceId]) -> Result<usize> {
         sequences.iter().try_fold(0, |most, &s| Ok(most.max(self.sequences.get(s)?.table.len())))
+    }
+
+    /// All counters; counts the leases, so once a step rather than once a call.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let mut leases: Vec<_> = self.transfers.leases().map(|lease| (lease.tier, lease.block)).collect();
+        leases.sort_unstable();
+        leases.dedup();
+        let tiers = Tier::ALL.map(|tier| {
+            let pool = self.pool(tier);
+            let null = usize::from(self.sequences.has_nulls() && !pool.is_empty());
+            TierUse {
+                blocks: pool.len(),
+                used: pool.used() - null,
+                peak: pool.peak().saturating_sub(null),
+                leased: leases.iter().filter(|lease| lease.0 == tier).count(),
+                cached: pool.published(),
+                evicted: pool.evictions(),
+                pinned: if tier == Tier::Device { self.pins.num_blocks() } else { 0 },
+                quarantined: self.quarantined(tier).len(),
+            }
+        });
+        Stats {
+            sequences: self.num_sequences(),
+            steps: self.transfers.open().0 - 1,
+            open_tickets: self.transfers.in_flight_count(),
+            prefix: self.sequences.stats(),
+            moves: self.defrag.stats(),
+            tiers,
+            decided: self.transfers.num_decided(),
+        }
     }
 
     /// Keeps host copies of published blocks from now on, least recently used first to go.

@@ -1,14 +1,14 @@
 //! The whole manager as bytes, and back.
 
-use super::pin::Pins;
-use super::{MAX_BLOCK_SIZE, Manager, MoveStats};
+use super::{MAX_BLOCK_SIZE, Manager};
 use crate::block::TierBlock;
-use crate::defrag::Planner;
+use crate::defrag::{Defrag, MoveStats};
 use crate::error::{self, Error, Result};
 use crate::event::EventsImage;
 use crate::fit::Share;
 use crate::group::{Group, Groups};
 use crate::id::TicketId;
+use crate::pins::Pins;
 use crate::pool::PoolImage;
 use crate::sequence::{PrefixStats, Rows, RowsImage, Sequences};
 use crate::snapshot::{Contents, MAX_COUNT, seal, unseal};
@@ -58,7 +58,7 @@ impl Manager {
         }
         let TiersImage { pools, copies, events, salts } = self.tiers.image();
         // Named one by one: a new field has to be thought of here.
-        let Self { tiers: _, sequences, transfers, decided, moved, pins, planner: _ } = &*self;
+        let Self { tiers: _, sequences, transfers, pins, defrag } = &*self;
         seal(&Image {
             block_size: sequences.block_size(),
             groups: sequences.groups().to_vec(),
@@ -69,10 +69,10 @@ impl Manager {
             rows: sequences.rows().image(),
             copies,
             stats: sequences.stats(),
-            decided: *decided,
-            moved: *moved,
+            decided: transfers.num_decided(),
+            moved: defrag.stats(),
             events,
-            pin_limit: pins.fraction(),
+            pin_limit: pins.limit().fraction(),
             next_pin: pins.next(),
             salts,
         })
@@ -129,12 +129,10 @@ impl Image {
         sequences.check_places(&tiers)?;
         Ok(Manager {
             tiers,
-            transfers: Transfers::resume(open, overlaps),
+            transfers: Transfers::resume(open, overlaps, decided),
             sequences,
-            decided,
-            moved,
-            planner: Planner::default(),
             pins: Pins::new(share(pin_limit)?, next_pin),
+            defrag: Defrag::resume(moved),
         })
     }
 }

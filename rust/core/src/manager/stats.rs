@@ -1,8 +1,7 @@
 //! All counters, read in one call.
 
-use super::{Manager, MoveStats};
 use crate::decision::Kind;
-use crate::id::Tier;
+use crate::defrag::MoveStats;
 use crate::sequence::PrefixStats;
 
 /// Use of one tier.
@@ -41,7 +40,7 @@ pub struct Stats {
     pub moves: MoveStats,
     /// Device, host, external.
     pub tiers: [TierUse; 3],
-    decided: [u64; 7],
+    pub(super) decided: [u64; 7],
 }
 
 impl Stats {
@@ -49,38 +48,5 @@ impl Stats {
     #[must_use]
     pub fn decided(&self, kind: Kind) -> u64 {
         self.decided[kind as usize]
-    }
-}
-
-impl Manager {
-    /// All counters; counts the leases, so once a step rather than once a call.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        let mut leases: Vec<_> = self.transfers.leases().map(|lease| (lease.tier, lease.block)).collect();
-        leases.sort_unstable();
-        leases.dedup();
-        let tiers = Tier::ALL.map(|tier| {
-            let pool = self.pool(tier);
-            let null = usize::from(self.sequences.has_nulls() && !pool.is_empty());
-            TierUse {
-                blocks: pool.len(),
-                used: pool.used() - null,
-                peak: pool.peak().saturating_sub(null),
-                leased: leases.iter().filter(|lease| lease.0 == tier).count(),
-                cached: pool.published(),
-                evicted: pool.evictions(),
-                pinned: if tier == Tier::Device { self.pins.blocks() } else { 0 },
-                quarantined: self.quarantined(tier).len(),
-            }
-        });
-        Stats {
-            sequences: self.num_sequences(),
-            steps: self.transfers.open().0 - 1,
-            open_tickets: self.transfers.in_flight_count(),
-            prefix: self.sequences.stats(),
-            moves: self.moved,
-            tiers,
-            decided: self.decided,
-        }
     }
 }

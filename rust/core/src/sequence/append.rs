@@ -215,10 +215,10 @@ impl Sequences {
             step.take(Tier::Device, new, false, blocks);
             if work.ended == work.slow.len() {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
-                if self.groups.slide() || step.tiers.device().follows_places() {
+                if self.groups.slide() || self.owners.are_noted() {
                     for &Slow { index, .. } in &work.slow {
                         self.note_begun(batch.sequences[index], 0, 1);
-                        self.note_new_blocks(step, batch.sequences[index], 1);
+                        self.note_new_blocks(batch.sequences[index], 1);
                     }
                 }
                 return Ok(());
@@ -241,7 +241,7 @@ impl Sequences {
                 }
                 (slots, _) => self.grow(step, sequence, count, batch.lookahead, slots, &mut fresh)?,
             }
-            self.note_new_blocks(step, sequence, self.rows.at(sequence).table.len() - before);
+            self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.at_mut(sequence);
                 row.table.sync(&mut row.synced, tables.row(index));
@@ -251,11 +251,11 @@ impl Sequences {
     }
 
     /// Notes whose a row's last blocks are.
-    fn note_new_blocks(&mut self, step: &mut Step<'_>, sequence: SequenceId, count: usize) {
-        if step.tiers.device().follows_places() {
+    fn note_new_blocks(&mut self, sequence: SequenceId, count: usize) {
+        if self.owners.are_noted() {
             let table = &self.rows.at(sequence).table;
             let from = table.len() - count;
-            step.tiers.note_owner(sequence.row(), from, &table[from..]);
+            self.owners.note(sequence.row(), from, &table[from..]);
         }
     }
 
@@ -352,7 +352,9 @@ impl Sequences {
                 continue; // passed over
             }
             if step.tiers.device().block(block).is_exclusive() {
-                step.tiers.note_written(block);
+                if let Some((tracker, blocks)) = step.tiers.tracker_mut() {
+                    tracker.note_written(block, blocks);
+                }
                 let overlaps = step.tiers.device().block(block).is_read_ahead();
                 step.transfers.note_overlap(overlaps);
                 part(step, block);
@@ -421,7 +423,7 @@ impl Sequences {
         if !used {
             step.tiers.release((Tier::Device, shared));
             self.rows.at_mut(sequence).table.replace(index, own);
-            step.tiers.note_owner(sequence.row(), index, &[own]);
+            self.owners.note(sequence.row(), index, &[own]);
             return Ok(());
         }
         let (from, to) = ((Tier::Device, shared), (Tier::Device, own));
@@ -430,7 +432,7 @@ impl Sequences {
         let open = step.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.table.replace(index, own);
-        step.tiers.note_owner(sequence.row(), index, &[own]);
+        self.owners.note(sequence.row(), index, &[own]);
         row.moving &= row.ticket == open;
         row.ticket = open;
         Ok(())

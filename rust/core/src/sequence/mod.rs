@@ -9,6 +9,7 @@ mod check;
 mod chunk;
 mod fork;
 mod groups;
+mod owners;
 mod pass;
 mod prompt;
 mod relocate;
@@ -21,6 +22,8 @@ mod window;
 pub use append::Counts;
 pub use block_tables::TableRows;
 pub use groups::Demand;
+pub(crate) use owners::Owner;
+use owners::Owners;
 pub(crate) use pass::Batch;
 pub use prompt::{BlockExtra, PrefixHit, PrefixStats, Prompt};
 pub(crate) use table::{Row, Rows, RowsImage};
@@ -44,6 +47,7 @@ pub(crate) struct Sequences {
     /// Rows of recurrent groups that began the block of their last token in the open step: the step is yet to write the state
     /// there.
     begun: HashSet<SequenceId>,
+    owners: Owners,
     stats: PrefixStats,
     scratch: Vec<BlockId>,
     work: pass::Work,
@@ -52,7 +56,7 @@ pub(crate) struct Sequences {
 impl Sequences {
     pub(crate) fn new(block_size: u32, groups: Groups, watermark: Share, rows: Rows, stats: PrefixStats) -> Self {
         let (begun, scratch, work) = (HashSet::new(), Vec::new(), pass::Work::default());
-        Self { block_size, groups, watermark, rows, begun, stats, scratch, work }
+        Self { block_size, groups, watermark, rows, begun, owners: Owners::default(), stats, scratch, work }
     }
 
     pub(crate) fn block_size(&self) -> u32 {
@@ -73,6 +77,7 @@ impl Sequences {
         &self.rows
     }
 
+    #[cfg(test)]
     pub(crate) fn rows_mut(&mut self) -> &mut Rows {
         &mut self.rows
     }
@@ -87,9 +92,17 @@ impl Sequences {
         self.watermark
     }
 
+    /// Fails unless there is memory for a device of so many blocks.
+    pub(crate) fn require_growth(&self, blocks: usize) -> Result<()> {
+        if self.owners.are_noted() { self.owners.require(blocks) } else { Ok(()) }
+    }
+
     /// The device has so many blocks from now on.
     pub(crate) fn resize_device(&mut self, blocks: usize) {
         self.watermark.resize(blocks);
+        if self.owners.are_noted() {
+            self.owners.grow(blocks);
+        }
     }
 
     /// Counters of the prefix cache.
@@ -246,9 +259,7 @@ impl Sequences {
         step.take(Tier::Device, wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
         let sequence = self.rows.open(Tier::Device, table);
-        if step.tiers.device().follows_places() {
-            step.tiers.note_owner(sequence.row(), null_prefix, &self.rows.at(sequence).table[null_prefix..]);
-        }
+        self.owners.note(sequence.row(), null_prefix, &self.rows.at(sequence).table[null_prefix..]);
         let open = step.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.len = tokens;

@@ -255,6 +255,15 @@ impl Sequences {
         Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
+    /// Published blocks of a sequence on the device.
+    pub(crate) fn published_blocks(&self, view: View<'_>, sequence: SequenceId) -> Result<Vec<BlockId>> {
+        self.readable(view, sequence)?;
+        let mut all = Vec::new();
+        let one = [sequence];
+        let tables = self.members(&one, &mut all)?.iter().flat_map(|&member| self.rows.at(member).table.iter());
+        Ok(tables.copied().filter(|&block| view.tiers.device().block(block).is_published()).collect())
+    }
+
     /// Device blocks that are cached for the start of a prompt, null blocks left out, and how many blocks that start has.
     pub(crate) fn cached_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
         let found = self.find_prefix(view, prompt, 1)?;

@@ -324,7 +324,7 @@ impl Sequences {
         let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
         if tier == Tier::Device {
-            step.tiers.note_owner(sequence.row(), 0, &row.table);
+            self.owners.note(sequence.row(), 0, &row.table);
         }
         row.tier = tier;
         row.ticket = open;
