@@ -212,7 +212,7 @@ impl Defrag {
         let (map, blocks) = tracker.planning(blocks);
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
         let (rows, owners) = sequences.owners();
-        let facts = SequenceFacts { rows, owners, blocks, open, first, block_size, null, cached };
+        let facts = SequenceFacts { rows, owners, blocks, open, first, block_size, null, entry: cached.entry() };
         let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
         self.planner.plan(map, &tables, &facts, budget)
     }

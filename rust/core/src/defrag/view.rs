@@ -1,6 +1,5 @@
 //! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
 
-use super::moves::Cached;
 use super::{Entry, Facts};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, TicketId, Tier};
@@ -20,16 +19,17 @@ pub(super) struct SequenceFacts<'a> {
     pub(super) block_size: u32,
     /// Whether tables have null blocks.
     pub(super) null: bool,
-    pub(super) cached: Cached,
+    /// How cached blocks that no sequence uses are entered.
+    pub(super) entry: Entry,
 }
 
 impl Facts for SequenceFacts<'_> {
     fn entry(&self, hole: BlockId) -> Entry {
-        if self.blocks.cached.contains(hole) { self.cached.entry() } else { Entry::Move }
+        if self.blocks.cached.contains(hole) { self.entry } else { Entry::Move }
     }
 
     fn content(&self) -> Option<&BlockSet> {
-        (self.cached != Cached::Move).then_some(self.blocks.cached)
+        (self.entry != Entry::Never).then_some(self.blocks.cached)
     }
 
     /// Whether the sequence that was last known to have it was written in this step or the one before.

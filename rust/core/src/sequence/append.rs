@@ -352,12 +352,7 @@ impl Sequences {
                 continue; // passed over
             }
             if step.tiers.device().block(block).is_exclusive() {
-                if let Some((tracker, blocks)) = step.tiers.tracker_mut() {
-                    tracker.note_written(block, blocks);
-                }
-                let overlaps = step.tiers.device().block(block).is_read_ahead();
-                step.transfers.note_overlap(overlaps);
-                part(step, block);
+                write_in_place(step, block);
             } else {
                 self.copy_on_write(step, sequence, i, block, i < blocks_for(len.into(), self.block_size))?;
             }
@@ -448,9 +443,14 @@ struct Need {
     entries: usize,
 }
 
-/// Parts a block that is about to be written from its copy in another tier, which after a truncation it may have.
-fn part(step: &mut Step<'_>, block: BlockId) {
-    if step.tiers.device().block(block).tier_copy().is_some() {
+/// Notes that the open step writes a block; its copy in another tier, which after a truncation it may have, parts from it.
+fn write_in_place(step: &mut Step<'_>, block: BlockId) {
+    if let Some((tracker, blocks)) = step.tiers.tracker_mut() {
+        tracker.note_written(block, blocks);
+    }
+    let now = step.tiers.device().block(block);
+    step.transfers.note_overlap(now.is_read_ahead());
+    if now.tier_copy().is_some() {
         step.tiers.unlink((Tier::Device, block));
         step.transfers.remove_fresh((Tier::Device, block));
     }
