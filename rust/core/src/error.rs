@@ -180,6 +180,11 @@ pub enum Error {
     },
 }
 
+/// An argument is out of its range.
+pub(crate) fn invalid(what: &'static str, found: impl Into<i128>, must: String) -> Error {
+    Error::InvalidArgument { what, found: found.into(), must }
+}
+
 /// Tickets shown in a message.
 pub(crate) const MAX_NAMED: usize = 8;
 

@@ -3,39 +3,42 @@
 
 pub mod allocator;
 pub mod block;
-mod check;
 pub mod decision;
 pub mod defrag;
 mod envelope;
 pub mod error;
 pub mod event;
+mod fit;
 pub mod group;
 pub mod hash;
+mod host_cache;
 pub mod id;
 pub mod manager;
 pub mod memory;
+mod occupancy;
+mod pins;
 pub mod pool;
 pub mod prefix;
 pub mod reuse;
 mod ring;
+mod sequence;
 pub mod snapshot;
-mod table;
 mod tiers;
 pub mod transfer;
 
 pub use allocator::{BlockAllocator, Keyed, NaiveAllocator, PrefixCachingAllocator};
 pub use block::{Block, BlockState, LeaseKind, Leases};
 pub use decision::{DECISION_VERSION, Kind, MAX_DECISION_BYTES, Pairs, StepDecision};
+pub use defrag::{Cached, Fragmentation, MoveStats, Moves};
 pub use error::{Error, Result};
 pub use event::{Event, EventBatch, MAX_EVENTS, Reason};
+pub use fit::{AllocStatus, Fit};
 pub use group::{Group, NULL_BLOCK};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
-pub use manager::{
-    AllocStatus, BlockExtra, Cached, Config, Counts, Demand, Expired, Fit, Fragmentation, Manager, MoveStats, Moves,
-    PrefixHit, PrefixStats, Prompt, Resize, Stats, TableRows, TierUse,
-};
+pub use manager::{Config, Expired, Manager, Resize, Stats, TierUse};
 pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use reuse::ReuseOrder;
+pub use sequence::{BlockExtra, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
 pub use transfer::{FillMap, Run, Span, merge_runs};

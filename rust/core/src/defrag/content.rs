@@ -3,11 +3,11 @@
 //! They count as holes. Those that are entered, and those where `max_id`, `free_tail` or `empty_pages` want nothing to be,
 //! give up what they hold, or hand it on to a hole that holds nothing. Other goals are about live blocks alone.
 
-use super::block_map::BlockMap;
 use super::facts::{Entry, Facts, Remaining};
 use super::goal::Goal;
 use super::rules::{Guard, Pairs, SPARE_HOLES};
 use crate::id::BlockId;
+use crate::occupancy::BlockMap;
 use crate::reuse::BlockSet;
 use std::collections::HashSet;
 

@@ -5,11 +5,11 @@
 //! sequences share are put in order with the first of them, but for pieces that another sequence goes on from in place:
 //! moving those would gain nothing.
 
-use super::block_map::BlockMap;
 use super::facts::{Entry, Facts, Remaining};
 use super::rules::{Pairs, Rules};
 use super::spans::Spans;
 use crate::id::BlockId;
+use crate::occupancy::BlockMap;
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};

@@ -5,25 +5,25 @@
 //! step, within a [`Budget`], and asks the blocks' owner for the [`Facts`] that places do not tell. [`Observer`] keeps the
 //! places of an allocator that is not ours: its ids stay as they are, and a pair of tables says where each one's bytes lie.
 
-mod block_map;
 mod content;
 mod contiguous;
 mod facts;
 mod goal;
+mod moves;
 mod observer;
-mod occupancy;
-mod pages;
 mod pair;
 mod plan;
 mod planner;
 mod rules;
 mod spans;
+mod view;
 
-pub use block_map::BlockMap;
+pub use crate::occupancy::{BlockMap, Occupancy};
 pub use contiguous::{Sequences, runs};
 pub use facts::{Budget, Entry, Facts, Plain};
 pub use goal::Goal;
+pub use moves::{Cached, Fragmentation, MoveStats, Moves};
+pub(crate) use moves::{Defrag, check_moves, fragmentation};
 pub use observer::{Fresh, LeaseId, Observer};
-pub use occupancy::Occupancy;
 pub use plan::Plan;
 pub use planner::{Planner, Wanted};

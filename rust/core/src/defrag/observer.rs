@@ -4,11 +4,10 @@
 //! `backward` are inverse permutations at all times. References, leases and places belong to blocks. A block without
 //! references may still hold what its id is cached for; it is *blank* once the caller has said that it does not.
 
-use super::block_map::BlockMap;
-use super::occupancy::Occupancy;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, Tier};
 use crate::memory;
+use crate::occupancy::{BlockMap, Occupancy};
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::collections::HashMap;

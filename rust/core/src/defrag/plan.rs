@@ -1,12 +1,12 @@
 //! From a goal to the fewest moves that meet it.
 
-use super::block_map::BlockMap;
 use super::facts::{Budget, Facts, Plain, Remaining};
 use super::goal::Goal;
-use super::pages::{Keep, Pages};
 use super::rules::{Pairs, Rules, Scratch};
 use crate::error::{Error, Result};
 use crate::id::BlockId;
+use crate::occupancy::BlockMap;
+use crate::occupancy::{Keep, Pages};
 
 /// What a plan does not move; see [`Plan`].
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,12 +1,12 @@
 //! Several goals at once, by priority, step after step.
 
-use super::block_map::BlockMap;
 use super::content;
 use super::contiguous::{Arranger, Sequences};
 use super::facts::{Budget, Facts, Remaining};
 use super::goal::Goal;
 use super::plan::{Hysteresis, Plan, Rest};
 use super::rules::{Guard, Pairs, Rules, Scratch};
+use crate::occupancy::BlockMap;
 
 /// A goal and when to work for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

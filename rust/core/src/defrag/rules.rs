@@ -1,10 +1,10 @@
 //! Which blocks a goal may name, once the goals before it have had their say.
 
-use super::block_map::BlockMap;
 use super::facts::{Entry, Facts, Remaining};
-use super::pages::Keep;
 use super::pair::Pairing;
 use crate::id::BlockId;
+use crate::occupancy::BlockMap;
+use crate::occupancy::Keep;
 use std::collections::HashSet;
 use std::ops::Range;
 

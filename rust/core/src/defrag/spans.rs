@@ -1,8 +1,8 @@
 //! Runs of holes that a sequence's blocks can be laid into.
 
-use super::block_map::BlockMap;
 use super::facts::{Entry, Facts};
 use super::rules::Rules;
+use crate::occupancy::BlockMap;
 use crate::reuse::BlockSet;
 use std::cmp::Reverse;
 use std::ops::Range;

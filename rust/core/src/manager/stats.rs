@@ -1,9 +1,8 @@
 //! All counters, read in one call.
 
-use super::{Manager, MoveStats, PrefixStats};
 use crate::decision::Kind;
-use crate::id::Tier;
-use crate::table::Row;
+use crate::defrag::MoveStats;
+use crate::sequence::PrefixStats;
 
 /// Use of one tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,7 +40,7 @@ pub struct Stats {
     pub moves: MoveStats,
     /// Device, host, external.
     pub tiers: [TierUse; 3],
-    decided: [u64; 7],
+    pub(super) decided: [u64; 7],
 }
 
 impl Stats {
@@ -49,88 +48,5 @@ impl Stats {
     #[must_use]
     pub fn decided(&self, kind: Kind) -> u64 {
         self.decided[kind as usize]
-    }
-}
-
-impl Manager {
-    /// What does not hold of the counters.
-    pub(crate) fn check_stats(&self) -> Result<(), String> {
-        if self.stats.holds(self.block_size) {
-            return Ok(());
-        }
-        let PrefixStats { blocks, hit_blocks, tokens, hit_tokens, .. } = self.stats;
-        Err(format!("{hit_blocks} of {blocks} blocks and {hit_tokens} of {tokens} tokens were found"))
-    }
-
-    /// What does not hold of the tiers together, and of the tenants of rows.
-    pub(crate) fn check_settings(&self) -> Result<(), String> {
-        self.tiers.check_settings(self.groups.cross())?;
-        let tenants = self.tiers.num_tenants();
-        let stray = |row: &Row| row.keys.as_ref().is_some_and(|keys| usize::from(keys.tenant) > tenants);
-        match self.rows.iter().find(|(_, row)| stray(row)) {
-            Some((sequence, _)) => Err(format!("sequence {sequence} is of a tenant beyond {tenants}")),
-            None => Ok(()),
-        }
-    }
-
-    /// All counters; counts the leases, so once a step rather than once a call.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        let mut leases: Vec<_> = self.transfers.leases().map(|lease| (lease.tier, lease.block)).collect();
-        leases.sort_unstable();
-        leases.dedup();
-        let tiers = Tier::ALL.map(|tier| {
-            let pool = self.pool(tier);
-            let null = usize::from(self.groups.slide() && !pool.is_empty());
-            TierUse {
-                blocks: pool.len(),
-                used: pool.used() - null,
-                peak: pool.peak().saturating_sub(null),
-                leased: leases.iter().filter(|lease| lease.0 == tier).count(),
-                cached: pool.published(),
-                evicted: pool.evictions(),
-                pinned: if tier == Tier::Device { self.pins.blocks() } else { 0 },
-                quarantined: self.quarantined(tier).len(),
-            }
-        });
-        Stats {
-            sequences: self.num_sequences(),
-            steps: self.transfers.open().0 - 1,
-            open_tickets: self.transfers.in_flight_count(),
-            prefix: self.stats,
-            moves: self.moved,
-            tiers,
-            decided: self.decided,
-        }
-    }
-}
-
-impl PrefixStats {
-    /// Full blocks that were looked up and not found.
-    #[must_use]
-    pub fn missed_blocks(&self) -> u64 {
-        self.blocks - self.hit_blocks
-    }
-
-    /// Tokens of prompts that had to be computed.
-    #[must_use]
-    pub fn missed_tokens(&self) -> u64 {
-        self.tokens - self.hit_tokens
-    }
-
-    /// Every prompt's blocks are whole, and so are those found of it.
-    fn holds(&self, block_size: u32) -> bool {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
-        let size = u128::from(block_size);
-        hit_blocks <= blocks
-            && loaded <= hit_blocks
-            && u128::from(blocks) * size <= u128::from(tokens)
-            && u128::from(hit_blocks) * size == u128::from(hit_tokens)
-            && (prompts > 0 || tokens == 0)
-    }
-
-    pub(super) fn counters(&self) -> [u64; 7] {
-        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = *self;
-        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded]
     }
 }

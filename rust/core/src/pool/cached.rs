@@ -152,10 +152,9 @@ impl Pool {
         }
     }
 
-    /// Takes out of an evictable block what can be found there, to be found elsewhere later. The block is free.
-    pub(crate) fn detach_cached(&mut self, id: BlockId) -> Option<CachedIdentity> {
+    /// Takes out of an evictable block what can be found there, to be found elsewhere later. The block is free. `depth` is its place in tables.
+    pub(crate) fn detach_cached(&mut self, id: BlockId, depth: u32) -> Option<CachedIdentity> {
         let key = self.key(id).filter(|_| self.is_evictable(id))?;
-        let depth = Some(self.hint(id).index).filter(|&index| index != u32::MAX).unwrap_or(0);
         let identity = CachedIdentity { key, depth, tenant: self.tenant(id) };
         let before = self.blocks[id.index()];
         let tag = self.blocks[id.index()].take_tag();

@@ -9,17 +9,17 @@ use crate::error::{Error, Result};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
+use crate::occupancy::Tracker;
 use crate::prefix::evict::Eviction;
 use crate::prefix::{PrefixCache, grown};
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 use std::ops::Range;
 
 mod cached;
-mod places;
+mod moves;
 mod resize;
 mod runs;
 mod snapshot;
-pub(crate) use places::{Hint, PlannerView};
 pub(crate) use resize::Tail;
 pub(crate) use snapshot::PoolImage;
 
@@ -51,7 +51,7 @@ pub struct Pool {
     /// What is in use beyond the end of a pool that has shrunk.
     tail: Tail,
     /// Once blocks have been asked to move.
-    moves: Option<Box<places::Moves>>,
+    tracker: Option<Box<Tracker>>,
 }
 
 impl Pool {
@@ -84,7 +84,7 @@ impl Pool {
             evictions: 0,
             peak: 0,
             tail: Tail::default(),
-            moves: None,
+            tracker: None,
         })
     }
 
@@ -157,8 +157,8 @@ impl Pool {
         self.open(&out[first..], filling);
         let ready = out.len() - first;
         if ready == count {
-            if self.moves.is_some() {
-                self.note_taken(&out[first..], filling);
+            if let Some(tracker) = &mut self.tracker {
+                tracker.note_taken(&out[first..], filling);
             }
             self.note_peak();
             return false;
@@ -171,9 +171,9 @@ impl Pool {
             self.blocks[block.index()].take(filling);
         }
         self.evict(first + count - out.len(), filling, out);
-        if self.moves.is_some() {
-            self.note_taken(&out[first..first + ready], filling);
-            out[first + ready..].iter().for_each(|&block| self.note_written(block));
+        if let Some((tracker, blocks)) = self.tracker_mut() {
+            tracker.note_taken(&out[first..first + ready], filling);
+            out[first + ready..].iter().for_each(|&block| tracker.note_written(block, blocks));
         }
         self.note_peak();
         overlapped
@@ -183,7 +183,9 @@ impl Pool {
     pub(crate) fn take_free(&mut self, block: BlockId) {
         self.know(block);
         self.change(block, |block| block.take(false));
-        self.note_written(block);
+        if let Some((tracker, blocks)) = self.tracker_mut() {
+            tracker.note_written(block, blocks);
+        }
     }
 
     /// Takes a free block for a move: it is nobody's and is filled from now on.
@@ -329,7 +331,7 @@ impl Pool {
                 }
             }
         }
-        self.refresh(id);
+        self.refresh(id.0..id.0 + 1);
     }
 
     /// As [`Pool::moved`], for neighbours that were alike and are alike; none of them is or was evictable.
@@ -349,7 +351,15 @@ impl Pool {
             Membership::Overlappable => self.overlappable.insert_run(inside),
             _ => {}
         }
-        self.refresh_run(run);
+        self.refresh(run);
+    }
+
+    /// Brings up to date where neighbours lie.
+    #[inline]
+    fn refresh(&mut self, run: Range<u32>) {
+        if let Some((tracker, blocks)) = self.tracker_mut() {
+            tracker.refresh(run, blocks);
+        }
     }
 
     /// What contradicts the references and leases that were counted from outside.
@@ -370,7 +380,7 @@ impl Pool {
         } else if self.overlappable.contains(id) != is(Membership::Overlappable) {
             format!("overlappable is {}", self.overlappable.contains(id))
         } else {
-            self.check_place(id, block)?
+            self.tracker().and_then(|tracker| tracker.check(id, block, &self.blocks))?
         };
         Some(format!("{} block {id}: {what}", self.tier))
     }

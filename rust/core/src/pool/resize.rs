@@ -8,6 +8,7 @@ use super::Pool;
 use crate::block::{Block, Membership};
 use crate::error::Result;
 use crate::id::BlockId;
+use crate::occupancy::Tracker;
 use std::ops::Range;
 
 /// Blocks in use beyond the end of a pool.
@@ -79,7 +80,7 @@ impl Pool {
         }
         // A vector may get twice the room that it had.
         Self::require_memory(blocks.saturating_mul(2), self.is_caching())?;
-        if self.moves.is_some() { Self::require_places(blocks.saturating_mul(2)) } else { Ok(()) }
+        if self.tracker.is_some() { Tracker::require_memory(blocks.saturating_mul(2)) } else { Ok(()) }
     }
 
     /// Gives the pool so many blocks from now on, at most [`crate::block::MAX_BLOCKS`]. Copies of what is dropped are left in
@@ -95,7 +96,9 @@ impl Pool {
             cache.resize(blocks);
         }
         self.lower_tail();
-        self.resize_places(former);
+        if let Some(tracker) = &mut self.tracker {
+            tracker.resize(former, blocks, &self.blocks);
+        }
     }
 
     fn shrink(&mut self, former: usize) {

@@ -46,8 +46,8 @@ impl Pool {
                     self.free.used(block);
                     self.free.insert(block);
                 }
-                if self.moves.is_some() {
-                    self.refresh_all(blocks);
+                if let Some((tracker, all)) = self.tracker_mut() {
+                    tracker.refresh_all(blocks, all);
                 }
             }
         }
@@ -80,7 +80,7 @@ impl Pool {
         let before = self.blocks[run.start as usize];
         let blocks = &mut self.blocks[indices(&run)];
         if kind == LeaseKind::Write && Block::land_run(blocks) {
-            self.refresh_run(run);
+            self.refresh(run);
         } else if Block::end_run(blocks, kind) {
             self.moved_run(run, before);
         } else {

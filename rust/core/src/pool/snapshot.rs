@@ -38,8 +38,19 @@ impl Pool {
     /// What a snapshot keeps of a pool without leases.
     pub(crate) fn image(&self) -> PoolImage {
         // Named one by one: a new field has to be thought of here. `restore` computes what is left out.
-        let Self { tier: _, len, blocks, free, overlappable: _, cache, orphans: _, evictions, peak, tail: _, moves: _ } =
-            self;
+        let Self {
+            tier: _,
+            len,
+            blocks,
+            free,
+            overlappable: _,
+            cache,
+            orphans: _,
+            evictions,
+            peak,
+            tail: _,
+            tracker: _,
+        } = self;
         let generations = (0..).map(BlockId).take(self.extent()).map(|block| self.block(block).generation()).collect();
         let published = (0..).map(BlockId).zip(blocks).filter(|(_, block)| block.is_published()).map(|(id, _)| id);
         let cache = cache.as_ref().map(|cache| cache.image(published));

@@ -10,13 +10,13 @@ mod quota;
 pub(crate) use image::TiersImage;
 
 use crate::block::{Block, LeaseKind, TierBlock};
-use crate::defrag::{BlockMap, Occupancy};
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::event::{EventBatch, Events, Publication, PublishedEvent};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::pool::{Hint, PlannerView, Policies, Pool};
+use crate::occupancy::{BlockMap, Tracker};
+use crate::pool::{Policies, Pool};
 use crate::prefix::{CachedIdentity, Published};
 use quota::Tenants;
 use std::ops::Range;
@@ -255,11 +255,18 @@ impl Tiers {
         self.pools[block.0.index()].unpublish(block.1);
     }
 
-    /// Keeps host copies of published blocks from now on; the host must be empty.
+    /// Keeps host copies of published blocks from now on.
     ///
     /// # Errors
-    /// There is no memory for that.
-    pub(crate) fn start_host_caching(&mut self) -> Result<()> {
+    /// The prefix cache is off, there are no host blocks or some are in use, events or copies are there already, or there
+    /// is no memory for that.
+    pub(crate) fn keep_host_copies(&mut self) -> Result<()> {
+        let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
+        let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
+        if !fits || self.events.is_some() || self.keeps_host_copies() {
+            let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
+            return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
+        }
         self.pools[1].start_caching()
     }
 
@@ -292,11 +299,6 @@ impl Tiers {
         self.unlink_orphans(Tier::Device);
     }
 
-    /// Whether there are events.
-    pub(crate) fn has_events(&self) -> bool {
-        self.events.is_some()
-    }
-
     /// Keeps the last `capacity` events from now on.
     ///
     /// # Errors
@@ -304,7 +306,7 @@ impl Tiers {
     pub(crate) fn record_events(&mut self, capacity: usize) -> Result<()> {
         if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
             let must = "asked for once, of an empty prefix cache that is on".to_owned();
-            return Err(Error::InvalidArgument { what: "number of events", found: capacity as i128, must });
+            return Err(invalid("number of events", capacity as i128, must));
         }
         self.events = Some(Box::new(Events::new(capacity, &mut self.pools)?));
         Ok(())
@@ -340,20 +342,21 @@ impl Tiers {
 
 /// Moves within the device.
 impl Tiers {
-    /// Follows the places of the device's blocks from now on; `written` are blocks that the open step writes.
+    /// Tracks where the device's blocks lie from now on; `written` are blocks that the open step writes.
     ///
     /// # Errors
     /// There is no memory for that.
-    pub(crate) fn follow_places(&mut self, written: impl FnOnce(&Pool) -> Vec<BlockId>) -> Result<()> {
-        self.pools[0].follow_places(self.null, written)
+    pub(crate) fn track_moves(&mut self, written: impl FnOnce(&Pool) -> Vec<BlockId>) -> Result<()> {
+        self.pools[0].track_moves(self.null, written)
     }
 
-    /// Says what cached blocks in no table count as, until the next call.
-    pub(crate) fn count_idle_as(&mut self, place: Occupancy) {
-        self.pools[0].count_idle_as(place);
+    /// What is known of moves on the device, once something has asked for that, and the blocks that it follows.
+    #[inline]
+    pub(crate) fn tracker_mut(&mut self) -> Option<(&mut Tracker, &[Block])> {
+        self.pools[0].tracker_mut()
     }
 
-    /// Where the device's blocks lie, found again if that is not followed.
+    /// Where the device's blocks lie, found again if that is not tracked.
     ///
     /// # Errors
     /// There is no memory for that.
@@ -361,41 +364,17 @@ impl Tiers {
         self.pools[0].survey(self.null)
     }
 
-    /// The places of the device's blocks for a planner, and what else it asks of blocks.
-    pub(crate) fn planning(&mut self) -> Option<(&mut BlockMap, PlannerView<'_>)> {
-        self.pools[0].planning()
-    }
-
-    /// Notes that the open step writes a device block.
-    #[inline]
-    pub(crate) fn note_written(&mut self, block: BlockId) {
-        self.pools[0].note_written(block);
-    }
-
-    /// Notes which table device blocks are in, from which entry on.
-    #[inline]
-    pub(crate) fn note_owner(&mut self, row: u32, from: usize, blocks: &[BlockId]) {
-        self.pools[0].note_owner(row, from, blocks);
-    }
-
-    /// The table that a device block was last known to be in.
-    pub(crate) fn hint(&self, block: BlockId) -> Hint {
-        self.pools[0].hint(block)
-    }
-
-    /// Ends the step: what it writes can be moved from now on.
-    pub(crate) fn end_step(&mut self) {
-        self.pools[0].end_step();
-    }
-
     /// Begins a move of a device block into a hole.
     pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
         self.pools[0].begin_move(from, to);
     }
 
-    /// Gives up a move that counts: its source stays.
-    pub(crate) fn stay(&mut self, from: BlockId) {
-        self.pools[0].stay(from);
+    /// Gives up a move whose target is given back: if it still counts, its source stays.
+    pub(crate) fn cancel_move(&mut self, from: BlockId, to: BlockId) {
+        if let Some((tracker, blocks)) = self.tracker_mut().filter(|(tracker, _)| tracker.moves_to(from, to)) {
+            tracker.stay(from, blocks);
+        }
+        self.give_back(to);
     }
 
     /// Gives back the target of a move that counts no more.
@@ -414,9 +393,10 @@ impl Tiers {
         }
     }
 
-    /// Takes what a cached block holds out of it before another moves there, and a hole for it.
-    pub(crate) fn detach_cached(&mut self, from: BlockId, to: BlockId) -> Option<CachedIdentity> {
-        let identity = self.pools[0].detach_cached(from)?;
+    /// Takes what a cached block holds out of it before another moves there, and a hole for it. `depth` is its
+    /// place in tables.
+    pub(crate) fn detach_cached(&mut self, from: BlockId, to: BlockId, depth: u32) -> Option<CachedIdentity> {
+        let identity = self.pools[0].detach_cached(from, depth)?;
         self.unlink_orphans(Tier::Device);
         self.pools[0].take_target(to);
         Some(identity)

@@ -4,7 +4,7 @@
 //! the tenant's least recently used block first. If room is needed in between, it goes before all other blocks.
 
 use super::Tiers;
-use crate::error::{Error, Result};
+use crate::error::{Result, invalid};
 use crate::hash::KeySpec;
 use crate::id::Tier;
 use crate::memory;
@@ -56,15 +56,14 @@ impl Tiers {
     /// # Errors
     /// The prefix cache is off, the device has fewer blocks, or 65535 tenants have quotas.
     pub(crate) fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
-        let invalid = |what, found, must| Err(Error::InvalidArgument { what, found, must });
         let (limit, total) = (usize::from(u16::MAX), self.pools[0].len());
         if !self.pools[0].is_caching() || blocks.is_some_and(|blocks| blocks > total) {
             let found = blocks.map_or(-1, |blocks| blocks as i128);
-            return invalid("quota", found, format!("at most the device's {total} blocks, with prefix caching"));
+            return Err(invalid("quota", found, format!("at most the device's {total} blocks, with prefix caching")));
         }
         let tenants = &mut self.tenants;
         if tenants.quotas.len() == limit && !tenants.numbers.contains_key(&salt) {
-            return invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}"));
+            return Err(invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}")));
         }
         if tenants.quotas.is_empty() {
             // Whose each block is, and its place among those of its tenant.

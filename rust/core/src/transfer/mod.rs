@@ -12,7 +12,7 @@ mod ticket;
 pub use fill::FillMap;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
-pub(crate) use step::Step;
+pub(crate) use step::{Step, View};
 pub(crate) use ticket::{Deadline, Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
@@ -38,6 +38,8 @@ pub(crate) struct Transfers {
     /// Whether the open step writes device blocks that an unfinished ticket still reads.
     overlaps: bool,
     submitted: BTreeMap<TicketId, Ticket>,
+    /// Pairs decided so far, by kind.
+    num_decided: [u64; 7],
     /// Copies of ended tickets that came after one that has not ended: its loads may yet turn out to have failed.
     ended_copies: BTreeMap<TicketId, Vec<[BlockVersion; 2]>>,
     /// How many these are at most, and above how many they are looked through.
@@ -56,11 +58,11 @@ pub(crate) struct Late {
 
 impl Transfers {
     pub(crate) fn new() -> Self {
-        Self::resume(TicketId(1), false)
+        Self::resume(TicketId(1), false, [0; 7])
     }
 
     /// No tickets but that of the open step.
-    pub(crate) fn resume(open: TicketId, overlaps: bool) -> Self {
+    pub(crate) fn resume(open: TicketId, overlaps: bool, num_decided: [u64; 7]) -> Self {
         Self {
             open,
             step: Ticket::default(),
@@ -68,6 +70,7 @@ impl Transfers {
             fresh: HashSet::new(),
             overlaps,
             submitted: BTreeMap::new(),
+            num_decided,
             ended_copies: BTreeMap::new(),
             ended: 0,
             ended_limit: FEW_COPIES,
@@ -97,6 +100,11 @@ impl Transfers {
     /// Pairs of one kind that the open step has decided, to be added to.
     pub(crate) fn pairs(&mut self, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
         pairs_of(&mut self.decided, kind, src, dst)
+    }
+
+    /// Pairs in all decisions, by kind.
+    pub(crate) fn num_decided(&self) -> [u64; 7] {
+        self.num_decided
     }
 
     /// Pairs that the next decision will hold.
@@ -144,6 +152,9 @@ impl Transfers {
         self.submitted.insert(ticket, step);
         self.open = TicketId(ticket.0 + 1);
         self.fresh = HashSet::new();
+        for (kind, pairs) in &transfers {
+            self.num_decided[*kind as usize] += pairs.ids.len() as u64;
+        }
         let after = if std::mem::take(&mut self.overlaps) { self.overlapped() } else { Vec::new() };
         StepDecision { ticket, after, transfers }
     }
@@ -246,6 +257,18 @@ impl Transfers {
         since.into_iter().flat_map(|(_, copies)| copies.iter().copied()).chain(open).collect()
     }
 
+    /// Adds what copies of a ticket and of those after it have made of blocks whose bytes did not land.
+    pub(crate) fn follow_copies(&self, ticket: TicketId, device: &Pool, blocks: &mut HashSet<TierBlock>) {
+        let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
+        let mut lost: HashSet<BlockVersion> =
+            on_device.map(|&(_, block)| (block, device.block(block).version())).collect();
+        for [from, to] in self.copies_since(ticket, device) {
+            if lost.contains(&from) && lost.insert(to) && device.block(to.0).is_used_as(to.1) {
+                blocks.insert((Tier::Device, to.0));
+            }
+        }
+    }
+
     /// Submitted tickets that read device blocks which may already have been given out again.
     fn overlapped(&self) -> Vec<TicketId> {
         self.submitted.iter().filter(|(_, ticket)| ticket.is_overlapped()).map(|(&ticket, _)| ticket).collect()
@@ -289,6 +312,19 @@ impl Transfers {
     /// Leases of overdue tickets.
     pub(crate) fn overdue_leases(&self) -> impl Iterator<Item = Lease> {
         self.submitted.values().filter(|ticket| ticket.is_overdue()).flat_map(Ticket::leases)
+    }
+
+    /// What contradicts what tickets are to publish: each of those blocks is filled under its ticket.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        for (id, ticket) in self.all().filter(|(_, ticket)| !ticket.publishes().is_empty()) {
+            let written: HashSet<TierBlock> = ticket.written().collect();
+            if let Some(PendingPublish { to: (tier, block), .. }) =
+                ticket.publishes().iter().find(|pending| !written.contains(&pending.to))
+            {
+                return Err(format!("ticket {id} is to publish {tier} block {block}, but does not fill it"));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -13,7 +13,20 @@ pub(crate) struct Step<'a> {
     pub(crate) transfers: &'a mut Transfers,
 }
 
+/// The tiers and the open step, to be read.
+#[derive(Clone, Copy)]
+pub(crate) struct View<'a> {
+    pub(crate) tiers: &'a Tiers,
+    pub(crate) transfers: &'a Transfers,
+}
+
 impl Step<'_> {
+    /// What a question about the step needs.
+    #[inline]
+    pub(crate) fn view(&self) -> View<'_> {
+        View { tiers: self.tiers, transfers: self.transfers }
+    }
+
     /// Takes blocks; see [`Tiers::take`]. Notes whether an unfinished ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let overlapped = self.tiers.take(tier, count, filling, out);

@@ -2,11 +2,11 @@
 
 use super::Observer;
 use crate::defrag::facts::{Budget, Entry, Facts};
-use crate::defrag::occupancy::Occupancy;
 use crate::defrag::plan::Plan;
 use crate::defrag::planner::Planner;
 use crate::error::Result;
 use crate::id::BlockId;
+use crate::occupancy::Occupancy;
 use crate::reuse::BlockSet;
 use std::collections::HashSet;
 

@@ -1,20 +1,26 @@
 //! What fell out of a window: blocks that no later token of a sequence needs go back to the pool while it runs.
 
-use super::Manager;
+use super::Sequences;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::transfer::{Step, View};
 
-impl Manager {
+impl Sequences {
     /// Blocks at the start of a prompt, at most `keys.len()`, that all groups can serve. Writes the first group's table of
     /// them to `found` and returns the others', null blocks where a group needs none.
-    pub(super) fn find_groups(&self, keys: &[Key], found: &mut Vec<BlockId>) -> (usize, Vec<Vec<BlockId>>) {
+    pub(super) fn find_groups(
+        &self,
+        view: View<'_>,
+        keys: &[Key],
+        found: &mut Vec<BlockId>,
+    ) -> (usize, Vec<Vec<BlockId>>) {
         let groups = self.groups.growing();
         let mut hits = keys.len();
         loop {
             let before = hits;
             for (number, &group) in (0u8..).zip(groups) {
-                hits = self.served(number, group, &keys[..hits]);
+                hits = self.served(view, number, group, &keys[..hits]);
             }
             if hits == before {
                 break;
@@ -24,7 +30,7 @@ impl Manager {
         let table = |(number, group): (u8, &Group)| {
             let unneeded = group.unneeded(tokens, self.block_size).min(hits);
             let blocks =
-                keys[unneeded..hits].iter().filter_map(move |key| self.tiers.device().find(&key.of_group(number)));
+                keys[unneeded..hits].iter().filter_map(move |key| view.tiers.device().find(&key.of_group(number)));
             std::iter::repeat_n(NULL_BLOCK, unneeded).chain(blocks)
         };
         let mut tables = (0u8..).zip(groups).map(table);
@@ -33,8 +39,8 @@ impl Manager {
     }
 
     /// The most of the first `keys.len()` blocks that one group can serve: all that it still needs after them are cached.
-    fn served(&self, number: u8, group: Group, keys: &[Key]) -> usize {
-        let finds = |i: usize| self.tiers.device().find(&keys[i].of_group(number)).is_some();
+    fn served(&self, view: View<'_>, number: u8, group: Group, keys: &[Key]) -> usize {
+        let finds = |i: usize| view.tiers.device().find(&keys[i].of_group(number)).is_some();
         if !group.slides() {
             return (0..keys.len()).take_while(|&i| finds(i)).count();
         }
@@ -55,19 +61,19 @@ impl Manager {
     }
 
     /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
-    pub(super) fn slide(&mut self, sequence: SequenceId, computed: u32) {
+    pub(super) fn slide(&mut self, step: &mut Step<'_>, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
         let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());
         // Who has lost bytes is known by its blocks, also by those that it needs no more but computed from.
-        if to <= from || tier != Tier::Device || !self.transfers.is_settled(row.ticket) {
+        if to <= from || tier != Tier::Device || !step.transfers.is_settled(row.ticket) {
             return;
         }
         let row = self.rows.at_mut(sequence);
         row.null_prefix = u32::try_from(to).unwrap_or(u32::MAX);
         let gone = row.table.blank(from, to, NULL_BLOCK);
-        self.tiers.begin_release(&[], 0);
-        self.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
-        self.tiers.release_all(tier, &gone);
+        step.tiers.begin_release(&[], 0);
+        step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
+        step.tiers.release_all(tier, &gone);
     }
 }

@@ -3,18 +3,18 @@
 //! A row whose tokens fit into the block that is its own to write needs neither the pool nor a check: whatever else happens
 //! to a row takes that block away (`writable` is 0 then), and a freed row has another generation.
 
+use super::table::{Row, Rows};
 use super::{Counts, TableRows};
 use crate::id::{BlockId, SequenceId, TicketId};
-use crate::table::{Row, Rows};
 
 /// One call's worth of appending.
 #[derive(Debug)]
-pub(super) struct Batch<'a> {
-    pub(super) sequences: &'a [SequenceId],
-    pub(super) counts: Counts<'a>,
-    pub(super) lookahead: u32,
-    pub(super) slots: &'a mut [i64],
-    pub(super) tables: Option<TableRows<'a>>,
+pub(crate) struct Batch<'a> {
+    pub(crate) sequences: &'a [SequenceId],
+    pub(crate) counts: Counts<'a>,
+    pub(crate) lookahead: u32,
+    pub(crate) slots: &'a mut [i64],
+    pub(crate) tables: Option<TableRows<'a>>,
 }
 
 /// A row that the first pass has left to the second: its place in the batch, and that of its slots.

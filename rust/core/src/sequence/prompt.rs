@@ -2,15 +2,17 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::hostcache::Found;
-use super::{Fit, Manager, blocks_for, invalid};
-use crate::error::{Error, Result};
+use super::table::{LastBlock, RowKeys, frames_before_extras};
+use super::{Batch, Sequences, blocks_for};
+use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
+use crate::fit::Fit;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
+use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Published};
-use crate::table::{LastBlock, RowKeys, frames_before_extras};
+use crate::transfer::{Step, View};
 use serde::{Deserialize, Serialize};
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
@@ -72,6 +74,36 @@ pub struct PrefixStats {
     pub loaded: u64,
 }
 
+impl PrefixStats {
+    /// Full blocks that were looked up and not found.
+    #[must_use]
+    pub fn missed_blocks(&self) -> u64 {
+        self.blocks - self.hit_blocks
+    }
+
+    /// Tokens of prompts that had to be computed.
+    #[must_use]
+    pub fn missed_tokens(&self) -> u64 {
+        self.tokens - self.hit_tokens
+    }
+
+    /// Every prompt's blocks are whole, and so are those found of it.
+    pub(super) fn holds(&self, block_size: u32) -> bool {
+        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
+        let size = u128::from(block_size);
+        hit_blocks <= blocks
+            && loaded <= hit_blocks
+            && u128::from(blocks) * size <= u128::from(tokens)
+            && u128::from(hit_blocks) * size == u128::from(hit_tokens)
+            && (prompts > 0 || tokens == 0)
+    }
+
+    pub(crate) fn counters(&self) -> [u64; 7] {
+        let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded } = *self;
+        [prompts, blocks, hit_blocks, tokens, hit_tokens, merged, loaded]
+    }
+}
+
 /// What is cached of the start of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefixHit {
@@ -103,61 +135,32 @@ impl Match {
     }
 }
 
-impl Manager {
-    /// Counters since the manager was made.
-    #[must_use]
-    pub fn prefix_stats(&self) -> PrefixStats {
-        self.stats
-    }
-
-    /// Whether prompts share cached blocks.
-    #[must_use]
-    pub fn is_caching(&self) -> bool {
-        self.tiers.device().is_caching()
-    }
-
-    /// What is cached of the start of a prompt; nothing is taken.
-    ///
-    /// # Errors
-    /// A token has the reserved id.
-    pub fn lookup(&self, prompt: &Prompt<'_>) -> Result<PrefixHit> {
-        let found = self.find_prefix(prompt, 1)?;
+impl Sequences {
+    pub(crate) fn lookup(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<PrefixHit> {
+        let found = self.find_prefix(view, prompt, 1)?;
         let tokens = u32::try_from(found.hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-        Ok(PrefixHit { tokens, host_blocks: self.blocks_to_load(found.tail.iter()) })
+        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.tail.iter()) })
     }
 
-    /// Whether a prompt may be admitted, the watermark kept: all of it, even where [`Manager::allocate_chunks`] takes blocks for
-    /// a first chunk only, and `lookahead` slots beyond. It takes new blocks, blocks to load into, and cached ones that nothing
-    /// uses; blocks that other sequences use cost nothing.
-    ///
-    /// # Errors
-    /// A token has the reserved id.
-    pub fn can_admit_prompt(&self, prompt: &Prompt<'_>, chunk: u32, lookahead: u32) -> Result<Fit> {
-        let found = [self.find_prefix(prompt, 1)?];
-        let loads = self.blocks_to_load(found.iter().flat_map(|found| &found.tail));
-        let missing = self.missing(prompt, &found[0], u32::MAX).max(self.missing(prompt, &found[0], chunk));
+    pub(crate) fn can_admit_prompt(
+        &self,
+        view: View<'_>,
+        prompt: &Prompt<'_>,
+        chunk: u32,
+        lookahead: u32,
+    ) -> Result<Fit> {
+        let found = [self.find_prefix(view, prompt, 1)?];
+        let loads = view.blocks_to_load(found.iter().flat_map(|found| &found.tail));
+        let missing = self.missing(view, prompt, &found[0], u32::MAX).max(self.missing(view, prompt, &found[0], chunk));
         let tokens = prompt.tokens.len() as u64;
         let ahead = blocks_for(tokens + u64::from(lookahead), self.block_size) - blocks_for(tokens, self.block_size);
-        let wanted = missing + ahead * self.groups.growing().len() + loads + self.idle_blocks(&found);
-        Ok(self.admit(wanted, self.tiers.device().available()))
+        let wanted = missing + ahead * self.groups.growing().len() + loads + Self::idle_blocks(view, &found);
+        Ok(self.admit(view, wanted, view.tiers.device().available()))
     }
 
-    /// Opens one sequence for each prompt, sharing the longest prefix of it that is cached; appends to `out` each handle
-    /// and how many of its first tokens need not be computed. The last token always is to be computed.
-    ///
-    /// # Errors
-    /// The device has too few blocks for the whole batch, or a token has the reserved id.
-    pub fn allocate_prompts(&mut self, prompts: &[Prompt<'_>], out: &mut Vec<(SequenceId, u32)>) -> Result<()> {
-        self.allocate_chunks(prompts, u32::MAX, out)
-    }
-
-    /// As [`Manager::allocate_prompts`], with blocks for at most `chunk` tokens of each prompt beyond the cached ones. The
-    /// rest is put in by [`Manager::append`], a chunk at a time; the cache knows its tokens already.
-    ///
-    /// # Errors
-    /// As [`Manager::allocate_prompts`]; `chunk` is 0; a group wants an encoder's tokens.
-    pub fn allocate_chunks(
+    pub(crate) fn allocate_chunks(
         &mut self,
+        step: &mut Step<'_>,
         prompts: &[Prompt<'_>],
         chunk: u32,
         out: &mut Vec<(SequenceId, u32)>,
@@ -167,42 +170,36 @@ impl Manager {
             return Err(invalid("tokens of a chunk", chunk, must));
         }
         self.rows.require(prompts.len().saturating_mul(self.groups.all().len()))?;
-        let matches =
-            prompts.iter().map(|prompt| self.find_prefix(prompt, prompts.len())).collect::<Result<Vec<_>>>()?;
-        let idle = self.idle_blocks(&matches);
-        let new: usize = prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(prompt, found, chunk)).sum();
-        let loads = self.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
-        self.tiers.device().require(new + loads + idle, true)?;
-        self.require_nulls(prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(prompt, found, chunk)))?;
+        let matches = prompts
+            .iter()
+            .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
+            .collect::<Result<Vec<_>>>()?;
+        let idle = Self::idle_blocks(step.view(), &matches);
+        let new: usize =
+            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(step.view(), prompt, found, chunk)).sum();
+        let loads = step.view().blocks_to_load(matches.iter().flat_map(|found| &found.tail));
+        step.tiers.device().require(new + loads + idle, true)?;
+        self.require_nulls(
+            step.view(),
+            prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
+        )?;
         for block in matches.iter().flat_map(Match::blocks) {
-            self.tiers.claim((Tier::Device, *block));
+            step.tiers.claim((Tier::Device, *block));
         }
         for (prompt, found) in prompts.iter().zip(matches) {
-            out.push(self.open_prompt(prompt, found, chunk)?);
+            out.push(self.open_prompt(step, prompt, found, chunk)?);
         }
         Ok(())
     }
 
-    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the prefix cache know them: `tokens` are the ids, sequence by
-    /// sequence.
-    ///
-    /// # Errors
-    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as tokens.
-    pub fn append_tokens(
-        &mut self,
-        sequences: &[SequenceId],
-        counts: super::Counts<'_>,
-        lookahead: u32,
-        tokens: &[u32],
-        tables: Option<super::TableRows<'_>>,
-        slots: &mut [i64],
-    ) -> Result<()> {
+    pub(crate) fn append_tokens(&mut self, step: &mut Step<'_>, tokens: &[u32], batch: Batch<'_>) -> Result<()> {
+        let Batch { sequences, counts, .. } = batch;
         let total = counts.total(sequences.len())?;
         if tokens.len() as u64 != total {
             return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
         refuse_reserved(tokens)?;
-        self.append_synced(sequences, counts, lookahead, tables, slots)?;
+        self.append(step, batch)?;
         let mut rest = tokens;
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
@@ -212,20 +209,12 @@ impl Manager {
         Ok(())
     }
 
-    /// Publishes the full blocks of the sequences: the model has computed all their tokens. A block whose key another
-    /// block already has is given up for that one; what fell out of a window is given back.
-    ///
-    /// # Errors
-    /// A handle is unknown or named twice, or the sequence has tokens that the present step is yet to write.
-    pub fn mark_computed(&mut self, sequences: &[SequenceId]) -> Result<()> {
-        self.mark_computed_to(sequences, None)
-    }
-
-    /// As [`Manager::mark_computed`], of the first so many tokens of each sequence: a prompt is computed in chunks.
-    ///
-    /// # Errors
-    /// As [`Manager::mark_computed`]; there is not one number a sequence, or a sequence is shorter.
-    pub fn mark_computed_to(&mut self, sequences: &[SequenceId], computed: Option<&[u32]>) -> Result<()> {
+    pub(crate) fn mark_computed_to(
+        &mut self,
+        step: &mut Step<'_>,
+        sequences: &[SequenceId],
+        computed: Option<&[u32]>,
+    ) -> Result<()> {
         if let Some(computed) = computed.filter(|computed| computed.len() != sequences.len()) {
             let must = format!("{}, the sequences", sequences.len());
             return Err(invalid("number of computed lengths", computed.len() as i128, must));
@@ -233,7 +222,7 @@ impl Manager {
         self.rows.begin_batch();
         for (i, &sequence) in sequences.iter().enumerate() {
             let row = self.rows.next_in_batch(sequence)?;
-            if row.written == self.transfers.open() {
+            if row.written == step.transfers.open() {
                 return Err(Error::Unwritten { sequence });
             }
             if let Some(&computed) = computed.and_then(|computed| computed.get(i)).filter(|&&n| n > row.len) {
@@ -247,20 +236,16 @@ impl Manager {
                 let group_tables = self.rows.at(sequence).group_tables.as_deref();
                 let member = group_tables.map_or(sequence, |group_tables| group_tables[group]);
                 if let Some(keys) = &keys {
-                    self.publish_row(member, keys, computed);
+                    self.publish_row(step, member, keys, computed);
                 }
-                self.slide(member, computed);
+                self.slide(step, member, computed);
             }
             self.rows.at_mut(sequence).keys = keys;
         }
         Ok(())
     }
 
-    /// Blocks at the start of all the sequences that they share and that are computed.
-    ///
-    /// # Errors
-    /// A handle is unknown.
-    pub fn common_computed_blocks(&self, sequences: &[SequenceId]) -> Result<Vec<BlockId>> {
+    pub(crate) fn common_computed_blocks(&self, sequences: &[SequenceId]) -> Result<Vec<BlockId>> {
         let rows = sequences.iter().map(|&s| self.rows.get(s)).collect::<Result<Vec<_>>>()?;
         let Some((first, rest)) = rows.split_first() else { return Ok(Vec::new()) };
         let computed = if first.keys.is_some() { first.published as usize } else { 0 };
@@ -270,22 +255,26 @@ impl Manager {
         Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
-    /// Forgets everything that is cached, host copies too, unless a block is in use; returns whether it did.
-    pub fn reset_prefix_cache(&mut self) -> bool {
-        self.tiers.reset_cache()
+    /// Published blocks of a sequence on the device.
+    pub(crate) fn published_blocks(&self, view: View<'_>, sequence: SequenceId) -> Result<Vec<BlockId>> {
+        self.readable(view, sequence)?;
+        let mut all = Vec::new();
+        let one = [sequence];
+        let tables = self.members(&one, &mut all)?.iter().flat_map(|&member| self.rows.at(member).table.iter());
+        Ok(tables.copied().filter(|&block| view.tiers.device().block(block).is_published()).collect())
     }
 
     /// Device blocks that are cached for the start of a prompt, null blocks left out, and how many blocks that start has.
-    pub(super) fn cached_blocks(&self, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
-        let found = self.find_prefix(prompt, 1)?;
+    pub(crate) fn cached_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
+        let found = self.find_prefix(view, prompt, 1)?;
         let tables = found.found.iter().chain(found.others.iter().flatten());
         let blocks = tables.copied().filter(|&block| !self.is_null(block)).collect();
         Ok((blocks, found.hits - found.tail.len()))
     }
 
     /// Found blocks that nothing uses yet.
-    fn idle_blocks(&self, matches: &[Match]) -> usize {
-        let idle = |block: &&BlockId| !self.tiers.device().block(**block).is_used();
+    fn idle_blocks(view: View<'_>, matches: &[Match]) -> usize {
+        let idle = |block: &&BlockId| !view.tiers.device().block(**block).is_used();
         if let [one] = matches {
             return one.blocks().filter(idle).count();
         }
@@ -295,7 +284,7 @@ impl Manager {
         blocks.len()
     }
 
-    fn find_prefix(&self, prompt: &Prompt<'_>, batch: usize) -> Result<Match> {
+    fn find_prefix(&self, view: View<'_>, prompt: &Prompt<'_>, batch: usize) -> Result<Match> {
         let size = self.block_size as usize;
         let mut chain = Chain::new(&prompt.spec, self.block_size, 0);
         let blocks = prompt.tokens.chunks_exact(size);
@@ -323,9 +312,9 @@ impl Manager {
             // One key behind the hashing, which takes so long that this costs nothing.
             if let Some(key) = keys.last() {
                 if alone && found.len() + 1 == i {
-                    found.extend(self.tiers.device().find(key));
+                    found.extend(view.tiers.device().find(key));
                 } else {
-                    self.tiers.device().look_ahead(key);
+                    view.tiers.device().look_ahead(key);
                 }
             }
             keys.push(key);
@@ -339,50 +328,56 @@ impl Manager {
         }
         let (hits, others) = if alone {
             if found.len() + 1 == limit.min(keys.len()) {
-                found.extend(keys.get(found.len()).and_then(|key| self.tiers.device().find(key)));
+                found.extend(keys.get(found.len()).and_then(|key| view.tiers.device().find(key)));
             }
             (found.len(), Vec::new())
         } else {
-            self.find_groups(&keys[..limit], &mut found)
+            self.find_groups(view, &keys[..limit], &mut found)
         };
-        let keeps_copies = alone && self.tiers.keeps_host_copies();
-        let tail = if keeps_copies { self.find_on_host(&keys[hits..limit], batch) } else { Vec::new() };
+        let keeps_copies = alone && view.tiers.keeps_host_copies();
+        let tail = if keeps_copies { view.find_on_host(&keys[hits..limit], batch) } else { Vec::new() };
         let hits = hits + tail.len();
         let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
             let frames = chain.frames().saturating_sub(self.block_size.div_ceil(16));
             let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
             LastBlock { before, tokens: tokens.to_vec() }
         });
-        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, self.tiers.tenant_of(&prompt.spec));
+        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, view.tiers.tenant_of(&prompt.spec));
         let keys = RowKeys { chain, keys, pending, lora_id, tenant, surplus, last };
         Ok(Match { keys, hits, found, tail, others })
     }
 
     /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
-    fn opened(&self, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
+    fn opened(&self, view: View<'_>, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
-        (cached, self.chunk_end(cached, length, chunk))
+        (cached, self.chunk_end(view, cached, length, chunk))
     }
 
     /// Blocks that a prompt takes beyond those found.
-    fn missing(&self, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
-        let (cached, length) = self.opened(prompt, found.hits, chunk);
+    fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
+        let (cached, length) = self.opened(view, prompt, found.hits, chunk);
         let entries = blocks_for(u64::from(length), self.block_size) - found.hits;
         let skipped = |group: &Group| group.skipped(cached, length - cached, found.hits, self.block_size);
         self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
     }
 
     /// Null entries that a prompt's tables get at most.
-    fn passed(&self, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
-        let (_, length) = self.opened(prompt, found.hits, chunk);
+    fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
+        let (_, length) = self.opened(view, prompt, found.hits, chunk);
         let sliding = self.groups.growing().iter().filter(|group| group.slides()).count();
         blocks_for(u64::from(length), self.block_size) * sliding
     }
 
     /// Opens the rows of a prompt whose found blocks have been claimed.
-    fn open_prompt(&mut self, prompt: &Prompt<'_>, found: Match, chunk: u32) -> Result<(SequenceId, u32)> {
-        let (cached, length) = self.opened(prompt, found.hits, chunk);
+    fn open_prompt(
+        &mut self,
+        step: &mut Step<'_>,
+        prompt: &Prompt<'_>,
+        found: Match,
+        chunk: u32,
+    ) -> Result<(SequenceId, u32)> {
+        let (cached, length) = self.opened(step.view(), prompt, found.hits, chunk);
         let Match { keys, hits, mut found, tail, others } = found;
         self.stats.prompts += 1;
         self.stats.blocks += keys.keys.len() as u64;
@@ -390,9 +385,9 @@ impl Manager {
         self.stats.tokens += prompt.tokens.len() as u64;
         self.stats.hit_tokens += u64::from(cached);
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
-        self.load(&tail, &keys, &mut found)?;
-        let sequence = self.open_row(0, cached, length, found);
-        let open = self.transfers.open();
+        self.stats.loaded += step.load(&tail, &keys.keys, keys.tenant, &mut found)?;
+        let sequence = self.open_row(step, 0, cached, length, found);
+        let open = step.transfers.open();
         let row = self.rows.at_mut(sequence);
         row.keys = Some(Box::new(keys));
         row.published = published;
@@ -403,7 +398,7 @@ impl Manager {
         if !self.groups.is_single() {
             let mut rows = Vec::with_capacity(others.len());
             for (group, table) in (1u8..).zip(others) {
-                let member = self.open_row(group, cached, length, table);
+                let member = self.open_row(step, group, cached, length, table);
                 self.rows.at_mut(member).published = published;
                 rows.push(member);
             }
@@ -437,10 +432,10 @@ impl Manager {
     }
 
     /// Publishes what has landed of one row on the device, and is computed.
-    fn publish_row(&mut self, sequence: SequenceId, keys: &RowKeys, computed: u32) {
+    fn publish_row(&mut self, step: &mut Step<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
         let row = self.rows.at_mut(sequence);
         // What its blocks were loaded or copied from may yet turn out to be lost, and all computed from it too.
-        if row.tier != Tier::Device || row.lost || !self.transfers.is_settled(row.ticket) {
+        if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
             return;
         }
         let (group, slide) = (row.group, self.groups.slide());
@@ -452,19 +447,19 @@ impl Manager {
                 at += 1;
                 continue;
             }
-            if self.tiers.device().block(block).is_filling() {
+            if step.tiers.device().block(block).is_filling() {
                 break;
             }
             let identity = CachedIdentity { key, depth: u32::try_from(at).unwrap_or(u32::MAX), tenant: keys.tenant };
             let publication = || publication(keys, at, block, group, self.block_size);
-            match self.tiers.publish((Tier::Device, block), identity, publication) {
+            match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Now | Published::Before => {}
                 Published::As(canonical) => {
-                    self.tiers.claim((Tier::Device, canonical));
+                    step.tiers.claim((Tier::Device, canonical));
                     row.table.replace(at, canonical);
-                    self.tiers.release((Tier::Device, block));
+                    step.tiers.release((Tier::Device, block));
                     // Where others still use the block given up, there is one more in use.
-                    self.tiers.note_peak();
+                    step.tiers.note_peak();
                     self.stats.merged += 1;
                 }
             }

@@ -1,20 +1,14 @@
 //! Truncation: the last tokens of a sequence are given up, such as those that a speculative decoder has rejected.
 
-use super::{Manager, blocks_for, invalid, refuse_lost};
-use crate::error::{Error, Result};
+use super::table::RowKeys;
+use super::{Sequences, blocks_for, refuse_lost};
+use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::id::SequenceId;
-use crate::table::RowKeys;
+use crate::transfer::Step;
 
-impl Manager {
-    /// Cuts a sequence to its first `tokens` tokens, in whatever tier it is; blocks that hold none of them, those of an
-    /// earlier lookahead too, go free. What is appended next copies the last block first if another sequence or the cache
-    /// has it too.
-    ///
-    /// # Errors
-    /// The sequence is unknown, shorter, has lost bytes, or has tokens that the present step is yet to write; it no longer
-    /// has what the tokens after would need: their window has been given back, or a recurrent state.
-    pub fn truncate(&mut self, sequence: SequenceId, tokens: u32) -> Result<()> {
+impl Sequences {
+    pub(crate) fn truncate(&mut self, step: &mut Step<'_>, sequence: SequenceId, tokens: u32) -> Result<()> {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
         if tokens > row.len {
@@ -22,7 +16,7 @@ impl Manager {
             return Err(invalid("number of tokens to keep", tokens, must));
         }
         // Their slots would be written by this step, but could be given to others in it.
-        if row.written == self.transfers.open() {
+        if row.written == step.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
         let mut all = Vec::new();
@@ -31,12 +25,12 @@ impl Manager {
             self.refuse_gone(member, tokens)?;
         }
         for member in members {
-            self.truncate_row(member, tokens);
+            self.truncate_row(step, member, tokens);
         }
         Ok(())
     }
 
-    fn truncate_row(&mut self, sequence: SequenceId, tokens: u32) {
+    fn truncate_row(&mut self, step: &mut Step<'_>, sequence: SequenceId, tokens: u32) {
         let size = self.block_size;
         let row = self.rows.at_mut(sequence);
         if tokens < row.len {
@@ -49,7 +43,7 @@ impl Manager {
         row.note_cut();
         let cut = row.table.cut(blocks_for(u64::from(tokens), size));
         row.null_prefix = row.null_prefix.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
-        self.tiers.release_all(tier, &cut);
+        step.tiers.release_all(tier, &cut);
     }
 
     /// Fails if a row has given back what tokens after the first `tokens` need.

@@ -2,25 +2,33 @@
 //! its leases end, leases end backwards, then moves take effect, then blocks whose bytes are on the host are freed.
 
 use super::Manager;
-use crate::block::{BlockVersion, LeaseKind, TierBlock};
+use crate::block::{LeaseKind, TierBlock};
 use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
-use crate::id::{BlockId, SequenceId, TicketId, Tier};
-use crate::table::Row;
-use crate::transfer::{Held, HeldRuns};
+use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
+use crate::transfer::{Held, HeldRuns, Late, Step};
 use std::collections::HashSet;
+
+/// What a moment has put an end to.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Expired {
+    /// Tickets that are closed: they were not submitted and must not be any more.
+    pub tickets: Vec<TicketId>,
+    /// Pins that are gone; they were not submitted.
+    pub pins: Vec<PinId>,
+    /// Submitted tickets that are overdue from now on: their blocks are quarantined until they are completed or failed.
+    pub overdue: Vec<TicketId>,
+    /// Sequences that waited for bytes of either, rising: they can only be freed.
+    pub sequences: Vec<SequenceId>,
+}
 
 impl Manager {
     /// Ends the step: the transfers decided since the last call, under a ticket that holds leases on all their blocks.
     pub fn take_decision(&mut self) -> StepDecision {
         self.tiers.enforce_quotas();
-        self.decide_moves();
-        self.begun = HashSet::new();
-        let decision = self.transfers.submit(self.tiers.device());
-        for (kind, pairs) in &decision.transfers {
-            self.decided[*kind as usize] += pairs.ids.len() as u64;
-        }
-        decision
+        self.defrag.decide(&mut Step { tiers: &mut self.tiers, transfers: &mut self.transfers });
+        self.sequences.end_step();
+        self.transfers.submit(self.tiers.device())
     }
 
     /// Tickets that are neither completed nor failed, first to last. What they hold is not given out.
@@ -40,7 +48,7 @@ impl Manager {
     /// The ticket was never handed out, or has ended.
     pub fn complete(&mut self, ticket: TicketId) -> Result<()> {
         let mut ended = self.transfers.close(ticket, self.tiers.device())?;
-        let demoted = self.publish_landed(ended.publishes());
+        let demoted = self.step().publish_landed(ended.publishes());
         // Backwards, so that what these leases were the last to hold is evicted from the ends of its chains.
         for held in ended.held().iter().rev() {
             match held {
@@ -55,9 +63,9 @@ impl Manager {
         }
         let moves = ended.take_moves();
         if !moves.is_empty() {
-            self.end_moves(&moves);
+            self.defrag.finish(&mut self.sequences, &mut self.tiers, &moves);
         }
-        self.demote(&demoted);
+        self.step().demote(&demoted);
         self.tiers.enforce_quotas();
         Ok(())
     }
@@ -86,12 +94,6 @@ impl Manager {
         self.end_without(ticket, written, true)
     }
 
-    /// Ends a ticket whose transfers never ran.
-    pub(super) fn cancel(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
-        let written = self.transfers.get(ticket)?.written().collect();
-        self.end_without(ticket, written, false)
-    }
-
     /// Ends a ticket that did not write some blocks; `tried` says whether it read what they were to hold, in vain.
     fn end_without(
         &mut self,
@@ -99,49 +101,74 @@ impl Manager {
         mut blocks: HashSet<TierBlock>,
         tried: bool,
     ) -> Result<Vec<SequenceId>> {
-        self.lose_moves(ticket, &mut blocks);
-        self.follow_copies(ticket, &mut blocks);
-        self.cancel_publishes(ticket, &blocks, tried)?;
+        if let Ok(ticket) = self.transfers.get_mut(ticket) {
+            self.defrag.lose(&mut self.tiers, ticket, &mut blocks);
+        }
+        self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
+        self.step().cancel_publishes(ticket, &blocks, tried)?;
         // In order, so that their events are.
         let mut gone: Vec<TierBlock> = blocks.iter().copied().collect();
         gone.sort_unstable();
         for block in gone {
             self.tiers.lose(block);
         }
-        let sequences = self.lose(&blocks)?;
+        let sequences = self.sequences.lose(&blocks)?;
         self.complete(ticket)?;
         Ok(sequences)
     }
 
-    /// Adds what later copies have made of blocks that did not land.
-    fn follow_copies(&self, ticket: TicketId, blocks: &mut HashSet<TierBlock>) {
-        let device = self.tiers.device();
-        let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
-        let mut lost: HashSet<BlockVersion> =
-            on_device.map(|&(_, block)| (block, device.block(block).version())).collect();
-        for [from, to] in self.transfers.copies_since(ticket, device) {
-            if lost.contains(&from) && lost.insert(to) && device.block(to.0).is_used_as(to.1) {
-                blocks.insert((Tier::Device, to.0));
-            }
-        }
+    /// Gives a decision's ticket a deadline: for its submission, and then for its end.
+    ///
+    /// # Errors
+    /// The ticket was never handed out, or has ended.
+    pub fn set_deadline(&mut self, ticket: TicketId, deadline: u64) -> Result<()> {
+        self.transfers.set_deadline(ticket, deadline)
     }
 
-    /// Marks the sequences that have one of the blocks: they can only be freed.
-    pub(super) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
-        let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let whole =
-            |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
-        let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
-        let mut sequences: Vec<_> = rows.map(whole).collect();
+    /// The ticket's transfers have begun: only [`Manager::complete`] and [`Manager::fail`] end it from now on.
+    ///
+    /// # Errors
+    /// The ticket was never handed out, has ended or expired: its transfers must not run.
+    pub fn submit(&mut self, ticket: TicketId) -> Result<()> {
+        self.transfers.mark_submitted(ticket)
+    }
+
+    /// Ends every pin and every ticket that is not submitted and whose deadline is `now` or earlier, the latter as if all
+    /// of its transfers had failed; what the step was to compute is the caller's to drop. Blocks of submitted ones are
+    /// quarantined.
+    ///
+    /// # Errors
+    /// The manager contradicts itself.
+    pub fn expire(&mut self, now: u64) -> Result<Expired> {
+        let pins = self.pins.expire(&mut self.tiers, now)?;
+        let Late { expired: tickets, overdue } = self.transfers.late(now);
+        let mut sequences = Vec::new();
+        for &ticket in &tickets {
+            // Its transfers never ran.
+            let written = self.transfers.get(ticket)?.written().collect();
+            sequences.extend(self.end_without(ticket, written, false)?);
+        }
+        for &ticket in &overdue {
+            let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
+            sequences.extend(self.sequences.lose(&written)?);
+            self.transfers.set_overdue(ticket)?;
+        }
         sequences.sort_unstable();
         sequences.dedup();
-        let mut all = Vec::new();
-        for &sequence in self.members(&sequences, &mut all)? {
-            let row = self.rows.at_mut(sequence);
-            row.lost = true;
-            row.writable = 0;
+        Ok(Expired { tickets, pins, overdue, sequences })
+    }
+
+    /// Blocks of a tier that transfers past their deadline still hold, by id.
+    #[must_use]
+    pub fn quarantined(&self, tier: Tier) -> Vec<BlockId> {
+        let leases = self.transfers.overdue_leases();
+        let mut blocks: Vec<_> = leases.filter(|lease| lease.tier == tier).map(|lease| lease.block).collect();
+        if tier == Tier::Device {
+            blocks.extend(self.pins.quarantined());
         }
-        Ok(sequences)
+        blocks.sort_unstable();
+        blocks.dedup();
+        blocks
     }
 }
 

@@ -1,18 +1,13 @@
 //! How long sequences want their blocks to be kept once they have gone: priorities for the eviction policy.
 
-use super::{Manager, invalid};
-use crate::error::Result;
+use super::Sequences;
+use crate::error::{Result, invalid};
 use crate::id::{SequenceId, Tier};
 use crate::prefix::evict::MAX_PRIORITY;
+use crate::transfer::Step;
 
-impl Manager {
-    /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to [`MAX_PRIORITY`].
-    ///
-    /// A shared block goes by the highest priority among its users. Policies other than `priority` take no notice.
-    ///
-    /// # Errors
-    /// The priority is too high, or a handle is unknown.
-    pub fn set_priority(&mut self, sequences: &[SequenceId], priority: u8) -> Result<()> {
+impl Sequences {
+    pub(crate) fn set_priority(&mut self, sequences: &[SequenceId], priority: u8) -> Result<()> {
         if priority > MAX_PRIORITY {
             return Err(invalid("priority", priority, format!("0 to {MAX_PRIORITY}")));
         }
@@ -28,10 +23,10 @@ impl Manager {
     }
 
     /// Tells the policy that a sequence's blocks are released from now on.
-    pub(super) fn begin_release(&mut self, sequence: SequenceId) {
+    pub(super) fn begin_release(&mut self, step: &mut Step<'_>, sequence: SequenceId) {
         let row = self.rows.at(sequence);
         let is_kept = row.priority > 0 && row.tier == Tier::Device;
-        self.tiers.begin_release(if is_kept { &row.table } else { &[] }, row.priority);
+        step.tiers.begin_release(if is_kept { &row.table } else { &[] }, row.priority);
     }
 }
 

@@ -1,11 +1,13 @@
 //! Moving whole sequences between tiers: swap out and in, spill and fetch. Sequences that share blocks go on sharing.
 
-use super::{AllocStatus, Fit, Manager, blocks_for, refuse_lost, require_tier};
+use super::{Sequences, blocks_for, refuse_lost, require_tier};
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result};
+use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::transfer::{Step, View};
 
 /// From where to where, and what follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,61 +34,47 @@ impl Route {
     }
 }
 
-impl Manager {
-    /// Whether [`Manager::swap_out`] can move the sequences: nothing else moves them and `to` has room.
-    ///
-    /// # Errors
-    /// A handle is unknown or named twice.
-    pub fn can_swap_out(&mut self, sequences: &[SequenceId], to: Tier) -> Result<Fit> {
+impl Sequences {
+    pub(crate) fn can_swap_out(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier) -> Result<Fit> {
         let route = self.way_out(sequences, to);
-        self.room(sequences, to, route)
+        self.room(view, sequences, to, route)
     }
 
-    /// Moves sequences of one tier away from the device: from there to the host, or from either to the external tier. A
-    /// block that several of them share moves once.
-    ///
-    /// # Errors
-    /// A sequence is unknown, named twice, of another tier, moving, written in this step or has lost bytes; `to` has too
-    /// few blocks for the whole batch.
-    pub fn swap_out(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
+    pub(crate) fn swap_out(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], to: Tier) -> Result<()> {
         let route = self.way_out(sequences, to)?;
-        self.relocate(sequences, route)
+        self.relocate(step, sequences, route)
     }
 
-    /// Whether [`Manager::swap_in`] can move the sequences. On the device one token with `lookahead` more slots can be
-    /// appended to each after that, the watermark kept.
-    ///
-    /// # Errors
-    /// A handle is unknown or named twice.
-    pub fn can_swap_in(&mut self, sequences: &[SequenceId], to: Tier, lookahead: u32) -> Result<Fit> {
+    pub(crate) fn can_swap_in(
+        &mut self,
+        view: View<'_>,
+        sequences: &[SequenceId],
+        to: Tier,
+        lookahead: u32,
+    ) -> Result<Fit> {
         let route = match self.way_in(sequences, to) {
             Ok(route) if to == Tier::Device => route,
-            route => return self.room(sequences, to, route),
+            route => return self.room(view, sequences, to, route),
         };
-        let moved = match self.wanted(sequences, route) {
+        let moved = match self.wanted(view, sequences, route) {
             Ok(wanted) => wanted,
-            Err(error) => return self.unmovable(to, error),
+            Err(error) => return Self::unmovable(view, to, error),
         };
         let mut all = Vec::new();
         let appended = self.next_tokens(self.growing(sequences, &mut all)?, lookahead);
-        let pool = self.tiers.pool(route.to);
+        let pool = view.tiers.pool(route.to);
         let free = if route.takes_overlappable { pool.available() } else { pool.free() };
-        Ok(self.admit(moved + appended, free))
+        Ok(self.admit(view, moved + appended, free))
     }
 
-    /// Moves sequences of one tier towards the device: from the host or the external tier to the device, or from the
-    /// external tier to the host.
-    ///
-    /// # Errors
-    /// As [`Manager::swap_out`].
-    pub fn swap_in(&mut self, sequences: &[SequenceId], to: Tier) -> Result<()> {
+    pub(crate) fn swap_in(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], to: Tier) -> Result<()> {
         let route = self.way_in(sequences, to)?;
-        self.relocate(sequences, route)
+        self.relocate(step, sequences, route)
     }
 
     fn way_out(&self, sequences: &[SequenceId], to: Tier) -> Result<Route> {
         let Some(&sequence) = sequences.first() else { return Ok(Route::new(Tier::Device, Tier::Host)) };
-        match (self.tier(sequence)?, to) {
+        match (self.get(sequence)?.tier, to) {
             (from @ Tier::Device, to @ (Tier::Host | Tier::External)) | (from @ Tier::Host, to @ Tier::External) => {
                 Ok(Route::new(from, to))
             }
@@ -97,7 +85,7 @@ impl Manager {
 
     fn way_in(&self, sequences: &[SequenceId], to: Tier) -> Result<Route> {
         let Some(&sequence) = sequences.first() else { return Ok(Route::new(Tier::Host, Tier::Device)) };
-        match (self.tier(sequence)?, to) {
+        match (self.get(sequence)?.tier, to) {
             (from @ (Tier::Host | Tier::External), to @ Tier::Device) | (from @ Tier::External, to @ Tier::Host) => {
                 Ok(Route::new(from, to))
             }
@@ -107,25 +95,25 @@ impl Manager {
     }
 
     /// Whether sequences can move and the tier has room; no watermark is kept.
-    fn room(&mut self, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
-        match route.and_then(|route| self.wanted(sequences, route)) {
+    fn room(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
+        match route.and_then(|route| self.wanted(view, sequences, route)) {
             Ok(wanted) => {
-                let pool = self.tiers.pool(to);
+                let pool = view.tiers.pool(to);
                 let total = pool.len().saturating_sub(usize::from(self.groups.slide()));
                 Ok(Fit::new(wanted, pool.free(), total))
             }
-            Err(error) => self.unmovable(to, error),
+            Err(error) => Self::unmovable(view, to, error),
         }
     }
 
     /// Sequences that cannot move as they are: those in flight or unwritten can later, others never.
-    fn unmovable(&self, to: Tier, error: Error) -> Result<Fit> {
+    fn unmovable(view: View<'_>, to: Tier, error: Error) -> Result<Fit> {
         let status = match error {
             Error::InFlight { .. } | Error::Unwritten { .. } => AllocStatus::Later,
             Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
             error => return Err(error),
         };
-        Ok(Fit { status, blocks: 0, free: self.tiers.pool(to).free() })
+        Ok(Fit { status, blocks: 0, free: view.tiers.pool(to).free() })
     }
 
     /// Blocks beyond those moved that returning rows need for their next tokens: new ones, and a copy of a partly filled
@@ -146,7 +134,7 @@ impl Manager {
     }
 
     /// Checks a batch and counts the distinct blocks that it needs in the other tier.
-    fn wanted(&mut self, sequences: &[SequenceId], route: Route) -> Result<usize> {
+    fn wanted(&mut self, view: View<'_>, sequences: &[SequenceId], route: Route) -> Result<usize> {
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
@@ -156,7 +144,7 @@ impl Manager {
         let (mut alone, mut result) = (0, Ok(()));
         for &sequence in sequences {
             let found = self.rows.next_in_batch(sequence).map(|_| ());
-            match found.and_then(|()| self.sources(sequence, route, &mut sources)) {
+            match found.and_then(|()| self.sources(view, sequence, route, &mut sources)) {
                 Ok(blocks) => {
                     self.work.private.push(blocks > 0);
                     alone += blocks;
@@ -175,28 +163,28 @@ impl Manager {
     }
 
     /// Checks one row and appends the blocks that it needs moved, or returns their number if all are its alone.
-    fn sources(&self, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
+    fn sources(&self, view: View<'_>, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
         let row = self.rows.at(sequence);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, route.from)?;
-        if row.written == self.transfers.open() {
+        if row.written == view.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
-        if !self.transfers.is_settled(row.ticket) {
+        if !view.transfers.is_settled(row.ticket) {
             return Err(Error::InFlight { sequence, ticket: row.ticket });
         }
         let held = blocks_for(u64::from(row.len), self.block_size);
-        if self.tiers.pool(route.from).are_private(&row.table[..held]) {
+        if view.tiers.pool(route.from).are_private(&row.table[..held]) {
             return Ok(held);
         }
         for &block in &row.table[..held] {
-            if self.tiers.pool(route.from).block(block).is_filling() {
+            if view.tiers.pool(route.from).block(block).is_filling() {
                 return Err(Error::InFlight { sequence, ticket: row.ticket });
             }
-            match self.shareable(block, route) {
+            match self.shareable(view, block, route) {
                 None => sources.push(block),
                 // Claiming a cached block leaves one fewer to be taken.
-                Some(copy) if !self.tiers.pool(route.to).block(copy).is_used() => sources.push(block),
+                Some(copy) if !view.tiers.pool(route.to).block(copy).is_used() => sources.push(block),
                 Some(_) => {}
             }
         }
@@ -205,58 +193,58 @@ impl Manager {
 
     /// The block that already holds the same bytes in the other tier, or will within this step. A link outlives its call
     /// only between full blocks that are not written any more, so a row that uses but a part of one may share it, too.
-    fn shareable(&self, block: BlockId, route: Route) -> Option<BlockId> {
+    fn shareable(&self, view: View<'_>, block: BlockId, route: Route) -> Option<BlockId> {
         if self.is_null(block) {
             return Some(block);
         }
-        let (tier, copy) = self.tiers.pool(route.from).block(block).tier_copy()?;
-        let fresh = self.transfers.is_fresh((tier, copy));
-        let landed = !self.tiers.pool(tier).block(copy).is_filling() || self.transfers.idle();
+        let (tier, copy) = view.tiers.pool(route.from).block(block).tier_copy()?;
+        let fresh = view.transfers.is_fresh((tier, copy));
+        let landed = !view.tiers.pool(tier).block(copy).is_filling() || view.transfers.idle();
         (tier == route.to && (fresh || landed)).then_some(copy)
     }
 
-    fn relocate(&mut self, sequences: &[SequenceId], route: Route) -> Result<()> {
-        let wanted = self.wanted(sequences, route)?;
+    fn relocate(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], route: Route) -> Result<()> {
+        let wanted = self.wanted(step.view(), sequences, route)?;
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
-        self.tiers.pool(route.to).require(wanted, route.takes_overlappable)?;
-        let kept = self.claim_copies(sequences, route);
+        step.tiers.pool(route.to).require(wanted, route.takes_overlappable)?;
+        let kept = self.claim_copies(step, sequences, route);
         let mut targets = Vec::with_capacity(wanted);
-        self.step().take(route.to, wanted - kept.len(), true, &mut targets);
+        step.take(route.to, wanted - kept.len(), true, &mut targets);
         if !targets.is_empty() {
-            self.transfers.pairs(route.kind, route.from, route.to).reserve(targets.len());
+            step.transfers.pairs(route.kind, route.from, route.to).reserve(targets.len());
         }
         let mut rest = targets.iter();
         let mut partial = Vec::new();
         for (i, &sequence) in sequences.iter().enumerate() {
             if self.work.private[i] {
-                self.relocate_private(sequence, route, &mut rest);
+                self.relocate_private(step, sequence, route, &mut rest);
             } else {
-                self.relocate_row(sequence, route, &mut rest, &mut partial)?;
+                self.relocate_row(step, sequence, route, &mut rest, &mut partial)?;
             }
         }
         debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
         for block in kept {
-            self.tiers.release((route.to, block));
+            step.tiers.release((route.to, block));
         }
         for block in partial {
-            self.tiers.unlink((route.to, block));
-            self.transfers.remove_fresh((route.to, block));
+            step.tiers.unlink((route.to, block));
+            step.transfers.remove_fresh((route.to, block));
         }
         Ok(())
     }
 
     /// Claims the cached blocks that the rows will share, so that making room does not evict them.
-    fn claim_copies(&mut self, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
+    fn claim_copies(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], route: Route) -> Vec<BlockId> {
         let mut kept = Vec::new();
         let shared = sequences.iter().zip(&self.work.private).filter(|&(_, &private)| !private);
         for (&sequence, _) in shared {
             let row = self.rows.at(sequence);
             let held = blocks_for(u64::from(row.len), self.block_size);
             for &block in &row.table[..held] {
-                if let Some(copy) = self.shareable(block, route) {
-                    if !self.tiers.pool(route.to).block(copy).is_used() {
-                        self.tiers.claim((route.to, copy));
+                if let Some(copy) = self.shareable(step.view(), block, route) {
+                    if !step.tiers.pool(route.to).block(copy).is_used() {
+                        step.tiers.claim((route.to, copy));
                         kept.push(copy);
                     }
                 }
@@ -269,67 +257,74 @@ impl Manager {
     /// only for the rest of this call, since its owners may write on.
     fn relocate_row(
         &mut self,
+        step: &mut Step<'_>,
         sequence: SequenceId,
         route: Route,
         targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
     ) -> Result<()> {
         let full = (self.rows.at(sequence).len / self.block_size) as usize;
-        let mut table = self.take_filled(sequence, route.from);
+        let mut table = self.take_filled(step, sequence, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
-            if let Some(copy) = self.shareable(source, route) {
-                self.tiers.claim((route.to, copy));
+            if let Some(copy) = self.shareable(step.view(), source, route) {
+                step.tiers.claim((route.to, copy));
                 *block = copy;
             } else if let Some(&target) = targets.next() {
                 let (from, to) = ((route.from, source), (route.to, target));
-                self.step().transfer(route.kind, from, to, route.reads)?;
-                self.publish_copy_later(from, to, i);
-                let held = self.tiers.block(from);
+                step.transfer(route.kind, from, to, route.reads)?;
+                step.publish_copy_later(from, to, i);
+                let held = step.tiers.block(from);
                 if held.refs() > 1 || (i < full && held.is_published()) {
-                    self.tiers.link(from, to);
-                    self.transfers.add_fresh(to);
+                    step.tiers.link(from, to);
+                    step.transfers.add_fresh(to);
                     if i >= full {
                         partial.push(target);
                     }
                 }
                 *block = target;
             }
-            self.tiers.release((route.from, source));
+            step.tiers.release((route.from, source));
         }
-        self.arrive(sequence, route.to, table);
+        self.arrive(step, sequence, route.to, table);
         Ok(())
     }
 
     /// Moves one row whose blocks nothing else uses.
-    fn relocate_private(&mut self, sequence: SequenceId, route: Route, targets: &mut std::slice::Iter<'_, BlockId>) {
-        let mut table = self.take_filled(sequence, route.from);
+    fn relocate_private(
+        &mut self,
+        step: &mut Step<'_>,
+        sequence: SequenceId,
+        route: Route,
+        targets: &mut std::slice::Iter<'_, BlockId>,
+    ) {
+        let mut table = self.take_filled(step, sequence, route.from);
         let (to, rest) = targets.as_slice().split_at(table.len());
         *targets = rest.iter();
-        self.step().transfer_private(route.kind, (route.from, &table), (route.to, to), route.reads);
+        step.transfer_private(route.kind, (route.from, &table), (route.to, to), route.reads);
         table.copy_from_slice(to);
-        self.arrive(sequence, route.to, table);
+        self.arrive(step, sequence, route.to, table);
     }
 
     /// Takes a row's table out of it; blocks without tokens are released, they hold nothing to be moved.
-    fn take_filled(&mut self, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
+    fn take_filled(&mut self, step: &mut Step<'_>, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
         let row = self.rows.at_mut(sequence);
         let held = blocks_for(u64::from(row.len), self.block_size);
         row.note_cut();
         let mut table = row.table.take();
-        self.tiers.release_all(tier, &table[held..]);
+        step.tiers.release_all(tier, &table[held..]);
         table.truncate(held);
         table
     }
 
     /// Gives a row its table in the tier that it has moved to under the present step's ticket.
-    fn arrive(&mut self, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
-        let (open, size) = (self.transfers.open(), self.block_size);
+    fn arrive(&mut self, step: &mut Step<'_>, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
+        let (open, size) = (step.transfers.open(), self.block_size);
         let row = self.rows.at_mut(sequence);
         let recurrent = self.groups.get(row.group) == Group::Recurrent;
         row.table.set(table);
         if tier == Tier::Device {
-            self.tiers.note_owner(sequence.row(), 0, &row.table);
+            self.owners.note(sequence.row(), 0, &row.table);
         }
         row.tier = tier;
         row.ticket = open;

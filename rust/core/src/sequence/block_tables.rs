@@ -1,21 +1,24 @@
 //! The block table of a batch, in memory that the caller owns.
 
-use super::{Manager, invalid};
-use crate::error::Result;
+use super::Sequences;
+use crate::error::{Result, invalid};
 use crate::id::SequenceId;
+use crate::transfer::View;
 
-impl Manager {
-    /// Writes the tables of sequences on the device as rows of `width`, the rest of each row 0.
-    ///
-    /// # Errors
-    /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
-    pub fn block_tables(&self, sequences: &[SequenceId], width: usize, out: &mut [i32]) -> Result<()> {
+impl Sequences {
+    pub(crate) fn block_tables(
+        &self,
+        view: View<'_>,
+        sequences: &[SequenceId],
+        width: usize,
+        out: &mut [i32],
+    ) -> Result<()> {
         if sequences.len().checked_mul(width) != Some(out.len()) {
             let must = format!("{} sequences of {width} blocks", sequences.len());
             return Err(invalid("size of the block tables", out.len() as i128, must));
         }
         for &sequence in sequences {
-            let row = self.readable(sequence)?;
+            let row = self.readable(view, sequence)?;
             if row.table.len() > width {
                 let must = format!("at least {}, the blocks of sequence {sequence}", row.table.len());
                 return Err(invalid("width of the block tables", width as i128, must));

@@ -1,28 +1,24 @@
 //! Chunked prefill: how much of a prompt is put in next.
 
-use super::Manager;
+use super::Sequences;
 use crate::error::Result;
 use crate::group::Group;
 use crate::id::SequenceId;
+use crate::transfer::View;
 
-impl Manager {
-    /// Tokens of a sequence's prompt to put in next with [`Manager::append`], at most `budget`; 0 once all are in. With a
-    /// recurrent group and the prefix cache a chunk ends with a block where it can: only states there are cached.
-    ///
-    /// # Errors
-    /// The sequence is unknown.
-    pub fn next_chunk(&self, sequence: SequenceId, budget: u32) -> Result<u32> {
+impl Sequences {
+    pub(crate) fn next_chunk(&self, view: View<'_>, sequence: SequenceId, budget: u32) -> Result<u32> {
         let row = self.rows.get(sequence)?;
         let known = row.keys.as_ref().map_or(0, |keys| keys.keys.len() * self.block_size as usize + keys.pending.len());
         let known = u32::try_from(known).unwrap_or(u32::MAX).max(row.len);
-        Ok(self.chunk_end(row.len, known, budget) - row.len)
+        Ok(self.chunk_end(view, row.len, known, budget) - row.len)
     }
 
     /// Where a chunk of at most `budget` tokens ends that begins after the first `start` of `length`.
-    pub(super) fn chunk_end(&self, start: u32, length: u32, budget: u32) -> u32 {
+    pub(super) fn chunk_end(&self, view: View<'_>, start: u32, length: u32, budget: u32) -> u32 {
         let end = length.min(start.saturating_add(budget));
         let last = end / self.block_size * self.block_size;
-        let states = self.tiers.device().is_caching() && self.groups.growing().contains(&Group::Recurrent);
+        let states = view.tiers.device().is_caching() && self.groups.growing().contains(&Group::Recurrent);
         if states && last > start && budget != u32::MAX { last } else { end }
     }
 }

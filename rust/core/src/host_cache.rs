@@ -5,20 +5,18 @@
 //! still linked to the copy that it was read from: what has been written or freed meanwhile is not published. A failed load
 //! takes the key of the host's copy with it.
 
-use super::{Manager, invalid};
 use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
-use crate::error::Result;
+use crate::error::{Result, invalid};
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::prefix::CachedIdentity;
-use crate::table::RowKeys;
-use crate::transfer::{Lease, PendingPublish};
+use crate::transfer::{PendingPublish, Step, View};
 use std::collections::HashSet;
 
 /// A block of a prompt that was found after the first one that is not on the device.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Found {
+pub(crate) enum Found {
     Device(BlockId),
     Host(BlockId),
 }
@@ -27,31 +25,10 @@ fn depth(at: usize) -> u32 {
     u32::try_from(at).unwrap_or(u32::MAX)
 }
 
-impl Manager {
-    /// Keeps host copies of published blocks from now on, least recently used first to go.
-    ///
-    /// # Errors
-    /// The prefix cache is off, there are no host blocks or some are in use, events are recorded already, or copies are.
-    pub fn keep_host_copies(&mut self) -> Result<()> {
-        let (device, host) = (self.tiers.device(), self.tiers.host());
-        let null = usize::from(self.groups.slide());
-        let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
-        if !fits || self.tiers.has_events() || self.keeps_host_copies() {
-            let must = "at least 1, none in use, with prefix caching, and asked for once and before events".to_owned();
-            return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
-        }
-        self.tiers.start_host_caching()
-    }
-
-    /// Whether host copies are kept.
-    #[must_use]
-    pub fn keeps_host_copies(&self) -> bool {
-        self.tiers.keeps_host_copies()
-    }
-
+impl View<'_> {
     /// What comes next of a prompt's first blocks, as far as either tier has it; at most `batch` prompts are to read it at
     /// once.
-    pub(super) fn find_on_host(&self, keys: &[Key], batch: usize) -> Vec<Found> {
+    pub(crate) fn find_on_host(self, keys: &[Key], batch: usize) -> Vec<Found> {
         let (device, host) = (self.tiers.device(), self.tiers.host());
         let find = |key: &Key| {
             let copy = || host.find(key).filter(|&block| host.block(block).lease_room() >= batch).map(Found::Host);
@@ -61,7 +38,7 @@ impl Manager {
     }
 
     /// Device blocks that a batch takes for what is on the host; a copy that several prompts want is loaded once.
-    pub(super) fn blocks_to_load<'a>(&self, found: impl Iterator<Item = &'a Found>) -> usize {
+    pub(crate) fn blocks_to_load<'a>(self, found: impl Iterator<Item = &'a Found>) -> usize {
         let copies = found.filter_map(|found| match found {
             Found::Host(copy) if self.loading(*copy).is_none() => Some(*copy),
             _ => None,
@@ -73,47 +50,50 @@ impl Manager {
     }
 
     /// The device block that the open step loads a host copy into.
-    fn loading(&self, copy: BlockId) -> Option<BlockId> {
+    fn loading(self, copy: BlockId) -> Option<BlockId> {
         let target = self.tiers.host().block(copy).tier_copy()?;
         (target.0 == Tier::Device && self.transfers.is_fresh(target)).then_some(target.1)
     }
+}
 
+impl Step<'_> {
     /// Appends to a new table what was found after its first blocks: device blocks, which have been claimed, and host copies,
-    /// which are loaded.
-    pub(super) fn load(&mut self, tail: &[Found], keys: &RowKeys, table: &mut Vec<BlockId>) -> Result<()> {
+    /// which are loaded. Returns how many were not being loaded yet.
+    pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> Result<u64> {
+        let mut loaded = 0;
         for found in tail {
             let at = table.len();
             match *found {
                 Found::Device(block) => table.push(block),
                 Found::Host(copy) => {
-                    if let Some(block) = self.loading(copy) {
+                    if let Some(block) = self.view().loading(copy) {
                         self.tiers.share((Tier::Device, block), 1);
                         table.push(block);
                     } else {
-                        self.step().take(Tier::Device, 1, true, table);
-                        self.load_block(copy, table[at], keys, at)?;
+                        self.take(Tier::Device, 1, true, table);
+                        let identity = CachedIdentity { key: keys[at], depth: depth(at), tenant };
+                        self.load_block(copy, table[at], identity)?;
+                        loaded += 1;
                     }
                 }
             }
         }
-        Ok(())
+        Ok(loaded)
     }
 
-    fn load_block(&mut self, copy: BlockId, target: BlockId, keys: &RowKeys, at: usize) -> Result<()> {
+    fn load_block(&mut self, copy: BlockId, target: BlockId, identity: CachedIdentity) -> Result<()> {
         let (from, to) = ((Tier::Host, copy), (Tier::Device, target));
-        self.step().transfer_cached(Kind::SwapIn, from, to, LeaseKind::Read)?;
+        self.transfer_cached(Kind::SwapIn, from, to, LeaseKind::Read)?;
         self.tiers.link(from, to);
         self.transfers.add_fresh(to);
-        let (key, depth, tenant) = (keys.keys[at], depth(at), keys.tenant);
-        self.publish_later(from, to, CachedIdentity { key, depth, tenant }, false);
-        self.stats.loaded += 1;
+        self.publish_later(from, to, identity, false);
         Ok(())
     }
 
     /// Publishes the host copy of a device block that the open step swaps out once it has landed, if that can be found.
     #[inline]
-    pub(super) fn publish_copy_later(&mut self, from: TierBlock, to: TierBlock, at: usize) {
-        if (from.0, to.0) == (Tier::Device, Tier::Host) && self.keeps_host_copies() {
+    pub(crate) fn publish_copy_later(&mut self, from: TierBlock, to: TierBlock, at: usize) {
+        if (from.0, to.0) == (Tier::Device, Tier::Host) && self.tiers.keeps_host_copies() {
             if let Some(key) = self.tiers.device().key(from.1) {
                 self.publish_later(from, to, CachedIdentity { key, depth: depth(at), tenant: 0 }, false);
             }
@@ -125,16 +105,9 @@ impl Manager {
         self.transfers.publish(PendingPublish { from, to, identity, demotes, event });
     }
 
-    /// Copies the next `count` device blocks to be evicted to the host, those that have no copy there and as far as there
-    /// is room; returns how many. Nobody waits for them: as long as they are copied a prompt may still use them, or device
-    /// work may have them; what is left once its copy has landed goes free, and is cached on the host.
-    ///
-    /// With the policy `lru` the time is in proportion to `count`; with others the policy is copied to be asked.
-    ///
-    /// # Errors
-    /// Host copies are not kept.
-    pub fn offload_cached(&mut self, count: usize) -> Result<usize> {
-        if !self.keeps_host_copies() {
+    /// Copies the next `count` device blocks to be evicted to the host.
+    pub(crate) fn offload_cached(&mut self, count: usize) -> Result<usize> {
+        if !self.tiers.keeps_host_copies() {
             return Err(invalid("blocks to offload", count as i128, "asked for with host copies kept".to_owned()));
         }
         let (device, host) = (self.tiers.device(), self.tiers.host());
@@ -142,10 +115,10 @@ impl Manager {
         sources.retain(|&block| device.key(block).is_some_and(|key| host.find(&key).is_none()));
         sources.truncate(host.free());
         let mut targets = Vec::with_capacity(sources.len());
-        self.step().take(Tier::Host, sources.len(), true, &mut targets);
+        self.take(Tier::Host, sources.len(), true, &mut targets);
         for (&source, &target) in sources.iter().zip(&targets) {
             let (from, to) = ((Tier::Device, source), (Tier::Host, target));
-            self.step().transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead)?;
+            self.transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead)?;
             self.tiers.release(to);
             if let Some(key) = self.tiers.device().key(source) {
                 self.publish_later(from, to, CachedIdentity { key, depth: 0, tenant: 0 }, true);
@@ -155,7 +128,7 @@ impl Manager {
     }
 
     /// Frees device blocks that have become evictable, and whose bytes are on the host.
-    pub(super) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
+    pub(crate) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
         for (block, key) in blocks {
             if self.tiers.device().key(*block) == Some(*key) {
                 self.tiers.drop_cached(*block);
@@ -164,7 +137,7 @@ impl Manager {
     }
 
     /// Publishes what a ticket has brought; its leases have not ended yet. Returns the device blocks that are given up.
-    pub(super) fn publish_landed(&mut self, landed: &[PendingPublish]) -> Vec<(BlockId, Key)> {
+    pub(crate) fn publish_landed(&mut self, landed: &[PendingPublish]) -> Vec<(BlockId, Key)> {
         let mut demoted = Vec::new();
         for &PendingPublish { from, to, identity, demotes, event } in landed {
             if demotes {
@@ -182,7 +155,7 @@ impl Manager {
 
     /// Forgets what a ticket was to publish and did not bring: the blocks that are lost, and the host copies that were read
     /// in vain.
-    pub(super) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>, tried: bool) -> Result<()> {
+    pub(crate) fn cancel_publishes(&mut self, ticket: TicketId, lost: &HashSet<TierBlock>, tried: bool) -> Result<()> {
         let Some(pending) = self.transfers.get_mut(ticket)?.publishes_mut() else { return Ok(()) };
         let is_lost = |pending: &PendingPublish| lost.contains(&pending.to);
         let unread = pending.iter().filter(|pending| tried && pending.from.0 == Tier::Host && is_lost(pending));
@@ -193,26 +166,12 @@ impl Manager {
         }
         Ok(())
     }
-
-    /// What contradicts what tickets are to publish: each of those blocks is filled under its ticket.
-    pub(crate) fn check_publishes(&self) -> std::result::Result<(), String> {
-        for (id, ticket) in self.transfers.all().filter(|(_, ticket)| !ticket.publishes().is_empty()) {
-            let leases: HashSet<Lease> = ticket.leases().collect();
-            for PendingPublish { to: (tier, block), .. } in ticket.publishes() {
-                if !leases.contains(&Lease { tier: *tier, kind: LeaseKind::Write, block: *block }) {
-                    return Err(format!("ticket {id} is to publish {tier} block {block}, but does not fill it"));
-                }
-            }
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manager::{Config, Counts, Prompt};
-    use crate::{KeySpec, Manager, SequenceId};
+    use crate::{Config, Counts, KeySpec, Manager, Prompt, SequenceId};
 
     const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
 

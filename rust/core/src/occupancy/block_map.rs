@@ -1,6 +1,6 @@
 //! What is in each block of a pool, as far as moving goes.
 
-use super::occupancy::Occupancy;
+use super::Occupancy;
 use super::pages::Pages;
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
@@ -63,12 +63,12 @@ impl BlockMap {
     }
 
     /// What pages of that size hold, if they are watched.
-    pub(super) fn watched(&self, page_blocks: u32) -> Option<&Pages> {
+    pub(crate) fn watched(&self, page_blocks: u32) -> Option<&Pages> {
         self.pages.iter().find(|pages| pages.page_blocks() == page_blocks.max(1))
     }
 
     /// What pages of that size hold, counted anew.
-    pub(super) fn count_pages(&self, page_blocks: u32) -> Pages {
+    pub(crate) fn count_pages(&self, page_blocks: u32) -> Pages {
         let mut pages = Pages::new(page_blocks, self.capacity());
         for (set, place) in [(&self.fixed, Occupancy::Fixed), (&self.live, Occupancy::Live)] {
             let mut from = 0;
@@ -117,14 +117,14 @@ impl BlockMap {
     }
 
     /// Live neighbours become holes.
-    pub(super) fn free_run(&mut self, run: Range<u32>) {
+    pub(crate) fn free_run(&mut self, run: Range<u32>) {
         self.live.remove_run(run.clone());
         self.holes.insert_run(run.clone());
         self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Occupancy::Live, -1));
     }
 
     /// Neighbours that are holes become live.
-    pub(super) fn fill_run(&mut self, run: Range<u32>) {
+    pub(crate) fn fill_run(&mut self, run: Range<u32>) {
         self.holes.remove_run(run.clone());
         self.live.insert_run(run.clone());
         self.pages.iter_mut().for_each(|pages| pages.change(run.clone(), Occupancy::Live, 1));
@@ -132,7 +132,7 @@ impl BlockMap {
 
     /// Takes a pair of a plan that is being made out of sight, so that neither block is named again; pages count it as
     /// moved. See [`BlockMap::resume`].
-    pub(super) fn suspend(&mut self, [from, to]: [u32; 2]) {
+    pub(crate) fn suspend(&mut self, [from, to]: [u32; 2]) {
         self.live.remove(BlockId(from));
         self.holes.remove(BlockId(to));
         for pages in &mut self.pages {
@@ -142,7 +142,7 @@ impl BlockMap {
     }
 
     /// Puts back what [`BlockMap::suspend`] took: nothing has moved yet.
-    pub(super) fn resume(&mut self, [from, to]: [u32; 2]) {
+    pub(crate) fn resume(&mut self, [from, to]: [u32; 2]) {
         self.live.insert(BlockId(from));
         self.holes.insert(BlockId(to));
         for pages in &mut self.pages {
@@ -220,37 +220,5 @@ impl BlockMap {
             Occupancy::Live => &mut self.live,
             Occupancy::Fixed => &mut self.fixed,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_densest_arrangement_goes_around_fixed_blocks() {
-        let mut places = BlockMap::new(10);
-        assert_eq!((places.densest(), places.gap()), (None, 0));
-        for block in [0, 2] {
-            places.set(BlockId(block), Occupancy::Fixed);
-        }
-        for block in [1, 8] {
-            places.set(BlockId(block), Occupancy::Live);
-        }
-        assert_eq!(places.densest(), Some(BlockId(3)));
-        assert_eq!(places.gap(), 5);
-        places.set(BlockId(9), Occupancy::Fixed);
-        assert_eq!((places.highest(), places.gap()), (Some(BlockId(9)), 5));
-        assert_eq!(places.live_runs(), [1..2, 8..9]);
-    }
-
-    #[test]
-    fn growing_adds_holes() {
-        let mut places = BlockMap::new(3);
-        places.set(BlockId(1), Occupancy::Live);
-        places.grow(70);
-        places.grow(5);
-        assert_eq!((places.capacity(), places.holes().len()), (70, 69));
-        assert_eq!((places.get(BlockId(1)), places.get(BlockId(69))), (Occupancy::Live, Occupancy::Hole));
     }
 }

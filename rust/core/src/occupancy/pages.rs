@@ -1,13 +1,13 @@
 //! Pages of a pool by what they hold, and which of them are kept.
 
-use super::occupancy::Occupancy;
+use super::Occupancy;
 use crate::id::BlockId;
 use crate::reuse::{BlockSet, PageCounts};
 use std::ops::Range;
 
 /// What each page holds, kept up to date block by block, so that no plan looks at all pages.
 #[derive(Clone, Debug)]
-pub(super) struct Pages {
+pub(crate) struct Pages {
     /// Live blocks of whole pages without fixed blocks.
     loose: PageCounts,
     live: Vec<u32>,
@@ -26,19 +26,19 @@ pub(super) struct Pages {
 
 /// Which pages stay: the forced ones, and the fewest others that hold all live blocks, with as many in place as can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Keep {
+pub(crate) struct Keep {
     /// Loose pages with more live blocks than this stay; of those with as many, the ones up to `last`.
-    pub(super) live: u32,
-    pub(super) last: Option<u32>,
+    pub(crate) live: u32,
+    pub(crate) last: Option<u32>,
     /// Loose pages that stay.
-    pub(super) pages: u32,
+    pub(crate) pages: u32,
     /// Whether the short page at the end stays, if it is not forced.
-    pub(super) short: bool,
+    pub(crate) short: bool,
 }
 
 impl Pages {
     /// Pages of holes.
-    pub(super) fn new(page_blocks: u32, blocks: u32) -> Self {
+    pub(crate) fn new(page_blocks: u32, blocks: u32) -> Self {
         let loose = PageCounts::empty(page_blocks.max(1), blocks);
         let pages = loose.len() as usize;
         let (forced, open) = (BlockSet::empty(pages), BlockSet::empty(pages));
@@ -46,15 +46,15 @@ impl Pages {
         Self { loose, live, fixed, forced, open, forced_room: 0, used: 0, all_live: 0 }
     }
 
-    pub(super) fn page_blocks(&self) -> u32 {
+    pub(crate) fn page_blocks(&self) -> u32 {
         self.loose.page_blocks()
     }
 
-    pub(super) fn page_of(&self, block: u32) -> u32 {
+    pub(crate) fn page_of(&self, block: u32) -> u32 {
         self.loose.page_of(block)
     }
 
-    pub(super) fn blocks(&self, page: u32) -> Range<u32> {
+    pub(crate) fn blocks(&self, page: u32) -> Range<u32> {
         self.loose.blocks(page)
     }
 
@@ -64,27 +64,27 @@ impl Pages {
     }
 
     /// The short page at the end, if there is one and it could be empty.
-    pub(super) fn short(&self) -> Option<u32> {
+    pub(crate) fn short(&self) -> Option<u32> {
         let last = self.loose.len().checked_sub(1)?;
         (self.size(last) < self.page_blocks() && self.fixed[last as usize] == 0).then_some(last)
     }
 
-    pub(super) fn live(&self, page: u32) -> u32 {
+    pub(crate) fn live(&self, page: u32) -> u32 {
         self.live[page as usize]
     }
 
     /// Pages with fixed blocks and holes.
-    pub(super) fn open(&self) -> &BlockSet {
+    pub(crate) fn open(&self) -> &BlockSet {
         &self.open
     }
 
     /// Whole pages without fixed blocks, by their live blocks.
-    pub(super) fn loose(&self) -> &PageCounts {
+    pub(crate) fn loose(&self) -> &PageCounts {
         &self.loose
     }
 
     /// Neighbours are no longer `place`, if `by` is -1, or are from now on.
-    pub(super) fn change(&mut self, run: Range<u32>, place: Occupancy, by: i8) {
+    pub(crate) fn change(&mut self, run: Range<u32>, place: Occupancy, by: i8) {
         if place == Occupancy::Hole {
             return;
         }
@@ -130,7 +130,7 @@ impl Pages {
     }
 
     /// Which pages stay.
-    pub(super) fn keep(&self) -> Keep {
+    pub(crate) fn keep(&self) -> Keep {
         let Some(wanted) = self.all_live.checked_sub(self.forced_room).filter(|&wanted| wanted > 0) else {
             return self.best(0, false);
         };
@@ -144,19 +144,19 @@ impl Pages {
     }
 
     /// Pages that hold something.
-    pub(super) fn used(&self) -> u32 {
+    pub(crate) fn used(&self) -> u32 {
         let short = self.short().filter(|&short| self.live(short) > 0);
         self.used + u32::try_from(self.forced.len()).unwrap_or(u32::MAX) + u32::from(short.is_some())
     }
 
     /// Pages that hold something and are not kept.
-    pub(super) fn leaving(&self, keep: &Keep) -> u32 {
+    pub(crate) fn leaving(&self, keep: &Keep) -> u32 {
         let short = self.short().filter(|&short| !keep.short && self.live(short) > 0);
         self.used - keep.pages.min(self.used) + u32::from(short.is_some())
     }
 
     /// Whether blocks may go to a page so that it need not be emptied again.
-    pub(super) fn is_kept(&self, keep: &Keep, page: u32) -> bool {
+    pub(crate) fn is_kept(&self, keep: &Keep, page: u32) -> bool {
         if self.fixed[page as usize] > 0 {
             return true;
         }

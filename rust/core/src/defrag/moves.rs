@@ -1,0 +1,391 @@
+//! Moves of device blocks into holes, by transfers of the step's decision.
+//!
+//! Until a move's ticket is completed nothing but the pool knows of it: tables, keys and slots name the source, which is
+//! read and written as ever. If the source then still holds what was read of it, the target takes its place everywhere; a
+//! source that was written, freed, given out again or leased meanwhile stays, and the target is given back.
+
+use super::view::SequenceFacts;
+use super::{Budget, Entry, Goal, Plan, Planner, Wanted};
+use crate::block::{BlockState, TierBlock};
+use crate::decision::Kind;
+use crate::error::{Result, invalid};
+use crate::id::{BlockId, SequenceId, Tier};
+use crate::occupancy::{Occupancy, Tracker};
+use crate::sequence::Sequences;
+use crate::tiers::Tiers;
+use crate::transfer::{PendingMoves, PendingRehome, Step, Ticket, View};
+use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
+
+/// What becomes of cached blocks that are in the way and that no sequence uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cached {
+    /// They move like others, and stay cached.
+    #[default]
+    Move,
+    /// They count as holes: those are evicted that are in the way, or that others move into.
+    Drop,
+    /// They count as holes, but what is in these moves on to a hole that holds nothing, if there is one left.
+    Exchange,
+}
+
+impl Cached {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Move, Self::Drop, Self::Exchange];
+
+    /// Its name in messages and in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Move => "move",
+            Self::Drop => "drop",
+            Self::Exchange => "exchange",
+        }
+    }
+
+    /// What such blocks count as.
+    const fn place(self) -> Occupancy {
+        match self {
+            Self::Move => Occupancy::Live,
+            Self::Drop | Self::Exchange => Occupancy::Hole,
+        }
+    }
+
+    /// How one is entered.
+    pub(super) const fn entry(self) -> Entry {
+        match self {
+            Self::Move => Entry::Never,
+            Self::Drop => Entry::Drop,
+            Self::Exchange => Entry::Exchange,
+        }
+    }
+
+    /// The one of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|cached| cached.name() == name)
+    }
+}
+
+/// What one call has decided to move, and what stays.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// Moves that the present step's decision is going to have.
+    pub planned: usize,
+    /// Moves that the goal needs beyond these: those past the budget.
+    pub left: usize,
+    /// Live blocks that stay in the way because no hole is left for them.
+    pub stuck: usize,
+    /// Live blocks that stay in the way for now: they are being filled, or what they hold may yet turn out to be lost.
+    pub held: usize,
+    /// Cached blocks that were evicted.
+    pub dropped: usize,
+}
+
+/// Counters of moves since the manager was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveStats {
+    /// Blocks that lie elsewhere now.
+    pub done: u64,
+    /// Moves given up because the source was written, freed or leased meanwhile.
+    pub cancelled: u64,
+    /// Moves whose bytes did not land; their blocks stayed.
+    pub failed: u64,
+}
+
+impl MoveStats {
+    pub(crate) fn counters(self) -> [u64; 3] {
+        [self.done, self.cancelled, self.failed]
+    }
+}
+
+/// How the blocks of the device lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fragmentation {
+    /// The highest block that is not free; none if all are.
+    pub max_id: Option<BlockId>,
+    /// Blocks between the highest one that could move and the highest that there need be.
+    pub gap: u32,
+    /// Free blocks that are not cached.
+    pub holes: usize,
+    /// Whole pages of the pool, of the size asked for, of which all blocks are holes.
+    pub empty_pages: usize,
+    /// Block tables with blocks of their own, and the runs of neighbours that they consist of.
+    pub tables: usize,
+    /// See `tables`.
+    pub runs: usize,
+}
+
+/// A move that is about to take effect, and the rows that have its source in their tables.
+struct Landed {
+    from: BlockId,
+    to: BlockId,
+    /// Entry of the tables.
+    index: usize,
+    refs: usize,
+    rows: Vec<u32>,
+}
+
+/// Moves within the device: what they are to bring about, and how many there were.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Defrag {
+    planner: Planner,
+    stats: MoveStats,
+}
+
+impl Defrag {
+    /// No goals yet; moves of a snapshot's manager count on.
+    pub(crate) fn resume(stats: MoveStats) -> Self {
+        Self { stats, ..Self::default() }
+    }
+
+    pub(crate) fn stats(&self) -> MoveStats {
+        self.stats
+    }
+
+    /// Decides moves towards goals; see [`Manager::defragment`](crate::Manager::defragment).
+    pub(crate) fn request(
+        &mut self,
+        (sequences, step): (&mut Sequences, &mut Step<'_>),
+        goals: &[Wanted],
+        named: Option<&[SequenceId]>,
+        budget: Budget,
+        cached: Cached,
+    ) -> Result<Moves> {
+        let ordered = goals.iter().any(|wanted| matches!(wanted.goal, Goal::Contiguous(_)));
+        let tables = sequences.device_tables(named, ordered)?;
+        sequences.track_owners(step)?;
+        if let Some((tracker, blocks)) = step.tiers.tracker_mut() {
+            tracker.count_cached_as(cached.place(), blocks);
+        }
+        self.set_goals(goals, step.tiers);
+        let plan = self.plan((sequences, step), &tables, budget.one_way(), cached);
+        let evicted = plan.drops().iter().map(|&[_, to]| to).chain(plan.clear.iter().copied());
+        let dropped = evicted.map(|block| step.tiers.drop_cached(BlockId(block))).count();
+        let mut rehomes = Vec::new();
+        for [from, to] in plan.onward.iter().map(|pair| pair.map(BlockId)) {
+            // What a cached block holds goes out of it before another moves there; a hole gets it once it has landed.
+            let event = step.tiers.published_event((Tier::Device, from));
+            let depth = Some(sequences.owner(from).index).filter(|&index| index != u32::MAX).unwrap_or(0);
+            let identity = step.tiers.detach_cached(from, to, depth);
+            rehomes.extend(identity.map(|identity| PendingRehome { from, to, identity, event }));
+        }
+        let planned = plan.pairs.len() + rehomes.len();
+        if !rehomes.is_empty() {
+            step.transfers.step_mut().moves_mut().rehomes.extend(rehomes);
+        }
+        for &[from, to] in &plan.pairs {
+            sequences.seal(BlockId(from));
+            step.tiers.begin_move(BlockId(from), BlockId(to));
+            step.transfers.step_mut().moves_mut().moves.push([from, to]);
+        }
+        let Plan { left, stuck, held, .. } = plan;
+        Ok(Moves { planned, left, stuck, held, dropped })
+    }
+
+    /// Plans for these goals from now on; slacks count on where they are those of the call before.
+    fn set_goals(&mut self, goals: &[Wanted], tiers: &Tiers) {
+        let pool = tiers.device();
+        let known = pool.tracker().map_or(0, |tracker| tracker.map().capacity() as usize);
+        let beyond = u32::try_from(known.saturating_sub(pool.len())).unwrap_or(u32::MAX);
+        let goals = goals.iter().map(|&Wanted { goal, slack }| match goal {
+            // Blocks beyond the end of a pool that has shrunk are no part of its tail.
+            Goal::FreeTail(tail) => Wanted { goal: Goal::FreeTail(tail.saturating_add(beyond)), slack },
+            goal => Wanted { goal, slack },
+        });
+        if !self.planner.wanted().eq(goals.clone()) {
+            self.planner = Planner::new(&goals.collect::<Vec<_>>());
+        }
+    }
+
+    /// At most `budget` moves towards the goals: what is to be kept of a block that one of them writes takes another.
+    fn plan(
+        &mut self,
+        (sequences, step): (&mut Sequences, &mut Step<'_>),
+        tables: &[Vec<BlockId>],
+        budget: usize,
+        cached: Cached,
+    ) -> Plan {
+        let (null, block_size) = (sequences.has_nulls(), sequences.block_size());
+        let (open, first) = (step.transfers.open(), step.transfers.first());
+        let Some((tracker, blocks)) = step.tiers.tracker_mut() else { return Plan::default() };
+        let (map, blocks) = tracker.planning(blocks);
+        let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
+        let (rows, owners) = sequences.owners();
+        let facts = SequenceFacts { rows, owners, blocks, open, first, block_size, null, entry: cached.entry() };
+        let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
+        self.planner.plan(map, &tables, &facts, budget)
+    }
+
+    /// Puts the moves of the present step that still count into its decision.
+    pub(crate) fn decide(&mut self, step: &mut Step<'_>) {
+        let Step { tiers, transfers } = step;
+        let Some(tracker) = tiers.device().tracker() else { return };
+        let mut all = transfers.step_mut().take_moves();
+        let counts = |&[from, to]: &[u32; 2]| tracker.moves_to(BlockId(from), BlockId(to));
+        let (moves, cancelled): (Vec<_>, Vec<_>) = all.moves.into_iter().partition(counts);
+        for &[_, to] in &cancelled {
+            // What nobody overwrites keeps what it holds: the move that was to save that is not needed.
+            let unwritten = all.rehomes.iter().position(|rehome| rehome.from.0 == to);
+            if let Some(rehome) = unwritten.map(|at| all.rehomes.swap_remove(at)) {
+                tiers.attach_cached(rehome.from, rehome.identity, rehome.event);
+                tiers.give_back(rehome.to);
+            }
+            tiers.give_back(BlockId(to));
+            self.stats.cancelled += 1;
+        }
+        all.moves = moves;
+        if !all.moves.is_empty() {
+            transfers.pairs(Kind::Move, Tier::Device, Tier::Device).extend(all.pairs());
+        }
+        if !all.is_empty() {
+            *transfers.step_mut().moves_mut() = all;
+        }
+        if let Some((tracker, _)) = tiers.tracker_mut() {
+            tracker.end_step();
+        }
+        if !cancelled.is_empty() {
+            tiers.enforce_quotas();
+        }
+    }
+
+    /// Gives up the moves of a ticket whose targets did not land, and takes these out of `lost`: nobody's bytes were there.
+    pub(crate) fn lose(&mut self, tiers: &mut Tiers, ticket: &mut Ticket, lost: &mut HashSet<TierBlock>) {
+        if ticket.move_pairs().next().is_none() {
+            return;
+        }
+        let (moves, stats) = (ticket.moves_mut(), &mut self.stats);
+        moves.rehomes.retain(|rehome| {
+            let landed = !lost.remove(&(Tier::Device, rehome.to));
+            if !landed {
+                tiers.give_back(rehome.to);
+                stats.failed += 1;
+            }
+            landed
+        });
+        moves.moves.retain(|pair| {
+            let [from, to] = pair.map(BlockId);
+            let landed = !lost.remove(&(Tier::Device, to));
+            if !landed {
+                tiers.cancel_move(from, to);
+                stats.failed += 1;
+            }
+            landed
+        });
+    }
+
+    /// Ends the moves of a ticket, whose bytes have landed.
+    pub(crate) fn finish(&mut self, sequences: &mut Sequences, tiers: &mut Tiers, all: &PendingMoves) {
+        for rehome in &all.rehomes {
+            let is_found = tiers.attach_cached(rehome.to, rehome.identity, rehome.event);
+            tiers.give_back(rehome.to);
+            let count = if is_found { &mut self.stats.done } else { &mut self.stats.cancelled };
+            *count += 1;
+        }
+        let mut landed = Vec::with_capacity(all.moves.len());
+        for [from, to] in all.moves.iter().map(|pair| pair.map(BlockId)) {
+            if tiers.device().tracker().is_some_and(|tracker| tracker.moves_to(from, to)) {
+                let (refs, index) = (tiers.device().refs(from) as usize, sequences.owner(from).index as usize);
+                landed.push(Landed { from, to, index, refs, rows: Vec::new() });
+            } else {
+                tiers.give_back(to);
+                self.stats.cancelled += 1;
+            }
+        }
+        find_rows(sequences, &mut landed);
+        for Landed { from, to, index, refs, rows } in landed {
+            // After a snapshot with forged keys a block may be at different places of tables.
+            if rows.len() == refs {
+                tiers.finish_move(from, to);
+                sequences.replace(from, to, &rows, index);
+                self.stats.done += 1;
+            } else {
+                tiers.cancel_move(from, to);
+                self.stats.cancelled += 1;
+            }
+        }
+    }
+}
+
+/// Finds all rows that have the sources in their tables: by their owners where one row has a block, else among all rows.
+fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
+    let mut open = Vec::new();
+    for (at, one) in landed.iter_mut().enumerate() {
+        let owner = sequences.owner(one.from);
+        let row = sequences.rows().in_use(owner.row).filter(|row| row.tier == Tier::Device);
+        if one.refs == 1 && row.is_some_and(|row| row.table.get(one.index) == Some(&one.from)) {
+            one.rows.push(owner.row);
+        } else if one.refs > 0 {
+            open.push(at);
+        }
+    }
+    if open.is_empty() {
+        return;
+    }
+    for (id, row) in sequences.on_device() {
+        for &at in &open {
+            let one = &mut landed[at];
+            if row.table.get(one.index) == Some(&one.from) {
+                one.rows.push(id.row());
+            }
+        }
+    }
+    for one in landed.iter_mut().filter(|one| one.rows.len() != one.refs) {
+        // The owner is of an earlier life of the block.
+        one.rows.clear();
+        for (id, row) in sequences.on_device() {
+            if let Some(index) = row.table.iter().position(|&block| block == one.from) {
+                if one.rows.is_empty() || one.index == index {
+                    one.index = index;
+                    one.rows.push(id.row());
+                }
+            }
+        }
+    }
+}
+
+/// How the device's blocks lie; see [`Manager::fragmentation`](crate::Manager::fragmentation).
+pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers, page_blocks: u32) -> Result<Fragmentation> {
+    if page_blocks == 0 {
+        return Err(invalid("page_blocks", 0, "at least 1".to_owned()));
+    }
+    let places = tiers.survey()?;
+    let pool = tiers.device();
+    let (pages, known) = (pool.len() / page_blocks as usize, (0..).map(BlockId).take(pool.extent()));
+    let pages = (0..u32::try_from(pages).unwrap_or(u32::MAX)).map(|page| page * page_blocks..(page + 1) * page_blocks);
+    let mut found = Fragmentation {
+        max_id: known.filter(|&block| pool.block(block).state() != BlockState::Free).last(),
+        gap: places.gap(),
+        holes: places.holes().len(),
+        empty_pages: pages.filter(|page| places.holes().count(page.clone()) == page.len()).count(),
+        ..Fragmentation::default()
+    };
+    for (_, row) in sequences.on_device() {
+        let table = &row.table[row.null_prefix as usize..];
+        found.tables += usize::from(!table.is_empty());
+        found.runs += table.chunk_by(|a, b| a.0 + 1 == b.0).count();
+    }
+    Ok(found)
+}
+
+/// What does not hold of the moves under way.
+pub(crate) fn check_moves(View { tiers, transfers }: View<'_>) -> std::result::Result<(), String> {
+    let mut targets = HashSet::new();
+    for [from, to] in transfers.all().flat_map(|(_, ticket)| ticket.move_pairs()) {
+        let (node_refs, writing) = (tiers.device().refs(BlockId(to)), tiers.device().block(BlockId(to)).is_filling());
+        if !targets.insert(to) || node_refs > 0 || !writing {
+            return Err(format!("block {from} moves to {to}, which has {node_refs} references"));
+        }
+    }
+    let counting = tiers
+        .device()
+        .tracker()
+        .into_iter()
+        .flat_map(Tracker::moving)
+        .filter(|&[_, to]| !targets.contains(&to))
+        .count();
+    if counting > 0 {
+        return Err(format!("{counting} blocks move without a ticket"));
+    }
+    Ok(())
+}

@@ -1,0 +1,90 @@
+//! What the planner of moves knows of sequences: their block tables, which of them run now, and which blocks they write.
+
+use super::{Entry, Facts};
+use crate::group::NULL_BLOCK;
+use crate::id::{BlockId, TicketId, Tier};
+use crate::occupancy::PlannerView;
+use crate::reuse::BlockSet;
+use crate::sequence::{Owner, Row, Rows};
+use std::cell::Cell;
+
+/// What sequences and the pool say of device blocks beyond their places.
+pub(super) struct SequenceFacts<'a> {
+    pub(super) rows: &'a Rows,
+    pub(super) owners: &'a [Cell<Owner>],
+    pub(super) blocks: PlannerView<'a>,
+    /// The present step, and the earliest that has not ended.
+    pub(super) open: TicketId,
+    pub(super) first: TicketId,
+    pub(super) block_size: u32,
+    /// Whether tables have null blocks.
+    pub(super) null: bool,
+    /// How cached blocks that no sequence uses are entered.
+    pub(super) entry: Entry,
+}
+
+impl Facts for SequenceFacts<'_> {
+    fn entry(&self, hole: BlockId) -> Entry {
+        if self.blocks.cached.contains(hole) { self.entry } else { Entry::Move }
+    }
+
+    fn content(&self) -> Option<&BlockSet> {
+        (self.entry != Entry::Never).then_some(self.blocks.cached)
+    }
+
+    /// Whether the sequence that was last known to have it was written in this step or the one before.
+    fn is_hot(&self, live: BlockId) -> bool {
+        self.hinted(live).is_some_and(|(row, _)| row.written.0 + 1 >= self.open.0)
+    }
+
+    /// Whether its bytes are what they will be at the end of the step, and are not about to change.
+    fn may_leave(&self, live: BlockId) -> bool {
+        if self.blocks.is_settled(live) {
+            return true;
+        }
+        if self.blocks.is_dirty(live) {
+            return false;
+        }
+        let Some((row, index)) = self.hinted(live).or_else(|| self.search(live)) else { return false };
+        // What was loaded may yet turn out to be lost.
+        if row.lost || row.ticket >= self.first {
+            return false;
+        }
+        let full = (index + 1).saturating_mul(self.block_size as usize) <= row.len as usize;
+        if row.written == self.open {
+            return full && !self.ends_with(row, index);
+        }
+        // A running sequence fills its last block step by step.
+        full || row.written.0 + 1 < self.open.0
+    }
+}
+
+impl<'a> SequenceFacts<'a> {
+    /// Whether a row that the present step writes may have written an entry that the pool was not asked about.
+    fn ends_with(&self, row: &Row, index: usize) -> bool {
+        // Behind the last token there may be blocks of an earlier lookahead.
+        let last = (row.len.saturating_sub(1) / self.block_size) as usize;
+        let mut behind = row.table.iter().take(last + 1).skip(index + 1);
+        let next = behind.find(|&&block| !(self.null && block == NULL_BLOCK));
+        next.is_none_or(|&next| self.blocks.is_dirty(next))
+    }
+
+    /// The row that a block was last known to be in, if it is, and where.
+    fn hinted(&self, block: BlockId) -> Option<(&'a Row, usize)> {
+        let Owner { row, index } = self.owners[block.index()].get();
+        let row = self.rows.in_use(row).filter(|row| row.tier == Tier::Device)?;
+        (row.table.get(index as usize) == Some(&block)).then_some((row, index as usize))
+    }
+
+    /// Another row that has the block, most likely in the same place.
+    fn search(&self, block: BlockId) -> Option<(&'a Row, usize)> {
+        let hinted = self.owners[block.index()].get().index as usize;
+        let rows = || self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
+        let same = rows().find(|(_, row)| row.table.get(hinted) == Some(&block)).map(|(id, row)| (id, row, hinted));
+        let (id, row, index) = same.or_else(|| {
+            rows().find_map(|(id, row)| Some((id, row, row.table.iter().position(|&other| other == block)?)))
+        })?;
+        self.owners[block.index()].set(Owner { row: id.row(), index: u32::try_from(index).unwrap_or(u32::MAX) });
+        Some((row, index))
+    }
+}

@@ -1,0 +1,95 @@
+//! Whether a request for blocks fits, and fractions of a pool.
+
+use crate::error::{Error, Result};
+
+/// Whether something fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AllocStatus {
+    /// It fits now.
+    Ok,
+    /// It will fit once other sequences have left.
+    Later,
+    /// It does not fit even into an empty tier.
+    Never,
+}
+
+/// Whether a request for blocks fits, and the numbers that decide it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fit {
+    /// Whether it fits now, later or never.
+    pub status: AllocStatus,
+    /// Blocks that the request takes; 0 if its sequences cannot move in their present state.
+    pub blocks: usize,
+    /// Blocks that can be given out now, the watermark subtracted where the request must keep it.
+    pub free: usize,
+}
+
+impl Fit {
+    pub(crate) fn new(blocks: usize, free: usize, total: usize) -> Self {
+        let status = match blocks {
+            _ if blocks <= free => AllocStatus::Ok,
+            _ if blocks <= total => AllocStatus::Later,
+            _ => AllocStatus::Never,
+        };
+        Self { status, blocks, free }
+    }
+}
+
+/// A fraction of the device's blocks, rounded down.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Share {
+    fraction: f64,
+    blocks: usize,
+}
+
+impl Share {
+    /// # Errors
+    /// The fraction is not at least 0 and below 1; the error names `what`.
+    pub(crate) fn new(what: &'static str, fraction: f64, of: usize) -> Result<Self> {
+        if !(0.0..1.0).contains(&fraction) {
+            return Err(Error::InvalidFraction { what, found: fraction.to_string() });
+        }
+        let mut share = Self { fraction, blocks: 0 };
+        share.resize(of);
+        Ok(share)
+    }
+
+    pub(crate) fn fraction(self) -> f64 {
+        self.fraction
+    }
+
+    #[inline]
+    pub(crate) fn blocks(self) -> usize {
+        self.blocks
+    }
+
+    /// The share of so many blocks.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a fraction below 1 of fewer than 2^30 blocks"
+    )]
+    pub(crate) fn of(self, blocks: usize) -> usize {
+        (self.fraction * blocks as f64) as usize
+    }
+
+    /// The device has so many blocks from now on.
+    pub(crate) fn resize(&mut self, blocks: usize) {
+        self.blocks = self.of(blocks);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_follows_the_number_of_blocks_and_is_never_all_of_them() {
+        let mut share = Share::new("watermark", 0.3, 10).unwrap();
+        assert_eq!((share.blocks(), share.of(4)), (3, 1));
+        share.resize(100);
+        assert_eq!(share.blocks(), 30);
+        assert!(Share::new("watermark", 1.0, 10).is_err());
+    }
+}

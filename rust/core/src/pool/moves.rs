@@ -1,0 +1,125 @@
+//! Blocks that move within a pool.
+
+use super::Pool;
+use crate::block::{Block, LeaseKind, TierBlock};
+use crate::error::Result;
+use crate::group::NULL_BLOCK;
+use crate::id::BlockId;
+use crate::memory;
+use crate::occupancy::{BlockMap, Occupancy, Tracker};
+
+impl Pool {
+    /// Tracks where all blocks lie from now on, if it does not yet; `written` are blocks that the present step writes.
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn track_moves(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) -> Result<()> {
+        if self.tracker.is_none() {
+            Tracker::require_memory(self.extent())?;
+            let written = written(self);
+            self.tracker = Some(Box::new(Tracker::new(&self.blocks, self.extent(), self.len, null, &written)));
+        }
+        Ok(())
+    }
+
+    /// What is known of moves, once something has asked for that.
+    #[inline]
+    pub(crate) fn tracker(&self) -> Option<&Tracker> {
+        self.tracker.as_deref()
+    }
+
+    /// As [`Pool::tracker`], to be changed, and the blocks that it follows.
+    #[inline]
+    pub(crate) fn tracker_mut(&mut self) -> Option<(&mut Tracker, &[Block])> {
+        Some((self.tracker.as_deref_mut()?, &self.blocks))
+    }
+
+    /// Where the blocks lie, found again where that is not tracked.
+    ///
+    /// # Errors
+    /// There is no memory for that.
+    pub(crate) fn survey(&self, null: bool) -> Result<BlockMap> {
+        memory::require(BlockMap::bytes(self.extent()))?;
+        if let Some(tracker) = self.tracker() {
+            return Ok(tracker.survey());
+        }
+        let mut map = BlockMap::new(self.len);
+        for (id, block) in (0..).map(BlockId).zip(&self.blocks).take(self.len) {
+            if block.is_leased() || (null && id == NULL_BLOCK) {
+                map.set(id, Occupancy::Fixed);
+            } else if !block.is_empty() {
+                map.set(id, Occupancy::Live);
+            }
+        }
+        Ok(map)
+    }
+
+    /// Begins a move of a live or cached block into a hole.
+    pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
+        self.take_target(to);
+        if let Some((tracker, blocks)) = self.tracker_mut() {
+            tracker.begin(from, to, blocks);
+        }
+    }
+
+    /// Whether a block is the source of a move that still counts.
+    #[inline]
+    pub(crate) fn is_moving(&self, block: BlockId) -> bool {
+        self.tracker().is_some_and(|tracker| tracker.is_moving(block))
+    }
+
+    /// Gives back the target of a move that counts no more.
+    pub(crate) fn give_back(&mut self, to: BlockId) {
+        self.end_lease(to, LeaseKind::Write);
+    }
+
+    /// Ends a move that counts: the target takes over all that the source had, except its copy in another tier, which is
+    /// returned. The source is free.
+    pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) -> Option<TierBlock> {
+        let (mut source, mut target) = (self.block(from), self.block(to));
+        let before = source;
+        let copy = source.move_into(&mut target);
+        (self.blocks[from.index()], self.blocks[to.index()]) = (source, target);
+        if let (Some(cache), true) = (&mut self.cache, before.is_published()) {
+            cache.rename(from, to, before.tag(), copy.is_some());
+        }
+        self.free.used(from);
+        self.moved(from, before);
+        self.refresh(to.0..to.0 + 1);
+        copy
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::{Chain, KeySpec};
+    use crate::id::Tier;
+
+    /// Blocks 0 to 4 of 8 are taken; block 4 is cached and in no table.
+    fn pool() -> Pool {
+        let mut pool = Pool::new(Tier::Device, 8, true).unwrap();
+        let mut blocks = Vec::new();
+        pool.take(5, false, &mut blocks);
+        let key = Chain::new(&KeySpec::default(), 1, 0).block(&[4], &[]).unwrap();
+        pool.publish(BlockId(4), key, 0);
+        pool.release(BlockId(4));
+        pool.track_moves(false, |_| vec![BlockId(3)]).unwrap();
+        pool
+    }
+
+    #[test]
+    fn a_target_takes_over_references_key_and_place_among_the_evictable() {
+        let mut pool = pool();
+        let key = pool.key(BlockId(4)).unwrap();
+        pool.share(BlockId(2), 1);
+        for (from, to) in [(2, 7), (4, 6)] {
+            pool.begin_move(BlockId(from), BlockId(to));
+            assert_eq!(pool.finish_move(BlockId(from), BlockId(to)), None);
+            assert_eq!(pool.tracker().unwrap().check(BlockId(to), pool.block(BlockId(to)), &pool.blocks), None);
+        }
+        assert_eq!((pool.refs(BlockId(7)), pool.refs(BlockId(2)), pool.block(BlockId(2)).generation()), (2, 0, 1));
+        assert_eq!((pool.find(&key), pool.evictable_blocks()), (Some(BlockId(6)), vec![BlockId(6)]));
+        assert_eq!(pool.free_blocks().collect::<Vec<_>>(), [2, 4, 5].map(BlockId));
+    }
+}

@@ -1,0 +1,305 @@
+//! Sequences: their block tables, one a cache group, and the keys of their tokens. [`Manager`](crate::Manager) describes
+//! their verbs.
+//!
+//! Invariant: a row is writable beyond its length only if its last block is exclusive, unread and not moving.
+
+mod append;
+mod block_tables;
+mod check;
+mod chunk;
+mod fork;
+mod groups;
+mod owners;
+mod pass;
+mod prompt;
+mod relocate;
+mod retention;
+mod snapshot;
+mod table;
+mod truncate;
+mod window;
+
+pub use append::Counts;
+pub use block_tables::TableRows;
+pub use groups::Demand;
+pub(crate) use owners::Owner;
+use owners::Owners;
+pub(crate) use pass::Batch;
+pub use prompt::{BlockExtra, PrefixHit, PrefixStats, Prompt};
+pub(crate) use table::{Row, Rows, RowsImage};
+
+use crate::block::TierBlock;
+use crate::error::{Error, Result, invalid};
+use crate::fit::{AllocStatus, Fit, Share};
+use crate::group::{Group, Groups};
+use crate::id::{BlockId, SequenceId, Tier};
+use crate::transfer::{Step, Transfers, View};
+use std::collections::HashSet;
+
+/// All sequences.
+#[derive(Debug, Clone)]
+pub(crate) struct Sequences {
+    block_size: u32,
+    groups: Groups,
+    /// Device blocks that admission keeps free.
+    watermark: Share,
+    rows: Rows,
+    /// Rows of recurrent groups that began the block of their last token in the open step: the step is yet to write the state
+    /// there.
+    begun: HashSet<SequenceId>,
+    owners: Owners,
+    stats: PrefixStats,
+    scratch: Vec<BlockId>,
+    work: pass::Work,
+}
+
+impl Sequences {
+    pub(crate) fn new(block_size: u32, groups: Groups, watermark: Share, rows: Rows, stats: PrefixStats) -> Self {
+        let (begun, scratch, work) = (HashSet::new(), Vec::new(), pass::Work::default());
+        Self { block_size, groups, watermark, rows, begun, owners: Owners::default(), stats, scratch, work }
+    }
+
+    pub(crate) fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Whether tables have null blocks.
+    pub(crate) fn has_nulls(&self) -> bool {
+        self.groups.slide()
+    }
+
+    /// Sequences that have not been freed.
+    pub(crate) fn len(&self) -> usize {
+        self.rows.len() / self.groups.all().len()
+    }
+
+    pub(crate) fn rows(&self) -> &Rows {
+        &self.rows
+    }
+
+    #[cfg(test)]
+    pub(crate) fn rows_mut(&mut self) -> &mut Rows {
+        &mut self.rows
+    }
+
+    /// A sequence.
+    pub(crate) fn get(&self, sequence: SequenceId) -> Result<&Row> {
+        self.rows.get(sequence)
+    }
+
+    /// Device blocks that admission keeps free.
+    pub(crate) fn watermark(&self) -> Share {
+        self.watermark
+    }
+
+    /// Fails unless there is memory for a device of so many blocks.
+    pub(crate) fn require_growth(&self, blocks: usize) -> Result<()> {
+        if self.owners.are_noted() { self.owners.require(blocks) } else { Ok(()) }
+    }
+
+    /// The device has so many blocks from now on.
+    pub(crate) fn resize_device(&mut self, blocks: usize) {
+        self.watermark.resize(blocks);
+        if self.owners.are_noted() {
+            self.owners.grow(blocks);
+        }
+    }
+
+    /// Counters of the prefix cache.
+    pub(crate) fn stats(&self) -> PrefixStats {
+        self.stats
+    }
+
+    /// The step has ended: what it has begun, it has written.
+    pub(crate) fn end_step(&mut self) {
+        self.begun = HashSet::new();
+    }
+
+    pub(crate) fn slot_mapping(&self, view: View<'_>, sequence: SequenceId, first: u32, out: &mut [i64]) -> Result<()> {
+        let row = self.readable(view, sequence)?;
+        let last = u64::from(first) + out.len() as u64;
+        if last > u64::from(row.len) {
+            return Err(invalid("last token", i128::from(last), format!("at most {}", row.len)));
+        }
+        write_slots(row, first, self.block_size, out);
+        Ok(())
+    }
+
+    /// Whether the device has so many blocks of `free`, the watermark kept.
+    fn admit(&self, view: View<'_>, wanted: usize, free: usize) -> Fit {
+        let kept = self.watermark.blocks() + usize::from(self.groups.slide());
+        let fit = Fit::new(
+            wanted,
+            free.saturating_sub(self.watermark.blocks()),
+            view.tiers.device().len().saturating_sub(kept),
+        );
+        let is_short = fit.status == AllocStatus::Ok && free < self.watermark.blocks();
+        if is_short { Fit { status: AllocStatus::Later, ..fit } } else { fit }
+    }
+
+    /// A row whose device blocks the present step may read.
+    pub(crate) fn readable(&self, view: View<'_>, sequence: SequenceId) -> Result<&Row> {
+        let row = self.rows.get(sequence)?;
+        refuse_lost(sequence, row)?;
+        require_tier(sequence, row, Tier::Device)?;
+        refuse_loading(sequence, row, view.transfers)?;
+        Ok(row)
+    }
+
+    pub(crate) fn free(&mut self, step: &mut Step<'_>, sequences: &[SequenceId]) -> Result<()> {
+        let mut all = Vec::new();
+        let sequences = self.members(sequences, &mut all)?;
+        self.rows.begin_batch();
+        for &sequence in sequences {
+            self.rows.next_in_batch(sequence)?;
+        }
+        for &sequence in sequences {
+            let tier = self.rows.at(sequence).tier;
+            self.begin_release(step, sequence);
+            // The last block goes first, so that a cached chain is evicted from its end.
+            let table = self.rows.close(sequence);
+            step.tiers.release_all(tier, &table);
+        }
+        step.tiers.enforce_quotas();
+        Ok(())
+    }
+
+    /// Marks the sequences that have one of the blocks: they can only be freed.
+    pub(crate) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Result<Vec<SequenceId>> {
+        let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
+        let whole =
+            |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
+        let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
+        let mut sequences: Vec<_> = rows.map(whole).collect();
+        sequences.sort_unstable();
+        sequences.dedup();
+        let mut all = Vec::new();
+        for &sequence in self.members(&sequences, &mut all)? {
+            let row = self.rows.at_mut(sequence);
+            row.lost = true;
+            row.writable = 0;
+        }
+        Ok(sequences)
+    }
+
+    pub(crate) fn allocate(&mut self, step: &mut Step<'_>, tokens: &[u32], out: &mut Vec<SequenceId>) -> Result<()> {
+        if !self.groups.is_single() {
+            return self.allocate_groups(step, tokens, None, out);
+        }
+        let group = self.groups.get(0);
+        let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
+        step.tiers.device().require(wanted, true)?;
+        self.require_nulls(step.view(), tokens.iter().map(|&n| group.skipped(0, n, 0, self.block_size)))?;
+        self.rows.require(tokens.len())?;
+        for &n in tokens {
+            out.push(self.open_row(step, 0, 0, n, Vec::new()));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn allocate_groups(
+        &mut self,
+        step: &mut Step<'_>,
+        tokens: &[u32],
+        encoder_tokens: Option<&[u32]>,
+        out: &mut Vec<SequenceId>,
+    ) -> Result<()> {
+        let encoders = if self.groups.cross() { tokens.len() } else { 0 };
+        let found = encoder_tokens.map_or(0, <[u32]>::len);
+        if found != encoders || (encoder_tokens.is_some() && !self.groups.cross()) {
+            let must = format!("{encoders}, for {} sequences of {} groups", tokens.len(), self.groups.all().len());
+            return Err(invalid("number of encoder lengths", found as i128, must));
+        }
+        let length = |group, i: usize| match (group, encoder_tokens) {
+            (Group::CrossAttention, Some(encoder)) => encoder[i],
+            _ => tokens[i],
+        };
+        let sequences = 0..tokens.len();
+        let groups = self.groups.all().to_vec();
+        let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
+        let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
+        step.tiers.device().require(wanted, true)?;
+        let passed = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
+        self.require_nulls(
+            step.view(),
+            passed.map(|(group, i)| group.skipped(0, length(group, i), 0, self.block_size)),
+        )?;
+        self.rows.require(tokens.len().saturating_mul(groups.len()))?;
+        let (first, mut others) = (out.len(), Vec::new());
+        for (number, &group) in (0u8..).zip(&groups) {
+            for i in sequences.clone() {
+                let row = self.open_row(step, number, 0, length(group, i), Vec::new());
+                if number == 0 { out.push(row) } else { others.push(row) }
+            }
+        }
+        self.link_group_tables(&out[first..], &others);
+        Ok(())
+    }
+
+    /// Blocks of one group's table for a new sequence.
+    pub(super) fn blocks_at_start(&self, group: Group, tokens: u32) -> usize {
+        blocks_for(u64::from(tokens), self.block_size) - group.skipped(0, tokens, 0, self.block_size)
+    }
+
+    /// Opens the row of a sequence of `tokens` tokens in one group, of which the blocks in `table` hold the first `held`;
+    /// the others are taken.
+    pub(super) fn open_row(
+        &mut self,
+        step: &mut Step<'_>,
+        group: u8,
+        held: u32,
+        tokens: u32,
+        mut table: Vec<BlockId>,
+    ) -> SequenceId {
+        let kind = self.groups.get(group);
+        let wanted = blocks_for(u64::from(tokens), self.block_size) - table.len();
+        table.reserve(wanted + 1);
+        let skipped = kind.skipped(held, tokens - held, table.len(), self.block_size);
+        Self::pass_over(step, skipped, &mut table);
+        step.take(Tier::Device, wanted - skipped, false, &mut table);
+        let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
+        let sequence = self.rows.open(Tier::Device, table);
+        self.owners.note(sequence.row(), null_prefix, &self.rows.at(sequence).table[null_prefix..]);
+        let open = step.transfers.open();
+        let row = self.rows.at_mut(sequence);
+        row.len = tokens;
+        row.written = open;
+        row.group = group;
+        row.null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
+        self.note_begun(sequence, held, tokens - held);
+        sequence
+    }
+}
+
+/// Blocks for so many tokens.
+fn blocks_for(tokens: u64, block_size: u32) -> usize {
+    usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX)
+}
+
+fn refuse_lost(sequence: SequenceId, row: &Row) -> Result<()> {
+    if row.lost { Err(Error::Lost { sequence }) } else { Ok(()) }
+}
+
+pub(crate) fn require_tier(sequence: SequenceId, row: &Row, wanted: Tier) -> Result<()> {
+    if row.tier == wanted { Ok(()) } else { Err(Error::WrongTier { sequence, wanted, found: row.tier }) }
+}
+
+/// A load of the present step lands before its tokens are written; one of an earlier step must have landed.
+fn refuse_loading(sequence: SequenceId, row: &Row, transfers: &Transfers) -> Result<()> {
+    if row.moving && row.ticket != transfers.open() && transfers.in_flight(row.ticket) {
+        return Err(Error::InFlight { sequence, ticket: row.ticket });
+    }
+    Ok(())
+}
+
+fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
+    let (mut index, mut offset) = ((first / block_size) as usize, i64::from(first % block_size));
+    let size = i64::from(block_size);
+    for slot in out {
+        if offset == size {
+            (index, offset) = (index + 1, 0);
+        }
+        *slot = i64::from(row.table[index].0) * size + offset;
+        offset += 1;
+    }
+}
