@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from blockyard._core import Pairs
+from blockyard._core import Mapping, Pairs
 from blockyard.engine.mapping import IdPairs
 from blockyard.engine.ops import cpu, fallback
 from blockyard.engine.ops.checks import CopyOps
@@ -148,6 +148,27 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
     _use_cached(caches)
     _call(torch.ops.blockyard.scatter_blocks, rows, list(caches), blocks)
     _note_written(caches, [rows])
+
+
+def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> Callable[[Mapping], None]:
+    """Check views once, for any number of mappings.
+
+    Args:
+        src: views to read, as for `swap_blocks`.
+        dst: views to write. None: `src` is changed in place, as by `copy_blocks`, `move_blocks` or `exchange_blocks`.
+
+    Returns:
+        What carries a mapping out in these views, by the mapping's rule.
+
+    Raises:
+        InvalidArgumentError: the views do not fit one another.
+    """
+    if all(view.device.type == "cpu" for view in (*src, *(dst or ()))):
+        return cpu.Bound(src, dst)
+    if dst is not None:
+        return lambda mapping: swap_blocks(src, dst, torch.from_numpy(mapping.pairs))
+    rules = {"copy": copy_blocks, "move": move_blocks, "exchange": exchange_blocks}
+    return lambda mapping: rules[mapping.rule](src, torch.from_numpy(mapping.pairs))
 
 
 def _use_cached(views: Sequence[Tensor]) -> None:
