@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from blockyard.engine import ops
 from blockyard.engine.ops import fallback
+from blockyard.engine.ops.compiled import named
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout.kv import KINDS, KVLayout
@@ -219,7 +220,7 @@ def compiled(op: torch._ops.OpOverload) -> Op:
         try:
             op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
         except RuntimeError as error:
-            raise ops._named(error) from error
+            raise named(error) from error
 
     return call
 
@@ -252,8 +253,8 @@ def test_the_compiled_library_refuses_tensors_that_are_all_on_the_cpu():
 
 
 def test_other_runtime_errors_keep_their_class():
-    assert type(ops._named(RuntimeError("blockyard cuda: copying failed: out of memory (2)"))) is RuntimeError
-    assert type(ops._named(RuntimeError("something else"))) is RuntimeError
+    assert type(named(RuntimeError("blockyard cuda: copying failed: out of memory (2)"))) is RuntimeError
+    assert type(named(RuntimeError("something else"))) is RuntimeError
 
 
 def test_an_empty_mapping_does_nothing():

@@ -146,9 +146,9 @@ impl Mapping {
 }
 
 /// The error for a block that is named twice, with the first two entries that do.
-fn repeated(entries: &[[i64; 2]], block: u32, verb: &'static str, named: fn(&[i64; 2]) -> &[i64]) -> CopyError {
-    let names = |(entry, ids)| named(ids).iter().filter(|&&id| id == i64::from(block)).map(move |_| entry);
-    let mut both = entries.iter().enumerate().flat_map(names);
+fn repeated(entries: &[[i64; 2]], block: u32, verb: &'static str, ids_of: fn(&[i64; 2]) -> &[i64]) -> CopyError {
+    let named = |(entry, ids)| ids_of(ids).iter().filter(|&&id| id == i64::from(block)).map(move |_| entry);
+    let mut both = entries.iter().enumerate().flat_map(named);
     let [first, second] = [(); 2].map(|()| both.next().unwrap_or_default());
     CopyError::Repeated { block, verb, first, second }
 }

@@ -37,7 +37,7 @@ class CopyOps:
     def swap(self, src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
         """Implement `swap_blocks`."""
         check_swap(src, dst)
-        self.between(src, dst, mapping_of("swap", pairs, src, dst))
+        self.between(src, dst, mapping_of("swap", pairs, src[0].shape[0], dst[0].shape[0]))
         increment_version(dst)
 
     def copy(self, caches: list[Tensor], pairs: Tensor) -> None:
@@ -54,21 +54,21 @@ class CopyOps:
 
     def _change(self, rule: Rule, caches: list[Tensor], pairs: Tensor) -> None:
         check_caches(caches)
-        self.within(caches, mapping_of(rule, pairs, caches, caches))
+        self.within(caches, mapping_of(rule, pairs, caches[0].shape[0], caches[0].shape[0]))
         increment_version(caches)
 
     def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
         """Implement `gather_blocks`."""
         pieces = split_rows(rows, caches)
         check_swap(caches, pieces, ("caches", "rows"))
-        self.between(caches, pieces, mapping_of_rows(blocks, caches, rows, written=False))
+        self.between(caches, pieces, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=False))
         increment_version(rows)
 
     def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
         """Implement `scatter_blocks`."""
         pieces = split_rows(rows, caches)
         check_swap(pieces, caches, ("rows", "caches"))
-        self.between(pieces, caches, mapping_of_rows(blocks, caches, rows, written=True))
+        self.between(pieces, caches, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=True))
         increment_version(caches)
 
 
@@ -156,8 +156,8 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
     return list(rows.split(widths, dim=1))
 
 
-def mapping_of(rule: Rule, pairs: Tensor, src: Sequence[Tensor], dst: Sequence[Tensor]) -> Mapping:
-    """Check pairs, int64 `[n, 2]` on the CPU, against views, of which there is one of each list at least.
+def mapping_of(rule: Rule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> Mapping:
+    """Check the pairs of an op, int64 `[n, 2]` on the CPU.
 
     Raises:
         MappingError: they are on a device, of another dtype or shape, or break the rule.
@@ -166,14 +166,14 @@ def mapping_of(rule: Rule, pairs: Tensor, src: Sequence[Tensor], dst: Sequence[T
     ids = _on_cpu("pairs", pairs)
     if ids.dtype != np.int64 or ids.ndim != 2 or ids.shape[1] != 2:
         raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")
-    return Mapping(ids, src_blocks=src[0].shape[0], dst_blocks=dst[0].shape[0], rule=rule)
+    return Mapping(ids, src_blocks=src_blocks, dst_blocks=dst_blocks, rule=rule)
 
 
-def mapping_of_rows(blocks: Tensor, caches: Sequence[Tensor], rows: Tensor, *, written: bool) -> Mapping:
+def mapping_of_rows(blocks: Tensor, num_blocks: int, num_rows: int, *, written: bool) -> Mapping:
     """Check the blocks that go with rows, int64 `[n]` on the CPU; raises MappingError."""
-    mapping = with_rows(_on_cpu("blocks", blocks), caches[0].shape[0], written=written)
-    if len(mapping) != rows.shape[0]:
-        raise MappingError(f"{len(mapping)} blocks are named, there are {rows.shape[0]} rows")
+    mapping = with_rows(_on_cpu("blocks", blocks), num_blocks, written=written)
+    if len(mapping) != num_rows:
+        raise MappingError(f"{len(mapping)} blocks are named, there are {num_rows} rows")
     return mapping
 
 

@@ -24,22 +24,25 @@ class Bound:
 
     def __init__(self, src: Sequence[Tensor], dst: Sequence[Tensor] | None) -> None:
         self._src, self._dst = list(src), None if dst is None else list(dst)
-        self._written = self._src if self._dst is None else self._dst
         # One view of each memory: torch may move it, for instance to share it with another process.
         views = [*self._src, *(self._dst or ())]
-        self._owners = list({view.untyped_storage().data_ptr(): view for view in views}.values())
+        self._memories = list({view.untyped_storage().data_ptr(): view for view in views}.values())
+        # Views of one tensor have one version.
+        written = self._src if self._dst is None else self._dst
+        bases = [view if view._base is None else view._base for view in written]  # noqa: SLF001 (torch documents it)
+        self._versions = list({id(base): base for base in bases}.values())
         self._bind()
 
     def _bind(self) -> None:
-        self._addresses = [view.data_ptr() for view in self._owners]
+        self._addresses = list(map(Tensor.data_ptr, self._memories))
         self._views = _bound(self._src, self._dst)
 
     def __call__(self, mapping: Mapping) -> None:
         """Carry a mapping out in each view."""
-        if [view.data_ptr() for view in self._owners] != self._addresses:
+        if list(map(Tensor.data_ptr, self._memories)) != self._addresses:
             self._bind()
         self._views.run(mapping, num_threads=torch.get_num_threads())
-        increment_version(self._written)
+        increment_version(self._versions)
 
 
 def _bound(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> BoundViews:
