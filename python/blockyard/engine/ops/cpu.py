@@ -35,7 +35,7 @@ class Bound:
 
     def _bind(self) -> None:
         self._addresses = list(map(Tensor.data_ptr, self._memories))
-        self._views = _bound(self._src, self._dst)
+        self._views = BoundViews(_kept(self._src), None if self._dst is None else _kept(self._dst))
 
     def __call__(self, mapping: Mapping) -> None:
         """Carry a mapping out in each view."""
@@ -45,21 +45,21 @@ class Bound:
         increment_version(self._versions)
 
 
-def _bound(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> BoundViews:
-    return BoundViews(_arrays(src), None if dst is None else _arrays(dst))
-
-
-def _arrays(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
-    # Of tensors that nobody else has: they keep the memory, whatever becomes of the caller's.
-    return [view.detach().numpy() for view in views]
-
-
 def _between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
-    _bound(src, dst).run(mapping, num_threads=torch.get_num_threads())
+    BoundViews(_arrays(src), _arrays(dst)).run(mapping, num_threads=torch.get_num_threads())
 
 
 def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
-    _bound(caches).run(mapping, num_threads=torch.get_num_threads())
+    BoundViews(_arrays(caches)).run(mapping, num_threads=torch.get_num_threads())
+
+
+def _kept(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
+    # Tensors that nobody else has keep the memory, whatever becomes of the caller's.
+    return _arrays([view.detach() for view in views])
+
+
+def _arrays(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
+    return [view.numpy() for view in views]
 
 
 ON_CPU = checks.CopyOps(_between, _within)
