@@ -4,7 +4,8 @@
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. `copy_swap_ratio` is the swap's GB/s over
 that of one `copy_` of the same bytes; `copy_exchange_ratio` is the time of index_select and index_copy_ per layer over
-ours, for 512 pairs in 32 layers. The ways take turns, and the best of each counts.
+ours, for 512 pairs in 32 layers. The ways take turns, and the best of each counts. `copy_call_64_views_us` is the time
+of one call of an engine that swaps one block out, of 64 views of 8 KiB, by the thread's clock.
 """
 
 import argparse
@@ -16,11 +17,14 @@ import torch
 from figures import keep
 
 from blockyard.engine import ops
+from blockyard.engine.engine import CacheEngine
+from blockyard.layout.kv import KVLayout
 
 LAYERS = 32
 PAIRS = 512
 EXCHANGE_BLOCKS = 2048
 EXCHANGE_BYTES = 8 << 10
+CALLS = 500
 
 
 def main() -> None:
@@ -31,6 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     piece = arguments.piece_kib << 10
     figures = swap(max(1, (arguments.mib << 20) // piece), piece, arguments.repeat) | exchange(arguments.repeat)
+    figures["copy_call_64_views_us"] = call(arguments.repeat)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
     keep(figures)
@@ -69,6 +74,19 @@ def exchange(repeat: int) -> dict[str, float]:
 
     best = best_of(repeat, index=by_index, exchange=lambda: ops.exchange_blocks(caches, pairs))
     return {"copy_exchange_ms": 1e3 * best["exchange"], "copy_exchange_ratio": best["index"] / best["exchange"]}
+
+
+def call(repeat: int) -> float:
+    layout = KVLayout("kv_first", LAYERS, block_size=16, num_kv_heads=2, head_size=128, dtype="float16")
+    pairs = np.array([[3, 5]])
+    best = float("inf")
+    with CacheEngine(layout, num_device_blocks=16, num_host_blocks=16) as engine:
+        for _ in range(4 * repeat):
+            start = time.thread_time()
+            for _ in range(CALLS):
+                engine.run("swap_out", pairs)
+            best = min(best, time.thread_time() - start)
+    return 1e6 * best / CALLS
 
 
 def best_of(repeat: int, **ways: Callable[[], object]) -> dict[str, float]:

@@ -8,21 +8,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The blocks named so far.
-class Named {
-  public:
-    explicit Named(int64_t blocks) : by_(static_cast<size_t>(blocks)) {}
-
-    void add(uint32_t block, int64_t entry, const char* verb) {
-        if (by_[block]) fail("mapping", "block ", block, " is ", verb, " twice, the second time by entry ", entry);
-        by_[block] = true;
-    }
-
-    bool has(uint32_t block) const { return by_[block]; }
-
-  private:
-    std::vector<bool> by_;
-};
+constexpr int64_t kAsideId = -1;
 
 uint32_t bounded(int64_t id, int64_t blocks, int64_t entry, const char* verb) {
     if (id < 0 || id >= blocks) {
@@ -32,68 +18,69 @@ uint32_t bounded(int64_t id, int64_t blocks, int64_t entry, const char* verb) {
 }
 
 // Throws unless the ids are int64 of this many dimensions on the CPU.
-void check_ids(const char* name, const Tensor& ids, int64_t dim, const char* wanted) {
+const int64_t* read_ids(const char* name, const Tensor& ids, int64_t dim, const char* wanted) {
     if (!ids.is_cpu()) fail("mapping", name, " are not on the CPU");
     if (ids.scalar_type() != ScalarType::Long || ids.dim() != dim || (dim == 2 && ids.size(1) != 2)) {
         fail("mapping", name, " have ", ids.dim(), " dimensions of ", ids.element_size(), " bytes, wanted int64 ",
              wanted);
     }
+    return static_cast<const int64_t*>(ids.const_data_ptr());
 }
 
-// Calls `take(from, to, entry)` for each pair.
-template <typename Take>
-void for_each_pair(const Tensor& pairs, const Take& take) {
-    check_ids("pairs", pairs, 2, "[n, 2]");
-    const auto* ids = static_cast<const int64_t*>(pairs.const_data_ptr());
-    const int64_t row = pairs.stride(0), column = pairs.stride(1);
-    for (int64_t n = 0; n < pairs.size(0); ++n) take(ids[n * row], ids[n * row + column], n);
+std::vector<uint32_t> read_starts(const Tensor& starts, int64_t num_steps) {
+    const int64_t* values = read_ids("starts", starts, 1, "[n]");
+    std::vector<uint32_t> read;
+    int64_t last = -1;
+    for (int64_t n = 0; n < starts.size(0); ++n) {
+        const int64_t start = values[n * starts.stride(0)];
+        if ((n == 0 && start != 0) || start <= last || start > num_steps) {
+            fail("mapping", "start ", n, " is ", start, ", wanted them to rise from 0 to ", num_steps);
+        }
+        last = start;
+        read.push_back(static_cast<uint32_t>(start));
+    }
+    if (last != num_steps) fail("mapping", "starts end at ", last, ", there are ", num_steps, " steps");
+    return read;
 }
 
 }  // namespace
 
 std::vector<CopyPair> read_pairs(const Tensor& pairs, int64_t src_blocks, int64_t dst_blocks) {
-    std::vector<CopyPair> checked;
-    Named written(dst_blocks);
-    for_each_pair(pairs, [&](int64_t from, int64_t to, int64_t n) {
-        checked.push_back({bounded(from, src_blocks, n, "read"), bounded(to, dst_blocks, n, "written")});
-        written.add(checked.back().dst, n, "written");
-    });
-    return checked;
-}
-
-void check_parted(const std::vector<CopyPair>& pairs, int64_t blocks) {
-    Named written(blocks);
-    for (const CopyPair& pair : pairs) written.add(pair.dst, 0, "written");
-    for (const CopyPair& pair : pairs) {
-        if (written.has(pair.src)) fail("mapping", "block ", pair.src, " is both read and written in one copy");
+    const int64_t* ids = read_ids("pairs", pairs, 2, "[n, 2]");
+    const int64_t row = pairs.stride(0), column = pairs.stride(1);
+    std::vector<CopyPair> read;
+    read.reserve(static_cast<size_t>(pairs.size(0)));
+    for (int64_t n = 0; n < pairs.size(0); ++n) {
+        const int64_t from = ids[n * row], to = ids[n * row + column];
+        read.push_back({bounded(from, src_blocks, n, "read"), bounded(to, dst_blocks, n, "written")});
     }
+    return read;
 }
 
-std::vector<CopyPair> read_exchanges(const Tensor& pairs, int64_t num_blocks) {
-    std::vector<CopyPair> checked;
-    Named exchanged(num_blocks);
-    for_each_pair(pairs, [&](int64_t one, int64_t other, int64_t n) {
-        if (one == -1 && other == -1) return;
-        checked.push_back({bounded(one, num_blocks, n, "exchanged"), bounded(other, num_blocks, n, "exchanged")});
-        exchanged.add(checked.back().src, n, "exchanged");
-        exchanged.add(checked.back().dst, n, "exchanged");
-    });
-    return checked;
-}
-
-std::vector<CopyPair> read_blocks(const Tensor& blocks, int64_t num_blocks, int64_t num_rows, bool unique) {
-    check_ids("blocks", blocks, 1, "[n]");
-    if (num_rows >= kAside) fail("layout", "there are ", num_rows, " rows, the limit is ", kAside - 1);
-    const auto* ids = static_cast<const int64_t*>(blocks.const_data_ptr());
-    std::vector<CopyPair> checked;
-    Named written(unique ? num_blocks : 0);
-    for (int64_t n = 0; n < blocks.size(0); ++n) {
-        const uint32_t block = bounded(ids[n * blocks.stride(0)], num_blocks, n, unique ? "written" : "read");
-        if (unique) written.add(block, n, "written");
-        checked.push_back({block, static_cast<uint32_t>(n)});
+Steps read_steps(const Tensor& steps, const Tensor& starts, int64_t blocks) {
+    const int64_t* ids = read_ids("steps", steps, 2, "[n, 2]");
+    const int64_t row = steps.stride(0), column = steps.stride(1);
+    if (steps.size(0) >= UINT32_MAX) fail("mapping", "there are ", steps.size(0), " steps, the limit is ", UINT32_MAX);
+    Steps plan{{}, read_starts(starts, steps.size(0))};
+    plan.steps.reserve(static_cast<size_t>(steps.size(0)));
+    // Where the open ring began; its steps stay in one launch.
+    int64_t ring = -1;
+    size_t group = 0;
+    for (int64_t n = 0; n < steps.size(0); ++n) {
+        const int64_t from = ids[n * row], to = ids[n * row + column];
+        const bool opens = to == kAsideId, closes = from == kAsideId;
+        if (opens ? closes || ring >= 0 : closes && ring < 0) fail("mapping", "step ", n, " has nothing set aside");
+        if (opens) ring = n;
+        plan.steps.push_back({closes ? kAside : bounded(from, blocks, n, "read"),
+                              opens ? kAside : bounded(to, blocks, n, "written")});
+        if (ring >= 0 && n - ring > static_cast<int64_t>(kMaxRing)) fail("mapping", "step ", ring, " is not put back");
+        if (closes) ring = -1;
+        if (n + 1 == plan.starts[group + 1]) {
+            if (ring >= 0) fail("mapping", "step ", ring, " is not put back");
+            ++group;
+        }
     }
-    if (blocks.size(0) != num_rows) fail("mapping", blocks.size(0), " blocks are named, there are ", num_rows, " rows");
-    return checked;
+    return plan;
 }
 
 }  // namespace blockyard

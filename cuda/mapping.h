@@ -1,4 +1,4 @@
-// The mappings of the ops: read from a CPU tensor and checked against the number of blocks.
+// The mappings of the ops, checked and ordered by `blockyard._core.Mapping`: read from CPU tensors, ids within bounds.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,19 +9,11 @@
 
 namespace blockyard {
 
-// Reads pairs (from, to); throws if they are malformed, an id is out of range or a destination repeats.
+// Reads pairs (from, to), int64 [n, 2]. Throws if an id is out of range.
 std::vector<CopyPair> read_pairs(const torch::stable::Tensor& pairs, int64_t src_blocks, int64_t dst_blocks);
 
-// Throws if a block is both read and written.
-void check_parted(const std::vector<CopyPair>& pairs, int64_t blocks);
-
-// Reads pairs to exchange, without padding (-1, -1); throws if they are malformed, an id is out of range or a block is
-// named twice.
-std::vector<CopyPair> read_exchanges(const torch::stable::Tensor& pairs, int64_t num_blocks);
-
-// Reads the block of each row, as pairs (block, row); throws if they are malformed or not one for each row, an id is
-// out of range, or with `unique` one repeats.
-std::vector<CopyPair> read_blocks(const torch::stable::Tensor& blocks, int64_t num_blocks, int64_t num_rows,
-                                  bool unique);
+// Reads steps, int64 [n, 2] with -1 for kAside, and where their groups start, int64 [groups + 1]. Throws if an id is out
+// of range, the starts do not rise from 0 to n, or what is set aside is not put back within its group and kMaxRing steps.
+Steps read_steps(const torch::stable::Tensor& steps, const torch::stable::Tensor& starts, int64_t blocks);
 
 }  // namespace blockyard

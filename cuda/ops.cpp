@@ -1,11 +1,10 @@
-// The CUDA implementations of the ops that python/blockyard/engine/ops/__init__.py defines, over torch's stable ABI.
+// What the CUDA implementations of the ops, python/blockyard/engine/ops/compiled.py, call, over torch's stable ABI.
 //
-// Each: check everything on the host, enter the device, launch on its current stream, check the result.
+// Each: check the views and that ids are in range, enter the device, launch on its current stream, check the result.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -21,7 +20,7 @@ using torch::stable::Tensor;
 
 // ---- the ops ----
 
-void swap_blocks(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
+void run_swap(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
     const Side src("src", src_views), dst("dst", dst_views);
     check_swap(src, dst);
     run(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
@@ -34,41 +33,24 @@ void bench_copy_loop(std::vector<Tensor> src_views, std::vector<Tensor> dst_view
     run_loop(src, dst, read_pairs(pairs, src.blocks, dst.blocks));
 }
 
-void copy_blocks(std::vector<Tensor> views, Tensor pairs) {
+void run_steps(std::vector<Tensor> views, Tensor steps, Tensor starts) {
     const Side caches("caches", views);
     caches.check_apart();
-    const std::vector<CopyPair> checked = read_pairs(pairs, caches.blocks, caches.blocks);
-    check_parted(checked, caches.blocks);
-    run_within(caches, independent(checked));
+    run_within(caches, read_steps(steps, starts, caches.blocks));
 }
 
-void move_blocks(std::vector<Tensor> views, Tensor pairs) {
-    const Side caches("caches", views);
-    caches.check_apart();
-    const std::vector<CopyPair> checked = read_pairs(pairs, caches.blocks, caches.blocks);
-    run_within(caches, order_moves(checked, static_cast<size_t>(caches.blocks)));
-}
-
-void exchange_blocks(std::vector<Tensor> views, Tensor pairs) {
-    const Side caches("caches", views);
-    caches.check_apart();
-    run_within(caches, order_exchanges(read_exchanges(pairs, caches.blocks)));
-}
-
-void gather_blocks(std::vector<Tensor> views, Tensor staging, Tensor blocks) {
+void run_gather(std::vector<Tensor> views, Tensor staging, Tensor pairs) {
     const Side caches("caches", views), rows("rows", {staging});
     const Side pieces = rows.split(caches.views);
     check_swap(caches, pieces);
-    run(caches, pieces, read_blocks(blocks, caches.blocks, rows.blocks, false));
+    run(caches, pieces, read_pairs(pairs, caches.blocks, rows.blocks));
 }
 
-void scatter_blocks(Tensor staging, std::vector<Tensor> views, Tensor blocks) {
+void run_scatter(Tensor staging, std::vector<Tensor> views, Tensor pairs) {
     const Side caches("caches", views), rows("rows", {staging});
     const Side pieces = rows.split(caches.views);
     check_swap(pieces, caches);
-    std::vector<CopyPair> pairs = read_blocks(blocks, caches.blocks, rows.blocks, true);
-    for (CopyPair& pair : pairs) std::swap(pair.src, pair.dst);
-    run(pieces, caches, pairs);
+    run(pieces, caches, read_pairs(pairs, rows.blocks, caches.blocks));
 }
 
 void set_device_strategies(int64_t device, Tensor rules) {
@@ -97,19 +79,17 @@ bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device))
 }  // namespace
 }  // namespace blockyard
 
-// It takes no tensor that would select a device.
+// Whatever selects the device: these say themselves what they cannot take.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
     m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
+    m.impl("run_swap", TORCH_BOX(&blockyard::run_swap));
+    m.impl("run_steps", TORCH_BOX(&blockyard::run_steps));
+    m.impl("run_gather", TORCH_BOX(&blockyard::run_gather));
+    m.impl("run_scatter", TORCH_BOX(&blockyard::run_scatter));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CPU, m) { m.impl("set_strategies", TORCH_BOX(&blockyard::set_device_strategies)); }
 
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) {
-    m.impl("swap_blocks", TORCH_BOX(&blockyard::swap_blocks));
-    m.impl("copy_blocks", TORCH_BOX(&blockyard::copy_blocks));
-    m.impl("move_blocks", TORCH_BOX(&blockyard::move_blocks));
-    m.impl("exchange_blocks", TORCH_BOX(&blockyard::exchange_blocks));
-    m.impl("gather_blocks", TORCH_BOX(&blockyard::gather_blocks));
-    m.impl("scatter_blocks", TORCH_BOX(&blockyard::scatter_blocks));
     m.impl("bench_copy_loop", TORCH_BOX(&blockyard::bench_copy_loop));
 }

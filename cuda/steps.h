@@ -1,4 +1,4 @@
-// Orders moves within one cache as groups of steps that may run in parallel. No CUDA and no torch here.
+// Groups of steps that may run in parallel, and their parts for one launch. No CUDA and no torch here.
 #pragma once
 
 #include <cstddef>
@@ -38,15 +38,8 @@ struct StepRange {
     std::vector<uint16_t> starts;  // relative to `steps`, one more than there are groups
 };
 
-// The steps of one ring, with the two that save and write its first block, stay in one part.
+// The steps of one ring of so many blocks, with the one that puts back what was set aside, stay in one part.
 constexpr size_t kMaxRing = 512;
-
-// Steps with the same effect as reading all sources before the first write. No destination repeats; ids are below
-// num_blocks.
-Steps order_moves(const std::vector<CopyPair>& pairs, size_t num_blocks);
-
-// Steps that exchange the two blocks of every pair; no block is named twice.
-Steps order_exchanges(const std::vector<CopyPair>& pairs);
 
 // A group for each pair.
 Steps independent(const std::vector<CopyPair>& pairs);

@@ -228,7 +228,3 @@ extern "C" int launch(int model, const CopyPair* pairs, size_t num_pairs, const 
 }
 
 extern "C" bool fits(const CopyTensor* tensors, size_t num_tensors) { return fits_bulk(tensors, num_tensors); }
-
-extern "C" bool independent_moves(const CopyPair* pairs, size_t num_pairs, size_t num_blocks) {
-    return is_independent(order_moves({pairs, pairs + num_pairs}, num_blocks));
-}

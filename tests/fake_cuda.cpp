@@ -208,11 +208,10 @@ void swap(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor p
     run(src, dst, blockyard::read_pairs(pairs, src.blocks, dst.blocks));
 }
 
-void move(std::vector<Tensor> views, Tensor pairs) {
+void move(std::vector<Tensor> views, Tensor steps, Tensor starts) {
     Side caches("caches", views);
     caches.device = 0;
-    const auto checked = blockyard::read_pairs(pairs, caches.blocks, caches.blocks);
-    run_within(caches, blockyard::order_moves(checked, static_cast<size_t>(caches.blocks)));
+    run_within(caches, blockyard::read_steps(steps, starts, caches.blocks));
 }
 
 void loop(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor pairs) {
@@ -225,7 +224,7 @@ void loop(std::vector<Tensor> src_views, std::vector<Tensor> dst_views, Tensor p
 
 STABLE_TORCH_LIBRARY(blockyard_fake, m) {
     m.def("swap(Tensor[] src, Tensor(a!)[] dst, Tensor pairs, bool from_device, bool to_device) -> ()");
-    m.def("move(Tensor(a!)[] caches, Tensor pairs) -> ()");
+    m.def("move(Tensor(a!)[] caches, Tensor steps, Tensor starts) -> ()");
     m.def("loop(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()");
 }
 

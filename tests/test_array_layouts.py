@@ -15,10 +15,10 @@ from prompts import allocate_prompts
 from blockyard import BlockManager, Pairs
 from blockyard._core import (
     BlockObserver,
+    BoundViews,
     Completion,
     FillMap,
     chain_keys,
-    copy_rows,
 )
 from blockyard.allocators import NaiveAllocator
 from blockyard.errors import InvalidArgumentError
@@ -170,6 +170,6 @@ def test_rows_that_are_one_row_are_refused() -> None:
     row = np.arange(8, dtype=np.uint8)
     often = np.broadcast_to(row, (2, 8))
     with pytest.raises(InvalidArgumentError, match="rows contiguous and apart"):
-        copy_rows([as_strided(row, (2, 8), (0, 1))], [np.zeros((2, 8), np.uint8)], np.array([[0, 1]]), num_threads=1)
+        BoundViews([as_strided(row, (2, 8), (0, 1))], [np.zeros((2, 8), np.uint8)])
     with pytest.raises(InvalidArgumentError):
-        copy_rows([np.zeros((2, 8), np.uint8)], [often], np.array([[0, 1]]), num_threads=1)
+        BoundViews([np.zeros((2, 8), np.uint8)], [often])

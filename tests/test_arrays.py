@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, PrefixCaching, StepDecision
-from blockyard._core import Completion, StoreStats
-from blockyard.engine.mapping import check_pairs
+from blockyard._core import Completion, Mapping, StoreStats
 from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
 from blockyard.events import export_keys
 from blockyard.types import Fit, Sequence
@@ -183,15 +182,15 @@ def test_pairs_may_be_any_ints(ids: object) -> None:
     given = Pairs("device", "host", ids)  # type: ignore[arg-type]
     assert given == Pairs("device", "host", np.array([[1, 2], [3, 4]]))
     assert given.ids.dtype == np.int64
-    assert check_pairs(ids, src_blocks=8, dst_blocks=8).tolist() == [[1, 2], [3, 4]]  # type: ignore[arg-type]
+    assert Mapping(ids, src_blocks=8, dst_blocks=8, rule="swap").pairs.tolist() == [[1, 2], [3, 4]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[[1]], [[1, 2, 3]], [[1, -1]], [[1, 1.5]], [[1, 2**32]], np.zeros((1, 2)), [1, 2], 3])
 def test_what_is_no_pairs_is_refused_everywhere(ids: object) -> None:
     with pytest.raises(InvalidArgumentError, match="pair"):
         Pairs("device", "host", ids)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="pair"):
-        check_pairs(ids, src_blocks=8, dst_blocks=8)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"pair|entry 0: block"):
+        Mapping(ids, src_blocks=8, dst_blocks=8, rule="swap")  # type: ignore[arg-type]
 
 
 NOTHING = Pairs("host", "external", [])

@@ -27,7 +27,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     sources = [str(TESTS / "bulk_ring.cpp"), str(CUDA / "steps.cpp")]
     subprocess.run(["g++", *flags, f"-I{CUDA}", *sources, "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
-    loaded.fits.restype = loaded.independent_moves.restype = ctypes.c_bool
+    loaded.fits.restype = ctypes.c_bool
     return loaded
 
 
@@ -120,16 +120,6 @@ def test_rows_that_the_engine_cannot_take_are_left_to_the_kernel(
     assert not fits(4096, 8192 + offset, 128, stride, width)
     # More pieces than are counted.
     assert not fits(4096, 8192, 1 << 40, 1 << 40, 1 << 30)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "independent"),
-    [([[0, 1], [2, 3]], True), ([[0, 1], [0, 2]], True), ([[0, 1], [1, 2]], False), ([[0, 1], [1, 0]], False)],
-)
-def test_moves_that_depend_on_one_another_are_left_to_the_kernel(ring: ctypes.CDLL, pairs: list, independent: bool):
-    ids = np.array(pairs, np.uint32)
-    size = ctypes.c_size_t
-    assert ring.independent_moves(pointer(ids), size(len(ids)), size(4)) is independent
 
 
 WANTED = {

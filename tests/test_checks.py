@@ -13,6 +13,7 @@ from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.mover import cache_views
 from blockyard.engine.ops import fallback
+from blockyard.engine.ops.compiled import named
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import LayoutError, MappingError
 from blockyard.integrations.gaudi import CacheSwapUtils
@@ -74,7 +75,7 @@ def compiled(name: str) -> Op:
         try:
             op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)
         except RuntimeError as error:
-            raise ops._named(error) from error
+            raise named(error) from error
 
     return call
 
@@ -110,6 +111,44 @@ def test_the_compiled_library_refuses_rows_and_caches_that_are_all_on_the_cpu():
         compiled("gather")(CACHES, ROWS, TWO)
     with pytest.raises(LayoutError, match="neither rows nor caches is on a CUDA device"):
         compiled("scatter")(ROWS, CACHES, TWO)
+
+
+STEPS = {
+    "out of range": ([[0, 6]], [0, 1], "entry 0: block 6 is to be written, there are 6 blocks"),
+    "a negative id": ([[0, 1], [-2, 1]], [0, 2], "entry 1: block -2 is to be read"),
+    "never put back": ([[0, -1], [1, 0]], [0, 2], "step 0 is not put back"),
+    "put back in another group": ([[0, -1], [1, 0], [-1, 1]], [0, 2, 3], "step 0 is not put back"),
+    "put back too late": ([[0, -1], *[[1, 2]] * 512, [-1, 1]], [0, 514], "step 0 is not put back"),
+    "set aside twice": ([[0, -1], [1, -1], [-1, 2], [-1, 3]], [0, 4], "step 1 has nothing set aside"),
+    "nothing set aside": ([[-1, 1]], [0, 1], "step 0 has nothing set aside"),
+    "from aside to aside": ([[-1, -1]], [0, 1], "step 0 has nothing set aside"),
+    "no starts": ([[0, 1]], [], "starts end at -1"),
+    "a late first start": ([[0, 1]], [1], "start 0 is 1"),
+    "starts that fall": ([[0, 1], [2, 3]], [0, 2, 1], "start 2 is 1"),
+    "an empty group": ([[0, 1]], [0, 0, 1], "start 1 is 0"),
+    "starts beyond the steps": ([[0, 1]], [0, 2], "start 1 is 2"),
+    "starts that end early": ([[0, 1], [2, 3]], [0, 1], "starts end at 1, there are 2"),
+    "triples": ([[0, 1, 2]], [0, 1], r"wanted int64 \[n, 2\]"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_the_compiled_library_refuses_steps_that_would_leave_the_caches_or_a_launch(case: str):
+    if not op_library().loaded:
+        pytest.skip(op_library().explain())
+    steps, starts, message = STEPS[case]
+    with pytest.raises(RuntimeError, match=r"mapping: .*" + message):
+        torch.ops.blockyard.run_steps(CACHES, torch.tensor(steps), torch.tensor(starts, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"mapping: steps have .* wanted int64"):
+        torch.ops.blockyard.run_steps(CACHES, torch.tensor(steps, dtype=torch.int32), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 512, 513, 1025, 3000])
+def test_the_compiled_library_takes_the_steps_of_every_mapping(count: int):
+    ring = np.column_stack((np.arange(count), np.roll(np.arange(count), 1)))
+    for rule, pairs in (("move", ring), ("exchange", ring[: count // 2 * 2 : 2]), ("copy", ring[:0])):
+        with pytest.raises(LayoutError, match="caches are not on a CUDA device"):
+            compiled(rule)(caches_of(1, count + 1, 1), torch.from_numpy(pairs))
 
 
 def test_wrong_widths_are_refused_without_bytes():

@@ -7,15 +7,28 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from blockyard._core import copy_rows, exchange_rows, move_rows
+from blockyard._core import BoundViews, Mapping
 from blockyard.errors import InvalidArgumentError, MappingError
 
 Pairs = NDArray[np.int64]
+
+
+def between(src: list[np.ndarray], dst: list[np.ndarray], pairs: object, threads: int = 1) -> None:
+    bound = BoundViews(src, dst)
+    bound.run(Mapping(pairs, src_blocks=len(src[0]), dst_blocks=len(dst[0]), rule="swap"), num_threads=threads)
+
+
+def within(arrays: list[np.ndarray], pairs: object, rule: str) -> None:
+    bound = BoundViews(arrays)
+    bound.run(Mapping(pairs, src_blocks=len(arrays[0]), dst_blocks=len(arrays[0]), rule=rule), num_threads=1)
+
+
 CALLS: dict[str, Callable[[list[np.ndarray], Pairs], None]] = {
-    "copy from": lambda arrays, pairs: copy_rows(arrays, [np.zeros_like(arrays[0])], pairs, num_threads=1),
-    "copy to": lambda arrays, pairs: copy_rows([np.zeros_like(arrays[0])], arrays, pairs, num_threads=1),
-    "exchange": lambda arrays, pairs: exchange_rows(arrays, pairs, num_threads=1),
-    "move": lambda arrays, pairs: move_rows(arrays, pairs, num_threads=1),
+    "copy from": lambda arrays, pairs: between(arrays, [np.zeros((5, 8), np.uint8)], pairs),
+    "copy to": lambda arrays, pairs: between([np.zeros((5, 8), np.uint8)], arrays, pairs),
+    "copy": lambda arrays, pairs: within(arrays, pairs, "copy"),
+    "exchange": lambda arrays, pairs: within(arrays, pairs, "exchange"),
+    "move": lambda arrays, pairs: within(arrays, pairs, "move"),
 }
 
 
@@ -49,9 +62,33 @@ def test_an_array_of_another_form_is_refused(call: str, array: str):
 @pytest.mark.parametrize("pair", [[5, 0], [0, 5], [-1, 0], [0, -1], [2**32, 0], [0, 2**40]])
 def test_a_row_that_does_not_exist_is_refused(call: str, pair: list[int]):
     array = rows()
-    with pytest.raises(MappingError, match=rf"pair 1 names (row|block) ({max(pair)}|-1)"):
+    with pytest.raises(MappingError, match=rf"entry 1: block ({max(pair)}|-1) is to be .*, there are 5 blocks"):
         CALLS[call]([array], np.array([[1, 2], pair]))
     np.testing.assert_array_equal(array, rows())
+
+
+@pytest.mark.parametrize("rule", ["swap", "copy", "move", "exchange"])
+def test_a_mapping_of_more_blocks_than_the_views_have_is_refused(rule: str):
+    array, other = rows(), np.zeros((5, 8), np.uint8)
+    bound = BoundViews([array], [other]) if rule == "swap" else BoundViews([array])
+    for pairs, last in (([[1, 2], [0, 5]], 5), ([[7, 2]], 7)):
+        mapping = Mapping(pairs, src_blocks=9, dst_blocks=9, rule=rule)
+        with pytest.raises(MappingError, match=f"up to block {last} is to be run over caches of 5 blocks"):
+            bound.run(mapping, num_threads=1)
+    np.testing.assert_array_equal(array, rows())
+    assert not other.any()
+
+
+def test_a_mapping_runs_where_its_rule_says():
+    array, other = rows(), np.zeros((5, 8), np.uint8)
+    places = {"between": BoundViews([array], [other]), "within": BoundViews([array])}
+    for place, rule in (("between", "move"), ("between", "exchange"), ("within", "swap")):
+        mapping = Mapping([[0, 1]], src_blocks=5, dst_blocks=5, rule=rule)
+        with pytest.raises(MappingError, match=f"cannot be run {place} caches"):
+            places[place].run(mapping, num_threads=1)
+    np.testing.assert_array_equal(array, rows())
+    with pytest.raises(InvalidArgumentError, match="rule is 'any', must be 'swap', 'copy', 'move' or 'exchange'"):
+        Mapping([[0, 1]], src_blocks=5, dst_blocks=5, rule="any")
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -66,18 +103,18 @@ def test_pairs_of_another_form_are_refused(call: str, pairs: list[object]):
 def test_lists_that_do_not_fit_one_another_are_refused():
     array, other = rows(), np.zeros((5, 7), np.uint8)
     with pytest.raises(InvalidArgumentError, match="1 caches are to be copied to 2"):
-        copy_rows([array], [other, other], np.array([[0, 1]]), num_threads=1)
+        between([array], [other, other], np.array([[0, 1]]))
     with pytest.raises(InvalidArgumentError, match="rows of 8 bytes are to be copied to rows of 7, in cache 0"):
-        copy_rows([array], [other], np.array([[0, 1]]), num_threads=1)
+        between([array], [other], np.array([[0, 1]]))
     assert not other.any()
 
 
 def test_rows_apart_from_one_another_and_single_ones_are_taken_as_they_lie():
     memory = np.arange(60, dtype=np.uint8).reshape(5, 12)
     target = np.zeros((1, 8), np.uint8)
-    copy_rows([memory[:, 2:10]], [as_strided(target, (1, 8), (-3, 1))], np.array([[4, 0]]), num_threads=2)
+    between([memory[:, 2:10]], [as_strided(target, (1, 8), (-3, 1))], np.array([[4, 0]]), 2)
     np.testing.assert_array_equal(target[0], memory[4, 2:10])
-    copy_rows([np.zeros((0, 8), np.uint8)], [target], np.zeros((0, 2), np.int64), num_threads=0)
+    between([np.zeros((0, 8), np.uint8)], [target], np.zeros((0, 2), np.int64), 0)
 
 
 def refused(error: type[Exception], match: str, call: Callable[[], None], *arrays: np.ndarray) -> None:
@@ -91,13 +128,13 @@ def refused(error: type[Exception], match: str, call: Callable[[], None], *array
 def test_a_row_that_is_written_twice_or_read_and_written_is_refused():
     array, other = rows(), np.zeros((5, 8), np.uint8)
     pairs = np.array([[0, 1], [2, 1]])
-    twice = "row 1 is written twice, by pairs 0 and 1"
-    refused(MappingError, twice, lambda: copy_rows([array], [other], pairs, num_threads=1), other)
-    refused(MappingError, twice, lambda: move_rows([array], pairs, num_threads=1), array)
-    refused(MappingError, twice, lambda: exchange_rows([array], pairs, num_threads=1), array)
+    twice = "block 1 is (written|exchanged) twice, by entries 0 and 1"
+    refused(MappingError, twice, lambda: between([array], [other], pairs), other)
+    refused(MappingError, twice, lambda: within([array], pairs, "move"), array)
+    refused(MappingError, twice, lambda: within([array], pairs, "exchange"), array)
     chain = np.array([[0, 1], [1, 2]])
-    both = "pair 1 reads row 1, which is written too"
-    refused(MappingError, both, lambda: copy_rows([array], [array], chain, num_threads=1), array)
+    both = r"block 1 is both read \(pair 1\) and written in one copy"
+    refused(MappingError, both, lambda: within([array], chain, "copy"), array)
 
 
 @pytest.mark.parametrize("owner", ["one", "two"])
@@ -110,17 +147,17 @@ def test_arrays_that_share_memory_are_refused(owner: str):
     pairs = np.array([[0, 1]])
     shared = "caches 0 and 1 share memory"
     others = [rows(), rows()]
-    refused(InvalidArgumentError, shared, lambda: copy_rows(others, [low, high], pairs, num_threads=1), low, high)
-    refused(InvalidArgumentError, shared, lambda: exchange_rows([low, high], pairs, num_threads=1), low, high)
-    refused(InvalidArgumentError, shared, lambda: move_rows([low, high], pairs, num_threads=1), low, high)
+    refused(InvalidArgumentError, shared, lambda: between(others, [low, high], pairs), low, high)
+    refused(InvalidArgumentError, shared, lambda: within([low, high], pairs, "exchange"), low, high)
+    refused(InvalidArgumentError, shared, lambda: within([low, high], pairs, "move"), low, high)
     read = "cache 0 to read and cache 0 to write share memory"
-    refused(InvalidArgumentError, read, lambda: copy_rows([low], [high], pairs, num_threads=1), low, high)
+    refused(InvalidArgumentError, read, lambda: between([low], [high], pairs), low, high)
 
 
 def test_arrays_that_cannot_be_written_are_read_alone():
     array, other = rows(), np.zeros((5, 8), np.uint8)
     array.flags.writeable = False
-    copy_rows([array], [other], np.array([[4, 0]]), num_threads=1)
+    between([array], [other], np.array([[4, 0]]))
     np.testing.assert_array_equal(other[0], array[4])
     for name, call in CALLS.items():
         if name != "copy from":
@@ -129,7 +166,7 @@ def test_arrays_that_cannot_be_written_are_read_alone():
 
 def test_halves_of_one_array_and_woven_rows_are_copied():
     array = rows()
-    copy_rows([array[:2]], [array[2:]], np.array([[0, 2], [1, 0]]), num_threads=1)
+    between([array[:2]], [array[2:]], np.array([[0, 2], [1, 0]]))
     np.testing.assert_array_equal(array[[4, 2]], rows()[[0, 1]])
-    exchange_rows([array[:, 4:], array[:, :4]], np.array([[3, 1]]), num_threads=1)
+    within([array[:, 4:], array[:, :4]], np.array([[3, 1]]), "exchange")
     np.testing.assert_array_equal(array[[1, 3]], rows()[[3, 1]])

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard._core import Mapping
+
 CUDA = Path(__file__).resolve().parent.parent / "cuda"
 
 # A device of one thread at a time; blocks of threads run in a drawn order, as a device runs them in any.
@@ -35,12 +37,9 @@ static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_h
         for (int t = 0; t < kThreads; ++t)
             walk_group<Access>(p, n % chunks, n / chunks % tensors, n / chunks / tensors, t);
 }
-extern "C" int launch(int kind, const CopyPair* pairs, size_t num_pairs, size_t num_blocks, CopyTensor* tensors,
-                      size_t num_tensors, int access, size_t most, unsigned seed) {
-    const std::vector<CopyPair> list(pairs, pairs + num_pairs);
-    const Steps plan = kind == 1   ? order_moves(list, num_blocks)
-                       : kind == 2 ? order_exchanges(list)
-                                   : independent(list);
+extern "C" int launch(const CopyPair* steps, size_t num_steps, const uint32_t* starts, size_t num_starts,
+                      CopyTensor* tensors, size_t num_tensors, bool from_host, int access, size_t most, unsigned seed) {
+    const Steps plan{{steps, steps + num_steps}, {starts, starts + num_starts}};
     static CopyParams params;
     int launches = 0;
     for (const StepRange& part : split_steps(plan, most)) {
@@ -52,14 +51,13 @@ extern "C" int launch(int kind, const CopyPair* pairs, size_t num_pairs, size_t 
         std::copy_n(tensors, num_tensors, params.tensors);
         int64_t widest = 0;
         for (size_t t = 0; t < num_tensors; ++t) widest = std::max(widest, tensors[t].width);
-        if (access == 1) run<uint8_t>(params, num_tensors, widest, kind == 3, seed);
-        else run<uint64_t>(params, num_tensors, widest, kind == 3, seed);
+        if (access == 1) run<uint8_t>(params, num_tensors, widest, from_host, seed);
+        else run<uint64_t>(params, num_tensors, widest, from_host, seed);
         ++launches;
     }
     return launches;
 }
 """
-COPY, MOVE, EXCHANGE, FROM_HOST = range(4)
 MOST = 2048
 SHORTEST = 513
 
@@ -89,19 +87,25 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def launch(
-    device: ctypes.CDLL, kind: int, pairs: np.ndarray, src: list, dst: list, *, access: int = 1, most: int = MOST
+    device: ctypes.CDLL,
+    rule: str,
+    pairs: np.ndarray,
+    src: list,
+    dst: list,
+    *,
+    from_host: bool = False,
+    access: int = 1,
+    most: int = MOST,
 ) -> int:
-    ids = np.ascontiguousarray(pairs, dtype=np.uint32)
+    mapping = Mapping(pairs, src_blocks=len(src[0]), dst_blocks=len(dst[0]), rule=rule)
+    steps, starts = (np.ascontiguousarray(array, np.int64).astype(np.uint32) for array in mapping.steps())
     views = [
         Tensor(a.ctypes.data, b.ctypes.data, a.strides[0], b.strides[0], a.shape[1])
         for a, b in zip(src, dst, strict=True)
     ]
-    array = (Tensor * len(views))(*views)
-    size = ctypes.c_size_t
-    blocks, count = size(len(dst[0])), size(len(ids))
-    return device.launch(
-        kind, ids.ctypes.data_as(ctypes.c_void_p), count, blocks, array, size(len(views)), access, size(most), 1
-    )
+    array, size, pointer = (Tensor * len(views))(*views), ctypes.c_size_t, ctypes.c_void_p
+    plan = steps.ctypes.data_as(pointer), size(len(steps)), starts.ctypes.data_as(pointer), size(len(starts))
+    return device.launch(*plan, array, size(len(views)), from_host, access, size(most), 1)
 
 
 def rows_of(blocks: int, widths: list[int], seed: int) -> list[np.ndarray]:
@@ -126,7 +130,7 @@ def test_moves_are_made_as_if_all_were_read_first(device: ctypes.CDLL, drawn: tu
     expected = [cache.copy() for cache in caches]
     for rows in expected:
         rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
-    assert launch(device, MOVE, pairs, caches, caches, access=access) >= 0
+    assert launch(device, "move", pairs, caches, caches, access=access) >= 0
     for now, want in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(now, want)
     assert wanted is None or caches[0].base[:, -8:].tolist() == wanted[:, -8:].tolist()
@@ -151,7 +155,7 @@ def test_plans_longer_than_a_launch_are_parted_where_they_may_be(device: ctypes.
     expected = [cache.copy() for cache in caches]
     for rows in expected:
         rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
-    launches = launch(device, MOVE, pairs, caches, caches, most=most)
+    launches = launch(device, "move", pairs, caches, caches, most=most)
     assert launches >= len(pairs) // most
     for now, want in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(now, want)
@@ -162,20 +166,20 @@ def test_exchanges_leave_nothing_aside_between_launches(device: ctypes.CDLL):
     caches = rows_of(4000, [5], 1)
     expected = caches[0].copy()
     expected[pairs] = expected[pairs[:, ::-1]]
-    assert launch(device, EXCHANGE, pairs, caches, caches) == 3
+    assert launch(device, "exchange", pairs, caches, caches) == 3
     np.testing.assert_array_equal(caches[0], expected)
 
 
 @pytest.mark.parametrize("access", [1, 8])
-@pytest.mark.parametrize("kind", [COPY, FROM_HOST])
+@pytest.mark.parametrize("from_host", [False, True])
 @pytest.mark.parametrize("widths", [[8], [16, 4096, 8], [24, 24, 24, 24], [16384 + 8]])
-def test_copies_between_memories_arrive_whole(device: ctypes.CDLL, kind: int, widths: list[int], access: int):
+def test_copies_between_memories_arrive_whole(device: ctypes.CDLL, from_host: bool, widths: list[int], access: int):
     random = np.random.default_rng(5)
     pairs = np.column_stack((random.integers(0, 30, 20), random.permutation(40)[:20]))
     src, dst = rows_of(30, widths, 1), rows_of(40, widths, 2)
     expected = [rows.copy() for rows in dst]
     for source, target in zip(src, expected, strict=True):
         target[pairs[:, 1]] = source[pairs[:, 0]]
-    assert launch(device, kind, pairs, src, dst, access=access) == 1
+    assert launch(device, "swap", pairs, src, dst, from_host=from_host, access=access) == 1
     for now, want in zip(dst, expected, strict=True):
         np.testing.assert_array_equal(now, want)

@@ -59,8 +59,12 @@ def test_the_built_library_loads_and_has_the_cuda_kernels(loaded: native.OpLibra
 
     for name in OPS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-        # What Python registers is an object of Python's; the library's is named by its source file.
-        assert "ops.cpp" in re.search(r"\bCUDA: .*", torch._C._dispatch_dump(name)).group()
+    for name in ("run_swap", "run_steps", "run_gather", "run_scatter", "has_bulk"):
+        # What Python registers is named by a file of Python's, the library's by its source file.
+        assert (
+            "ops.cpp"
+            in re.search(r"\bCompositeExplicitAutograd\S*: .*", torch._C._dispatch_dump(f"blockyard::{name}")).group()
+        )
 
 
 def test_a_loaded_library_says_what_it_was_built_for(loaded: native.OpLibrary):

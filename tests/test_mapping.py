@@ -1,11 +1,12 @@
-"""Mappings: what is malformed, out of range or contradicts itself is refused; the rest passes unchanged."""
+"""Mappings: what is malformed, out of range or contradicts itself is refused; the rest passes, in runs."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.engine.mapping import check_blocks, check_pairs, in_runs, unequal_pairs
+from blockyard._core import Mapping
+from blockyard.engine.mapping import unequal_pairs, with_rows
 from blockyard.errors import MappingError
 
 ANY_PAIRS = st.lists(st.tuples(st.integers(-2, 8), st.integers(-2, 8)), max_size=8)
@@ -19,32 +20,62 @@ def num_runs(pairs: np.ndarray) -> int:
     return len(pairs) and 1 + int((np.diff(pairs, axis=0) != 1).any(axis=1).sum())
 
 
-def is_sound(listed: list[tuple[int, int]], src_blocks: int, dst_blocks: int, *, in_place: bool) -> bool:
-    sources, targets = {a for a, _ in listed}, [b for _, b in listed]
+RULES = ["swap", "copy", "move", "exchange"]
+
+
+def is_sound(listed: list[tuple[int, int]], src_blocks: int, dst_blocks: int, rule: str) -> bool:
+    kept = [pair for pair in listed if rule != "exchange" or pair != (-1, -1)]
+    sources, targets = {a for a, _ in kept}, [b for _, b in kept]
     in_range = all(0 <= a < src_blocks for a in sources) and all(0 <= b < dst_blocks for b in targets)
-    return in_range and len(set(targets)) == len(targets) and not (in_place and sources & set(targets))
+    named = [*targets, *(a for a, _ in kept)] if rule == "exchange" else targets
+    return in_range and len(set(named)) == len(named) and not (rule == "copy" and sources & set(targets))
 
 
-@given(ANY_PAIRS, st.integers(0, 8), st.integers(0, 8), st.booleans())
-def test_a_mapping_passes_exactly_if_it_is_sound(listed, src_blocks, dst_blocks, in_place):
+def mapping(pairs: object, src_blocks: int = 8, dst_blocks: int = 4, rule: str = "swap") -> Mapping:
+    return Mapping(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, rule=rule)
+
+
+@given(ANY_PAIRS, st.integers(0, 8), st.integers(0, 8), st.sampled_from(RULES))
+def test_a_mapping_passes_exactly_if_it_is_sound(listed, src_blocks, dst_blocks, rule):
     pairs = pairs_of(listed)
-    if is_sound(listed, src_blocks, dst_blocks, in_place=in_place):
-        checked = check_pairs(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
-        np.testing.assert_array_equal(checked, pairs)
-        assert checked.flags.c_contiguous
+    if is_sound(listed, src_blocks, dst_blocks, rule):
+        made = mapping(pairs, src_blocks, dst_blocks, rule)
+        wanted = [p for p in listed if not (rule == "move" and p[0] == p[1]) and p != (-1, -1)]
+        in_order = wanted if rule == "exchange" else sorted(wanted, key=lambda pair: pair[1])
+        assert made.pairs.tolist() == [list(pair) for pair in in_order]
+        assert (len(made), made.rule) == (len(wanted), rule)
     else:
         with pytest.raises(MappingError):
-            check_pairs(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
+            mapping(pairs, src_blocks, dst_blocks, rule)
+
+
+@given(ANY_PAIRS, st.sampled_from(RULES[1:]))
+def test_steps_have_the_effect_of_reading_all_blocks_first(listed, rule):
+    if not is_sound(listed, 8, 8, rule):
+        return
+    steps, starts = mapping(pairs_of(listed), 8, 8, rule).steps()
+    assert (starts[0], starts[-1]) == (0, len(steps))
+    blocks, aside = list(range(9)), 8
+    for a, b in steps.tolist():
+        blocks[b if b >= 0 else aside] = blocks[a if a >= 0 else aside]
+    wanted = list(range(8))
+    for a, b in listed:
+        if a >= 0:
+            wanted[b] = a
+            if rule == "exchange":
+                wanted[a] = b
+    assert blocks[:8] == wanted
 
 
 @given(st.lists(st.integers(-2, 8), max_size=8), st.integers(0, 8), st.booleans())
-def test_a_list_of_blocks_passes_exactly_if_it_is_sound(listed, num_blocks, unique):
+def test_a_list_of_blocks_passes_exactly_if_it_is_sound(listed, num_blocks, written):
     blocks = np.array(listed, np.int64)
-    if all(0 <= b < num_blocks for b in listed) and not (unique and len(set(listed)) < len(listed)):
-        np.testing.assert_array_equal(check_blocks(blocks, num_blocks, unique=unique), blocks)
+    if all(0 <= b < num_blocks for b in listed) and not (written and len(set(listed)) < len(listed)):
+        pairs = with_rows(blocks, num_blocks, written=written).pairs[:, :: -1 if written else 1]
+        assert sorted(pairs.tolist()) == sorted([block, row] for row, block in enumerate(listed))
     else:
         with pytest.raises(MappingError):
-            check_blocks(blocks, num_blocks, unique=unique)
+            with_rows(blocks, num_blocks, written=written)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +88,14 @@ def test_a_list_of_blocks_passes_exactly_if_it_is_sound(listed, num_blocks, uniq
 )
 def test_errors_carry_the_numbers(listed, message):
     with pytest.raises(MappingError, match=message):
-        check_pairs(pairs_of(listed), src_blocks=8, dst_blocks=4)
+        mapping(pairs_of(listed))
 
 
 def test_reading_what_is_written_is_refused_in_place_alone():
     pairs = pairs_of([(0, 1), (1, 2)])
-    check_pairs(pairs, src_blocks=4, dst_blocks=4)
+    mapping(pairs, 4, 4)
     with pytest.raises(MappingError, match=r"block 1 is both read \(pair 1\) and written"):
-        check_pairs(pairs, src_blocks=4, dst_blocks=4, in_place=True)
+        mapping(pairs, 4, 4, "copy")
 
 
 @pytest.mark.parametrize(
@@ -79,20 +110,14 @@ def test_reading_what_is_written_is_refused_in_place_alone():
 )
 def test_other_dtypes_and_shapes_are_refused(pairs):
     with pytest.raises(MappingError, match=r"\[n, 2\]"):
-        check_pairs(pairs, src_blocks=4, dst_blocks=4)
+        mapping(pairs)
     with pytest.raises(MappingError, match=r"wanted int64 \[n\]"):
-        check_blocks(pairs.reshape(-1, 1), 4)
-
-
-def test_strided_mappings_become_contiguous():
-    pairs = np.arange(12, dtype=np.int64).reshape(2, 6).T[::2]
-    checked = check_pairs(pairs, src_blocks=12, dst_blocks=12)
-    np.testing.assert_array_equal(checked, [[0, 6], [2, 8], [4, 10]])
-    assert checked.flags.c_contiguous
+        with_rows(pairs.reshape(-1, 1), 4, written=False)
 
 
 def test_an_empty_mapping_is_allowed_even_of_no_blocks():
-    assert len(in_runs(check_pairs(pairs_of([]), src_blocks=0, dst_blocks=0, in_place=True))) == 0
+    for rule in RULES:
+        assert (len(made := mapping([], 0, 0, rule)), made.reach) == (0, (0, 0))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), st.integers(1, 7), st.data())
@@ -124,9 +149,17 @@ def test_a_load_that_ends_within_a_host_block_takes_its_head_not_its_tail():
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20, unique_by=lambda pair: pair[1]))
 def test_no_order_of_pairs_has_fewer_runs_than_that_of_their_destinations(listed):
     pairs = np.array(listed, np.int64).reshape(-1, 2)
-    ordered = in_runs(pairs)
+    ordered = mapping(pairs, 31, 31).pairs
     assert sorted(ordered.tolist()) == sorted(pairs.tolist())
     # A run goes on where both neighbours do: whatever the order, no run has more ends than these.
     begins = [pair for pair in listed if (pair[0] - 1, pair[1] - 1) not in listed]
     assert num_runs(ordered) == len(begins)
-    assert in_runs(ordered) is ordered
+
+
+@given(st.permutations(range(12)), st.integers(1, 15))
+def test_parts_follow_one_another(targets, most):
+    whole = mapping(np.column_stack((np.arange(12), targets)), 12, 12)
+    parts = whole.split(most)
+    assert max(len(part) for part in parts) <= most
+    assert np.concatenate([part.pairs for part in parts]).tolist() == whole.pairs.tolist()
+    assert [part.reach for part in parts] == [tuple((part.pairs.max(axis=0) + 1).tolist()) for part in parts]

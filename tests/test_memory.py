@@ -16,13 +16,7 @@ from layouts import LAYOUTS
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
-from blockyard._core import (
-    BlockObserver,
-    copy_rows,
-    exchange_rows,
-    expand_span,
-    move_rows,
-)
+from blockyard._core import BlockObserver, BoundViews, Mapping, expand_span
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.events import export_keys
 
@@ -126,21 +120,27 @@ def resolve(new: Guarded) -> Case:
 
 
 def copy(new: Guarded) -> Case:
-    call = lambda src, dst, pairs: copy_rows([src], [dst], pairs, num_threads=1)  # noqa: E731
+    def call(src: Array, dst: Array, pairs: Array) -> None:
+        BoundViews([src], [dst]).run(Mapping(pairs, src_blocks=5, dst_blocks=5, rule="swap"), num_threads=1)
+
     src = np.arange(40, dtype=np.uint8).reshape(5, 8)
     return Case(call, {"dst": new((5, 8), np.uint8)}, {"src": src, "pairs": np.array([[0, 4], [3, 1]], np.int64)})
+
+
+def within(rows: Array, pairs: Array, rule: Any) -> None:
+    BoundViews([rows]).run(Mapping(pairs, src_blocks=5, dst_blocks=5, rule=rule), num_threads=1)
 
 
 def exchange(new: Guarded) -> Case:
     rows = new((5, 8), np.uint8)
     rows[...] = np.arange(40).reshape(5, 8)
-    call = lambda rows, pairs: exchange_rows([rows], pairs, num_threads=1)  # noqa: E731
+    call = lambda rows, pairs: within(rows, pairs, "exchange")  # noqa: E731
     return Case(call, {"rows": rows}, {"pairs": np.array([[0, 4], [3, 1]], np.int64)})
 
 
 def move(new: Guarded) -> Case:
     case = exchange(new)
-    case.call = lambda rows, pairs: move_rows([rows], pairs, num_threads=1)
+    case.call = lambda rows, pairs: within(rows, pairs, "move")
     case.read = {"pairs": np.array([[0, 1], [1, 2], [2, 0]], np.int64)}
     return case
 
@@ -233,6 +233,35 @@ def test_an_array_changed_in_place_is_refused_or_written_within_its_bytes(writer
             assert mutation != "read_only"
             new.check()
             assert not idle or (done, new.bytes()) == (result, plain.bytes())
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("rule", ["swap", "copy", "move", "exchange"])
+def test_bound_views_copy_the_rows_that_were_bound_whatever_becomes_of_the_arrays(rule: Any, mutation: str) -> None:
+    new = Guarded()
+    rows, other = new((5, 8), np.uint8), new((5, 8), np.uint8, 7)
+    rows[...] = np.arange(40).reshape(5, 8)
+    before = rows.copy()
+    bound = BoundViews([rows], [other]) if rule == "swap" else BoundViews([rows])
+    with changed(rows, mutation), changed(other, mutation):
+        bound.run(Mapping([[0, 4], [3, 1]], src_blocks=5, dst_blocks=5, rule=rule), num_threads=1)
+    new.check()
+    target, wanted = (other, np.full((5, 8), 7, np.uint8)) if rule == "swap" else (rows, before.copy())
+    wanted[[4, 1]] = before[[0, 3]]
+    if rule == "exchange":
+        wanted[[0, 3]] = before[[4, 1]]
+    np.testing.assert_array_equal(target, wanted)
+
+
+def test_bound_views_keep_the_memory_of_what_was_bound() -> None:
+    memories = [bytearray(range(40)), bytearray(40)]
+    held = [memoryview(memory) for memory in memories]
+    bound = BoundViews(*([np.frombuffer(memory, np.uint8).reshape(5, 8)] for memory in memories))
+    del memories
+    bound.run(Mapping([[4, 0]], src_blocks=5, dst_blocks=5, rule="swap"), num_threads=1)
+    assert bytes(held[1][:8]) == bytes(held[0][32:])
+    with pytest.raises(BufferError):
+        held[1].obj.extend(b"more")  # type: ignore[attr-defined]
 
 
 class Kept:

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard._core import Mapping
 from blockyard.engine import ops
 from blockyard.engine.ops import fallback
+from blockyard.engine.ops.compiled import named
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout.kv import KINDS, KVLayout
@@ -219,7 +221,7 @@ def compiled(op: torch._ops.OpOverload) -> Op:
         try:
             op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
         except RuntimeError as error:
-            raise ops._named(error) from error
+            raise named(error) from error
 
     return call
 
@@ -252,8 +254,8 @@ def test_the_compiled_library_refuses_tensors_that_are_all_on_the_cpu():
 
 
 def test_other_runtime_errors_keep_their_class():
-    assert type(ops._named(RuntimeError("blockyard cuda: copying failed: out of memory (2)"))) is RuntimeError
-    assert type(ops._named(RuntimeError("something else"))) is RuntimeError
+    assert type(named(RuntimeError("blockyard cuda: copying failed: out of memory (2)"))) is RuntimeError
+    assert type(named(RuntimeError("something else"))) is RuntimeError
 
 
 def test_an_empty_mapping_does_nothing():
@@ -268,6 +270,60 @@ def test_halves_of_one_memory_can_be_swapped():
     before = memory.clone()
     ops.swap_blocks([memory[:4]], [memory[4:]], one([[0, 3], [2, 1]]))
     assert torch.equal(memory, before[[0, 1, 2, 3, 4, 2, 6, 0]])
+
+
+# ---- views that are bound ----
+
+
+def swap_of(*pairs: list[int]) -> Mapping:
+    return Mapping(list(pairs), src_blocks=6, dst_blocks=4, rule="swap")
+
+
+@pytest.mark.parametrize("moved", ["src", "dst"])
+def test_bound_views_follow_memory_that_torch_moves(moved: str):
+    memory = torch.arange(2 * 6 * 24, dtype=torch.uint8).view(6, 48)
+    src, dst = (
+        list(memory.clone().split([24, 24], dim=1)),
+        list(torch.zeros((4, 48), dtype=torch.uint8).split([24, 24], dim=1)),
+    )
+    run = ops.bind(src, dst)
+    run(swap_of([1, 0]))
+    {"src": src, "dst": dst}[moved][1].share_memory_()
+    src[1].fill_(9)
+    run(swap_of([5, 3]))
+    assert torch.equal(dst[0][[0, 3]], memory[[1, 5], :24])
+    assert torch.equal(dst[1][0], memory[1, 24:])
+    assert dst[1][3].tolist() == [9] * 24
+
+
+def test_memory_of_bound_views_stays_whatever_becomes_of_the_tensors():
+    src, dst = torch.full((6, 24), 7, dtype=torch.uint8), torch.zeros((4, 24), dtype=torch.uint8)
+    run, other = ops.bind([src[:]], [dst[:]]), torch.full((6, 24), 5, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        src.untyped_storage().resize_(0)
+    src.set_(other)
+    run(swap_of([1, 0]))
+    assert dst.unique().tolist() == [0, 7]
+
+
+def test_what_bound_views_have_changed_cannot_be_used_by_a_backward_pass():
+    source, cache = torch.rand(6, 8), torch.rand(2, 4, 8)
+    weight = torch.ones_like(cache, requires_grad=True)
+    result = (weight * cache).sum()
+    ops.bind([source.view(torch.uint8)], [cache[1].view(torch.uint8)])(swap_of([5, 3]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+@pytest.mark.parametrize("case", [case for case, row in BAD_SWAPS.items() if row[3] is LayoutError and row[0]])
+def test_views_that_do_not_fit_are_not_bound(case: str):
+    src, dst, *_ = BAD_SWAPS[case]
+    if case == "other numbers of blocks":
+        with pytest.raises(MappingError, match="up to block 3 is to be run over caches of 3 blocks"):
+            ops.bind(src, dst)(swap_of([1, 3]))
+    else:
+        with pytest.raises((InvalidArgumentError, TypeError)):
+            ops.bind(src, dst)
 
 
 # ---- torch.library ----

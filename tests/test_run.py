@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard._core import Mapping
 from blockyard.engine.ops.strategy import ALLOWED, STRATEGIES
 from blockyard.layout.kv import KVLayout
 from blockyard_build.toolchain import MissingError, find_toolchain
@@ -188,7 +189,8 @@ def test_moves_that_depend_on_one_another_go_by_kernel(fake: ctypes.CDLL, pairs:
     fake.fake_strategy(WITHIN, STRATEGIES["bulk"])
     wanted, ids = case.device.clone(), torch.tensor(pairs)
     wanted[ids[:, 1]] = wanted[ids[:, 0]]
-    torch.ops.blockyard_fake.move([case.device], ids)
+    mapping = Mapping(pairs, src_blocks=BLOCKS, dst_blocks=BLOCKS, rule="move")
+    torch.ops.blockyard_fake.move([case.device], *map(torch.from_numpy, mapping.steps()))
     assert torch.equal(case.device, wanted)
     assert (fake.fake_calls().decode(), fake.fake_faults()) == (calls, 0)
 

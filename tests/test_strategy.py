@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.engine import ops
-from blockyard.engine.ops import strategy
+from blockyard.engine.ops import compiled, strategy
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
     ALLOWED,
@@ -142,9 +141,9 @@ def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list
     if not op_library().loaded:
         pytest.skip(op_library().explain())
     with pytest.raises(MappingError, match=message):
-        ops._call(torch.ops.blockyard.set_strategies, device, torch.tensor(rules))
+        compiled._run(torch.ops.blockyard.set_strategies, device, torch.tensor(rules))
     with pytest.raises(MappingError, match="rules are not int64"):
-        ops._call(torch.ops.blockyard.set_strategies, 0, torch.zeros(4, dtype=torch.int64))
+        compiled._run(torch.ops.blockyard.set_strategies, 0, torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ __all__ = [
     "BlockAllocator",
     "BlockManager",
     "BlockObserver",
+    "BoundViews",
     "CacheGroup",
     "Completion",
     "Defrag",
@@ -31,6 +32,7 @@ __all__ = [
     "Fragmentation",
     "FreeBlocks",
     "ManagerStats",
+    "Mapping",
     "MovePlan",
     "NaiveAllocator",
     "Pairs",
@@ -55,11 +57,8 @@ __all__ = [
     "V0PrefixCachingBlockAllocator",
     "__version__",
     "chain_keys",
-    "copy_rows",
-    "exchange_rows",
     "expand_span",
     "export_keys",
-    "move_rows",
     "v0_hash_blocks",
 ]
 
@@ -1618,53 +1617,78 @@ class FillMap:
 def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:
     """Writes the ids of the small blocks of a stretch of large ones."""
 
-def copy_rows(
-    src: _Each[NDArray[np.uint8]],
-    dst: _Each[NDArray[np.uint8]],
-    pairs: _IdPairs,
-    *,
-    num_threads: int,
-) -> None:
-    """Copy row `from` of each array to row `to` of its partner.
+_Rule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
+
+@final
+class Mapping:
+    """Pairs of block ids `(from, to)`, checked and ordered by destination.
+
+    `Mapping([[3, 0], [5, 1]], src_blocks=8, dst_blocks=4, rule="swap")`
 
     Args:
-        src: arrays to read, uint8 `[rows, bytes]`, rows contiguous and apart.
-        dst: as many to write, of the same widths, apart from one another: side by side, or with rows that alternate
-            within one stride. They may be the arrays that are read, in the same order, or share no memory with those.
-        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats, and within arrays shares no row with `from`.
-        num_threads: at most so many share a large call.
+        pairs: int64 `[n, 2]`, or other ints, as for `Pairs`.
+        src_blocks: blocks that can be read; ids are 0-based.
+        dst_blocks: blocks that can be written.
+        rule: `"swap"` copies from one cache to another: no destination repeats. `"copy"` copies within a cache:
+            besides, no block is both read and written. `"move"` moves within a cache, as if all were read before the
+            first is written: chains and rings are legal. `"exchange"` lets the blocks of a pair change places: no block
+            is named twice, and `(-1, -1)` is padding.
+    Raises:
+        MappingError: the pairs are no ints `[n, 2]`, an id is out of range, or they break the rule.
+        InvalidArgumentError: there is no such rule.
+    """
+
+    def __new__(cls, pairs: _IdPairs, *, src_blocks: int, dst_blocks: int, rule: _Rule) -> Mapping: ...
+    def __len__(self) -> int: ...
+    @property
+    def rule(self) -> _Rule:
+        """What it does: `"swap"`, `"copy"`, `"move"` or `"exchange"`."""
+    @property
+    def pairs(self) -> NDArray[np.int64]:
+        """The pairs, int64 `[n, 2]`, in the order of their destinations, those of an exchange as they were given.
+
+        Padding and moves of a block onto itself are left out.
+        """
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Blocks that there must be to read and to write: one more than the highest that is named, 0 if none is."""
+    def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All as steps, int64 `[n, 2]`, and where each group of them begins, int64 `[groups + 1]`.
+
+        Steps of a group run one after the other. To -1, a block is set aside; from -1, it is put where it belongs.
+        """
+    def split(self, most: int) -> list[Mapping]:
+        """Cut it into mappings of at most `most` pairs, to be run one after the other.
+
+        Moves that depend on one another stay together.
+        """
+
+@final
+class BoundViews:
+    """Views of caches in host memory, checked once, over which mappings run.
+
+    It keeps the memory of all arrays. What is done to an array later (another shape, read-only) changes nothing here.
+
+    Args:
+        src: arrays to read, uint8 `[blocks, bytes]`, rows contiguous and apart.
+        dst: as many to write, of the same widths, apart from those that are read and from one another: side by side, or
+            with rows that alternate within one stride. None: `src` is changed in place, and apart in the same sense.
     Raises:
         InvalidArgumentError: an array is of another form, cannot be written or shares memory with another, or the two
-            lists do not fit one another; nothing was copied.
-        MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
+            lists do not fit one another.
     """
 
-def exchange_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
-    """Let two rows of each pair change places in each array.
+    def __new__(cls, src: _Each[NDArray[np.uint8]], dst: _Each[NDArray[np.uint8]] | None = None) -> BoundViews: ...
+    def run(self, mapping: Mapping, *, num_threads: int) -> None:
+        """Carry a mapping out in each view.
 
-    Args:
-        arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
-        pairs: rows, int64 `[n, 2]`, none twice.
-        num_threads: at most so many share a large call.
-    Raises:
-        InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
-            exchanged.
-        MappingError: a row does not exist or is named twice; nothing was exchanged.
-    """
-
-def move_rows(arrays: _Each[NDArray[np.uint8]], pairs: _IdPairs, *, num_threads: int) -> None:
-    """Move rows within each array, as if all were read first.
-
-    Args:
-        arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
-        pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats.
-        num_threads: at most so many share a large call.
-    Raises:
-        InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
-            moved.
-        MappingError: a row does not exist or is written twice; nothing was moved.
-        OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
-    """
+        Args:
+            mapping: by the rule `"swap"` or `"copy"` between two lists, by any but `"swap"` within one.
+            num_threads: at most so many share a large call.
+        Raises:
+            MappingError: it names blocks that the views do not have, or is by another rule; nothing was copied.
+            OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
+        """
 
 @disjoint_base
 class V0NaiveBlock:

@@ -11,7 +11,7 @@ from hypothesis import seed, settings
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine, Kind
 from blockyard.engine.mapping import Ids
-from blockyard.engine.transfers import Mapping, MappingBuffers, Transfer
+from blockyard.engine.transfers import Transfer
 from blockyard.executor import store_side
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.executor.parts import Part
@@ -79,24 +79,6 @@ def assert_noticed(base: type[HazardMachine] = HazardMachine, max_examples: int 
 
 
 # ---- bugs that engines have had ----
-
-
-class OneMappingBuffer(MappingBuffers):
-    """Uses the buffer of a transfer for the next one, which may be there before the first has run."""
-
-    def take(self, pairs: Ids) -> Mapping:
-        mapping = super().take(pairs)
-        self.give_back(mapping)
-        return mapping
-
-
-def test_a_mapping_buffer_that_is_overwritten_in_flight_is_noticed():
-    def engine(layout: KVLayout, **arguments: object) -> CacheEngine:
-        made = CacheEngine(layout, **arguments)
-        made.transfers._mappings = OneMappingBuffer(pinned=False)
-        return made
-
-    assert_noticed(make_engine=engine)
 
 
 class EndsWhenSubmitted(StepExecutor):

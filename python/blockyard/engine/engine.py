@@ -20,7 +20,7 @@ from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import check_device, op_library
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
-from blockyard.engine.transfers import MappingBuffers, OnFull, Transfer, Transfers
+from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, MappingError
 from blockyard.layout.kv import BlockLayout
 
@@ -115,8 +115,7 @@ class CacheEngine:
                 weakref.finalize(self, streams.close).atexit = False
         self.layout = layout
         self.streams = streams
-        mappings = MappingBuffers(pinned=self._on_cuda)
-        self.transfers = Transfers(streams, max_outstanding=max_outstanding, mappings=mappings, max_ahead=max_ahead)
+        self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead)
         self.memory = Memory(
             layout,
             num_device_blocks=num_device_blocks,
@@ -261,7 +260,7 @@ class CacheEngine:
         """
         self.transfers.process.check()
         task = moving(self.memory, kind, pairs, tier, chunk=None)
-        if len(task.pairs):
+        if len(task.mapping):
             self._run(task)
 
     def read(self, tier: EngineTier, blocks: Ids) -> Rows:
@@ -297,7 +296,7 @@ class CacheEngine:
         """
         self.transfers.process.check()
         task = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
-        if len(task.pairs):
+        if len(task.mapping):
             self._run(task)
 
     def execute(self, decision: StepDecision) -> list[Pairs]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -10,15 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blockyard._core import Mapping
 from blockyard.engine.host_pool import HostPool, OnFailure
-from blockyard.engine.mover import BlockMover
+from blockyard.engine.ops import bind
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
 from blockyard.layout.kv import BlockLayout
 
-__all__ = ["EngineTier", "Memory", "Rows", "as_tensor", "torch_dtype"]
+__all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
 
 EngineTier: TypeAlias = Literal["device", "host"]
 Rows: TypeAlias = NDArray[np.uint8]
+Run: TypeAlias = Callable[[Mapping], None]
 
 
 class Memory:
@@ -41,7 +43,6 @@ class Memory:
         host_pool: owns the host's memory.
         host_rows: uint8 `[host ids, bytes_per_block]`.
         views: of both tiers; view i of one goes with view i of the other.
-        movers: what moves blocks within each tier.
 
     Raises:
         InvalidArgumentError: a number of blocks is too small, or `on_host_failure` is another word.
@@ -89,10 +90,7 @@ class Memory:
             "device": layout.views(self.tensors),
             "host": layout.row_views(self.host_rows),
         }
-        self.movers: dict[EngineTier, BlockMover] = {
-            "device": BlockMover(self.views["device"]),
-            "host": BlockMover([self.host_rows]),
-        }
+        self._bound: dict[object, Run] = {}
         found = self.views["device"][0]
         if len(found) != num_device_blocks or found.device.type != self.device.type:
             raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
@@ -114,10 +112,27 @@ class Memory:
             raise InvalidArgumentError(f"tier {tier!r} is not one of {', '.join(self._num_blocks)}")
         return found
 
-    def wait_for_host(self, ids: NDArray[np.int64]) -> None:
-        """Wait until the host blocks with these ids, int64 `[n]`, are ready to be copied."""
-        if len(ids):
-            self.host_pool.wait(int(ids.max()) // self._parts + 1)
+    def wait_for_host(self, end: int) -> None:
+        """Wait until the host blocks with ids below `end` are ready to be copied."""
+        if end:
+            self.host_pool.wait((end - 1) // self._parts + 1)
+
+    def run(self, src: EngineTier, dst: EngineTier) -> Run:
+        """Give what carries mappings out from one tier to another, or within one; it checks the views once."""
+        if (src, dst) not in self._bound:
+            within = self.views["device"] if src == "device" else [self.host_rows]
+            self._bound[src, dst] = bind(within) if src == dst else bind(self.views[src], self.views[dst])
+        return self._bound[src, dst]
+
+    def run_by_layer(self, src: EngineTier, dst: EngineTier) -> list[Run]:
+        """Give for each layer what carries mappings out in its views; none where views do not follow the layers."""
+        places = self.by_layer()
+        for layer, chosen in enumerate(places):
+            if (src, dst, layer) not in self._bound:
+                views = [[self.views[tier][at] for at in chosen] for tier in (src, dst)]
+                # A layer whose bytes come with those of another one has nothing left to do.
+                self._bound[src, dst, layer] = bind(*views) if chosen else _nothing
+        return [self._bound[src, dst, layer] for layer in range(len(places))]
 
     def between(self, tier: EngineTier, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Give the views of a tier and of rows, uint8 `[n, bytes_per_block]`, that go together."""
@@ -141,10 +156,14 @@ class Memory:
         """Let go of all memory."""
         self._closed = True
         self.views.clear()
-        self.movers.clear()
+        self._bound.clear()
         self.tensors = []
         self.host_pool.close()
         self.host_rows = self.host_pool.rows
+
+
+def _nothing(mapping: Mapping) -> None:
+    del mapping
 
 
 def torch_dtype(name: str) -> torch.dtype:

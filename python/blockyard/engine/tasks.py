@@ -1,4 +1,4 @@
-"""What transfers do: mappings of block ids, checked and joined with the engine's memory, and cut into pieces."""
+"""What transfers do: mappings of block ids, joined with the engine's memory and cut into pieces."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from blockyard.engine import ops
-from blockyard.engine.mapping import Ids, check_blocks, check_pairs, in_runs
-from blockyard.engine.memory import EngineTier, Memory, Rows, as_tensor
-from blockyard.engine.mover import BlockMover
-from blockyard.engine.ops.checks import check_exchange
+from blockyard._core import Mapping
+from blockyard.engine.mapping import Ids, with_rows
+from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
+from blockyard.engine.ops import bind
+from blockyard.engine.ops.checks import Rule
 from blockyard.engine.streams import StreamName
 from blockyard.errors import InvalidArgumentError, LayoutError
 
@@ -26,12 +26,7 @@ _BETWEEN: Final[dict[str, tuple[EngineTier, EngineTier]]] = {
     "swap_out": ("device", "host"),
     "swap_in": ("host", "device"),
 }
-_WITHIN: Final[dict[str, Callable[[BlockMover, Tensor], None]]] = {
-    "copy": BlockMover.copy,
-    "move": BlockMover.move,
-    "exchange": BlockMover.exchange,
-}
-KINDS: Final = (*_BETWEEN, *_WITHIN)
+KINDS: Final = (*_BETWEEN, "copy", "move", "exchange")
 _STREAMS: Final[dict[tuple[str, str], StreamName]] = {
     ("device", "host"): "out",
     ("device", "rows"): "out",
@@ -48,9 +43,9 @@ class Task(NamedTuple):
         kind: one of `KINDS`, or `"read"` or `"write"`.
         src: `"device"`, `"host"` or `"rows"` (of the caller).
         dst: the same.
-        pairs: block ids (from, to), int64 `[n, 2]`; of a read or a write one column counts rows.
+        mapping: of block ids; of a read or a write one side counts rows.
         num_bytes: that it moves.
-        cut: makes the pieces of the work, at least one, from the pairs in their buffer.
+        pieces: the work, at least one.
         layers: how many there are if each has a piece of its own; else 0.
         kept: memory that must stay until it has ended.
         rows: what it fills for the caller.
@@ -59,9 +54,9 @@ class Task(NamedTuple):
     kind: str
     src: str
     dst: str
-    pairs: Ids
+    mapping: Mapping
     num_bytes: int
-    cut: Callable[[Tensor], Sequence[Work]]
+    pieces: Sequence[Work]
     layers: int = 0
     kept: tuple[Tensor, ...] = ()
     rows: Tensor | None = None
@@ -78,7 +73,8 @@ class Task(NamedTuple):
 
     def blocks(self, column: int) -> Ids:
         """Give the blocks that are read (column 0) or written (1); an exchange reads and writes both."""
-        return np.ascontiguousarray(self.pairs.reshape(-1) if self.kind == "exchange" else self.pairs[:, column])
+        pairs = self.mapping.pairs
+        return np.ascontiguousarray(pairs.reshape(-1) if self.kind == "exchange" else pairs[:, column])
 
 
 def moving(
@@ -102,31 +98,28 @@ def moving(
         raise InvalidArgumentError(f"kind is {kind!r}, must be one of {', '.join(KINDS)}")
     src, dst = _BETWEEN.get(kind, (tier, tier))
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
-    if kind == "exchange":
-        pairs = check_exchange(as_tensor(ids), blocks[0])
-    else:
-        pairs = in_runs(check_pairs(ids, src_blocks=blocks[0], dst_blocks=blocks[1], in_place=kind == "copy"))
-    num_bytes = len(pairs) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
-    for column, side in enumerate((src, dst)):
+    rule: Rule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]
+    mapping = Mapping(ids, src_blocks=blocks[0], dst_blocks=blocks[1], rule=rule)
+    num_bytes = len(mapping) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
+    for end, side in zip(mapping.reach, (src, dst), strict=True):
         if side == "host":
-            memory.wait_for_host(pairs[:, column])
-    if kind in _WITHIN:
-        # In one piece: what is both read and written is seen over all of them, and so is the order of moves.
-        return Task(kind, src, dst, pairs, num_bytes, partial(_whole, _WITHIN[kind], memory.movers[src]))
-    views = memory.views[src], memory.views[dst]
-    layers = memory.by_layer() if by_layer else []
-    cut = partial(_by_layer, *views, layers) if layers else partial(_chunks, *views, chunk)
-    return Task(kind, src, dst, pairs, num_bytes, cut, layers=len(layers))
+            memory.wait_for_host(end)
+    layers = memory.run_by_layer(src, dst) if by_layer else []
+    if layers:
+        pieces = [partial(run, mapping) for run in layers]
+        return Task(kind, src, dst, mapping, num_bytes, pieces, layers=len(layers))
+    # Within a tier in one piece: nothing comes between the steps of moves.
+    return Task(
+        kind, src, dst, mapping, num_bytes, _pieces(memory.run(src, dst), mapping, None if src == dst else chunk)
+    )
 
 
 def reading(memory: Memory, tier: EngineTier, blocks: Ids, *, chunk: int | None) -> Task:
     """Check ids of blocks, int64 `[n]`, to be copied into fresh rows; raises MappingError."""
-    checked = check_blocks(blocks, memory.num_blocks(tier))
-    rows = memory.staging(len(checked))
-    pairs = in_runs(np.column_stack((checked, np.arange(len(checked)))))
-    return Task(
-        "read", tier, "rows", pairs, rows.numel(), partial(_chunks, *memory.between(tier, rows), chunk), rows=rows
-    )
+    mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
+    rows = memory.staging(len(mapping))
+    pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
+    return Task("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
 
 
 def writing(
@@ -136,39 +129,20 @@ def writing(
 
     Rows for a CUDA device are copied, if they are not page-locked; with `copies` in any case.
     """
-    checked = check_blocks(blocks, memory.num_blocks(tier), unique=True)
-    wanted = (len(checked), memory.bytes_per_block)
+    mapping = with_rows(blocks, memory.num_blocks(tier), written=True)
+    wanted = (len(mapping), memory.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
     source = as_tensor(rows)
     # An asynchronous copy needs page-locked rows; and an array of no rows has no strides to go by.
     pageable = tier == "device" and memory.device.type == "cuda" and (copies or not source.is_pinned())
-    if pageable or not len(checked):
-        source = memory.staging(len(checked)).copy_(source)
-    cache, pieces = memory.between(tier, source)
-    pairs = in_runs(np.column_stack((np.arange(len(checked)), checked)))
-    cut = partial(_chunks, pieces, cache, chunk)
-    return Task("write", "rows", tier, pairs, source.numel(), cut, kept=(source,))
+    if pageable or not len(mapping):
+        source = memory.staging(len(mapping)).copy_(source)
+    cache, views = memory.between(tier, source)
+    pieces = _pieces(bind(views, cache), mapping, chunk)
+    return Task("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
 
 
-def _whole(move: Callable[[BlockMover, Tensor], None], mover: BlockMover, pairs: Tensor) -> list[Work]:
-    return [partial(move, mover, pairs)]
-
-
-def _chunks(src: Sequence[Tensor], dst: Sequence[Tensor], step: int | None, pairs: Tensor) -> list[Work]:
+def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> list[Work]:
     """Cut a transfer into pieces of so many whole blocks."""
-    if step is None or step >= len(pairs):
-        return [partial(ops.swap_blocks, src, dst, pairs)]
-    return [partial(ops.swap_blocks, src, dst, pairs[i : i + step]) for i in range(0, len(pairs), step)]
-
-
-def _by_layer(
-    src: Sequence[Tensor], dst: Sequence[Tensor], layers: Sequence[Sequence[int]], pairs: Tensor
-) -> list[Work]:
-    # A layer whose bytes come with those of another one has a piece too, in which nothing is left to do.
-    return [partial(_swap_views, [src[i] for i in layer], [dst[i] for i in layer], pairs) for layer in layers]
-
-
-def _swap_views(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor) -> None:
-    if src:
-        ops.swap_blocks(src, dst, pairs)
+    return [partial(run, part) for part in (mapping.split(chunk) if chunk else [mapping])]

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from blockyard.engine.mapping import Ids
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams
 from blockyard.engine.tasks import Task, Work
 from blockyard.errors import (
@@ -32,11 +29,9 @@ from blockyard.workers import Process
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Mapping", "MappingBuffers", "OnFull", "Transfer", "Transfers"]
+__all__ = ["OnFull", "Transfer", "Transfers"]
 
 OnFull: TypeAlias = Literal["wait", "refuse"]
-
-_SMALLEST_MAPPING = 256
 
 
 class Transfer:
@@ -96,40 +91,6 @@ class Transfer:
         self._transfers.order_compute(self, layer)
 
 
-class Mapping(NamedTuple):
-    """A buffer with the pairs of one transfer at its front."""
-
-    buffer: Tensor
-    pairs: Tensor
-
-
-class MappingBuffers:
-    """Buffers for pairs of block ids, which a transfer reads when it runs and not when it is submitted.
-
-    A buffer that was taken is not given out again before it is given back: when the transfer's event has fired.
-
-    Args:
-        pinned: whether they are page-locked.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: dict[int, list[Tensor]] = {}
-
-    def take(self, pairs: Ids) -> Mapping:
-        """Copy pairs, int64 `[n, 2]`, into a buffer that no transfer reads."""
-        capacity = max(_SMALLEST_MAPPING, 1 << (len(pairs) - 1).bit_length())
-        free = self._free.get(capacity)
-        buffer = free.pop() if free else torch.empty((capacity, 2), dtype=torch.int64, pin_memory=self._pinned)
-        view = buffer[: len(pairs)]
-        view.numpy()[:] = pairs
-        return Mapping(buffer, view)
-
-    def give_back(self, mapping: Mapping) -> None:
-        """Let a buffer be used again."""
-        self._free.setdefault(len(mapping.buffer), []).append(mapping.buffer)
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     """A transfer that is open. Its pieces run on one stream, so the last of their events fires last."""
@@ -139,7 +100,6 @@ class _Job:
     task: Task
     stream: StreamName
     pieces: deque[Work]  # those that no stream has yet
-    mapping: Mapping
     after: tuple[_Job, ...]
     after_compute: Event | None
     prefetch: bool
@@ -171,11 +131,11 @@ class _Job:
 
     def touches_device(self, first: int) -> bool:
         """Whether it reads or writes a block of the device from this one on."""
-        return bool((self.mapping.pairs.numpy()[:, self.task.device_columns] >= first).any())
+        return any(self.task.mapping.reach[column] > first for column in self.task.device_columns)
 
     def writes_what(self, other: _Job) -> bool:
         """Whether both write a block; for two loads, which read nothing that a load writes."""
-        return bool(np.isin(self.mapping.pairs.numpy()[:, 1], other.mapping.pairs.numpy()[:, 1]).any())
+        return bool(np.isin(self.task.mapping.pairs[:, 1], other.task.mapping.pairs[:, 1]).any())
 
 
 class Transfers:
@@ -184,13 +144,10 @@ class Transfers:
     Args:
         streams: of the device.
         max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
-        mappings: where the pairs of a transfer stay until its event has fired.
         max_ahead: bytes of prefetches that a stream may have; one piece may always go.
     """
 
-    def __init__(
-        self, streams: Streams, *, max_outstanding: int, mappings: MappingBuffers, max_ahead: int = 8 * CHUNK_BYTES
-    ) -> None:
+    def __init__(self, streams: Streams, *, max_outstanding: int, max_ahead: int = 8 * CHUNK_BYTES) -> None:
         if max_outstanding < 1 or max_ahead < 1:
             raise InvalidArgumentError(
                 f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"
@@ -199,7 +156,6 @@ class Transfers:
         self.streams = streams
         self._max_outstanding = max_outstanding
         self._max_ahead = max_ahead
-        self._mappings = mappings
         self._open: dict[Transfer, _Job] = {}  # in the order of submission
         self._queue: deque[_Job] = deque()  # prefetches with pieces that no stream has, the oldest first
         self._ahead: deque[tuple[Event, int]] = deque()  # their pieces that a stream has, with their bytes
@@ -268,12 +224,11 @@ class Transfers:
         named = [self._job(transfer) for transfer in after]
         queued = [job for job in self._open.values() if job.stream == "compute"]
         earlier = tuple(job for job in (*named, *queued) if job is not None)
-        mapping = self._mappings.take(task.pairs)
-        pieces = deque(task.cut(mapping.pairs))
         self._torn = True
         self._submitted += 1
         transfer = Transfer(self)
-        job = _Job(transfer, self._submitted, task, stream, pieces, mapping, earlier, after_compute, prefetch, on_end)
+        pieces = deque(task.pieces)
+        job = _Job(transfer, self._submitted, task, stream, pieces, earlier, after_compute, prefetch, on_end)
         self._open[transfer] = job
         self._outstanding[stream] = self.outstanding(stream) + task.num_bytes
         if prefetch:
@@ -294,8 +249,8 @@ class Transfers:
         if self._open:
             raise CaptureError(f"{len(self._open)} transfers are open: wait for them before the capture begins")
         if task.kept or task.rows is not None:
-            raise CaptureError(f"{len(task.pairs)} blocks go through staging rows, which a graph does not keep")
-        for piece in task.cut(torch.from_numpy(task.pairs)):
+            raise CaptureError(f"{len(task.mapping)} blocks go through staging rows, which a graph does not keep")
+        for piece in task.pieces:
             piece()
         return Transfer(self)
 
@@ -436,7 +391,6 @@ class Transfers:
         for job in ended:
             self._end(job, None)
             self._outstanding[job.stream] -= job.task.num_bytes
-            self._mappings.give_back(job.mapping)
             del self._open[job.transfer]
         self._prefetch()
         self._torn = False

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
-from blockyard.engine.mapping import check_blocks
+from blockyard.engine.mapping import with_rows
 from blockyard.engine.streams import STREAMS, Event, StreamName
 from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore
@@ -299,7 +299,8 @@ class SimulatedStore(ExternalStore):
             raise InvalidArgumentError(f"slots are {slots.dtype} {list(slots.shape)}, wanted int64 [n]")
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise MappingError(f"slots {slots.min()} to {slots.max()}, there are {self.num_slots}")
-        checked: NDArray[np.int64] = check_blocks(slots, self.num_slots, unique=unique).copy()
+        with_rows(slots, self.num_slots, written=unique)
+        checked: NDArray[np.int64] = slots.copy()
         return checked
 
     def _submit(self, batch: _Batch) -> int:

@@ -117,25 +117,31 @@ impl Tokens {
     }
 }
 
-/// Pairs of block ids from an int64 array `[n, 2]`.
+/// Pairs of block ids, 0 to 4294967295: from an int64 array `[n, 2]`, or as `id_pairs` takes them.
 pub(crate) fn pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
-    let Some((ids, shape)) = memory::copied::<i64, Ix2>(value)? else { return other_pairs(value) };
-    if shape[1] != 2 {
-        return Err(bad_mapping(format!("pairs have shape {:?}, must be [n, 2]", shape.slice())));
-    }
-    let mut pairs = memory::reserved(shape[0])?;
-    for (row, ids) in ids.chunks_exact(2).enumerate() {
-        let id = |id: i64| {
-            let must = format_args!("must be 0 to {}", u32::MAX);
-            u32::try_from(id).map_err(|_| bad_mapping(format!("pair {row} names block {id}, {must}")))
-        };
+    let ids = id_pairs(value)?;
+    let mut pairs = memory::reserved(ids.len())?;
+    for (row, ids) in ids.into_iter().enumerate() {
+        let id = |id: i64| u32::try_from(id).map_err(|_| no_block(row, &id));
         pairs.push([id(ids[0])?, id(ids[1])?]);
     }
     Ok(pairs)
 }
 
-/// Pairs of block ids from an array of other ints, or a sequence of pairs.
-fn other_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
+fn no_block(row: usize, id: &dyn Display) -> PyErr {
+    bad_mapping(format!("pair {row} names block {id}, must be 0 to {}", u32::MAX))
+}
+
+/// Pairs of any ints: from an int64 array `[n, 2]`, an array of other ints, or a sequence of pairs.
+pub(crate) fn id_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[i64; 2]>> {
+    if let Some((ids, shape)) = memory::copied::<i64, Ix2>(value)? {
+        if shape[1] != 2 {
+            return Err(bad_mapping(format!("pairs have shape {:?}, must be [n, 2]", shape.slice())));
+        }
+        let mut pairs = memory::reserved(shape[0])?;
+        pairs.extend(ids.chunks_exact(2).map(|ids| [ids[0], ids[1]]));
+        return Ok(pairs);
+    }
     let refused = |value: &Bound<'_, PyAny>| {
         bad_mapping(format!("pairs are {}, must be ints [n, 2]: an array or a sequence of pairs", describe(value)))
     };
@@ -145,15 +151,12 @@ fn other_pairs(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u32; 2]>> {
             return Err(refused(value));
         }
         blockyard_core::memory::require_items::<[i64; 2]>(array.shape()[0]).map_err(to_py)?;
-        return pairs(&value.call_method1("astype", ("int64",))?);
+        return id_pairs(&value.call_method1("astype", ("int64",))?);
     }
     items(value, &"pairs", |pair, at| {
         let ids = items(pair, &format_args!("pairs[{at}]"), |id, _| Ok(id.clone()))?;
         let [from, to] = &ids[..] else { return Err(refused(value)) };
-        let id = |id: &Bound<'_, PyAny>| {
-            let must = || format!("pair {at} names block {}, must be 0 to {}", shown(id), u32::MAX);
-            id.extract::<u32>().map_err(|_| bad_mapping(must()))
-        };
+        let id = |id: &Bound<'_, PyAny>| id.extract::<i64>().map_err(|_| no_block(at, &shown(id)));
         Ok([id(from)?, id(to)?])
     })
 }

@@ -1,105 +1,160 @@
-//! Copies between arrays of rows. What they may touch is checked by `blockyard_copy`.
+//! Mappings of blocks, and views of caches in host memory over which they run. What they may touch is checked by
+//! `blockyard_copy`.
 
-use crate::args;
+use crate::args::{self, Argument, shown};
 use crate::arrays;
 use crate::errors::{bad_mapping, invalid, out_of_memory};
-use crate::memory::{self, Caches};
-use blockyard_copy::{CopyError, Rows, copy_rows, exchange_rows, move_rows};
-use numpy::PyUntypedArray;
+use crate::memory::{self, RowViews};
+use blockyard_copy::{ASIDE, CopyError, Mapping, Rule};
+use numpy::{Ix1, Ix2, PyArray};
 use pyo3::prelude::*;
+use std::fmt::Display;
 
-fn to_py(error: CopyError) -> PyErr {
+pub(crate) fn to_py(error: CopyError) -> PyErr {
     match error {
-        CopyError::OutOfRange { .. } | CopyError::Repeated { .. } | CopyError::ReadAndWritten { .. } => {
-            bad_mapping(error.to_string())
-        }
+        CopyError::OutOfRange { .. }
+        | CopyError::Repeated { .. }
+        | CopyError::ReadAndWritten { .. }
+        | CopyError::Reach { .. }
+        | CopyError::Place { .. } => bad_mapping(error.to_string()),
         CopyError::OutOfMemory { bytes } => out_of_memory(bytes),
         _ => invalid(error.to_string()),
     }
 }
 
-fn caches<'py>(arrays: &Bound<'py, PyAny>, name: &'static str, written: bool) -> PyResult<Caches<'py>> {
-    let array = |array: &Bound<'py, PyAny>, at: usize| {
-        if array.cast::<PyUntypedArray>().is_ok() {
-            return Ok(array.clone());
-        }
-        let found = args::describe(array);
-        Err(invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart")))
-    };
-    Ok(Caches { arrays: args::items(arrays, &name, array)?, name, written })
+const RULES: [(&str, Rule); 4] =
+    [("swap", Rule::Apart), ("copy", Rule::InPlace), ("move", Rule::Move), ("exchange", Rule::Exchange)];
+
+impl<'py> Argument<'py> for Rule {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        let word: String = value.extract().unwrap_or_default();
+        let found = RULES.iter().find(|(rule, _)| *rule == word).map(|&(_, rule)| rule);
+        let must = "'swap', 'copy', 'move' or 'exchange'";
+        found.ok_or_else(|| invalid(format!("{name} is {}, must be {must}", shown(value))))
+    }
 }
 
-/// Copy row `from` of each array to row `to` of its partner.
+/// Pairs of block ids `(from, to)`, checked and ordered by destination.
+///
+/// `Mapping([[3, 0], [5, 1]], src_blocks=8, dst_blocks=4, rule="swap")`
 ///
 /// Args:
-///     src: arrays to read, uint8 `[rows, bytes]`, rows contiguous and apart.
-///     dst: as many to write, of the same widths, apart from one another: side by side, or with rows that alternate
-///         within one stride. They may be the arrays that are read, in the same order, or share no memory with those.
-///     pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats, and within arrays shares no row with `from`.
-///     num_threads: at most so many share a large call.
+///     pairs: int64 `[n, 2]`, or other ints, as for `Pairs`.
+///     src_blocks: blocks that can be read; ids are 0-based.
+///     dst_blocks: blocks that can be written.
+///     rule: `"swap"` copies from one cache to another: no destination repeats. `"copy"` copies within a cache:
+///         besides, no block is both read and written. `"move"` moves within a cache, as if all were read before the
+///         first is written: chains and rings are legal. `"exchange"` lets the blocks of a pair change places: no block
+///         is named twice, and `(-1, -1)` is padding.
+/// Raises:
+///     MappingError: the pairs are no ints `[n, 2]`, an id is out of range, or they break the rule.
+///     InvalidArgumentError: there is no such rule.
+#[pyclass(name = "Mapping", module = "blockyard._core", frozen)]
+pub(crate) struct PyMapping(pub(crate) Mapping);
+
+#[pymethods]
+impl PyMapping {
+    #[new]
+    #[pyo3(signature = (pairs, *, src_blocks, dst_blocks, rule))]
+    fn new(
+        pairs: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::src_blocks)] src_blocks: usize,
+        #[pyo3(from_py_with = args::dst_blocks)] dst_blocks: usize,
+        #[pyo3(from_py_with = args::rule)] rule: Rule,
+    ) -> PyResult<Self> {
+        let entries = arrays::id_pairs(pairs)?;
+        Mapping::new(&entries, [src_blocks, dst_blocks], rule).map(Self).map_err(to_py)
+    }
+
+    /// What it does: `"swap"`, `"copy"`, `"move"` or `"exchange"`.
+    #[getter]
+    fn rule(&self) -> &'static str {
+        RULES.iter().find(|(_, rule)| *rule == self.0.rule()).map_or("", |(word, _)| word)
+    }
+
+    /// The pairs, int64 `[n, 2]`, in the order of their destinations, those of an exchange as they were given.
+    ///
+    /// Padding and moves of a block onto itself are left out.
+    #[getter]
+    fn pairs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray<i64, Ix2>>> {
+        steps(py, self.0.pairs())
+    }
+
+    /// Blocks that there must be to read and to write: one more than the highest that is named, 0 if none is.
+    #[getter]
+    fn reach(&self) -> (usize, usize) {
+        self.0.reach().into()
+    }
+
+    /// All as steps, int64 `[n, 2]`, and where each group of them begins, int64 `[groups + 1]`.
+    ///
+    /// Steps of a group run one after the other. To -1, a block is set aside; from -1, it is put where it belongs.
+    #[expect(clippy::type_complexity, reason = "two arrays")]
+    fn steps<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyArray<i64, Ix2>>, Bound<'py, PyArray<i64, Ix1>>)> {
+        let all = self.0.steps();
+        let starts = memory::array(py, &all.starts, |&start| i64::try_from(start).unwrap_or(i64::MAX))?;
+        Ok((steps(py, &all.steps)?, starts))
+    }
+
+    /// Cut it into mappings of at most `most` pairs, to be run one after the other.
+    ///
+    /// Moves that depend on one another stay together.
+    fn split(&self, #[pyo3(from_py_with = args::most)] most: usize) -> Vec<Self> {
+        self.0.split(most).into_iter().map(Self).collect()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.pairs().len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Mapping({} pairs to {})", self.0.pairs().len(), self.rule())
+    }
+}
+
+/// Pairs as Python sees them.
+fn steps<'py>(py: Python<'py>, pairs: &[[u32; 2]]) -> PyResult<Bound<'py, PyArray<i64, Ix2>>> {
+    let id = |&id: &u32| if id == ASIDE { -1 } else { i64::from(id) };
+    memory::filled(py, [pairs.len(), 2], pairs.as_flattened(), id)
+}
+
+/// Views of caches in host memory, checked once, over which mappings run.
+///
+/// It keeps the memory of all arrays. What is done to an array later (another shape, read-only) changes nothing here.
+///
+/// Args:
+///     src: arrays to read, uint8 `[blocks, bytes]`, rows contiguous and apart.
+///     dst: as many to write, of the same widths, apart from those that are read and from one another: side by side, or
+///         with rows that alternate within one stride. None: `src` is changed in place, and apart in the same sense.
 /// Raises:
 ///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another, or the two
-///         lists do not fit one another; nothing was copied.
-///     MappingError: a row does not exist, is written twice, or read and written; nothing was copied.
-#[pyfunction]
-#[pyo3(name = "copy_rows", signature = (src, dst, pairs, *, num_threads))]
-pub(crate) fn py_copy_rows(
-    py: Python<'_>,
-    src: &Bound<'_, PyAny>,
-    dst: &Bound<'_, PyAny>,
-    pairs: &Bound<'_, PyAny>,
-    #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
-) -> PyResult<()> {
-    let (src, dst, pairs) = (caches(src, "src", false)?, caches(dst, "dst", true)?, arrays::pairs(pairs)?);
-    memory::with_rows(py, [&src, &dst], |[src, dst]| copy_rows(src, dst, &pairs, num_threads))?.map_err(to_py)
-}
+///         lists do not fit one another.
+#[pyclass(name = "BoundViews", module = "blockyard._core", frozen)]
+pub(crate) struct PyBoundViews(RowViews);
 
-/// Let two rows of each pair change places in each array.
-///
-/// Args:
-///     arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
-///     pairs: rows, int64 `[n, 2]`, none twice.
-///     num_threads: at most so many share a large call.
-/// Raises:
-///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
-///         exchanged.
-///     MappingError: a row does not exist or is named twice; nothing was exchanged.
-#[pyfunction]
-#[pyo3(name = "exchange_rows", signature = (arrays, pairs, *, num_threads))]
-pub(crate) fn py_exchange_rows(
-    arrays: &Bound<'_, PyAny>,
-    pairs: &Bound<'_, PyAny>,
-    #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
-) -> PyResult<()> {
-    within(arrays, pairs, num_threads, exchange_rows)
-}
+#[pymethods]
+impl PyBoundViews {
+    #[new]
+    #[pyo3(signature = (src, dst=None))]
+    fn new(src: &Bound<'_, PyAny>, dst: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        RowViews::new(src, dst)?.map(Self).map_err(to_py)
+    }
 
-/// Move rows within each array, as if all were read first.
-///
-/// Args:
-///     arrays: uint8 `[rows, bytes]`, rows contiguous and apart, as those that `copy_rows` writes.
-///     pairs: rows `(from, to)`, int64 `[n, 2]`; `to` has no repeats.
-///     num_threads: at most so many share a large call.
-/// Raises:
-///     InvalidArgumentError: an array is of another form, cannot be written or shares memory with another; nothing was
-///         moved.
-///     MappingError: a row does not exist or is written twice; nothing was moved.
-///     OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
-#[pyfunction]
-#[pyo3(name = "move_rows", signature = (arrays, pairs, *, num_threads))]
-pub(crate) fn py_move_rows(
-    arrays: &Bound<'_, PyAny>,
-    pairs: &Bound<'_, PyAny>,
-    #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
-) -> PyResult<()> {
-    within(arrays, pairs, num_threads, move_rows)
-}
-
-/// Exchanges or moves rows within caches.
-type Change = fn(&[Rows], &[[u32; 2]], usize) -> Result<(), CopyError>;
-
-/// Changes rows of arrays in place.
-fn within(arrays: &Bound<'_, PyAny>, pairs: &Bound<'_, PyAny>, num_threads: usize, change: Change) -> PyResult<()> {
-    let (caches, pairs) = (caches(arrays, "arrays", true)?, arrays::pairs(pairs)?);
-    memory::with_rows(arrays.py(), [&caches], |[rows]| change(rows, &pairs, num_threads))?.map_err(to_py)
+    /// Carry a mapping out in each view.
+    ///
+    /// Args:
+    ///     mapping: by the rule `"swap"` or `"copy"` between two lists, by any but `"swap"` within one.
+    ///     num_threads: at most so many share a large call.
+    /// Raises:
+    ///     MappingError: it names blocks that the views do not have, or is by another rule; nothing was copied.
+    ///     OutOfMemoryError: rings of moves need more memory than there is; nothing was moved.
+    #[pyo3(signature = (mapping, *, num_threads))]
+    fn run(
+        &self,
+        py: Python<'_>,
+        mapping: &Bound<'_, PyMapping>,
+        #[pyo3(from_py_with = args::num_threads)] num_threads: usize,
+    ) -> PyResult<()> {
+        self.0.run(py, &mapping.get().0, num_threads).map_err(to_py)
+    }
 }

@@ -43,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::block_manager::PyBlockManager;
     #[pymodule_export]
-    use crate::copy::{py_copy_rows, py_exchange_rows, py_move_rows};
+    use crate::copy::{PyBoundViews, PyMapping};
     #[pymodule_export]
     use crate::decision::{PyPairs, PyStepDecision};
     #[pymodule_export]

@@ -6,7 +6,8 @@
 //!   `resize(refcheck=False)` or `data =` while a call without the interpreter's lock uses it, is as unsafe here as in numpy.
 //! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each function
 //!   reads them right before it touches the memory, and no Python code runs in between or until the last touch. Slices are
-//!   lent to closures that are `Send`, so that no Python object gets in.
+//!   lent to closures that are `Send`, so that no Python object gets in. [`RowViews`] are used again and again: they hold
+//!   arrays of their own over the same memory, which no Python code can reach.
 //! - *The interpreter's lock.* While a thread is attached no other runs Python code. Where there is no such lock the borrow
 //!   flags of rust-numpy keep two calls from writing one array.
 //! - *Any bytes will do.* [`Plain`] types have no invalid values, and nobody trusts what they read: threads that write to an
@@ -14,11 +15,11 @@
 //! - *One writer.* Two slices that share a byte are both read only. Addresses decide, as two arrays can have one memory and
 //!   no common owner.
 
-use crate::args::describe;
+use crate::args::{describe, items};
 use crate::errors::{invalid, out_of_memory};
-use blockyard_copy::Rows;
+use blockyard_copy::{Caches, CopyError, Mapping, Rows};
 use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};
-use numpy::npyffi::{_PyArray_GET_ITEM_DATA, NPY_ARRAY_WRITEABLE, PY_ARRAY_API, npy_intp};
+use numpy::npyffi::{self, _PyArray_GET_ITEM_DATA, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, npy_intp};
 use numpy::{Element, PyArray, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -358,7 +359,7 @@ pub(crate) fn fill_rows<'py, R: Send>(
     #[cfg(Py_GIL_DISABLED)]
     let _borrowed = target.borrow(array)?;
     // SAFETY: just checked, any bytes are values, and the array lives until this returns. Threads that use the bytes
-    // meanwhile are as in `with_rows`: `call` writes them and reads none.
+    // meanwhile are as above: `call` writes them and reads none.
     let bytes = unsafe { area(array) }.items;
     let done = value.py().detach(|| call(bytes));
     Ok((array.clone(), done))
@@ -412,55 +413,69 @@ pub(crate) fn store<T: Plain, D: Dimension>(
 
 // ---- rows to copy ----
 
-/// Arrays of rows.
-pub(crate) struct Caches<'py> {
-    pub(crate) arrays: Vec<Bound<'py, PyAny>>,
-    pub(crate) name: &'static str,
-    pub(crate) written: bool,
+/// Caches over arrays, checked once: *nothing is remembered* of the caller's arrays but their memory.
+pub(crate) struct RowViews {
+    caches: Caches,
+    /// Views of the caller's arrays that nobody else has: what they say stays as it is, and they keep the memory.
+    _arrays: Vec<Py<PyAny>>,
 }
 
-impl Caches<'_> {
-    fn rows(&self) -> PyResult<Vec<Rows>> {
-        let mut found = reserved(self.arrays.len())?;
-        for (index, value) in self.arrays.iter().enumerate() {
-            let rows = rows(value).ok_or_else(|| {
-                let (name, kind) = (self.name, describe(value));
-                invalid(format!("{name}[{index}] is {kind}, must be uint8 [rows, bytes], rows contiguous and apart"))
-            });
-            found.push(rows?);
-            if self.written {
-                let must = "uint8 [rows, bytes]";
-                let checked = Target::<u8, Ix2>::new(value, self.name, must).checked(false);
-                checked.map_err(|_| invalid(format!("{}[{index}] cannot be written: it is read-only", self.name)))?;
-            }
+impl RowViews {
+    /// Arrays to read and to write, or one list to change in place; the inner error if they do not fit.
+    pub(crate) fn new(src: &Bound<'_, PyAny>, dst: Option<&Bound<'_, PyAny>>) -> PyResult<Result<Self, CopyError>> {
+        let mut arrays = Vec::new();
+        let sources = rows(src, "src", dst.is_none(), &mut arrays)?;
+        let caches = match dst {
+            Some(dst) => Caches::between(sources, rows(dst, "dst", true, &mut arrays)?),
+            None => Caches::within(sources),
+        };
+        Ok(caches.map(|caches| Self { caches, _arrays: arrays }))
+    }
+
+    /// Carries a mapping out, without the interpreter's lock.
+    pub(crate) fn run(&self, py: Python<'_>, mapping: &Mapping, threads: usize) -> Result<(), CopyError> {
+        py.detach(|| self.caches.run(mapping, threads))
+    }
+}
+
+/// The rows of each array of a list: contiguous, apart, and writable if they are to be `written`. Views of them that keep
+/// the memory are added to `kept`.
+fn rows(list: &Bound<'_, PyAny>, name: &'static str, written: bool, kept: &mut Vec<Py<PyAny>>) -> PyResult<Vec<Rows>> {
+    items(list, &name, |value, at| {
+        let refused = || {
+            let found = describe(value);
+            invalid(format!("{name}[{at}] is {found}, must be uint8 [rows, bytes], rows contiguous and apart"))
+        };
+        let array = value.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?;
+        let view = view(array)?;
+        let (&[count, width], &[stride, column]) = (view.shape(), view.strides()) else { return Err(refused()) };
+        // A stride along which there is but one item may be anything.
+        let stride = if count > 1 { usize::try_from(stride).map_err(|_| refused())? } else { width };
+        if stride < width || (count != 0 && width > 1 && column != 1) {
+            return Err(refused());
         }
-        Ok(found)
-    }
+        let target = Target::<u8, Ix2>::new(&view, name, "uint8 [rows, bytes]");
+        if written && target.checked(false).is_err() {
+            return Err(invalid(format!("{name}[{at}] cannot be written: it is read-only")));
+        }
+        // SAFETY: the array has these rows, which lie apart, and `kept` keeps it until their last use.
+        let rows = unsafe { Rows::new(view.data(), count, width, stride) };
+        kept.push(view.into_any().unbind());
+        Ok(rows)
+    })
 }
 
-/// The rows of an array whose rows are contiguous and lie apart.
-fn rows(value: &Bound<'_, PyAny>) -> Option<Rows> {
-    let array = value.cast::<PyArray<u8, Ix2>>().ok()?;
-    let (&[count, width], &[stride, column]) = (array.shape(), array.strides()) else { return None };
-    // A stride along which there is but one item may be anything.
-    let stride = if count > 1 { usize::try_from(stride).ok()? } else { width };
-    // SAFETY: the array has these rows, which lie apart; `with_rows` keeps it until their last use.
-    (stride >= width && (count == 0 || width <= 1 || column == 1))
-        .then(|| unsafe { Rows::new(array.data(), count, width, stride) })
-}
-
-/// Lends the rows of all arrays to `call`, without the interpreter's lock.
-pub(crate) fn with_rows<R: Send, const N: usize>(
-    py: Python<'_>,
-    lists: [&Caches<'_>; N],
-    call: impl FnOnce([&[Rows]; N]) -> R + Send,
-) -> PyResult<R> {
-    let mut all = Vec::with_capacity(N);
-    for list in lists {
-        all.push(list.rows()?);
-    }
-    let rows = std::array::from_fn(|list| all[list].as_slice());
-    Ok(py.detach(|| call(rows)))
+/// A new array over the memory of another, of the same form.
+fn view<'py>(array: &Bound<'py, PyArray<u8, Ix2>>) -> PyResult<Bound<'py, PyArray<u8, Ix2>>> {
+    let py = array.py();
+    // SAFETY: attached; no other dtype, and the type of plain arrays, which runs no Python code. The call returns an array
+    // of its own, or null and an error.
+    let view = unsafe {
+        let kind = npyffi::get_type_object(py, NpyTypes::PyArray_Type);
+        let view = PY_ARRAY_API.PyArray_View(py, array.as_array_ptr(), std::ptr::null_mut(), kind);
+        Bound::from_owned_ptr_or_err(py, view)?
+    };
+    Ok(view.cast_into::<PyArray<u8, Ix2>>()?)
 }
 
 // ---- lists and objects ----

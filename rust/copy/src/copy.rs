@@ -1,10 +1,10 @@
 //! Copies, exchanges and moves of rows, in all caches of a call.
 
-use crate::apart::{check_apart, check_exchange, check_in_place, check_lists, check_targets, reserved};
+use crate::apart::{check_apart, check_lists, reserved};
 use crate::error::CopyError;
 use crate::lanes::{PIECE_BYTES, in_lanes};
 use crate::lines::{exchange_line, fence, stream_line};
-use crate::order::Order;
+use crate::mapping::{ASIDE, Mapping, Rule, Steps};
 use crate::pieces::Pieces;
 use crate::rows::Rows;
 use crate::share::share;
@@ -13,28 +13,118 @@ use std::sync::{Mutex, PoisonError};
 /// From this many bytes on, what is written goes past the processor's caches: there it would push out what is in use.
 const STREAM_BYTES: usize = 2 << 20;
 
-/// Copies row `from` of each source to row `to` of its target, for each pair `[from, to]`.
-///
-/// # Errors
-/// The caches do not fit one another, or a row does not exist, is written twice or shares memory with another that is
-/// written, or read; nothing has been copied. Sources may be the targets, if no row is both read and written.
-pub fn copy_rows(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
-    if sources.len() != targets.len() {
-        return Err(CopyError::Caches { read: sources.len(), written: targets.len() });
+/// Caches that fit one another: what is checked once, for any number of mappings.
+#[derive(Debug, Clone)]
+pub struct Caches {
+    sources: Vec<Rows>,
+    /// None where the sources are changed in place.
+    targets: Option<Vec<Rows>>,
+    /// Blocks of each source and of each target.
+    blocks: [usize; 2],
+}
+
+impl Caches {
+    /// Caches to read, each with one to write.
+    ///
+    /// # Errors
+    /// There are not as many of them, their rows have other widths, or one that is written shares memory with another.
+    pub fn between(sources: Vec<Rows>, targets: Vec<Rows>) -> Result<Self, CopyError> {
+        if sources.len() != targets.len() {
+            return Err(CopyError::Caches { read: sources.len(), written: targets.len() });
+        }
+        let widths = sources.iter().map(|rows| rows.width()).zip(targets.iter().map(|rows| rows.width()));
+        if let Some((cache, (read, written))) = widths.enumerate().find(|(_, (read, written))| read != written) {
+            return Err(CopyError::Widths { cache, read, written });
+        }
+        check_apart(&targets)?;
+        check_lists(&sources, &targets)?;
+        let blocks = [fewest(&sources), fewest(&targets)];
+        Ok(Self { sources, targets: Some(targets), blocks })
     }
-    let widths = sources.iter().map(|rows| rows.width()).zip(targets.iter().map(|rows| rows.width()));
-    if let Some((cache, (read, written))) = widths.enumerate().find(|(_, (read, written))| read != written) {
-        return Err(CopyError::Widths { cache, read, written });
+
+    /// Caches to change in place.
+    ///
+    /// # Errors
+    /// Two share memory.
+    pub fn within(caches: Vec<Rows>) -> Result<Self, CopyError> {
+        check_apart(&caches)?;
+        let blocks = [fewest(&caches); 2];
+        Ok(Self { sources: caches, targets: None, blocks })
     }
-    check_pairs(pairs, sources, targets)?;
-    check_apart(targets)?;
-    let written = check_targets(pairs, targets)?;
-    if check_lists(sources, targets)? {
-        check_in_place(pairs, &written)?;
+
+    /// Carries a mapping out in each cache, with up to `threads` threads.
+    ///
+    /// # Errors
+    /// The mapping names blocks that the caches do not have, or is made for another place; or there is no memory for the
+    /// rows that close rings. Nothing has been copied.
+    pub fn run(&self, mapping: &Mapping, threads: usize) -> Result<(), CopyError> {
+        for (reach, rows) in mapping.reach().into_iter().zip(self.blocks) {
+            if reach > rows {
+                return Err(CopyError::Reach { last: reach - 1, rows });
+            }
+        }
+        let (rule, pairs) = (mapping.rule(), mapping.pairs());
+        let targets = match (&self.targets, rule) {
+            (Some(targets), Rule::Apart | Rule::InPlace) => targets,
+            (Some(_), _) => return Err(CopyError::Place { rule, place: "between caches" }),
+            (None, Rule::Apart) => return Err(CopyError::Place { rule, place: "within caches" }),
+            (None, Rule::Exchange) => {
+                self.exchange(pairs, threads);
+                return Ok(());
+            }
+            (None, _) => &self.sources,
+        };
+        if let Some(order) = mapping.order() {
+            return self.run_steps(order, threads);
+        }
+        // SAFETY: the rows are there, as their reach says, and the caches fit. No row is written twice, as each rule says.
+        // None is both read and written: caches between which rows are copied lie apart, and within caches the rule says so,
+        // or that there is no order.
+        unsafe { copy_apart(&self.sources, targets, pairs, threads) };
+        Ok(())
     }
-    // SAFETY: just checked.
-    unsafe { copy_apart(sources, targets, pairs, threads) };
-    Ok(())
+
+    /// Lets rows that are named once change places.
+    fn exchange(&self, pairs: &[[u32; 2]], threads: usize) {
+        let caches = &self.sources;
+        share(caches.len(), pairs, widest(caches), threads, |cache, part| {
+            // SAFETY: the rows are there and lie apart, as `run` and the rule say; who made them says that they are ours.
+            unsafe {
+                let pieces = Pieces::new(caches[cache], caches[cache], part, PIECE_BYTES);
+                in_lanes(pieces, |odd| odd.exchange(), |from, to| exchange_line(from, to));
+            }
+        });
+    }
+
+    /// Runs steps of rows that are there within each cache.
+    fn run_steps(&self, Steps { steps, .. }: &Steps, threads: usize) -> Result<(), CopyError> {
+        let caches = &self.sources;
+        let has_rings = steps.iter().any(|step| step[1] == ASIDE);
+        let mut room = reserved(caches.len())?;
+        for rows in caches {
+            room.push(Mutex::new(reserved::<u8>(if has_rings { rows.width() } else { 0 })?));
+        }
+        // No step may overtake another, so a cache is not divided.
+        share(caches.len(), &[()], widest(caches).saturating_mul(steps.len()), threads, |cache, _| {
+            let (rows, bytes) = (caches[cache], caches[cache].width());
+            let mut aside = std::mem::take(&mut *room[cache].lock().unwrap_or_else(PoisonError::into_inner));
+            for &[from, to] in steps {
+                // SAFETY: the rows are there, and who made them says that they are ours; two rows lie apart, and no step has
+                // one row at both ends. What is set aside is a row, before it is written.
+                unsafe {
+                    if to == ASIDE {
+                        aside.clear();
+                        aside.extend_from_slice(std::slice::from_raw_parts(rows.row(from), bytes));
+                    } else if from == ASIDE {
+                        rows.row(to).copy_from_nonoverlapping(aside.as_ptr(), bytes);
+                    } else {
+                        rows.row(to).copy_from_nonoverlapping(rows.row(from), bytes);
+                    }
+                }
+            }
+        });
+        Ok(())
+    }
 }
 
 /// Copies rows.
@@ -58,74 +148,9 @@ unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], thr
     });
 }
 
-/// Lets two rows of each pair change places, in each cache.
-///
-/// # Errors
-/// A row does not exist or is named twice, or caches share memory; nothing has been exchanged.
-pub fn exchange_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
-    check_pairs(pairs, caches, caches)?;
-    check_apart(caches)?;
-    check_exchange(pairs, caches)?;
-    share(caches.len(), pairs, widest(caches), threads, |cache, part| {
-        // SAFETY: the rows are there and lie apart, as just checked; who made them says that they are ours.
-        unsafe {
-            let pieces = Pieces::new(caches[cache], caches[cache], part, PIECE_BYTES);
-            in_lanes(pieces, |odd| odd.exchange(), |from, to| exchange_line(from, to));
-        }
-    });
-    Ok(())
-}
-
-/// Copies row `from` of each cache to row `to` of the same, for each pair `[from, to]`, as if all were read before the first
-/// is written: chains (a->b, b->c) and rings (a->b, b->a) are legal.
-///
-/// # Errors
-/// A row does not exist or is written twice, or caches share memory; or there is none for the rows that close rings. Nothing
-/// has been moved.
-pub fn move_rows(caches: &[Rows], pairs: &[[u32; 2]], threads: usize) -> Result<(), CopyError> {
-    check_pairs(pairs, caches, caches)?;
-    check_apart(caches)?;
-    check_targets(pairs, caches)?;
-    let Order { steps, closing, is_bound } = Order::new(pairs);
-    if !is_bound {
-        // SAFETY: nothing is both read and written; the rest is just checked.
-        unsafe { copy_apart(caches, caches, &steps, threads) };
-        return Ok(());
-    }
-    let mut room = reserved(caches.len())?;
-    for rows in caches {
-        room.push(Mutex::new(reserved::<u8>(closing.len().saturating_mul(rows.width()))?));
-    }
-    // No step may overtake another, so a cache is not divided.
-    share(caches.len(), &[()], widest(caches).saturating_mul(pairs.len()), threads, |cache, _| {
-        let (rows, bytes) = (caches[cache], caches[cache].width());
-        let mut aside = std::mem::take(&mut *room[cache].lock().unwrap_or_else(PoisonError::into_inner));
-        // SAFETY: the rows are there, and who made them says that they are ours; two rows are the same or lie apart, and no
-        // move has one row at both ends.
-        unsafe {
-            for &[from, _] in &closing {
-                aside.extend_from_slice(std::slice::from_raw_parts(rows.row(from), bytes));
-            }
-            for &[from, to] in &steps {
-                rows.row(to).copy_from_nonoverlapping(rows.row(from), bytes);
-            }
-            for (&[_, to], kept) in closing.iter().zip(aside.chunks_exact(bytes.max(1))) {
-                rows.row(to).copy_from_nonoverlapping(kept.as_ptr(), bytes);
-            }
-        }
-    });
-    Ok(())
-}
-
-/// Checks that all caches have the rows that are named.
-fn check_pairs(pairs: &[[u32; 2]], sources: &[Rows], targets: &[Rows]) -> Result<(), CopyError> {
-    let rows = [sources, targets].map(|caches| caches.iter().map(|rows| rows.count()).min().unwrap_or_default());
-    for (pair, &named) in pairs.iter().enumerate() {
-        if let Some((row, rows)) = named.into_iter().zip(rows).find(|&(row, rows)| row as usize >= rows) {
-            return Err(CopyError::OutOfRange { pair, row, rows });
-        }
-    }
-    Ok(())
+/// Blocks of the cache that has the fewest.
+fn fewest(caches: &[Rows]) -> usize {
+    caches.iter().map(|rows| rows.count()).min().unwrap_or_default()
 }
 
 /// Bytes of the widest row.

@@ -1,17 +1,57 @@
 //! What can be wrong with a call. Nothing has been copied then.
 
+use crate::mapping::Rule;
+
 /// What is wrong with the caches, or with the rows that are named; nothing has been copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
-    /// A pair names a row that there is not.
-    #[error("pair {pair} names row {row}, there are {rows}")]
+    /// An entry of a mapping names a block that there is not.
+    #[error("entry {entry}: block {block} is to be {verb}, there are {blocks} blocks")]
     OutOfRange {
         /// Its place in the list.
-        pair: usize,
-        /// The row it names.
-        row: u32,
-        /// Rows that there are.
+        entry: usize,
+        /// The id that it names.
+        block: i64,
+        /// What is to be done to the block.
+        verb: &'static str,
+        /// Blocks that there are.
+        blocks: usize,
+    },
+    /// A block is written, or exchanged, twice.
+    #[error("block {block} is {verb} twice, by entries {first} and {second}")]
+    Repeated {
+        /// The block.
+        block: u32,
+        /// What is done to it.
+        verb: &'static str,
+        /// The first entry that names it.
+        first: usize,
+        /// The second, which may be the same.
+        second: usize,
+    },
+    /// A block is read and written by a copy within caches.
+    #[error("block {block} is both read (pair {entry}) and written in one copy")]
+    ReadAndWritten {
+        /// Place of the entry that reads it.
+        entry: usize,
+        /// The block.
+        block: u32,
+    },
+    /// A mapping names blocks that the caches do not have.
+    #[error("a mapping up to block {last} is to be run over caches of {rows} blocks")]
+    Reach {
+        /// The highest block that it names.
+        last: usize,
+        /// Blocks of the caches.
         rows: usize,
+    },
+    /// A mapping between caches is to be run within some, or the other way round.
+    #[error("a mapping by rule {rule:?} cannot be run {place}")]
+    Place {
+        /// Its rule.
+        rule: Rule,
+        /// Where it cannot be run.
+        place: &'static str,
     },
     /// There are not as many caches to write as to read.
     #[error("{read} caches are to be copied to {written}")]
@@ -30,24 +70,6 @@ pub enum CopyError {
         read: usize,
         /// Bytes of a row that is written.
         written: usize,
-    },
-    /// A row is written, or exchanged, twice.
-    #[error("row {row} is written twice, by pairs {first} and {second}")]
-    Repeated {
-        /// The row.
-        row: u32,
-        /// The first pair that names it.
-        first: usize,
-        /// The second, which may be the same.
-        second: usize,
-    },
-    /// A row is read and written by a copy within caches.
-    #[error("pair {pair} reads row {row}, which is written too")]
-    ReadAndWritten {
-        /// Place of the pair that reads it.
-        pair: usize,
-        /// The row.
-        row: u32,
     },
     /// Two caches that are written share memory.
     #[error("caches {one} and {other} share memory")]

@@ -1,21 +1,23 @@
 //! Copies and exchanges rows of paged caches in host memory, at the memory's speed.
 //!
-//! A cache is [`Rows`]: one row a block, of one width, a stride apart. One call covers all caches of a model; threads share
-//! large calls. Copies larger than the processor's caches read several rows at once and write past the caches.
+//! A cache is [`Rows`]: one row a block, of one width, a stride apart. One call covers all [`Caches`] of a model; threads
+//! share large calls. Copies larger than the processor's caches read several rows at once and write past the caches.
 //!
-//! The maker of [`Rows`] promises that the memory exists. Everything else is checked before the first byte moves: rows
-//! exist, no row is written twice or both read and written, no caches share memory.
+//! The maker of [`Rows`] promises that the memory exists. Everything else is checked once, before the first byte moves: a
+//! [`Mapping`] when it is made (ids are in range, no block is written twice or both read and written), [`Caches`] when they
+//! are (they fit and share no memory), and in a call whether the caches have the blocks that the mapping names.
 
 mod apart;
 mod copy;
 mod error;
 mod lanes;
 mod lines;
-mod order;
+mod mapping;
 mod pieces;
 mod rows;
 mod share;
 
-pub use copy::{copy_rows, exchange_rows, move_rows};
+pub use copy::Caches;
 pub use error::CopyError;
+pub use mapping::{ASIDE, MAX_RING, Mapping, Rule, Steps};
 pub use rows::Rows;

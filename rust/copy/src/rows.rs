@@ -46,11 +46,6 @@ impl Rows {
         self.stride
     }
 
-    /// Whether these are the rows of `other`, as far as both have them.
-    pub(crate) fn are_those_of(self, other: Self) -> bool {
-        (self.base, self.width, self.stride) == (other.base, other.width, other.stride)
-    }
-
     /// The first address and the first behind the last row; none without bytes.
     pub(crate) fn extent(self) -> Option<[usize; 2]> {
         let last = self.count.checked_sub(1).filter(|_| self.width > 0)?.saturating_mul(self.stride);

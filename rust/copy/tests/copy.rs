@@ -1,6 +1,6 @@
 //! Copies, exchanges and moves of rows against vectors of rows.
 
-use blockyard_copy::{CopyError, Rows, copy_rows, exchange_rows, move_rows};
+use blockyard_copy::{Caches as Checked, CopyError, Mapping, Rows, Rule};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 
@@ -51,6 +51,11 @@ impl Caches {
     }
 }
 
+fn mapping(pairs: &[[u32; 2]], blocks: [usize; 2], rule: Rule) -> Mapping {
+    let entries: Vec<_> = pairs.iter().map(|pair| pair.map(i64::from)).collect();
+    Mapping::new(&entries, blocks, rule).unwrap()
+}
+
 fn shapes(rows: u32, widths: Vec<usize>) -> impl Strategy<Value = Shape> {
     let gap = prop_oneof![Just(0_usize), 1..100_usize];
     (gap, 0..64_usize).prop_map(move |(gap, shift)| Shape { rows, widths: widths.clone(), gap, shift })
@@ -92,7 +97,9 @@ proptest! {
             }
         }
         let read = source.memory.clone();
-        copy_rows(&source.rows(), &target.rows(), &pairs, threads).unwrap();
+        let blocks = [source.shape.rows as usize, target.shape.rows as usize];
+        let caches = Checked::between(source.rows(), target.rows()).unwrap();
+        caches.run(&mapping(&pairs, blocks, Rule::Apart), threads).unwrap();
         same(&target.memory, &wanted)?;
         same(&source.memory, &read)?;
     }
@@ -114,7 +121,8 @@ proptest! {
                 memory[caches.row(cache, other as usize)].copy_from_slice(&caches.memory[cache][caches.row(cache, one as usize)]);
             }
         }
-        exchange_rows(&caches.rows(), &pairs, threads).unwrap();
+        let blocks = [caches.shape.rows as usize; 2];
+        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Exchange), threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 
@@ -136,7 +144,8 @@ proptest! {
                 memory[caches.row(cache, to as usize)].copy_from_slice(&caches.memory[cache][caches.row(cache, from as usize)]);
             }
         }
-        move_rows(&caches.rows(), &pairs, threads).unwrap();
+        let blocks = [caches.shape.rows as usize; 2];
+        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Move), threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 }
@@ -151,46 +160,46 @@ fn same(found: &[Vec<u8>], wanted: &[Vec<u8>]) -> TestCaseResult {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_its_numbers_and_nothing_is_touched() {
+fn caches_that_do_not_fit_are_refused_with_their_numbers() {
     let shape = |rows, width| Shape { rows, widths: vec![width, width + 1], gap: 0, shift: 0 };
     let (mut small, mut large) = (Caches::new(shape(4, 8), 1), Caches::new(shape(9, 8), 2));
     let mut wide = Caches::new(shape(9, 10), 3);
-    let before = [small.memory.clone(), large.memory.clone(), wide.memory.clone()];
     let (few, many, others) = (small.rows(), large.rows(), wide.rows());
-    let out = |pair, row| Err(CopyError::OutOfRange { pair, row, rows: 4 });
-    assert_eq!(copy_rows(&few, &many, &[[3, 8], [4, 0]], 1), out(1, 4));
-    assert_eq!(copy_rows(&many, &few, &[[8, 3], [0, u32::MAX]], 1), out(1, u32::MAX));
-    assert_eq!(exchange_rows(&few, &[[0, 1], [2, 4]], 1), out(1, 4));
-    assert_eq!(exchange_rows(&few, &[[0, 1], [4, 3]], 1), out(1, 4));
-    assert_eq!(move_rows(&few, &[[1, 3], [1, 7]], 1), out(1, 7));
-    assert_eq!(copy_rows(&few, &many[..1], &[[0, 0]], 1), Err(CopyError::Caches { read: 2, written: 1 }));
+    let count = CopyError::Caches { read: 2, written: 1 };
+    assert_eq!(Checked::between(few.clone(), many[..1].to_vec()).err(), Some(count));
     let widths = CopyError::Widths { cache: 0, read: 8, written: 10 };
-    assert_eq!(copy_rows(&few, &others, &[[0, 0]], 1), Err(widths));
+    assert_eq!(Checked::between(few.clone(), others).err(), Some(widths));
     assert_eq!(widths.to_string(), "rows of 8 bytes are to be copied to rows of 10, in cache 0");
-    assert_eq!(copy_rows(&[], &[], &[], 1), Ok(()));
-    assert_eq!([small.memory, large.memory, wide.memory], before);
+    let shared = Some(CopyError::Shared { one: 0, other: 1 });
+    assert_eq!(
+        Checked::between(many, vec![few[0], few[0]]).err(),
+        Some(CopyError::Widths { cache: 1, read: 9, written: 8 })
+    );
+    assert_eq!(Checked::within(vec![few[0], few[0]]).err(), shared);
+    let both = Checked::between(few.clone(), few).err();
+    assert!(matches!(both, Some(CopyError::ReadAndWrittenCaches { .. })), "{both:?}");
 }
 
 #[test]
-fn rows_and_caches_that_overlap_are_refused_and_nothing_is_touched() {
-    let shape = Shape { rows: 4, widths: vec![8, 8], gap: 0, shift: 0 };
-    let mut caches = Caches::new(shape, 1);
-    let before = caches.memory.clone();
-    let rows = caches.rows();
-    let twice = [rows[0], rows[0]];
-    let shared = Err(CopyError::Shared { one: 0, other: 1 });
-    assert_eq!(copy_rows(&rows, &twice, &[[0, 1]], 1), shared);
-    assert_eq!(exchange_rows(&twice, &[[0, 1]], 1), shared);
-    assert_eq!(move_rows(&twice, &[[0, 1]], 1), shared);
-    let crossed = [rows[1], rows[0]];
-    assert!(matches!(copy_rows(&rows, &crossed, &[[0, 1]], 1), Err(CopyError::ReadAndWrittenCaches { .. })));
-    let repeated = |first, second| Err(CopyError::Repeated { row: 1, first, second });
-    assert_eq!(copy_rows(&rows[..1], &rows[1..], &[[0, 1], [2, 3], [2, 1]], 1), repeated(0, 2));
-    assert_eq!(move_rows(&rows, &[[0, 1], [2, 1]], 1), repeated(0, 1));
-    assert_eq!(exchange_rows(&rows, &[[1, 1]], 1), repeated(0, 0));
-    let both = Err(CopyError::ReadAndWritten { pair: 1, row: 1 });
-    assert_eq!(copy_rows(&rows, &rows, &[[0, 1], [1, 2]], 1), both);
-    assert_eq!(caches.memory, before);
+fn a_mapping_runs_only_where_its_blocks_are_and_as_its_rule_says() {
+    let shape = |rows| Shape { rows, widths: vec![8, 9], gap: 0, shift: 0 };
+    let (mut small, mut large) = (Caches::new(shape(4), 1), Caches::new(shape(9), 2));
+    let before = [small.memory.clone(), large.memory.clone()];
+    let within = Checked::within(small.rows()).unwrap();
+    let between = Checked::between(large.rows(), small.rows()).unwrap();
+    let reach = |last, rows| Err(CopyError::Reach { last, rows });
+    assert_eq!(between.run(&mapping(&[[8, 4]], [9, 9], Rule::Apart), 1), reach(4, 4));
+    assert_eq!(between.run(&mapping(&[[9, 3]], [10, 4], Rule::Apart), 1), reach(9, 9));
+    assert_eq!(within.run(&mapping(&[[0, 1], [4, 2]], [5; 2], Rule::Exchange), 1), reach(4, 4));
+    assert_eq!(within.run(&mapping(&[[0, 4], [4, 0]], [5; 2], Rule::Move), 1), reach(4, 4));
+    let place = |rule, place| Err(CopyError::Place { rule, place });
+    for rule in [Rule::Move, Rule::Exchange] {
+        assert_eq!(between.run(&mapping(&[[0, 1]], [2; 2], rule), 1), place(rule, "between caches"));
+    }
+    assert_eq!(within.run(&mapping(&[[0, 1]], [2; 2], Rule::Apart), 1), place(Rule::Apart, "within caches"));
+    let nothing = Checked::between(Vec::new(), Vec::new()).unwrap();
+    assert_eq!(nothing.run(&mapping(&[], [0; 2], Rule::Apart), 1), Ok(()));
+    assert_eq!([small.memory, large.memory], before);
 }
 
 #[test]
@@ -198,5 +207,7 @@ fn rings_that_no_memory_can_set_aside_are_refused() {
     // SAFETY: the call fails before it touches the memory.
     let rows = unsafe { Rows::new(std::ptr::without_provenance_mut(64), 2, 1 << 62, 1 << 62) };
     let bytes = 1 << 62;
-    assert_eq!(move_rows(&[rows], &[[0, 1], [1, 0]], 1), Err(CopyError::OutOfMemory { bytes }));
+    let ring = mapping(&[[0, 1], [1, 0]], [2; 2], Rule::Move);
+    let caches = Checked::within(vec![rows]).unwrap();
+    assert_eq!(caches.run(&ring, 1), Err(CopyError::OutOfMemory { bytes }));
 }

@@ -8,31 +8,26 @@
     blockyard::scatter_blocks(Tensor rows, Tensor(a!)[] caches, Tensor blocks) -> ()
 
 A list holds canonical views, as `KVLayout.views` cuts them: uint8 `[blocks, bytes]`, rows contiguous. Tensor i of one
-list goes with tensor i of the other. All are checked before the first byte moves. The functions here raise the version
-of what they write, so that a backward pass which saved it fails; a call of `torch.ops.blockyard` on CUDA tensors does
-not. CPU tensors go through
-`blockyard.engine.ops.cpu`, CUDA tensors through `cuda/`, or where that library cannot be loaded through
+list goes with tensor i of the other. All are checked before the first byte moves. Each op raises the version of what it
+writes, so that a backward pass which saved it fails. CPU tensors go through `blockyard.engine.ops.cpu`, CUDA tensors
+through `blockyard.engine.ops.compiled` and `cuda/`, or where that library cannot be loaded through
 `blockyard.engine.ops.fallback` (`blockyard.engine.ops.library` says why).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from blockyard._core import Pairs
+from blockyard._core import Mapping, Pairs
 from blockyard.engine.mapping import IdPairs
-from blockyard.engine.ops import cpu, fallback
-from blockyard.engine.ops.checks import CopyOps
+from blockyard.engine.ops import compiled, cpu, fallback
 from blockyard.engine.ops.library import op_library
-from blockyard.engine.ops.strategy import use_cached
-from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
-
-_ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
+from blockyard.errors import LayoutError, MappingError
 
 
 def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
@@ -52,9 +47,7 @@ def swap_blocks(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Tensor | Id
 
     Source: vLLM `csrc/cache_kernels.cu`, swap_blocks.
     """
-    _use_cached(dst)
-    _call(torch.ops.blockyard.swap_blocks, list(src), list(dst), _tensor(pairs))
-    _note_written(dst, src)
+    torch.ops.blockyard.swap_blocks(list(src), list(dst), _tensor(pairs))
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
@@ -72,9 +65,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
 
     Source: vLLM `csrc/cache_kernels.cu`, copy_blocks.
     """
-    _use_cached(caches)
-    _call(torch.ops.blockyard.copy_blocks, list(caches), _tensor(pairs))
-    _note_written(caches)
+    torch.ops.blockyard.copy_blocks(list(caches), _tensor(pairs))
 
 
 def move_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
@@ -91,9 +82,7 @@ def move_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
         MappingError: the mapping is malformed, an id is out of range or a destination repeats; nothing was moved.
         LayoutError: the views do not fit one another; nothing was moved.
     """
-    _use_cached(caches)
-    _call(torch.ops.blockyard.move_blocks, list(caches), _tensor(pairs))
-    _note_written(caches)
+    torch.ops.blockyard.move_blocks(list(caches), _tensor(pairs))
 
 
 def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
@@ -109,9 +98,7 @@ def exchange_blocks(caches: Sequence[Tensor], pairs: Tensor | IdPairs) -> None:
 
     Source: vllm-hpu-extension `defragmentation.py`, CacheSwapUtils.
     """
-    _use_cached(caches)
-    _call(torch.ops.blockyard.exchange_blocks, list(caches), _tensor(pairs))
-    _note_written(caches)
+    torch.ops.blockyard.exchange_blocks(list(caches), _tensor(pairs))
 
 
 def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> None:
@@ -127,9 +114,7 @@ def gather_blocks(caches: Sequence[Tensor], rows: Tensor, blocks: Tensor) -> Non
             copied.
         LayoutError: views and rows do not fit one another; nothing was copied.
     """
-    _use_cached(caches)
-    _call(torch.ops.blockyard.gather_blocks, list(caches), rows, blocks)
-    _note_written([rows], caches)
+    torch.ops.blockyard.gather_blocks(list(caches), rows, blocks)
 
 
 def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> None:
@@ -145,38 +130,31 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
             nothing was copied.
         LayoutError: views and rows do not fit one another; nothing was copied.
     """
-    _use_cached(caches)
-    _call(torch.ops.blockyard.scatter_blocks, rows, list(caches), blocks)
-    _note_written(caches, [rows])
+    torch.ops.blockyard.scatter_blocks(rows, list(caches), blocks)
 
 
-def _use_cached(views: Sequence[Tensor]) -> None:
-    """Look for the calibrated table of a device that is met for the first time."""
-    if views and views[0].is_cuda and op_library().loaded:
-        use_cached(views[0].device.index)
+def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> Callable[[Mapping], None]:
+    """Check views once, for any number of mappings.
+
+    Args:
+        src: views to read, as for `swap_blocks`.
+        dst: views to write. None: `src` is changed in place, as by `copy_blocks`, `move_blocks` or `exchange_blocks`.
+
+    Returns:
+        What carries a mapping out in these views, by the mapping's rule.
+
+    Raises:
+        InvalidArgumentError: the views do not fit one another.
+    """
+    if all(view.device.type == "cpu" for view in (*src, *(dst or ()))):
+        return cpu.Bound(src, dst)
+    if op_library().loaded:
+        return partial(compiled.within, src) if dst is None else partial(compiled.between, src, dst)
+    return fallback.bind(src, dst)
 
 
 def _tensor(pairs: Tensor | IdPairs) -> Tensor:
     return pairs if isinstance(pairs, Tensor) else torch.from_numpy(Pairs("device", "device", pairs).ids)
-
-
-def _call(op: Callable[..., object], *arguments: object) -> None:
-    try:
-        op(*arguments)
-    except RuntimeError as error:
-        raise _named(error) from error
-
-
-def _note_written(written: Sequence[Tensor], read: Sequence[Tensor] = ()) -> None:
-    """Raise the versions that autograd compares; the CPU's implementations do so themselves, compiled graphs too."""
-    if any(views and views[0].is_cuda for views in (written, read)) and not torch.compiler.is_compiling():
-        increment_version(written)
-
-
-def _named(error: RuntimeError) -> Exception:
-    """Turn an error of the compiled library into the class that its message names."""
-    kind, _, message = str(error).partition("blockyard ")[2].partition(": ")
-    return _ERRORS[kind](message) if kind in _ERRORS else error
 
 
 # ---- what torch.compile sees ----
@@ -235,25 +213,19 @@ OPS: Final[dict[str, tuple[str, Implementation]]] = {
 }
 
 
-def _implementations(ops: CopyOps) -> dict[str, Implementation]:
-    return {
-        "swap_blocks": ops.swap,
-        "copy_blocks": ops.copy,
-        "move_blocks": ops.move,
-        "exchange_blocks": ops.exchange,
-        "gather_blocks": ops.gather,
-        "scatter_blocks": ops.scatter,
-    }
-
-
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockyard", "DEF")
+    on_cuda = compiled if op_library().loaded else fallback.BY_TORCH
     for name, (arguments, fake) in OPS.items():
         library.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, _implementations(cpu.ON_CPU)[name], "CPU")
-        if not op_library().loaded:
-            library.impl(name, _implementations(fallback.BY_TORCH)[name], "CUDA")
+        library.impl(name, getattr(cpu.ON_CPU, name.removesuffix("_blocks")), "CPU")
+        library.impl(name, getattr(on_cuda, name.removesuffix("_blocks")), "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
+    # What the compiled library does with checked mappings.
+    library.define("run_swap(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")
+    library.define("run_steps(Tensor(a!)[] caches, Tensor steps, Tensor starts) -> ()")
+    library.define("run_gather(Tensor[] caches, Tensor(a!) rows, Tensor pairs) -> ()")
+    library.define("run_scatter(Tensor rows, Tensor(a!)[] caches, Tensor pairs) -> ()")
     library.define("set_strategies(int device, Tensor rules) -> ()")
     # Whether a device and the compiled library's code for it have the bulk engine.
     library.define("has_bulk(int device) -> bool")

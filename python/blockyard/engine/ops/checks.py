@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from blockyard.engine.mapping import Ids, check_blocks, check_pairs
+from blockyard._core import Mapping
+from blockyard.engine.mapping import Ids, with_rows
 from blockyard.errors import LayoutError, MappingError
 from blockyard.layout.extents import Extent, check_apart, overlap
+
+Rule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
 
 # A pair of these is padding: graphs want mappings of a fixed length.
 PADDING = -1
@@ -23,55 +27,48 @@ class CopyOps:
     """The copy ops over some way of moving rows: they check, hand on what is right, and tell autograd what has changed.
 
     Attributes:
-        copy_rows: takes views to read, views to write and pairs (from, to); no row is both read and written.
-        move_rows: takes views and pairs (from, to), to be made as if all rows were read before one is written.
-        exchange_rows: takes views and pairs of rows that change places; no row is named twice.
+        between: takes views to read, views to write and a mapping.
+        within: takes views to change in place and a mapping.
     """
 
-    copy_rows: Callable[[Sequence[Tensor], Sequence[Tensor], Ids], None]
-    move_rows: Callable[[Sequence[Tensor], Ids], None]
-    exchange_rows: Callable[[Sequence[Tensor], Ids], None]
+    between: Callable[[Sequence[Tensor], Sequence[Tensor], Mapping], None]
+    within: Callable[[Sequence[Tensor], Mapping], None]
 
     def swap(self, src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
         """Implement `swap_blocks`."""
         check_swap(src, dst)
-        self.copy_rows(src, dst, check_ids(pairs, src[0].shape[0], dst[0].shape[0], in_place=False))
+        self.between(src, dst, mapping_of("swap", pairs, src[0].shape[0], dst[0].shape[0]))
         increment_version(dst)
 
     def copy(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `copy_blocks`."""
-        check_caches(caches)
-        blocks = caches[0].shape[0]
-        self.copy_rows(caches, caches, check_ids(pairs, blocks, blocks, in_place=True))
-        increment_version(caches)
+        self._change("copy", caches, pairs)
 
     def move(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `move_blocks`."""
-        check_caches(caches)
-        blocks = caches[0].shape[0]
-        self.move_rows(caches, check_ids(pairs, blocks, blocks, in_place=False))
-        increment_version(caches)
+        self._change("move", caches, pairs)
 
     def exchange(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `exchange_blocks`."""
+        self._change("exchange", caches, pairs)
+
+    def _change(self, rule: Rule, caches: list[Tensor], pairs: Tensor) -> None:
         check_caches(caches)
-        self.exchange_rows(caches, check_exchange(pairs, caches[0].shape[0]))
+        self.within(caches, mapping_of(rule, pairs, caches[0].shape[0], caches[0].shape[0]))
         increment_version(caches)
 
     def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
         """Implement `gather_blocks`."""
         pieces = split_rows(rows, caches)
         check_swap(caches, pieces, ("caches", "rows"))
-        ids = check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=False)
-        self.copy_rows(caches, pieces, np.column_stack((ids, np.arange(len(ids)))))
+        self.between(caches, pieces, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=False))
         increment_version(rows)
 
     def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
         """Implement `scatter_blocks`."""
         pieces = split_rows(rows, caches)
         check_swap(pieces, caches, ("rows", "caches"))
-        ids = check_list_of_blocks(blocks, caches[0].shape[0], rows.shape[0], unique=True)
-        self.copy_rows(pieces, caches, np.column_stack((np.arange(len(ids)), ids)))
+        self.between(pieces, caches, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=True))
         increment_version(caches)
 
 
@@ -159,74 +156,25 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
     return list(rows.split(widths, dim=1))
 
 
-def check_ids(pairs: Tensor, src_blocks: int, dst_blocks: int, *, in_place: bool) -> Ids:
-    """Check a mapping, as `blockyard.engine.mapping.check_pairs` does.
-
-    Returns:
-        The pairs, int64 `[n, 2]`, C-contiguous.
+def mapping_of(rule: Rule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> Mapping:
+    """Check the pairs of an op, int64 `[n, 2]` on the CPU.
 
     Raises:
-        MappingError: it is on a device, or malformed.
+        MappingError: they are on a device, of another dtype or shape, or break the rule.
     """
     # An op takes the tensor that its other implementations read as it is.
     ids = _on_cpu("pairs", pairs)
-    if ids.dtype != np.int64:
-        raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")
-    return check_pairs(ids, src_blocks=src_blocks, dst_blocks=dst_blocks, in_place=in_place)
-
-
-def check_exchange(pairs: Tensor, num_blocks: int) -> Ids:
-    """Check the pairs of an exchange and take the padding out.
-
-    Args:
-        pairs: int64 `[n, 2]`, CPU; `(-1, -1)` is padding.
-        num_blocks: blocks there are.
-
-    Returns:
-        The pairs without padding, int64 `[m, 2]`, C-contiguous.
-
-    Raises:
-        MappingError: dtype or shape is wrong, an id is out of range (one -1 in a pair is), or a block is named twice.
-    """
-    ids = _on_cpu("pairs", pairs)
     if ids.dtype != np.int64 or ids.ndim != 2 or ids.shape[1] != 2:
         raise MappingError(f"pairs are {ids.dtype} {list(ids.shape)}, wanted int64 [n, 2]")
-    entries = np.flatnonzero((ids != PADDING).any(axis=1))
-    kept = np.ascontiguousarray(ids[entries])
-    outside = kept.view(np.uint64) >= np.uint64(num_blocks)
-    if outside.any():
-        row, column = np.argwhere(outside)[0]
-        raise MappingError(
-            f"entry {entries[row]}: block {kept[row, column]} is to be exchanged, there are {num_blocks} blocks"
-        )
-    ordered = np.sort(kept, axis=None)
-    repeats = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(repeats):
-        value = ordered[repeats[0]]
-        first, second = entries[np.nonzero(kept == value)[0][:2]]
-        raise MappingError(f"block {value} is exchanged twice, by entries {first} and {second}")
-    return kept
+    return Mapping(ids, src_blocks=src_blocks, dst_blocks=dst_blocks, rule=rule)
 
 
-def check_list_of_blocks(blocks: Tensor, num_blocks: int, num_rows: int, *, unique: bool) -> Ids:
-    """Check the blocks that go with rows.
-
-    Args:
-        blocks: int64 `[n]`, CPU.
-        num_blocks: blocks there are.
-        num_rows: rows there are, which has to be n.
-        unique: no id may repeat (they are written).
-
-    Returns:
-        The ids, C-contiguous.
-
-    Raises:
-        MappingError: dtype, shape or number is wrong, an id is out of range, or one repeats.
-    """
-    checked = check_blocks(_on_cpu("blocks", blocks), num_blocks, unique=unique)
-    if len(checked) != num_rows:
-        raise MappingError(f"{len(checked)} blocks are named, there are {num_rows} rows")
-    return checked
+def mapping_of_rows(blocks: Tensor, num_blocks: int, num_rows: int, *, written: bool) -> Mapping:
+    """Check the blocks that go with rows, int64 `[n]` on the CPU; raises MappingError."""
+    mapping = with_rows(_on_cpu("blocks", blocks), num_blocks, written=written)
+    if len(mapping) != num_rows:
+        raise MappingError(f"{len(mapping)} blocks are named, there are {num_rows} rows")
+    return mapping
 
 
 def _on_cpu(name: str, ids: Tensor) -> Ids:

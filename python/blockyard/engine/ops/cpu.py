@@ -8,27 +8,59 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from blockyard._core import copy_rows, exchange_rows, move_rows
-from blockyard.engine.mapping import Ids
+from blockyard._core import BoundViews, Mapping
 from blockyard.engine.ops import checks
 
 
-def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
-    copy_rows(_arrays(src), _arrays(dst), pairs, num_threads=torch.get_num_threads())
+class Bound:
+    """Views that were checked once, for any number of mappings.
+
+    Args:
+        src: views to read, uint8 `[blocks, bytes]`.
+        dst: as many to write; `src` is changed in place if None.
+    """
+
+    def __init__(self, src: Sequence[Tensor], dst: Sequence[Tensor] | None) -> None:
+        self._src, self._dst = list(src), None if dst is None else list(dst)
+        # One view of each memory: torch may move it, for instance to share it with another process.
+        views = [*self._src, *(self._dst or ())]
+        self._memories = list({view.untyped_storage().data_ptr(): view for view in views}.values())
+        # Views of one tensor have one version.
+        written = self._src if self._dst is None else self._dst
+        bases = [view if view._base is None else view._base for view in written]  # noqa: SLF001 (torch documents it)
+        self._versions = list({id(base): base for base in bases}.values())
+        self._bind()
+
+    def _bind(self) -> None:
+        self._addresses = list(map(Tensor.data_ptr, self._memories))
+        self._views = BoundViews(_kept(self._src), None if self._dst is None else _kept(self._dst))
+
+    def __call__(self, mapping: Mapping) -> None:
+        """Carry a mapping out in each view."""
+        if list(map(Tensor.data_ptr, self._memories)) != self._addresses:
+            self._bind()
+        self._views.run(mapping, num_threads=torch.get_num_threads())
+        increment_version(self._versions)
 
 
-def _move(caches: Sequence[Tensor], pairs: Ids) -> None:
-    move_rows(_arrays(caches), pairs, num_threads=torch.get_num_threads())
+def _between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
+    BoundViews(_arrays(src), _arrays(dst)).run(mapping, num_threads=torch.get_num_threads())
 
 
-def _exchange(caches: Sequence[Tensor], pairs: Ids) -> None:
-    exchange_rows(_arrays(caches), pairs, num_threads=torch.get_num_threads())
+def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
+    BoundViews(_arrays(caches)).run(mapping, num_threads=torch.get_num_threads())
+
+
+def _kept(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
+    # Tensors that nobody else has keep the memory, whatever becomes of the caller's.
+    return _arrays([view.detach() for view in views])
 
 
 def _arrays(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
     return [view.numpy() for view in views]
 
 
-ON_CPU = checks.CopyOps(_copy, _move, _exchange)
+ON_CPU = checks.CopyOps(_between, _within)
 """The implementations on the CPU."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from blockyard.engine.mapping import Ids
+from blockyard._core import Mapping
 from blockyard.engine.ops import checks
 from blockyard.errors import CaptureError
 
@@ -16,30 +16,28 @@ from blockyard.errors import CaptureError
 _PART_BYTES = 32 << 20
 
 
-def _exchange(caches: Sequence[Tensor], pairs: Ids) -> None:
-    for view in caches:
-        step = max(1, _PART_BYTES // max(1, 2 * view.shape[1]))
-        for start in range(0, len(pairs), step):
-            part = pairs[start : start + step]
-            _move([view], np.concatenate((part, part[:, ::-1])))
-
-
-def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], pairs: Ids) -> None:
+def _copy(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
     _refuse_capture(src[0], dst[0])
-    sources = torch.tensor(pairs[:, 0], device=src[0].device)
-    targets = torch.tensor(pairs[:, 1], device=dst[0].device)
+    pairs = torch.from_numpy(mapping.pairs)
+    sources, targets = pairs[:, 0].to(src[0].device), pairs[:, 1].to(dst[0].device)
     for source, target in zip(src, dst, strict=True):
         step = max(1, _PART_BYTES // max(1, source.shape[1]))
         for chosen, to in zip(sources.split(step), targets.split(step), strict=True):
             target.index_copy_(0, to, source.index_select(0, chosen).to(target.device))
 
 
-def _move(caches: Sequence[Tensor], pairs: Ids) -> None:
-    """Read all rows of a cache before the first is written."""
+def _change(caches: Sequence[Tensor], mapping: Mapping) -> None:
+    if mapping.rule == "copy":
+        _copy(caches, caches, mapping)
+        return
     _refuse_capture(*caches[:1])
-    sources, targets = (torch.tensor(column, device=caches[0].device) for column in pairs.T)
+    pairs = torch.from_numpy(mapping.pairs).to(caches[0].device)
     for view in caches:
-        view.index_copy_(0, targets, view.index_select(0, sources))
+        # Moves depend on one another: all rows are read before the first is written. Exchanges do not.
+        step = max(1, _PART_BYTES // max(1, 2 * view.shape[1])) if mapping.rule == "exchange" else max(1, len(pairs))
+        for part in pairs.split(step):
+            both = torch.cat((part, part.flip(1))) if mapping.rule == "exchange" else part
+            view.index_copy_(0, both[:, 1], view.index_select(0, both[:, 0]))
 
 
 def _refuse_capture(*tensors: Tensor) -> None:
@@ -47,5 +45,19 @@ def _refuse_capture(*tensors: Tensor) -> None:
         raise CaptureError("without the op library a mapping is copied to the device: no graph can hold that")
 
 
-BY_TORCH = checks.CopyOps(_copy, _move, _exchange)
+BY_TORCH = checks.CopyOps(_copy, _change)
 """The implementations in torch calls."""
+
+
+def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None) -> Callable[[Mapping], None]:
+    """Check views once, and give what carries mappings out in them."""
+    if dst is None:
+        checks.check_caches(src)
+    else:
+        checks.check_swap(src, dst)
+
+    def run(mapping: Mapping) -> None:
+        _change(src, mapping) if dst is None else _copy(src, dst, mapping)
+        increment_version(src if dst is None else dst)
+
+    return run
