@@ -45,6 +45,10 @@ class Step(NamedTuple):
     freed: Ids
     new: Ids
     tables: list[list[int]] | None
+    ended: list[int]
+    """Numbers of the sequences that end."""
+    grown: dict[int, list[int]]
+    """New blocks by the sequence's number."""
 
 
 class Churn:
@@ -58,6 +62,8 @@ class Churn:
         self._refs: Counter[int] = Counter()
         self._tables: list[list[int]] = []
         self._tokens: list[int] = []
+        self._numbers: list[int] = []
+        self._count = 0
 
     def take(self, count: int) -> list[int]:
         """Give out ids."""
@@ -68,30 +74,37 @@ class Churn:
         freed: list[int] = []
         new: list[int] = []
         appended: list[int] = []
+        ended: list[int] = []
+        grown: dict[int, list[int]] = {}
         if len(self._tables) + self._starts > RUNNING:
             for _ in range(self._starts):
                 i = self._rng.randrange(len(self._tables))
                 freed += self._tables[i]
-                self._tables[i], self._tokens[i] = self._tables[-1], self._tokens[-1]
-                self._tables.pop()
-                self._tokens.pop()
+                ended.append(self._numbers[i])
+                for rows in (self._tables, self._tokens, self._numbers):
+                    rows[i] = rows[-1]
+                    rows.pop()
         self._free.extend(self._released(freed))
         for table, at in zip(self._tables, range(len(self._tokens)), strict=True):
             self._tokens[at] += 1
             if self._tokens[at] > len(table) * BLOCK_SIZE:
                 table.append(self._free.popleft())
                 appended.append(table[-1])
+                grown[self._numbers[at]] = table[-1:]
         for number in range(self._starts):
             prefix = self._tables[-1][:SHARED_BLOCKS] if self._shared and number % 2 else []
             self._tables.append(prefix + self.take(PROMPT_BLOCKS - len(prefix)))
             self._tokens.append(
                 self._rng.randrange(PROMPT_BLOCKS * BLOCK_SIZE - BLOCK_SIZE, PROMPT_BLOCKS * BLOCK_SIZE)
             )
+            self._numbers.append(self._count)
+            grown[self._count] = self._tables[-1][:]
+            self._count += 1
             new += self._tables[-1]
         if self._shared:
             self._refs.update(new + appended)
         copied = [list(table) for table in self._tables] if tables else None
-        return Step(np.array(freed, np.int64), np.array(new + appended, np.int64), copied)
+        return Step(np.array(freed, np.int64), np.array(new + appended, np.int64), copied, ended, grown)
 
     def _released(self, freed: list[int]) -> list[int]:
         """Those that nobody refers to any more."""

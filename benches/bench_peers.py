@@ -1,96 +1,268 @@
-"""Peers on our workloads, beside ours in the same run: thread-CPU time, minimum of repeats.
+"""Peers on our workloads, beside ours in the same run: thread-CPU time, the least of some rounds.
 
-    python benches/bench_peers.py
+    python benches/bench_peers.py --install      # fetches the Python peers into .make/peers: 1.5 GB to download
+    python benches/bench_peers.py [--rounds 3] [--only NAME ...]
 
-builds benches/peers/kvbm (kvbm-logical, Rust) into .make/, which needs crates.io the first time, and prints a table;
-with BENCH_JSON=FILE it also adds the peers' figures to the flat JSON object in FILE. Where the crates cannot be had, it
-says so in one line and stops.
+prints a table; with BENCH_JSON=FILE it also adds the peers' figures and their ratios to ours to the flat JSON object in
+FILE. Each round runs ours and then every peer, one at a time. A figure is the mean over laps (a step, 50 requests, a
+call) of each lap's least time over all rounds, so that what else the machine does is charged to nobody.
+
+Only peers that are here are measured: without `--install` nothing is fetched but kvbm's crates, a few megabytes. A peer
+that is missing is skipped with a line that says why. BLOCKYARD_PEER_<NAME>=PATH (VLLM_V0, VLLM_V1, SGLANG, GAUDI) takes
+a peer from a folder that holds its package, such as a checkout. vllm-gaudi is on no index: it needs a checkout.
+
+What each peer does and leaves out is said in its script in benches/peers. Modules that its block manager does not use
+are stood in for, so nothing of an engine but its block manager runs.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from bench_prefix import prompts, w_prefix
+from bench_defrag import MARGIN, MOVES, RUNNING, STARTS, THRESHOLD, Churn, Step
+from bench_manager import allocate_and_free, decode, fork, swap
+from bench_prefix import evict, prompts, w_prefix
 from figures import keep
 from numpy.typing import NDArray
+from peers.common import EVICTABLE, POOLS, laps
+
+from blockyard.defrag import BlockObserver
 
 ROOT = Path(__file__).resolve().parent.parent
-KVBM = ROOT / "benches" / "peers" / "kvbm"
-TARGET = ROOT / ".make" / "peers" / "kvbm"
-REPEATS = 9
-POOLS = {"20k": 20_000, "4k": 4_000}
+SCRIPTS = ROOT / "benches" / "peers"
+BUILT = ROOT / ".make" / "peers"
+REPEATS = 5
+
+Figures = dict[str, list[float]]
+
+
+class Peer(NamedTuple):
+    """A peer, and where it comes from."""
+
+    title: str
+    script: str
+    packages: tuple[str, ...]
+    """Exact versions, fetched without what they depend on."""
+    source: str = ""
+    """Where a checkout is to be had, if no index has the package."""
+
+
+PEERS = {
+    "vllm_v0": Peer("vLLM V0 0.7.3", "vllm_v0.py", ("vllm==0.7.3", "msgspec==0.22.0")),
+    "vllm_v1": Peer("vLLM V1 0.33.0", "vllm_v1.py", ("vllm==0.33.0", "msgspec==0.22.0", "cbor2==6.3.0")),
+    # Its Rust tree is built for this torch, and that for this NCCL; all else of CUDA is in our own environment.
+    "sglang": Peer(
+        "SGLang 0.5.23",
+        "sglang_tree.py",
+        ("sglang==0.5.23", "torch==2.14.1", "nvidia-nccl-cu13==2.30.7", "msgspec==0.22.0"),
+    ),
+    "gaudi": Peer("vllm-gaudi", "gaudi.py", (), source="github.com/vllm-project/vllm-gaudi"),
+    "kvbm": Peer("kvbm-logical 1.6.1", "kvbm", ()),
+}
+
+
+def stamp(name: str) -> Path:
+    """The file that names what is installed for a peer."""
+    return BUILT / name / "installed.txt"
+
+
+def install(name: str) -> None:
+    """Fetch a peer's packages, and drop their kernels: nothing here calls them."""
+    peer, folder = PEERS[name], BUILT / name
+    if not peer.packages:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [str(Path(sys.executable).parent / "uv"), "pip", "install", "--quiet", "--no-deps", "--no-cache"]
+    command += ["--python", sys.executable, "--target", str(folder), *peer.packages]
+    if subprocess.run(command, check=False).returncode:
+        print(f"bench_peers: {peer.title} cannot be installed", file=sys.stderr)
+        return
+    for kernel in folder.glob("vllm/**/*.so"):
+        kernel.unlink()
+    stamp(name).write_text("\n".join(peer.packages))
 
 
 def cargo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run cargo on the peer's own workspace; it keeps what it builds apart from ours."""
-    command = ["cargo", *arguments, "--locked", "--manifest-path", str(KVBM / "Cargo.toml")]
-    environment = os.environ | {"CARGO_TARGET_DIR": str(TARGET), "CARGO_NET_RETRY": "1"}
-    return subprocess.run(command, cwd=KVBM, env=environment, capture_output=True, text=True, check=False)
+    """Run cargo on kvbm's own workspace; it keeps what it builds apart from ours."""
+    command = ["cargo", *arguments, "--locked", "--manifest-path", str(SCRIPTS / "kvbm" / "Cargo.toml")]
+    environment = os.environ | {"CARGO_TARGET_DIR": str(BUILT / "kvbm"), "CARGO_NET_RETRY": "1"}
+    return subprocess.run(command, cwd=SCRIPTS / "kvbm", env=environment, capture_output=True, text=True, check=False)
 
 
-def skipped() -> str | None:
-    """Why the peer cannot be measured here, in one line."""
+def rust_is_missing() -> str | None:
+    """Build kvbm; returns why it cannot be measured here, in one line."""
     if shutil.which("cargo") is None:
         return "cargo is not installed"
-    fetched = cargo("fetch", "--quiet")
-    if fetched.returncode:
-        errors = [line for line in fetched.stderr.splitlines() if line.startswith("error")] or [
-            f"status {fetched.returncode}"
-        ]
-        return f"cargo cannot fetch it: {errors[0]}"
+    for verb in (("fetch", "--quiet"), ("build", "--release", "--quiet")):
+        done = cargo(*verb)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+            return f"cargo {verb[0]}: {(errors or [f'status {done.returncode}'])[0]}"
     return None
 
 
-def kvbm(requests: list[NDArray[np.uint32]]) -> dict[str, float]:
-    """Figures of kvbm-logical on the same prompts.
+def folder_of(name: str) -> Path:
+    """Where a Python peer's package is, or would be."""
+    given = os.environ.get(f"BLOCKYARD_PEER_{name.upper()}")
+    return Path(given) if given else BUILT / name
+
+
+def missing(name: str) -> str | None:
+    """Why a peer cannot be measured here, in one line."""
+    peer, variable = PEERS[name], f"BLOCKYARD_PEER_{name.upper()}"
+    if name == "kvbm":
+        return rust_is_missing()
+    if given := os.environ.get(variable):
+        return None if Path(given).is_dir() else f"{variable}={given} is no folder"
+    if peer.source:
+        return f"set {variable} to a checkout of {peer.source}"
+    if not stamp(name).exists() or stamp(name).read_text() != "\n".join(peer.packages):
+        return "not installed; `python benches/bench_peers.py --install` does that"
+    return None
+
+
+def run(name: str, prompts_file: str) -> Figures:
+    """One round of a peer.
 
     Raises:
-        RuntimeError: it does not build or does not run.
+        RuntimeError: it does not run.
     """
-    built = cargo("build", "--release", "--quiet")
-    if built.returncode:
-        raise RuntimeError(f"kvbm-bench does not build:\n{built.stderr}")
-    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-        file.write(np.concatenate(requests).astype("<u4").tobytes())
-        file.flush()
-        program = TARGET / "release" / "kvbm-bench"
-        ran = subprocess.run([str(program), file.name], capture_output=True, text=True, check=False)
+    if name == "kvbm":
+        command = [str(BUILT / "kvbm" / "release" / "kvbm-bench"), prompts_file]
+    else:
+        command = [sys.executable, str(SCRIPTS / PEERS[name].script), prompts_file]
+    path = os.pathsep.join((str(folder_of(name)), str(ROOT / "benches")))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise RuntimeError(f"kvbm-bench does not run:\n{ran.stderr}")
-    figures: dict[str, float] = json.loads(ran.stdout)
+        raise RuntimeError(f"{PEERS[name].title} does not run:\n{ran.stderr}")
+    figures: Figures = json.loads(ran.stdout)
     return figures
 
 
-def compare(requests: list[NDArray[np.uint32]], peer: dict[str, float]) -> None:
-    """Print the peer's cost and hit rate beside ours, measured now."""
-    print(f"{'W-prefix':10} {'kvbm us':>9} {'ours us':>9} {'ratio':>7} {'kvbm hit':>9} {'ours hit':>9}")
+def defrag(*, fresh: bool, moves: int) -> tuple[list[float], float]:
+    """W-defrag as vllm-gaudi is measured: each step resolves all block tables. Microseconds of each step, and moves."""
+    blocks = 262_144
+    churn, books = Churn(blocks), BlockObserver(blocks)
+    moved = 0
+
+    def step(made: tuple[Step, NDArray[np.int64]]) -> None:
+        nonlocal moved
+        books.release_ids(made[0].freed, fresh=fresh)
+        books.use_ids(made[0].new, fresh=fresh)
+        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=moves)
+        if len(plan):
+            books.commit(plan)
+        books.resolve(made[1])
+        moved += len(plan)
+
+    def made() -> tuple[Step, NDArray[np.int64]]:
+        new = churn.step(tables=True)
+        return new, np.concatenate([np.array(table, np.int64) for table in new.tables or ()])
+
+    for _ in range(2 * RUNNING // STARTS):
+        step(made())
+    moved = 0
+    costs = laps((made() for _ in range(100)), step, 1000)
+    return costs, moved / len(costs)
+
+
+def ours(requests: list[NDArray[np.uint32]]) -> Figures:
+    """One round of ours."""
+    found: Figures = {}
+
+    def least(name: str, measure: Callable[[], float]) -> None:
+        found[name] = [min(measure() for _ in range(REPEATS))]
+
+    least("decode_ns", lambda: decode(tables=True))
+    least("allocate_ns", lambda: allocate_and_free()[0])
+    least("free_ns", lambda: allocate_and_free()[1])
+    least("swap_ns", swap)
+    least("fork_1000_us", fork)
     for name, blocks in POOLS.items():
-        runs = [w_prefix(requests, blocks) for _ in range(REPEATS)]
-        ours, hit = min(us for us, _ in runs), runs[0][1]
-        theirs = peer[f"kvbm_prefix_{name}_us"]
-        theirs_hit = peer[f"kvbm_prefix_{name}_hit"]
-        print(f"{name:10} {theirs:9.2f} {ours:9.2f} {theirs / ours:7.2f} {theirs_hit:9.4f} {hit:9.4f}")
+        least(f"prefix_{name}_us", lambda: w_prefix(requests, blocks)[0])  # noqa: B023
+        found[f"prefix_{name}_hit"] = [w_prefix(requests, blocks)[1]]
+    for name, evictable in (EVICTABLE | {"1m": 1_000_000}).items():
+        found[f"evict_{name}_ns"] = [evict(evictable, REPEATS if evictable < 1_000_000 else 1)]
+    for name, fresh, moves in (("defrag_256k", True, MOVES), ("defrag_256k_kept", False, 512)):
+        found[f"{name}_us"], moved = defrag(fresh=fresh, moves=moves)
+        found[f"{name}_moves"] = [moved]
+    return found
+
+
+def merge(least: Figures, found: Figures) -> None:
+    """Keep the least of each lap."""
+    for name, costs in found.items():
+        least[name] = [min(pair) for pair in zip(costs, least.get(name, costs), strict=True)]
+
+
+def compare(ours_: dict[str, float], theirs: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Print a line a figure; returns the peers' figures and ratios by their names in BENCH_JSON."""
+    kept: dict[str, float] = {}
+    print(f"{'':22} {'Blockyard':>12} " + " ".join(f"{PEERS[name].title:>20}" for name in theirs))
+    for figure, own in ours_.items():
+        cells = []
+        for name, figures in theirs.items():
+            if figure not in figures:
+                cells.append(f"{'-':>20}")
+                continue
+            kept[f"{name}_{figure}"] = value = figures[figure]
+            if figure.endswith(("_ns", "_us")):
+                kept[f"{name}_{figure}_ratio"] = value / own
+                cells.append(f"{value:12,.1f} {value / own:6.1f}x")
+            else:
+                cells.append(f"{value:20.4f}")
+        print(f"{figure:22} {own:12,.4f} " + " ".join(cells))
+    return kept
+
+
+def measure(names: list[str], rounds: int) -> None:
+    """Measure, print, and add to BENCH_JSON."""
+    requests = prompts()
+    least: dict[str, Figures] = {"": {}}
+    gc.disable()  # its walks would be charged to whoever allocates next
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(np.concatenate(requests).astype("<u4").tobytes())
+        file.flush()
+        for _ in range(rounds):
+            merge(least[""], ours(requests))
+            for name in names:
+                merge(least.setdefault(name, {}), run(name, file.name))
+    means = {name: {figure: sum(of) / len(of) for figure, of in figures.items()} for name, figures in least.items()}
+    keep(compare(means.pop(""), means))
+    print(f"load of the machine, mean of 15 minutes: {os.getloadavg()[2]:.1f} on {os.cpu_count()} cores")
 
 
 def main() -> None:
-    """Measure, print, and add to BENCH_JSON."""
-    if reason := skipped():
-        print(f"bench_peers: kvbm-logical is skipped: {reason}", file=sys.stderr)
+    """Install, or measure the peers that are here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--install", action="store_true", help="fetch the Python peers into .make/peers, and stop")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
+    arguments = parser.parse_args()
+    if arguments.install:
+        for name in arguments.only:
+            install(name)
         return
-    requests = prompts()
-    figures = kvbm(requests)
-    compare(requests, figures)
-    for name, value in figures.items():
-        print(f"{name:24} {value:10.2f}")
-    keep(figures)
+    here = []
+    for name in arguments.only:
+        if reason := missing(name):
+            print(f"bench_peers: {PEERS[name].title} is skipped: {reason}", file=sys.stderr)
+        else:
+            here.append(name)
+    if here:
+        measure(here, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ use std::error::Error;
 const BLOCK: u32 = 16;
 const PROMPT: usize = 2048;
 const LIVE: usize = 16;
-const REPEATS: usize = 9;
+const REPEATS: usize = 3;
 /// Blocks of an evictable chain, and blocks taken a call.
 const CHAIN: usize = 4;
 const TAKEN: usize = 250;
@@ -152,15 +152,15 @@ fn main() -> Result<()> {
     let mut figures = Vec::new();
     for (name, blocks) in [("20k", 20_000), ("4k", 4_000)] {
         let cost = least(REPEATS, || Ok(w_prefix(&prompts, blocks)?.0))?;
-        figures.push((format!("kvbm_prefix_{name}_us"), cost / 1000.0));
-        figures.push((format!("kvbm_prefix_{name}_hit"), w_prefix(&prompts, blocks)?.1));
+        figures.push((format!("prefix_{name}_us"), cost / 1000.0));
+        figures.push((format!("prefix_{name}_hit"), w_prefix(&prompts, blocks)?.1));
     }
     for (name, evictable) in [("1k", 1_000), ("10k", 10_000), ("100k", 100_000), ("1m", 1_000_000)] {
         // To fill a large pool costs far more than what is measured.
-        let repeats = if evictable > 50_000 { 2 } else { REPEATS };
-        figures.push((format!("kvbm_evict_{name}_ns"), least(repeats, || w_evict(evictable))?));
+        let repeats = if evictable > 50_000 { 1 } else { REPEATS };
+        figures.push((format!("evict_{name}_ns"), least(repeats, || w_evict(evictable))?));
     }
-    let fields: Vec<_> = figures.iter().map(|(name, value)| format!("\"{name}\": {value:.4}")).collect();
+    let fields: Vec<_> = figures.iter().map(|(name, value)| format!("\"{name}\": [{value:.4}]")).collect();
     println!("{{{}}}", fields.join(", "));
     Ok(())
 }
