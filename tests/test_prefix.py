@@ -8,7 +8,7 @@ import pytest
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, UnknownSequenceError
 from blockyard.events import export_keys
 
 SIZE = 4
@@ -213,3 +213,162 @@ def test_the_hit_rate_counts_full_blocks() -> None:
     stats = books.stats()
     assert (stats.prompts, stats.hit_blocks, stats.missed_blocks, stats.hit_tokens) == (2, 2, 2, 8)
     assert stats.hit_rate == 0.5
+
+
+# ---- ids that are known a step later ----
+
+
+def test_ids_that_are_named_later_are_cached_as_those_named_at_once() -> None:
+    prompt, output = list(range(10)), list(range(50, 62))
+    hits = []
+    for ahead in (False, True):
+        books = manager()
+        sequence = books.allocate(prompt)
+        step(books)
+        for token in output:
+            if ahead:  # the step is decided before the token of the step before is known
+                books.append(sequence)
+                step(books)
+                books.prefix.note_tokens(sequence, [token])
+            else:
+                books.append(sequence, token_ids=[token])
+                step(books)
+            books.mark_computed(sequence)
+            books.check()
+        hits.append([books.prefix.lookup([*prompt, *output[:n], 0]).tokens for n in range(13)])
+    assert hits[0] == hits[1]
+    assert hits[0][-1] == 20
+
+
+def test_tokens_are_published_only_as_far_as_their_ids_are_known() -> None:
+    books = manager()
+    a, b = books.allocate([1, 2, 3], [5, 6, 7])
+    books.append([a, b], 6)
+    step(books)
+    books.mark_computed([a, b])
+    assert books.prefix.lookup([1, 2, 3, 4, 0]).tokens == 0
+    books.prefix.note_tokens([b, a], [8, 4, 9, 9, 9, 9], np.array([1, 5], np.uint32))
+    books.mark_computed([a, b])
+    assert books.prefix.lookup([1, 2, 3, 4, 9, 9, 9, 9, 0]).tokens == 8
+    assert books.prefix.lookup([5, 6, 7, 8, 9, 9, 9, 9, 0]).tokens == 4
+
+
+def test_a_sequence_that_is_cut_behind_unknown_ids_keeps_those_that_are_known() -> None:
+    books = manager()
+    sequence = books.allocate(list(range(7)))
+    books.append(sequence, 4)
+    step(books)
+    books.truncate(sequence, 9)
+    books.prefix.note_tokens(sequence, [7, 8], 2)
+    books.mark_computed(sequence)
+    assert books.prefix.lookup([*range(8), 0]).tokens == 8
+    books.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "message"),
+    [
+        ([1, 2, 3], 3, "number of token ids is 3, must be at most 2, the tokens of sequence"),
+        ([1, 2], 1, "number of token ids is 2, must be 1, the tokens"),
+        ([2**32 - 1], 1, "4294967295"),
+        ([-1], 1, "token_ids"),
+    ],
+)
+def test_ids_of_tokens_that_there_are_not_are_refused(tokens: list[int], count: int, message: str) -> None:
+    books = manager()
+    sequence = books.allocate([1, 2, 3])
+    books.append(sequence, 2)
+    with pytest.raises(InvalidArgumentError, match=message):
+        books.prefix.note_tokens(sequence, tokens, count)
+    with pytest.raises(InvalidArgumentError, match="twice"):
+        books.prefix.note_tokens([sequence, sequence], [4, 5])
+    with pytest.raises(UnknownSequenceError):
+        books.prefix.note_tokens([sequence, 99], [4, 5])
+    books.prefix.note_tokens(sequence, [4, 5], 2)
+    step(books)
+    books.mark_computed(sequence)
+    assert books.prefix.lookup([1, 2, 3, 4, 0]).tokens == 4
+
+
+def test_ids_of_a_sequence_that_was_admitted_without_are_passed_over() -> None:
+    books = manager()
+    sequence = books.allocate(3)
+    books.append(sequence)
+    books.prefix.note_tokens(sequence, [4])
+    step(books)
+    books.mark_computed(sequence)
+    books.check()
+    assert books.stats().cached_blocks["device"] == 0
+
+
+def test_two_names_for_one_block_do_no_harm() -> None:
+    books = manager()
+    parent = books.allocate([1, 2, 3])
+    books.append(parent)
+    step(books)
+    child = books.fork(parent)
+    books.prefix.note_tokens([parent, child], [4, 5])
+    books.mark_computed([parent, child])
+    books.check()
+    books.free([parent, child])
+    books.check()
+
+
+# ---- prompts that are hashed once ----
+
+
+def test_a_hashed_prompt_is_admitted_as_its_tokens_are() -> None:
+    books = manager(host=8)
+    tokens = list(range(10))
+    options: dict[str, object] = {"salt": b"a", "lora_id": 3, "extras": [(0, 1, 7, b"image")]}
+    hashed = books.prefix.hash(tokens, **options)  # type: ignore[arg-type]
+    assert (len(hashed), repr(hashed)) == (10, "HashedPrompt(10 tokens)")
+    first = books.allocate(tokens, **options)  # type: ignore[call-overload]
+    step(books)
+    books.append(first, token_ids=[10])
+    step(books)
+    books.mark_computed(first)
+    assert books.prefix.lookup(hashed).tokens == 8
+    assert books.can_allocate(hashed).blocks == 1
+    second = books.allocate(hashed)
+    assert second.cached_tokens == 8
+    assert books.block_table(second)[:2].tolist() == books.block_table(first)[:2].tolist()
+    books.append(second, 2, token_ids=[10, 11])
+    step(books)
+    books.mark_computed(second)
+    assert books.allocate([*tokens, 10, 11, 12], **options).cached_tokens == 12  # type: ignore[call-overload]
+    plain, mixed = books.allocate(tokens, hashed)
+    assert (plain.cached_tokens, mixed.cached_tokens) == (0, 8)
+    pin, cached = books.pins.pin_prompt(hashed, 10)
+    assert cached == 8
+    books.pins.unpin(pin)
+    books.check()
+
+
+def test_a_hashed_prompt_serves_other_managers_of_its_block_size() -> None:
+    hashed = manager().prefix.hash(list(range(9)))
+    other, larger = manager(), BlockManager(block_size=8, device_blocks=4, prefix_caching=True)
+    assert other.allocate(hashed).cached_tokens == 0
+    step(other)
+    with pytest.raises(InvalidArgumentError, match="block_size of a hashed prompt is 4, must be 8, the manager's"):
+        larger.allocate(hashed)
+    larger.check()
+
+
+@pytest.mark.parametrize("options", [{"salt": b"a"}, {"lora_id": 1}, {"extras": [(0, 0, 1, b"x")]}])
+def test_what_a_hashed_prompt_depends_on_is_not_given_again(options: dict[str, object]) -> None:
+    books = manager()
+    hashed = books.prefix.hash(list(range(9)))
+    with pytest.raises(InvalidArgumentError, match=r"prompts\[0\] is a HashedPrompt: its salt, lora_id and extras"):
+        books.allocate(hashed, **options)  # type: ignore[call-overload]
+    assert books.stats().sequences == 0
+
+
+def test_what_cannot_be_hashed_is_refused() -> None:
+    books = manager()
+    with pytest.raises(InvalidArgumentError, match="4294967295"):
+        books.prefix.hash([2**32 - 1])
+    with pytest.raises(InvalidArgumentError, match="block of an extra key is 2, must be rising, and below 2"):
+        books.prefix.hash(list(range(9)), extras=[(0, 2, 1, b"x")])
+    with pytest.raises(InvalidArgumentError, match="token_ids"):
+        books.prefix.hash("text")  # type: ignore[arg-type]

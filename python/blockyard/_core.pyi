@@ -31,6 +31,7 @@ __all__ = [
     "Fit",
     "Fragmentation",
     "FreeBlocks",
+    "HashedPrompt",
     "ManagerStats",
     "Mapping",
     "MovePlan",
@@ -69,6 +70,7 @@ _Reuse: TypeAlias = Literal["lowest", "fifo", "lru", "lifo"]
 _Handle: TypeAlias = Sequence | int | np.uint64
 _Handles: TypeAlias = NDArray[np.uint64] | _Each[_Handle] | _Handle
 _TokenIds: TypeAlias = NDArray[np.uint32] | _Each[int]
+_Prompt: TypeAlias = _TokenIds | HashedPrompt
 _Counts: TypeAlias = NDArray[np.uint32] | _Each[int] | int
 
 @final
@@ -511,6 +513,16 @@ class Pool:
     def __iter__(self) -> FreeBlocks: ...
 
 @final
+class HashedPrompt:
+    """A prompt whose tokens were hashed once: looking it up and admitting it hash nothing.
+
+    `manager.prefix.hash` makes it. Any manager with the same block size takes it in place of a prompt's token ids; it
+    has its salt, adapter and extras. `len()` is its number of tokens.
+    """
+
+    def __len__(self) -> int: ...
+
+@final
 class PrefixHit:
     """What the prefix cache holds of the start of a prompt."""
 
@@ -536,17 +548,51 @@ class Prefix:
     @property
     def enabled(self) -> bool:
         """Whether the manager was made with prefix caching."""
-    def lookup(self, prompt: _TokenIds, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
+    def lookup(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
         """Look up how much of a prompt is cached. Nothing is taken.
 
         Args:
-            prompt: token ids, uint32 `[tokens]` or a list of ints.
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
             salt: of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
             `PrefixHit`, true if anything is cached.
         Raises:
             InvalidArgumentError: a token id is out of range.
+        """
+    def hash(
+        self,
+        token_ids: _TokenIds,
+        *,
+        salt: bytes | None = None,
+        lora_id: int = 0,
+        extras: _Each[tuple[int, int, int, bytes]] = ...,
+    ) -> HashedPrompt:
+        """Hash a prompt once, to look it up and admit it as often as a scheduler asks.
+
+        Args:
+            token_ids: uint32 `[tokens]` or a list of ints; copied.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+            extras: what else decides a block's bytes: `(0, block, kind, bytes)`, by rising block.
+        Returns:
+            `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
+        Raises:
+            InvalidArgumentError: a token id is out of range, or an extra names a block that is not full.
+        """
+    def note_tokens(self, sequences: _Handles, token_ids: _TokenIds, num_tokens: _Counts | None = None) -> None:
+        """Tell the cache token ids that were not known when their slots were given, as in a scheduler one step ahead.
+
+        `append` without `token_ids` gives the slots; this names the tokens once they are sampled. Sequences that were
+        admitted by counts are passed over.
+
+        Args:
+            sequences: handles, uint64 `[n]`, none twice; a list, or one.
+            token_ids: ids of the next tokens that are not known yet, uint32 `[tokens]`, sequence by sequence.
+            num_tokens: ids for each sequence, one int or uint32 `[n]`; 1 by default.
+        Raises:
+            InvalidArgumentError: more ids than tokens without, an id is out of range, or a handle is given twice.
+            UnknownSequenceError: there is no such sequence.
         """
     def common_blocks(self, sequences: _Handles) -> NDArray[np.int32]:
         """Return the computed blocks that all the sequences share at their start, as cascade attention wants them.
@@ -640,7 +686,7 @@ class Pins:
             SequenceStateError: the sequence is not on the device, is still loading, or has lost bytes.
         """
     def pin_prompt(
-        self, prompt: _TokenIds, deadline: int, *, salt: bytes | None = None, lora_id: int = 0
+        self, prompt: _Prompt, deadline: int, *, salt: bytes | None = None, lora_id: int = 0
     ) -> tuple[int, int]:
         """Pin the blocks at the start of a prompt that are cached on the device.
 
@@ -825,7 +871,7 @@ class BlockManager:
         """
     def can_allocate(
         self,
-        prompt: int | _TokenIds,
+        prompt: int | _Prompt,
         *,
         salt: bytes | None = None,
         lora_id: int = 0,
@@ -838,8 +884,8 @@ class BlockManager:
         The whole prompt is counted, even if `chunk_tokens` puts it in step by step. Nothing is taken.
 
         Args:
-            prompt: token ids, uint32 `[tokens]` or a list of ints; or their number, an int. Only token ids find cached
-                blocks.
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their number, an int, which
+                finds no cached blocks.
             salt: keeps tenants apart, bytes; see `allocate`.
             lora_id: adapter of the prompt; 0 for none.
             lookahead: slots beyond the prompt.
@@ -853,7 +899,7 @@ class BlockManager:
     @overload
     def allocate(
         self,
-        prompt: int | _TokenIds,
+        prompt: int | _Prompt,
         /,
         *,
         counts: None = None,
@@ -870,8 +916,8 @@ class BlockManager:
         it.
 
         Args:
-            prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or their number, an int.
-                Token id 4294967295 is reserved.
+            prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their
+                number, an int. Token id 4294967295 is reserved.
             counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
             salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
                 or a list with one for each. `b""` is a salt too.
@@ -893,7 +939,7 @@ class BlockManager:
     @overload
     def allocate(
         self,
-        *prompts: int | _TokenIds,
+        *prompts: int | _Prompt,
         counts: None = None,
         salt: bytes | _Each[bytes | None] | None = None,
         lora_id: int | _Each[int] | None = None,
@@ -967,8 +1013,9 @@ class BlockManager:
         Args:
             sequences: handles, uint64 `[n]`, none twice; a list, or one.
             num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
-            token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. A sequence
-                that gets tokens without ids is not published any more.
+            token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. Where
+                they are not known yet, leave them out and name them later with `prefix.note_tokens`; what is behind
+                tokens without ids is not published.
             lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
             block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
                 is sequence i. Only what changed since the sequence's last such call is written. After you move a

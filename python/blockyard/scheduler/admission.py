@@ -105,8 +105,10 @@ class Admission:
         return int((-(-lengths // size) - -(-ends // size)).sum())
 
     def _blocks_with_hits(self, parked: Parked) -> int:
-        request = parked.state.request
-        return self._manager.can_allocate(parked.tokens[0], salt=request.salt, lora_id=request.lora_id).blocks
+        if parked.hashed is None:  # it may be asked for in every step until it fits
+            request, prefix = parked.state.request, self._manager.prefix
+            parked.hashed = prefix.hash(parked.tokens[0], salt=request.salt, lora_id=request.lora_id)
+        return self._manager.can_allocate(parked.hashed).blocks
 
     def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
         """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""
@@ -132,9 +134,14 @@ class Admission:
             count = min(len(prompts[0]), begun[0] + left)
             handles = np.array([manager.fork(parent, shared_tokens=begun[0], num_tokens=count)], np.uint64)
         elif self._prefix_caching:
-            requests = [parked.state.request for parked in batch]
-            salts, adapters = [request.salt for request in requests], [request.lora_id for request in requests]
-            found = manager.allocate(*prompts, salt=salts, lora_id=adapters, chunk_tokens=left)
+            # What is hashed has its salt and adapter.
+            requests = [parked.state.request if parked.hashed is None else None for parked in batch]
+            found = manager.allocate(
+                *[parked.tokens[0] if parked.hashed is None else parked.hashed for parked in batch],
+                salt=[request.salt if request else None for request in requests],
+                lora_id=[request.lora_id if request else 0 for request in requests],
+                chunk_tokens=left,
+            )
             sequences = found if isinstance(found, tuple) else (found,)
             handles = np.array([int(sequence) for sequence in sequences], np.uint64)
             begun = [sequence.cached_tokens for sequence in sequences]

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 
 __all__ = ["Finished", "Parked", "Place", "Rank", "Request", "RequestState"]
@@ -134,11 +135,12 @@ class Parked:
         tokens: all tokens of each, prompt first, uint32 arrays.
         handles: their handles, uint64 `[n]`; empty while it waits.
         forks: sequences that will fork off at the end of the prompt.
+        hashed: its tokens with their keys, once the prefix cache was asked for them.
         place: the queue it is in.
         rank: its place in that queue.
     """
 
-    __slots__ = ("forks", "handles", "indices", "place", "rank", "state", "tokens")
+    __slots__ = ("forks", "handles", "hashed", "indices", "place", "rank", "state", "tokens")
 
     def __init__(
         self,
@@ -154,6 +156,7 @@ class Parked:
         self.tokens = tokens
         self.handles = np.zeros(0, np.uint64) if handles is None else handles
         self.forks = forks
+        self.hashed: HashedPrompt | None = None
         self.place: Place = "waiting" if handles is None else "swapped"
         self.rank = state.rank
 

@@ -192,8 +192,8 @@ impl PyBlockManager {
     /// The whole prompt is counted, even if `chunk_tokens` puts it in step by step. Nothing is taken.
     ///
     /// Args:
-    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or their number, an int. Only token ids find cached
-    ///         blocks.
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their number, an int, which
+    ///         finds no cached blocks.
     ///     salt: keeps tenants apart, bytes; see `allocate`.
     ///     lora_id: adapter of the prompt; 0 for none.
     ///     lookahead: slots beyond the prompt.
@@ -241,8 +241,8 @@ impl PyBlockManager {
     /// it.
     ///
     /// Args:
-    ///     prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or their number, an int.
-    ///         Token id 4294967295 is reserved.
+    ///     prompts: for each sequence its token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or their
+    ///         number, an int. Token id 4294967295 is reserved.
     ///     counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
     ///     salt: keeps tenants apart: prompts share only with prompts of the same salt. Bytes or None for all prompts,
     ///         or a list with one for each. `b""` is a salt too.
@@ -395,8 +395,9 @@ impl PyBlockManager {
     /// Args:
     ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
     ///     num_tokens: tokens for each sequence, one int or uint32 `[n]`; 1 by default.
-    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. A sequence
-    ///         that gets tokens without ids is not published any more.
+    ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. Where
+    ///         they are not known yet, leave them out and name them later with `prefix.note_tokens`; what is behind
+    ///         tokens without ids is not published.
     ///     lookahead: slots beyond those tokens for which each sequence gets blocks too, for draft tokens.
     ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that the caller keeps from call to call: row i
     ///         is sequence i. Only what changed since the sequence's last such call is written. After you move a

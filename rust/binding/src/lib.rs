@@ -69,6 +69,8 @@ mod _core {
     #[pymodule_export]
     use crate::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]
+    use crate::prompts::PyHashedPrompt;
+    #[pymodule_export]
     use crate::sequence::PySequence;
     #[pymodule_export]
     use crate::span::expand_span;

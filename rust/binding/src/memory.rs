@@ -236,8 +236,12 @@ fn changed() -> PyErr {
 }
 
 /// Lends numbers of the caller's to `call`, which writes to no array.
-pub(crate) fn lend<T: Plain, R>(numbers: &[Numbers<'_, T>], call: impl FnOnce(&[&[T]]) -> R + Send) -> PyResult<R> {
-    let mut slices = reserved(numbers.len())?;
+pub(crate) fn lend<'a, 'py: 'a, T: Plain + 'a, R>(
+    numbers: impl IntoIterator<Item = &'a Numbers<'py, T>>,
+    call: impl FnOnce(&[&[T]]) -> R + Send,
+) -> PyResult<R> {
+    let numbers = numbers.into_iter();
+    let mut slices = reserved(numbers.size_hint().1.unwrap_or_default())?;
     for numbers in numbers {
         slices.push(numbers.get()?);
     }

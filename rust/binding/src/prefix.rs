@@ -2,14 +2,14 @@
 
 use crate::allocator::ids;
 use crate::args;
-use crate::arrays;
+use crate::arrays::{self, Tokens};
 use crate::errors::{invalid, to_py};
 use crate::event::PyEventBatch;
 use crate::memory;
-use crate::prompts::{self, KeySpecs};
+use crate::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
 use crate::shared::Shared;
 use blockyard_core::hash::Chain;
-use blockyard_core::{KeySpec, MAX_PRIORITY, PrefixHit};
+use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -59,7 +59,7 @@ impl PyPrefix {
     /// Look up how much of a prompt is cached. Nothing is taken.
     ///
     /// Args:
-    ///     prompt: token ids, uint32 `[tokens]` or a list of ints.
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
     ///     salt: of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
@@ -73,10 +73,61 @@ impl PyPrefix {
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<PyPrefixHit> {
-        let (tokens, specs) = ([arrays::token_ids(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let (tokens, specs) = ([TokenIds::new(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
         let hit = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().lookup(&prompts[0]))?;
         let PrefixHit { tokens, host_blocks } = hit.map_err(to_py)?;
         Ok(PyPrefixHit { tokens, host_blocks })
+    }
+
+    /// Hash a prompt once, to look it up and admit it as often as a scheduler asks.
+    ///
+    /// Args:
+    ///     token_ids: uint32 `[tokens]` or a list of ints; copied.
+    ///     salt: of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    ///     extras: what else decides a block's bytes: `(0, block, kind, bytes)`, by rising block.
+    /// Returns:
+    ///     `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range, or an extra names a block that is not full.
+    #[pyo3(signature = (token_ids, *, salt = None, lora_id = 0, extras = Vec::new()))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
+    fn hash(
+        &self,
+        token_ids: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+        #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
+    ) -> PyResult<PyHashedPrompt> {
+        let block_size = self.0.lock().block_size();
+        let (tokens, specs) =
+            ([TokenIds::Plain(arrays::token_ids(token_ids, "token_ids")?)], KeySpecs::one(salt, lora_id)?);
+        let hashed = prompts::lend(&tokens, &specs, &extras, |prompts| HashedPrompt::new(&prompts[0], block_size))?;
+        hashed.map(PyHashedPrompt::new).map_err(to_py)
+    }
+
+    /// Tell the cache token ids that were not known when their slots were given, as in a scheduler one step ahead.
+    ///
+    /// `append` without `token_ids` gives the slots; this names the tokens once they are sampled. Sequences that were
+    /// admitted by counts are passed over.
+    ///
+    /// Args:
+    ///     sequences: handles, uint64 `[n]`, none twice; a list, or one.
+    ///     token_ids: ids of the next tokens that are not known yet, uint32 `[tokens]`, sequence by sequence.
+    ///     num_tokens: ids for each sequence, one int or uint32 `[n]`; 1 by default.
+    /// Raises:
+    ///     InvalidArgumentError: more ids than tokens without, an id is out of range, or a handle is given twice.
+    ///     UnknownSequenceError: there is no such sequence.
+    #[pyo3(signature = (sequences, token_ids, num_tokens = None))]
+    fn note_tokens(
+        &self,
+        sequences: &Bound<'_, PyAny>,
+        token_ids: &Bound<'_, PyAny>,
+        num_tokens: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (sequences, tokens) = (arrays::sequences(sequences)?, Tokens::or_one(num_tokens)?);
+        let ids = arrays::token_ids(token_ids, "token_ids")?.into_vec()?;
+        self.0.lock().note_tokens(&sequences, tokens.get(), &ids).map_err(to_py)
     }
 
     /// Return the computed blocks that all the sequences share at their start, as cascade attention wants them.

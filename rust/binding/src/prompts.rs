@@ -4,7 +4,7 @@ use crate::args::{Argument, items, refused, shown};
 use crate::arrays;
 use crate::errors::invalid;
 use crate::memory::{self, Numbers};
-use blockyard_core::{BlockExtra, Extra, KeySpec, Prompt};
+use blockyard_core::{BlockExtra, Extra, HashedPrompt, KeySpec, Prompt};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -14,16 +14,72 @@ use std::fmt::Display;
 /// (prompt, block, kind, bytes) of something besides tokens that decides a block's bytes.
 pub(crate) type PyExtra = (usize, usize, u32, PyBackedBytes);
 
+/// A prompt whose tokens were hashed once: looking it up and admitting it hash nothing.
+///
+/// `manager.prefix.hash` makes it. Any manager with the same block size takes it in place of a prompt's token ids; it
+/// has its salt, adapter and extras. `len()` is its number of tokens.
+#[pyclass(frozen, name = "HashedPrompt", module = "blockyard._core")]
+pub(crate) struct PyHashedPrompt(HashedPrompt);
+
+impl PyHashedPrompt {
+    pub(crate) const fn new(prompt: HashedPrompt) -> Self {
+        Self(prompt)
+    }
+}
+
+#[pymethods]
+impl PyHashedPrompt {
+    fn __len__(&self) -> usize {
+        self.0.tokens().len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("HashedPrompt({} tokens)", self.0.tokens().len())
+    }
+}
+
+/// A prompt's token ids, hashed or not.
+pub(crate) enum TokenIds<'py> {
+    Plain(Numbers<'py, u32>),
+    Hashed(Bound<'py, PyHashedPrompt>),
+}
+
+impl<'py> TokenIds<'py> {
+    pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
+        match value.cast::<PyHashedPrompt>() {
+            Ok(hashed) => Ok(Self::Hashed(hashed.clone())),
+            Err(_) => arrays::token_ids(value, name).map(Self::Plain),
+        }
+    }
+
+    fn plain(&self) -> Option<&Numbers<'py, u32>> {
+        match self {
+            Self::Plain(ids) => Some(ids),
+            Self::Hashed(_) => None,
+        }
+    }
+
+    fn hashed(&self) -> Option<&HashedPrompt> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Hashed(prompt) => Some(&prompt.get().0),
+        }
+    }
+}
+
 /// One prompt: only its length, or its token ids.
 pub(crate) enum PromptLike<'py> {
     Count(u32),
-    Tokens(Numbers<'py, u32>),
+    Tokens(TokenIds<'py>),
 }
 
 impl<'py> PromptLike<'py> {
     pub(crate) fn new(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
         if value.is_instance_of::<PyInt>() {
             return u32::read(value, &name).map(Self::Count);
+        }
+        if value.is_instance_of::<PyHashedPrompt>() {
+            return TokenIds::new(value, name).map(Self::Tokens);
         }
         let is_list =
             value.cast::<PyUntypedArray>().map_or_else(|_| value.is_instance_of::<PyList>(), |a| a.ndim() > 0);
@@ -32,7 +88,7 @@ impl<'py> PromptLike<'py> {
             Err(_) if !is_list && (value.is_instance_of::<PyString>() || value.try_iter().is_err()) => {
                 Err(invalid(format!("{name} is {}, must be token ids or their number", shown(value))))
             }
-            _ => arrays::token_ids(value, name).map(Self::Tokens),
+            _ => TokenIds::new(value, name).map(Self::Tokens),
         }
     }
 }
@@ -40,7 +96,7 @@ impl<'py> PromptLike<'py> {
 /// Several prompts, all of one kind.
 pub(crate) enum Prompts<'py> {
     Counts(Vec<u32>),
-    Tokens(Vec<Numbers<'py, u32>>),
+    Tokens(Vec<TokenIds<'py>>),
 }
 
 impl<'py> Prompts<'py> {
@@ -130,24 +186,38 @@ fn one_or_each<'py, T: Argument<'py>>(
 
 /// Calls `call` with prompts as the core takes them.
 pub(crate) fn lend<R>(
-    tokens: &[Numbers<'_, u32>],
+    prompts: &[TokenIds<'_>],
     specs: &KeySpecs,
     extras: &[PyExtra],
     call: impl FnOnce(&[Prompt<'_>]) -> R + Send,
 ) -> PyResult<R> {
-    if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= tokens.len()) {
-        return Err(invalid(format!("extras name prompt {prompt}, there are {}", tokens.len())));
+    if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= prompts.len()) {
+        return Err(invalid(format!("extras name prompt {prompt}, there are {}", prompts.len())));
+    }
+    let hashed: Vec<_> = prompts.iter().map(TokenIds::hashed).collect();
+    let is_keyed = |i: usize| specs.at(i) != KeySpec::default() || extras.iter().any(|extra| extra.0 == i);
+    if let Some(i) = (0..hashed.len()).find(|&i| hashed[i].is_some() && is_keyed(i)) {
+        let must = "must be given to prefix.hash";
+        return Err(invalid(format!("prompts[{i}] is a HashedPrompt: its salt, lora_id and extras {must}")));
     }
     let of_prompt = |i: usize| extras.iter().filter(move |extra| extra.0 == i);
     let extras: Vec<Vec<BlockExtra<'_>>> = if extras.is_empty() {
         Vec::new()
     } else {
-        (0..tokens.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
+        (0..prompts.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
     };
-    memory::lend(tokens, |tokens| {
+    memory::lend(prompts.iter().filter_map(TokenIds::plain), |plain| {
+        let mut plain = plain.iter();
         let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
-        let prompts =
-            tokens.iter().enumerate().map(|(i, tokens)| Prompt { tokens, spec: specs.at(i), extras: extras(i) });
+        let prompts = hashed.iter().enumerate().map(|(i, hashed)| match hashed {
+            Some(hashed) => hashed.prompt(),
+            None => Prompt {
+                tokens: plain.next().copied().unwrap_or_default(),
+                spec: specs.at(i),
+                extras: extras(i),
+                hashed: None,
+            },
+        });
         call(&prompts.collect::<Vec<_>>())
     })
 }

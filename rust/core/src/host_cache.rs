@@ -176,7 +176,7 @@ mod tests {
     const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
 
     fn prompt(tokens: &[u32]) -> Prompt<'_> {
-        Prompt { tokens, spec: KeySpec::default(), extras: &[] }
+        Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None }
     }
 
     fn admit(manager: &mut Manager, tokens: &[u32]) -> SequenceId {

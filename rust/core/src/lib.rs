@@ -40,5 +40,5 @@ pub use manager::{Config, Expired, Manager, Resize, Stats, TierUse};
 pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use reuse::ReuseOrder;
-pub use sequence::{BlockExtra, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
+pub use sequence::{BlockExtra, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, TableRows};
 pub use transfer::{FillMap, Run, Span, merge_runs};

@@ -142,7 +142,7 @@ impl World {
         let extras = if draw.below(4) == 0 && !tokens.is_empty() { &extra[..] } else { &[] };
         let chunk = if draw.below(3) == 0 { 1 + draw.number(4) } else { u32::MAX };
         let mut out = Vec::new();
-        let prompt = Prompt { tokens: &tokens, spec, extras };
+        let prompt = Prompt { tokens: &tokens, spec, extras, hashed: None };
         let result = self.manager.allocate_chunks(&vec![prompt; 1 + draw.below(2)], chunk, &mut out);
         self.sequences.extend(out.iter().map(|(sequence, _)| *sequence));
         result

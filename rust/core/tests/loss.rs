@@ -8,7 +8,7 @@ fn manager() -> Manager {
 }
 
 fn prompt(tokens: &[u32]) -> Prompt<'_> {
-    Prompt { tokens, spec: KeySpec::default(), extras: &[] }
+    Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None }
 }
 
 fn admit(manager: &mut Manager, tokens: &[u32]) -> SequenceId {

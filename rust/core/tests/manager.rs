@@ -197,7 +197,7 @@ impl World {
     /// A prompt of one of a few families: those of a family are prefixes of each other.
     fn prompt(&mut self, tokens: u32, family: u32, chunk: u32) {
         let ids: Vec<u32> = (0..tokens).map(|i| family + i / 9).collect();
-        let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[] };
+        let prompt = Prompt { tokens: &ids, spec: keep::spec(&ids), extras: &[], hashed: None };
         let cached = self.manager.lookup(&prompt).unwrap().tokens;
         let before = self.manager.pool(Tier::Device).available();
         let fit = self.manager.can_admit_prompt(&prompt, chunk, 0).unwrap();

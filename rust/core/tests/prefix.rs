@@ -15,7 +15,7 @@ fn manager(blocks: usize, eviction: Eviction) -> Manager {
 }
 
 fn prompt(tokens: &[u32]) -> Prompt<'_> {
-    Prompt { tokens, spec: KeySpec::default(), extras: &[] }
+    Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None }
 }
 
 /// Admits and computes a prompt, if it fits.

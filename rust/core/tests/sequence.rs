@@ -8,7 +8,7 @@ fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
         let config = Config { block_size: 4, blocks: [4, 14, 0], watermark: 0.0, prefix_caching: true };
         let mut manager = Manager::new(config).unwrap();
         let tokens: Vec<u32> = (0..16).collect();
-        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         let mut opened = Vec::new();
         manager.allocate_prompts(&[prompt], &mut opened).unwrap();
         let origin = opened[0].0;

@@ -52,7 +52,8 @@ fn apply(manager: &mut Manager, sequences: &mut Vec<SequenceId>, op: Op) -> Seen
             let tokens: Vec<u32> = (0..n).map(|i| family + i / 9).collect();
             let mut out = Vec::new();
             let spec = KeySpec { lora_id: u64::from(family), ..KeySpec::default() };
-            let result = manager.allocate_prompts(&[Prompt { tokens: &tokens, spec, extras: &[] }], &mut out);
+            let result =
+                manager.allocate_prompts(&[Prompt { tokens: &tokens, spec, extras: &[], hashed: None }], &mut out);
             slots.extend(out.iter().map(|(_, cached)| i64::from(*cached)));
             sequences.extend(out.iter().map(|(sequence, _)| *sequence));
             result
@@ -233,7 +234,9 @@ fn another_magic_version_or_length_is_named() {
 fn events_that_wait_and_their_numbers_survive() {
     let (mut manager, mut out) = (manager(true), Vec::new());
     let tokens: Vec<u32> = (0..7).collect();
-    manager.allocate_prompts(&[Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] }], &mut out).unwrap();
+    manager
+        .allocate_prompts(&[Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None }], &mut out)
+        .unwrap();
     let step = manager.take_decision();
     manager.complete(step.ticket).unwrap();
     manager.mark_computed(&[out[0].0]).unwrap();

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -37,7 +38,8 @@ class _Tracked:
 
     handle: int
     salt: bytes | None
-    tokens: list[int]  # those that the manager was not told are negative, and nobody else's
+    tokens: list[int]  # those that the manager will never know are negative, and nobody else's
+    noted: int  # tokens at the start that the manager knows, unless it does not follow the sequence any more
     published: int = 0
     lost: bool = False
 
@@ -107,27 +109,45 @@ class PrefixMachine(RuleBasedStateMachine):
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
             if self.replay.complete and not set(table) <= findable:
                 raise AssertionError(f"hit blocks {table}, the events say that {sorted(findable)} can be found")
-            tracked = _Tracked(handle, salt, prompt, published=len(table))
+            tracked = _Tracked(handle, salt, prompt, len(prompt), published=len(table))
             self.sequences.append(tracked)
             self.write(tracked, hit)
 
     @precondition(lambda self: self.sequences)
-    @rule(picks=_picks, count=st.integers(0, 5), told=st.booleans(), token=st.integers(0, 2))
-    def append(self, picks: list[int], count: int, told: bool, token: int) -> None:  # noqa: FBT001 (drawn)
-        """Append tokens to a batch, and tell the manager which, or not."""
+    @rule(
+        picks=_picks,
+        count=st.integers(0, 5),
+        told=st.sampled_from(["now", "later", "never"]),
+        token=st.integers(0, 2),
+    )
+    def append(self, picks: list[int], count: int, told: str, token: int) -> None:
+        """Append tokens to a batch, and tell the manager which: now, with `note`, or never."""
         batch = self.chosen(picks)
         handles = [sequence.handle for sequence in batch]
         try:
-            if told:
+            if told == "now":
                 slots = self.manager.append(handles, count, token_ids=[token] * (count * len(batch)))
             else:
                 slots = self.manager.append(handles, count)
         except BlockyardError:
             return
         for sequence, mine in zip(batch, slots.reshape(len(batch), count).tolist(), strict=True):
-            sequence.tokens += [token if told else self.fresh() for _ in range(count)]
+            if told == "now" and sequence.noted == len(sequence.tokens):
+                sequence.noted += count
+            sequence.tokens += [self.fresh() if told == "never" else token for _ in range(count)]
             self.pending.update(dict.fromkeys(mine, sequence))
             self.dirty.add(sequence.handle)
+
+    @precondition(lambda self: self.sequences and hasattr(self.manager.prefix, "note_tokens"))
+    @rule(picks=_picks, most=st.integers(1, 5))
+    def note(self, picks: list[int], most: int) -> None:
+        """Tell the manager tokens that were appended without their ids; more than there are is refused."""
+        batch = self.chosen(picks)
+        unknown = [list(takewhile(lambda token: token >= 0, s.tokens[s.noted :]))[:most] for s in batch]
+        handles, counts = [s.handle for s in batch], np.array([len(ids) for ids in unknown], np.uint32)
+        self.manager.prefix.note_tokens(handles, [token for ids in unknown for token in ids], counts)
+        for sequence, ids in zip(batch, unknown, strict=True):
+            sequence.noted += len(ids)
 
     @precondition(lambda self: self.sequences)
     @rule(picks=_picks)
@@ -142,8 +162,7 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         _same("refused", found=False, expected=refused)
         for sequence in batch:
-            known = list(takewhile(lambda token: token >= 0, sequence.tokens))
-            self.model.publish(known, salt=sequence.salt)
+            self.model.publish(sequence.tokens[: sequence.noted], salt=sequence.salt)
             sequence.published = len(self.manager.prefix.common_blocks([sequence.handle]))
             if sequence.lost or self.manager.tier(sequence.handle) != "device":
                 sequence.published = 0
@@ -159,7 +178,7 @@ class PrefixMachine(RuleBasedStateMachine):
             _same("lost", parent.lost, expected=True)
             return
         for handle in handles.tolist():
-            self.sequences.append(_Tracked(handle, parent.salt, list(parent.tokens), parent.published))
+            self.sequences.append(_Tracked(handle, parent.salt, list(parent.tokens), parent.noted, parent.published))
             if parent.handle in self.dirty:
                 self.dirty.add(handle)
 
@@ -175,6 +194,7 @@ class PrefixMachine(RuleBasedStateMachine):
             _same("refused", sequence.lost or sequence.handle in self.dirty, expected=True)
             return
         sequence.tokens = sequence.tokens[:length]
+        sequence.noted = min(sequence.noted, length)
         sequence.published = min(sequence.published, length // self.model.block_size)
 
     @precondition(lambda self: self.sequences)

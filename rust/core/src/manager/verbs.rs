@@ -146,6 +146,15 @@ impl Manager {
         state.append_tokens(&mut step, tokens, Batch { sequences, counts, lookahead, slots, tables })
     }
 
+    /// Lets the prefix cache know tokens that were appended without their ids, as a scheduler does that runs a step
+    /// ahead: the ids follow those that are known. Sequences that were admitted without ids are passed over.
+    ///
+    /// # Errors
+    /// A handle is unknown or named twice, a token has the reserved id, or there are more ids than tokens without.
+    pub fn note_tokens(&mut self, sequences: &[SequenceId], counts: Counts<'_>, tokens: &[u32]) -> Result<()> {
+        self.sequences.note_tokens(sequences, counts, tokens)
+    }
+
     /// Device blocks that [`Manager::append`] would take: new ones, and one for each copy-on-write.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use crate::transfer::View;
 impl Sequences {
     pub(crate) fn next_chunk(&self, view: View<'_>, sequence: SequenceId, budget: u32) -> Result<u32> {
         let row = self.rows.get(sequence)?;
-        let known = row.keys.as_ref().map_or(0, |keys| keys.keys.len() * self.block_size as usize + keys.pending.len());
+        let known = row.keys.as_ref().map_or(0, |keys| keys.known(self.block_size));
         let known = u32::try_from(known).unwrap_or(u32::MAX).max(row.len);
         Ok(self.chunk_end(view, row.len, known, budget) - row.len)
     }
@@ -35,7 +35,7 @@ mod tests {
     /// Puts a prompt in by chunks of at most `budget`; returns what was cached, and the lengths after each chunk.
     fn run(manager: &mut Manager, tokens: &[u32], budget: u32) -> (u32, Vec<u32>) {
         let mut out = Vec::new();
-        let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         manager.allocate_chunks(&[prompt], budget, &mut out).unwrap();
         let (sequence, cached) = out[0];
         let mut lengths = vec![];
@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn a_state_in_the_middle_of_a_block_that_was_passed_over_is_never_cached() {
         let tokens: Vec<u32> = (0..9).collect();
-        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         let config = Config { block_size: 4, blocks: [32, 8, 0], watermark: 0.0, prefix_caching: true };
         for swapped in [false, true] {
             let mut manager = Manager::with_groups(config, Policies::default(), &[Group::Recurrent]).unwrap();
@@ -105,7 +105,7 @@ mod tests {
     /// Lengths that are cached after chunks of some numbers of tokens, those of each step together, and the last table.
     fn published(steps: &[&[u32]], groups: &[Group], lookahead: u32) -> (Vec<u32>, Vec<u32>) {
         let (mut manager, tokens) = (manager(groups), (0..40).collect::<Vec<u32>>());
-        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         let mut out = Vec::new();
         manager.allocate_chunks(&[prompt], steps[0][0], &mut out).unwrap();
         let sequence = out[0].0;
@@ -186,7 +186,7 @@ mod tests {
         let mut manager = manager(&[Group::SlidingWindow { window: 6 }]);
         let tokens: Vec<u32> = (0..60).collect();
         let mut out = Vec::new();
-        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         manager.allocate_chunks(&[prompt], 8, &mut out).unwrap();
         let most = Group::SlidingWindow { window: 6 }.peak_blocks(60, 0, 8, 4);
         while manager.num_tokens(out[0].0).unwrap() < 60 {

@@ -25,7 +25,7 @@ pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
 pub(crate) use pass::Batch;
-pub use prompt::{BlockExtra, PrefixHit, PrefixStats, Prompt};
+pub use prompt::{BlockExtra, HashedPrompt, PrefixHit, PrefixStats, Prompt};
 pub(crate) use table::{Row, Rows, RowsImage};
 
 use crate::block::TierBlock;

@@ -32,7 +32,7 @@ pub struct BlockExtra<'a> {
 /// # fn main() -> blockyard_core::Result<()> {
 /// let config = Config { block_size: 4, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
 /// let mut manager = Manager::new(config)?;
-/// let prompt = Prompt { tokens: &[1, 2, 3, 4, 5, 6], spec: KeySpec::default(), extras: &[] };
+/// let prompt = Prompt { tokens: &[1, 2, 3, 4, 5, 6], spec: KeySpec::default(), extras: &[], hashed: None };
 /// let mut admitted = Vec::new();
 /// manager.allocate_prompts(&[prompt], &mut admitted)?;
 /// let ticket = manager.take_decision().ticket; // the model computes all six tokens
@@ -53,6 +53,83 @@ pub struct Prompt<'a> {
     pub spec: KeySpec,
     /// Extras, by rising block.
     pub extras: &'a [BlockExtra<'a>],
+    /// The same prompt with its keys, see [`HashedPrompt::prompt`].
+    pub hashed: Option<&'a HashedPrompt>,
+}
+
+/// A prompt whose tokens were hashed once, to be looked up and admitted any number of times.
+#[derive(Clone, Debug)]
+pub struct HashedPrompt {
+    tokens: Box<[u32]>,
+    spec: KeySpec,
+    block_size: u32,
+    keys: RowKeys,
+}
+
+impl HashedPrompt {
+    /// Hashes a prompt for managers with blocks of this size.
+    ///
+    /// # Errors
+    /// A token has the reserved id, or an extra names a block that is not full.
+    pub fn new(prompt: &Prompt<'_>, block_size: u32) -> Result<Self> {
+        let keys = hash(prompt, block_size, |_, _| {})?;
+        Ok(Self { tokens: prompt.tokens.into(), spec: prompt.spec, block_size, keys })
+    }
+
+    /// The prompt, as managers take it.
+    #[must_use]
+    pub fn prompt(&self) -> Prompt<'_> {
+        Prompt { tokens: &self.tokens, spec: self.spec, extras: &[], hashed: Some(self) }
+    }
+
+    /// Tokens of the prompt.
+    #[must_use]
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+}
+
+/// Hashes the blocks of a prompt. `visit` gets each key but the last with the number of keys so far: one key behind the
+/// hashing, which takes so long that this costs nothing.
+fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)) -> Result<RowKeys> {
+    let size = block_size as usize;
+    let mut chain = Chain::new(&prompt.spec, block_size, 0);
+    let blocks = prompt.tokens.chunks_exact(size);
+    let pending = blocks.remainder();
+    let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
+    let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
+    let (before_first, mut reserved) = (chain, has_reserved(pending));
+    for (i, tokens) in blocks.clone().enumerate() {
+        reserved |= has_reserved(tokens);
+        let own = extras.iter().take_while(|extra| extra.block == i).count();
+        let key = if own == 0 {
+            chain.checked_block(tokens, &[])?
+        } else {
+            let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
+            let key = chain.checked_block(tokens, &of_block)?;
+            let regular = frames_before_extras(i + 1, block_size);
+            surplus.push((u32::try_from(i).unwrap_or(u32::MAX), chain.frames().saturating_sub(regular)));
+            key
+        };
+        (extras, last_own) = (&extras[own..], own);
+        if let Some(key) = keys.last() {
+            visit(i, key);
+        }
+        keys.push(key);
+    }
+    if reserved {
+        refuse_reserved(prompt.tokens)?;
+    }
+    if let Some(extra) = extras.first() {
+        let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
+        return Err(invalid("block of an extra key", extra.block as i128, must));
+    }
+    let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
+        let frames = chain.frames().saturating_sub(block_size.div_ceil(16));
+        let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
+        LastBlock { before, tokens: tokens.to_vec() }
+    });
+    Ok(RowKeys { chain, keys, pending: pending.to_vec(), lora_id: prompt.spec.lora_id, tenant: 0, surplus, last })
 }
 
 /// Counters of the prefix cache.
@@ -285,66 +362,37 @@ impl Sequences {
     }
 
     fn find_prefix(&self, view: View<'_>, prompt: &Prompt<'_>, batch: usize) -> Result<Match> {
-        let size = self.block_size as usize;
-        let mut chain = Chain::new(&prompt.spec, self.block_size, 0);
-        let blocks = prompt.tokens.chunks_exact(size);
-        let pending = blocks.remainder();
-        let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
-        let limit = prompt.tokens.len().saturating_sub(1) / size;
+        let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let alone = self.groups.is_single() && !self.groups.slide();
-        let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
-        let (before_first, mut reserved) = (chain, has_reserved(pending));
-        for (i, tokens) in blocks.clone().enumerate() {
-            reserved |= has_reserved(tokens);
-            let own = extras.iter().take_while(|extra| extra.block == i).count();
-            let key = if own == 0 {
-                chain.checked_block(tokens, &[])?
-            } else {
-                let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
-                let key = chain.checked_block(tokens, &of_block)?;
-                let regular = frames_before_extras(i + 1, self.block_size);
-                surplus.push((u32::try_from(i).unwrap_or(u32::MAX), chain.frames().saturating_sub(regular)));
-                key
-            };
-            (extras, last_own) = (&extras[own..], own);
-            // One key behind the hashing, which takes so long that this costs nothing.
-            if let Some(key) = keys.last() {
+        let mut keys = match prompt.hashed {
+            Some(hashed) if hashed.block_size != self.block_size => {
+                let must = format!("{}, the manager's", self.block_size);
+                return Err(invalid("block_size of a hashed prompt", hashed.block_size, must));
+            }
+            Some(hashed) => hashed.keys.clone(),
+            None => hash(prompt, self.block_size, |i, key| {
                 if alone && found.len() + 1 == i {
                     found.extend(view.tiers.device().find(key));
                 } else {
                     view.tiers.device().look_ahead(key);
                 }
-            }
-            keys.push(key);
-        }
-        if reserved {
-            refuse_reserved(prompt.tokens)?;
-        }
-        if let Some(extra) = extras.first() {
-            let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
-            return Err(invalid("block of an extra key", extra.block as i128, must));
-        }
+            })?,
+        };
+        keys.tenant = view.tiers.tenant_of(&prompt.spec);
         let (hits, others) = if alone {
-            if found.len() + 1 == limit.min(keys.len()) {
-                found.extend(keys.get(found.len()).and_then(|key| view.tiers.device().find(key)));
-            }
+            // While hashing, each block but the last was looked for, up to the first that is missing.
+            let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
+            let rest = found.len()..end;
+            found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
             (found.len(), Vec::new())
         } else {
-            self.find_groups(view, &keys[..limit], &mut found)
+            self.find_groups(view, &keys.keys[..limit], &mut found)
         };
         let keeps_copies = alone && view.tiers.keeps_host_copies();
-        let tail = if keeps_copies { view.find_on_host(&keys[hits..limit], batch) } else { Vec::new() };
-        let hits = hits + tail.len();
-        let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
-            let frames = chain.frames().saturating_sub(self.block_size.div_ceil(16));
-            let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
-            LastBlock { before, tokens: tokens.to_vec() }
-        });
-        let (pending, lora_id, tenant) = (pending.to_vec(), prompt.spec.lora_id, view.tiers.tenant_of(&prompt.spec));
-        let keys = RowKeys { chain, keys, pending, lora_id, tenant, surplus, last };
-        Ok(Match { keys, hits, found, tail, others })
+        let tail = if keeps_copies { view.find_on_host(&keys.keys[hits..limit], batch) } else { Vec::new() };
+        Ok(Match { keys, hits: hits + tail.len(), found, tail, others })
     }
 
     /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
@@ -409,23 +457,45 @@ impl Sequences {
 
     /// Hashes tokens that a row got; a row that also got tokens unknown to the cache is no longer followed.
     fn extend_keys(&mut self, sequence: SequenceId, tokens: &[u32]) -> Result<()> {
-        let size = self.block_size as usize;
+        let size = self.block_size;
         let row = self.rows.at_mut(sequence);
         let Some(keys) = &mut row.keys else { return Ok(()) };
-        let known = keys.keys.len() * size + keys.pending.len();
-        let before = row.len as usize - tokens.len();
+        let (known, before) = (keys.known(size), row.len as usize - tokens.len());
         if known < before {
             row.keys = None;
             return Ok(());
         }
         // What is left of a prompt that is put in by chunks is known already.
-        for &token in tokens.get(known - before..).unwrap_or_default() {
-            keys.pending.push(token);
-            if keys.pending.len() == size {
-                let before = keys.chain;
-                keys.keys.push(keys.chain.checked_block(&keys.pending, &[])?);
-                let next = Vec::with_capacity(size);
-                keys.last = Some(LastBlock { before, tokens: std::mem::replace(&mut keys.pending, next) });
+        keys.extend(tokens.get(known - before..).unwrap_or_default(), size)
+    }
+
+    pub(crate) fn note_tokens(
+        &mut self,
+        sequences: &[SequenceId],
+        counts: super::Counts<'_>,
+        tokens: &[u32],
+    ) -> Result<()> {
+        let total = counts.total(sequences.len())?;
+        if tokens.len() as u64 != total {
+            return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
+        }
+        refuse_reserved(tokens)?;
+        self.rows.begin_batch();
+        for (i, &sequence) in sequences.iter().enumerate() {
+            let row = self.rows.next_in_batch(sequence)?;
+            let Some(keys) = &row.keys else { continue };
+            let unknown = (row.len as usize).saturating_sub(keys.known(self.block_size));
+            if counts.at(i) as usize > unknown {
+                let must = format!("at most {unknown}, the tokens of sequence {sequence} whose ids are not known");
+                return Err(invalid("number of token ids", counts.at(i), must));
+            }
+        }
+        let mut rest = tokens;
+        for (i, &sequence) in sequences.iter().enumerate() {
+            let (now, later) = rest.split_at(counts.at(i) as usize);
+            rest = later;
+            if let Some(keys) = &mut self.rows.at_mut(sequence).keys {
+                keys.extend(now, self.block_size)?;
             }
         }
         Ok(())

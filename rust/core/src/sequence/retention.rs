@@ -42,7 +42,7 @@ mod tests {
     /// Admits and computes a prompt; returns its handle and how much of it was cached.
     fn run(manager: &mut Manager, tokens: &[u32], priority: u8) -> (SequenceId, u32) {
         let mut out = Vec::new();
-        let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[] };
+        let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         manager.allocate_prompts(&[prompt], &mut out).unwrap();
         let ticket = manager.take_decision().ticket;
         manager.complete(ticket).unwrap();
@@ -60,7 +60,7 @@ mod tests {
         let mut lasted = 0;
         for i in 100..200 {
             let cached = manager
-                .lookup(&Prompt { tokens: &[1, 1, 2, 2, 3, 3, 9], spec: KeySpec::default(), extras: &[] })
+                .lookup(&Prompt { tokens: &[1, 1, 2, 2, 3, 3, 9], spec: KeySpec::default(), extras: &[], hashed: None })
                 .map(|hit| hit.tokens);
             if cached.unwrap() == 0 {
                 break;

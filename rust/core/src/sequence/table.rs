@@ -224,6 +224,26 @@ pub(crate) struct LastBlock {
 }
 
 impl RowKeys {
+    /// Tokens whose ids are known.
+    pub(crate) fn known(&self, block_size: u32) -> usize {
+        self.keys.len() * block_size as usize + self.pending.len()
+    }
+
+    /// Hashes the tokens that come next.
+    pub(crate) fn extend(&mut self, tokens: &[u32], block_size: u32) -> Result<()> {
+        let size = block_size as usize;
+        for &token in tokens {
+            self.pending.push(token);
+            if self.pending.len() == size {
+                let before = self.chain;
+                self.keys.push(self.chain.checked_block(&self.pending, &[])?);
+                let next = Vec::with_capacity(size);
+                self.last = Some(LastBlock { before, tokens: std::mem::replace(&mut self.pending, next) });
+            }
+        }
+        Ok(())
+    }
+
     /// The chain up to one of the full blocks.
     pub(crate) fn chain_at(&self, index: usize, block_size: u32) -> Option<Chain> {
         let after = self.surplus.partition_point(|&(block, _)| block as usize <= index);

@@ -71,6 +71,9 @@ fn cut_keys(mut keys: Box<RowKeys>, tokens: usize, size: usize) -> Option<Box<Ro
         keys.pending = last.tokens;
         keys.keys.truncate(full);
     }
-    keys.pending.truncate(rest);
+    // Behind the keys there may be tokens whose ids are not known yet.
+    if full == keys.keys.len() {
+        keys.pending.truncate(rest);
+    }
     Some(keys)
 }

@@ -49,7 +49,7 @@ impl World {
             assert_eq!(found, self.manager.pool(tier).published());
         }
         for (&sequence, ids) in &self.ids {
-            let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[] };
+            let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
             let cached = self.manager.lookup(&prompt).unwrap().tokens;
             let mut chain = Chain::new(&prompt.spec, BLOCK, 0);
             let mut keys = Vec::new();
