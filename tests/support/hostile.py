@@ -137,13 +137,19 @@ def store() -> Any:
     return _core.SlabStore(FOLDER, bytes_per_block=512, num_slots=2, threads=2)
 
 
+def mapping() -> Any:
+    return _core.Mapping(PAIR, src_blocks=4, dst_blocks=4, rule="swap")
+
+
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
     "BlockAllocator": allocator(_core.NaiveAllocator),
     "BlockManager": manager,
     "BlockObserver": observer,
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
+    "BoundViews": lambda: _core.BoundViews([np.zeros((4, 8), np.uint8)], [np.zeros((4, 8), np.uint8)]),
     "FillMap": lambda: _core.FillMap(4, 4),
+    "Mapping": mapping,
     "ManagerStats": lambda: manager().stats(),
     "NaiveAllocator": allocator(_core.NaiveAllocator),
     "OnlineDefragmenter": defrag.OnlineDefragmenter,
@@ -179,7 +185,6 @@ VALID: dict[str, Any] = {
     "after": [],
     "allocator": v0_pool,
     "allocator_type": "naive",
-    "arrays": lambda: [np.zeros((4, 8), np.uint8)],
     "b": 2,
     "block": 1,
     "block_allocator": v0_pair,
@@ -218,6 +223,7 @@ VALID: dict[str, Any] = {
     "direct": "off",
     "directory": FOLDER,
     "dst": lambda: [np.zeros((4, 8), np.uint8)],
+    "dst_blocks": 4,
     "dst_device": lambda: v0_device("CPU"),
     "enabled": True,
     "encoder_tokens": 0,
@@ -258,13 +264,16 @@ VALID: dict[str, Any] = {
     "lost": [],
     "margin": 0,
     "max_block_sliding_window": 4,
+    "mapping": mapping,
     "max_blocks": 2,
     "max_bytes": 64,
     "max_events": 8,
     "max_moves": 4,
+    "max_open_tickets": 8,
     "max_pinned": 0.5,
     "memory": 1 << 20,
     "misses": {"timeout": 1},
+    "most": 2,
     "move": None,
     "moves": 4,
     "namespace": bytes(32),
@@ -314,6 +323,7 @@ VALID: dict[str, Any] = {
     "reuse": "lowest",
     "reuse_order": "lowest",
     "rows": [[1, 2]],
+    "rule": "copy",
     "salt": b"salt",
     "sequence": HANDLE,
     "sequence_token_ids": [1, 2, 3, 4, 5, 6],
@@ -324,6 +334,7 @@ VALID: dict[str, Any] = {
     "slot": 1,
     "slots": lambda: np.zeros(8, np.int64),
     "src": lambda: [np.zeros((4, 8), np.uint8)],
+    "src_blocks": 4,
     "src_device": lambda: v0_device("GPU"),
     "status": _core.AllocStatus.OK,
     "threads": 2,
@@ -335,7 +346,6 @@ VALID: dict[str, Any] = {
     "token_ids": [1, 2, 3, 4],
     "tokens": list(range(8)),
     "transfers": [],
-    "value": 1,
     "watermark": 0.0,
     "window": 4,
     "wrap": None,
@@ -373,8 +383,6 @@ VALID: dict[str, Any] = {
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),
-    "expand_span.parts": 4,
-    "merge_runs.ids": PAIR,
     "V0NaiveBlockAllocator.block_ids": None,
     "V0PrefixCachingBlockAllocator.block_ids": None,
     "V0NaiveBlockAllocator.mark_blocks_as_accessed.block_ids": [],
