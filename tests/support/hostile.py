@@ -137,10 +137,6 @@ def store() -> Any:
     return _core.SlabStore(FOLDER, bytes_per_block=512, num_slots=2, threads=2)
 
 
-def mapping() -> Any:
-    return _core.Mapping(PAIR, src_blocks=4, dst_blocks=4, rule="swap")
-
-
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
     "BlockAllocator": allocator(_core.NaiveAllocator),
@@ -149,7 +145,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
     "BoundViews": lambda: _core.BoundViews([np.zeros((4, 8), np.uint8)], [np.zeros((4, 8), np.uint8)]),
     "FillMap": lambda: _core.FillMap(4, 4),
-    "Mapping": mapping,
+    "Mapping": lambda: _core.Mapping(PAIR, src_blocks=4, dst_blocks=4, rule="swap"),
     "ManagerStats": lambda: manager().stats(),
     "NaiveAllocator": allocator(_core.NaiveAllocator),
     "OnlineDefragmenter": defrag.OnlineDefragmenter,
@@ -264,7 +260,7 @@ VALID: dict[str, Any] = {
     "lost": [],
     "margin": 0,
     "max_block_sliding_window": 4,
-    "mapping": mapping,
+    "mapping": lambda: WORLDS["Mapping"](),
     "max_blocks": 2,
     "max_bytes": 64,
     "max_events": 8,
@@ -383,15 +379,12 @@ VALID: dict[str, Any] = {
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),
-    "V0NaiveBlockAllocator.block_ids": None,
-    "V0PrefixCachingBlockAllocator.block_ids": None,
+    **dict.fromkeys([f"V0{kind}BlockAllocator.block_ids" for kind in ("Naive", "PrefixCaching")]),
     "V0NaiveBlockAllocator.mark_blocks_as_accessed.block_ids": [],
     "V0NaiveBlockAllocator.mark_blocks_as_computed.block_ids": [],
     "V0PrefixCachingBlockAllocator.mark_blocks_as_accessed.block_ids": [],
     "V0PrefixCachingBlockAllocator.mark_blocks_as_computed.block_ids": [],
-    "V0NaiveBlockAllocator.device": None,
-    "V0PoolAllocator.device": None,
-    "V0PrefixCachingBlockAllocator.device": None,
+    **dict.fromkeys([f"V0{kind}Allocator.device" for kind in ("NaiveBlock", "Pool", "PrefixCachingBlock")]),
 }
 
 NOTHING = object()  # no positional argument
