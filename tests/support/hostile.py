@@ -260,7 +260,7 @@ VALID: dict[str, Any] = {
     "lost": [],
     "margin": 0,
     "max_block_sliding_window": 4,
-    "mapping": lambda: WORLDS["Mapping"](),
+    "mapping": WORLDS["Mapping"],
     "max_blocks": 2,
     "max_bytes": 64,
     "max_events": 8,
