@@ -265,7 +265,7 @@ VALID: dict[str, Any] = {
     "max_bytes": 64,
     "max_events": 8,
     "max_moves": 4,
-    "max_open_tickets": 8,
+    "max_open_tickets": 10,
     "max_pinned": 0.5,
     "memory": 1 << 20,
     "misses": {"timeout": 1},
