@@ -71,8 +71,8 @@ Steps read_steps(const Tensor& steps, const Tensor& starts, int64_t blocks) {
         const bool opens = to == kAsideId, closes = from == kAsideId;
         if (opens ? closes || ring >= 0 : closes && ring < 0) fail("mapping", "step ", n, " has nothing set aside");
         if (opens) ring = n;
-        plan.steps.push_back({closes ? kAside : bounded(from, blocks, n, "read"),
-                              opens ? kAside : bounded(to, blocks, n, "written")});
+        plan.steps.push_back(
+            {closes ? kAside : bounded(from, blocks, n, "read"), opens ? kAside : bounded(to, blocks, n, "written")});
         if (ring >= 0 && n - ring > static_cast<int64_t>(kMaxRing)) fail("mapping", "step ", ring, " is not put back");
         if (closes) ring = -1;
         if (n + 1 == plan.starts[group + 1]) {

@@ -90,6 +90,4 @@ STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CPU, m) { m.impl("set_strategies", TORCH_BOX(&blockyard::set_device_strategies)); }
 
-STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) {
-    m.impl("bench_copy_loop", TORCH_BOX(&blockyard::bench_copy_loop));
-}
+STABLE_TORCH_LIBRARY_IMPL(blockyard, CUDA, m) { m.impl("bench_copy_loop", TORCH_BOX(&blockyard::bench_copy_loop)); }

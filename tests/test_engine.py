@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from blockyard.engine import engine as engine_module
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.ops import cpu
 from blockyard.engine.streams import WorkerStreams
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import (
@@ -501,3 +502,24 @@ def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, part
         assert last.wait().error is None
         np.testing.assert_array_equal(rows_of_tensors(name, tensors), device)
         np.testing.assert_array_equal(engine.read("host", np.array([4, 1, 2])), host[[4, 1, 2]])
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_parts_that_a_synchronous_store_did_not_write_hold_no_bytes(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
+    engine = CacheEngine(layout(), num_device_blocks=BLOCKS, num_host_blocks=2, blocks_per_host_block=3)
+    engine.run("swap_out", pairs((0, 1), (1, 2)))
+
+    def fails(*_: object) -> None:
+        raise kind("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu.Bound, "__call__", fails)
+        with pytest.raises(kind, match="planted"):
+            engine.run("swap_out", pairs((0, 2), (1, 3)))
+    assert engine.fill.count(np.array([0, 1])).tolist() == [1, 0]
+    assert engine.counters == {("device", "host"): (2, 2 * engine.memory.bytes_per_block)}
+    engine.run("swap_out", pairs((0, 2), (1, 3)))
+    assert engine.fill.count(np.array([0, 1])).tolist() == [2, 1]
+    assert engine.transfers.open() == ()

@@ -21,7 +21,7 @@ from blockyard.engine.ops.library import check_device, op_library
 from blockyard.engine.streams import CHUNK_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.tasks import KINDS, Kind, Task, moving, reading, writing
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
-from blockyard.errors import InvalidArgumentError, MappingError
+from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError
 from blockyard.layout.kv import BlockLayout
 
 if TYPE_CHECKING:
@@ -381,19 +381,34 @@ class CacheEngine:
         on_device = bool(task.device_columns)
         if on_device and self.streams.capturing():
             return self.transfers.capture(task)
-        waits = not (self._on_cuda and on_device)
-        if waits:
-            self.transfers.synchronize()
-        else:  # what has ended is forgotten, however long only synchronous calls are made
-            self.transfers.poll()
+        stream: StreamName = "compute" if on_device else "caller"
+        if not (self._on_cuda and on_device):
+            return self._run_here(task, stream)
+        self.transfers.poll()  # what has ended is forgotten, however long only synchronous calls are made
         after = self.transfers.open()
         self._require(task, after)
-        stream: StreamName = "compute" if on_device else "caller"
         transfer = self.transfers.submit(stream, task, after=after, on_end=partial(self._ended, task))
         self._note_begun(task, transfer)
-        if waits or self.transfers.failed_to_launch(transfer):
+        if self.transfers.failed_to_launch(transfer):
             transfer.wait()
         return transfer
+
+    def _run_here(self, task: Task, stream: StreamName) -> Transfer:
+        """Run a task in this thread, when all that is open has ended."""
+        self.transfers.synchronize()
+        self._require(task, ())
+        transfer = Transfer(self.transfers)
+        # As long as it has not landed, no byte of its destinations can be relied on.
+        transfer.error = BlockyardError("the transfer was interrupted")
+        try:
+            self._note_begun(task, transfer)
+            events = [self.streams.launch(stream, piece) for piece in task.pieces]
+            for event in events:
+                event.synchronize()
+            transfer.error = next((event.error for event in events if event.error is not None), None)
+        finally:
+            self._ended(task, transfer)
+        return transfer.wait()
 
     def _require(self, task: Task, after: Sequence[Transfer]) -> None:
         """Refuse to read parts of the host's blocks that hold nothing."""

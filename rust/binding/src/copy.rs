@@ -22,13 +22,10 @@ pub(crate) fn to_py(error: CopyError) -> PyErr {
     }
 }
 
-const RULES: [(&str, Rule); 4] =
-    [("swap", Rule::Apart), ("copy", Rule::InPlace), ("move", Rule::Move), ("exchange", Rule::Exchange)];
-
 impl<'py> Argument<'py> for Rule {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         let word: String = value.extract().unwrap_or_default();
-        let found = RULES.iter().find(|(rule, _)| *rule == word).map(|&(_, rule)| rule);
+        let found = Rule::ALL.into_iter().find(|rule| rule.name() == word);
         let must = "'swap', 'copy', 'move' or 'exchange'";
         found.ok_or_else(|| invalid(format!("{name} is {}, must be {must}", shown(value))))
     }
@@ -68,8 +65,8 @@ impl PyMapping {
 
     /// What it does: `"swap"`, `"copy"`, `"move"` or `"exchange"`.
     #[getter]
-    fn rule(&self) -> &'static str {
-        RULES.iter().find(|(_, rule)| *rule == self.0.rule()).map_or("", |(word, _)| word)
+    const fn rule(&self) -> &'static str {
+        self.0.rule().name()
     }
 
     /// The pairs, int64 `[n, 2]`, in the order of their destinations, those of an exchange as they were given.
@@ -108,7 +105,7 @@ impl PyMapping {
     }
 
     fn __repr__(&self) -> String {
-        format!("Mapping({} pairs to {})", self.0.pairs().len(), self.rule())
+        format!("Mapping({} pairs to {})", self.0.pairs().len(), self.0.rule().name())
     }
 }
 

@@ -65,9 +65,9 @@ impl Caches {
         }
         let (rule, pairs) = (mapping.rule(), mapping.pairs());
         let targets = match (&self.targets, rule) {
-            (Some(targets), Rule::Apart | Rule::InPlace) => targets,
-            (Some(_), _) => return Err(CopyError::Place { rule, place: "between caches" }),
-            (None, Rule::Apart) => return Err(CopyError::Place { rule, place: "within caches" }),
+            (Some(targets), Rule::Swap | Rule::Copy) => targets,
+            (Some(_), _) => return Err(CopyError::Place { rule: rule.name(), place: "between caches" }),
+            (None, Rule::Swap) => return Err(CopyError::Place { rule: rule.name(), place: "within caches" }),
             (None, Rule::Exchange) => {
                 self.exchange(pairs, threads);
                 return Ok(());

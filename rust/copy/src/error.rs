@@ -1,7 +1,5 @@
 //! What can be wrong with a call. Nothing has been copied then.
 
-use crate::mapping::Rule;
-
 /// What is wrong with the caches, or with the rows that are named; nothing has been copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CopyError {
@@ -46,10 +44,10 @@ pub enum CopyError {
         rows: usize,
     },
     /// A mapping between caches is to be run within some, or the other way round.
-    #[error("a mapping by rule {rule:?} cannot be run {place}")]
+    #[error("a mapping by the rule {rule:?} cannot be run {place}")]
     Place {
         /// Its rule.
-        rule: Rule,
+        rule: &'static str,
         /// Where it cannot be run.
         place: &'static str,
     },

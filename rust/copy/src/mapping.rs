@@ -6,13 +6,29 @@ use crate::error::CopyError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
     /// Copies from one cache to another: no block is written twice.
-    Apart,
+    Swap,
     /// Copies within a cache: besides, no block is both read and written.
-    InPlace,
+    Copy,
     /// Moves within a cache, as if all blocks were read before the first is written: chains and rings are legal.
     Move,
     /// Lets the two blocks of each pair change places: no block is named twice.
     Exchange,
+}
+
+impl Rule {
+    /// All rules.
+    pub const ALL: [Self; 4] = [Self::Swap, Self::Copy, Self::Move, Self::Exchange];
+
+    /// Its name: "swap", "copy", "move" or "exchange".
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Swap => "swap",
+            Self::Copy => "copy",
+            Self::Move => "move",
+            Self::Exchange => "exchange",
+        }
+    }
 }
 
 /// As the target of a step: its source is set aside. As the source: what was set aside is written.
@@ -78,7 +94,7 @@ impl Mapping {
                 return Err(repeated(entries, two[0][1], "written", |ids| &ids[1..]));
             }
         }
-        if rule == Rule::InPlace {
+        if rule == Rule::Copy {
             check_unread(entries, &pairs)?;
         }
         let mut mapping = Self { rule, pairs, reach, order: None };
@@ -299,8 +315,6 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::HashSet;
 
-    const RULES: [Rule; 4] = [Rule::Apart, Rule::InPlace, Rule::Move, Rule::Exchange];
-
     fn distinct(ids: impl IntoIterator<Item = i64>) -> bool {
         let mut seen = HashSet::new();
         ids.into_iter().all(|id| seen.insert(id))
@@ -313,8 +327,8 @@ mod tests {
         let inside = |id: i64, blocks| usize::try_from(id).is_ok_and(|id| id < blocks);
         kept.iter().all(|ids| inside(ids[0], blocks[0]) && inside(ids[1], blocks[1]))
             && match rule {
-                Rule::Apart | Rule::Move => distinct(kept.iter().map(|ids| ids[1])),
-                Rule::InPlace => {
+                Rule::Swap | Rule::Move => distinct(kept.iter().map(|ids| ids[1])),
+                Rule::Copy => {
                     distinct(kept.iter().map(|ids| ids[1]))
                         && kept.iter().all(|ids| kept.iter().all(|other| other[1] != ids[0]))
                 }
@@ -382,8 +396,8 @@ mod tests {
     proptest! {
         #[test]
         fn a_mapping_passes_exactly_if_it_is_sound(entries in any_entries(), read in 0..9_usize, written in 0..9_usize) {
-            for rule in RULES {
-                let blocks = if matches!(rule, Rule::Apart) { [read, written] } else { [read; 2] };
+            for rule in Rule::ALL {
+                let blocks = if matches!(rule, Rule::Swap) { [read, written] } else { [read; 2] };
                 let made = Mapping::new(&entries, blocks, rule);
                 prop_assert_eq!(made.is_ok(), is_sound(&entries, blocks, rule), "{:?}: {:?}", rule, made);
             }
@@ -391,13 +405,13 @@ mod tests {
 
         #[test]
         fn steps_have_the_effect_of_reading_all_first((blocks, entries) in sound_entries(), backwards in any::<bool>()) {
-            for rule in RULES {
+            for rule in Rule::ALL {
                 let Ok(mapping) = Mapping::new(&entries, [blocks; 2], rule) else { continue };
                 for &[from, to] in mapping.pairs() {
                     prop_assert!((from as usize) < mapping.reach()[0] && (to as usize) < mapping.reach()[1]);
                 }
                 prop_assert!(rule == Rule::Exchange || mapping.pairs().is_sorted_by_key(|pair| pair[1]));
-                if rule == Rule::Apart {
+                if rule == Rule::Swap {
                     prop_assert_eq!(mapping.pairs().len(), entries.len());
                     continue;
                 }
@@ -418,7 +432,7 @@ mod tests {
         fn parts_hold_all_pairs_in_order_and_bound_moves_stay_whole(
             (blocks, entries) in sound_entries(), most in 0..6_usize
         ) {
-            for rule in RULES {
+            for rule in Rule::ALL {
                 let Ok(mapping) = Mapping::new(&entries, [blocks; 2], rule) else { continue };
                 let parts = mapping.split(most);
                 let pairs: Vec<_> = parts.iter().flat_map(|part| part.pairs().to_vec()).collect();
@@ -442,7 +456,8 @@ mod tests {
     #[test]
     fn long_rings_are_cut_into_short_ones() {
         let blocks = 3 * MAX_RING + 7;
-        let entries: Vec<_> = (0..blocks).map(|block| [block, (block + 5) % blocks].map(|id| id as i64)).collect();
+        let entries: Vec<_> =
+            (0..blocks).map(|block| [block, (block + 5) % blocks].map(|id| i64::try_from(id).unwrap())).collect();
         let mapping = Mapping::new(&entries, [blocks; 2], Rule::Move).unwrap();
         assert_eq!(run(&mapping.steps(), blocks, false), wanted(&entries, blocks, Rule::Move));
         let (mut length, mut longest) = (0, 0);
@@ -456,12 +471,12 @@ mod tests {
     #[test]
     fn errors_carry_the_numbers() {
         let error = |entries: &[[i64; 2]], rule| Mapping::new(entries, [8, 4], rule).unwrap_err().to_string();
-        let apart = Rule::Apart;
+        let apart = Rule::Swap;
         assert_eq!(error(&[[3, 1], [9, 2]], apart), "entry 1: block 9 is to be read, there are 8 blocks");
         assert_eq!(error(&[[3, -1]], apart), "entry 0: block -1 is to be written, there are 4 blocks");
         assert_eq!(error(&[[3, 1], [4, 0], [5, 1]], apart), "block 1 is written twice, by entries 0 and 2");
         assert_eq!(
-            error(&[[0, 3], [3, 1], [1, 2]], Rule::InPlace),
+            error(&[[0, 3], [3, 1], [1, 2]], Rule::Copy),
             "block 3 is both read (pair 1) and written in one copy"
         );
         assert_eq!(

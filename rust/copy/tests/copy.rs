@@ -51,9 +51,9 @@ impl Caches {
     }
 }
 
-fn mapping(pairs: &[[u32; 2]], blocks: [usize; 2], rule: Rule) -> Mapping {
+fn mapping(pairs: &[[u32; 2]], blocks: [usize; 2], rule: Rule) -> Result<Mapping, CopyError> {
     let entries: Vec<_> = pairs.iter().map(|pair| pair.map(i64::from)).collect();
-    Mapping::new(&entries, blocks, rule).unwrap()
+    Mapping::new(&entries, blocks, rule)
 }
 
 fn shapes(rows: u32, widths: Vec<usize>) -> impl Strategy<Value = Shape> {
@@ -99,7 +99,7 @@ proptest! {
         let read = source.memory.clone();
         let blocks = [source.shape.rows as usize, target.shape.rows as usize];
         let caches = Checked::between(source.rows(), target.rows()).unwrap();
-        caches.run(&mapping(&pairs, blocks, Rule::Apart), threads).unwrap();
+        caches.run(&mapping(&pairs, blocks, Rule::Swap).unwrap(), threads).unwrap();
         same(&target.memory, &wanted)?;
         same(&source.memory, &read)?;
     }
@@ -122,7 +122,7 @@ proptest! {
             }
         }
         let blocks = [caches.shape.rows as usize; 2];
-        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Exchange), threads).unwrap();
+        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Exchange).unwrap(), threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 
@@ -145,7 +145,7 @@ proptest! {
             }
         }
         let blocks = [caches.shape.rows as usize; 2];
-        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Move), threads).unwrap();
+        Checked::within(caches.rows()).unwrap().run(&mapping(&pairs, blocks, Rule::Move).unwrap(), threads).unwrap();
         same(&caches.memory, &wanted)?;
     }
 }
@@ -188,17 +188,17 @@ fn a_mapping_runs_only_where_its_blocks_are_and_as_its_rule_says() {
     let within = Checked::within(small.rows()).unwrap();
     let between = Checked::between(large.rows(), small.rows()).unwrap();
     let reach = |last, rows| Err(CopyError::Reach { last, rows });
-    assert_eq!(between.run(&mapping(&[[8, 4]], [9, 9], Rule::Apart), 1), reach(4, 4));
-    assert_eq!(between.run(&mapping(&[[9, 3]], [10, 4], Rule::Apart), 1), reach(9, 9));
-    assert_eq!(within.run(&mapping(&[[0, 1], [4, 2]], [5; 2], Rule::Exchange), 1), reach(4, 4));
-    assert_eq!(within.run(&mapping(&[[0, 4], [4, 0]], [5; 2], Rule::Move), 1), reach(4, 4));
-    let place = |rule, place| Err(CopyError::Place { rule, place });
+    assert_eq!(between.run(&mapping(&[[8, 4]], [9, 9], Rule::Swap).unwrap(), 1), reach(4, 4));
+    assert_eq!(between.run(&mapping(&[[9, 3]], [10, 4], Rule::Swap).unwrap(), 1), reach(9, 9));
+    assert_eq!(within.run(&mapping(&[[0, 1], [4, 2]], [5; 2], Rule::Exchange).unwrap(), 1), reach(4, 4));
+    assert_eq!(within.run(&mapping(&[[0, 4], [4, 0]], [5; 2], Rule::Move).unwrap(), 1), reach(4, 4));
+    let place = |rule: Rule, place| Err(CopyError::Place { rule: rule.name(), place });
     for rule in [Rule::Move, Rule::Exchange] {
-        assert_eq!(between.run(&mapping(&[[0, 1]], [2; 2], rule), 1), place(rule, "between caches"));
+        assert_eq!(between.run(&mapping(&[[0, 1]], [2; 2], rule).unwrap(), 1), place(rule, "between caches"));
     }
-    assert_eq!(within.run(&mapping(&[[0, 1]], [2; 2], Rule::Apart), 1), place(Rule::Apart, "within caches"));
+    assert_eq!(within.run(&mapping(&[[0, 1]], [2; 2], Rule::Swap).unwrap(), 1), place(Rule::Swap, "within caches"));
     let nothing = Checked::between(Vec::new(), Vec::new()).unwrap();
-    assert_eq!(nothing.run(&mapping(&[], [0; 2], Rule::Apart), 1), Ok(()));
+    assert_eq!(nothing.run(&mapping(&[], [0; 2], Rule::Swap).unwrap(), 1), Ok(()));
     assert_eq!([small.memory, large.memory], before);
 }
 
@@ -207,7 +207,7 @@ fn rings_that_no_memory_can_set_aside_are_refused() {
     // SAFETY: the call fails before it touches the memory.
     let rows = unsafe { Rows::new(std::ptr::without_provenance_mut(64), 2, 1 << 62, 1 << 62) };
     let bytes = 1 << 62;
-    let ring = mapping(&[[0, 1], [1, 0]], [2; 2], Rule::Move);
+    let ring = mapping(&[[0, 1], [1, 0]], [2; 2], Rule::Move).unwrap();
     let caches = Checked::within(vec![rows]).unwrap();
     assert_eq!(caches.run(&ring, 1), Err(CopyError::OutOfMemory { bytes }));
 }

@@ -26,6 +26,7 @@ from torch import Tensor
 from blockyard._core import Mapping, Pairs
 from blockyard.engine.mapping import IdPairs
 from blockyard.engine.ops import compiled, cpu, fallback
+from blockyard.engine.ops.checks import CopyOps
 from blockyard.engine.ops.library import op_library
 from blockyard.errors import LayoutError, MappingError
 
@@ -134,7 +135,7 @@ def scatter_blocks(rows: Tensor, caches: Sequence[Tensor], blocks: Tensor) -> No
 
 
 def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> Callable[[Mapping], None]:
-    """Check views once, for any number of mappings.
+    """Give what carries mappings out in views; those on the CPU are checked once, here.
 
     Args:
         src: views to read, as for `swap_blocks`.
@@ -148,9 +149,12 @@ def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None = None) -> Callable
     """
     if all(view.device.type == "cpu" for view in (*src, *(dst or ()))):
         return cpu.Bound(src, dst)
-    if op_library().loaded:
-        return partial(compiled.within, src) if dst is None else partial(compiled.between, src, dst)
-    return fallback.bind(src, dst)
+    ops = _on_cuda()
+    return partial(ops.within, src) if dst is None else partial(ops.between, src, dst)
+
+
+def _on_cuda() -> CopyOps:
+    return compiled.BY_LIBRARY if op_library().loaded else fallback.BY_TORCH
 
 
 def _tensor(pairs: Tensor | IdPairs) -> Tensor:
@@ -215,11 +219,10 @@ OPS: Final[dict[str, tuple[str, Implementation]]] = {
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockyard", "DEF")
-    on_cuda = compiled if op_library().loaded else fallback.BY_TORCH
     for name, (arguments, fake) in OPS.items():
         library.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, getattr(cpu.ON_CPU, name.removesuffix("_blocks")), "CPU")
-        library.impl(name, getattr(on_cuda, name.removesuffix("_blocks")), "CUDA")
+        library.impl(name, getattr(_on_cuda(), name.removesuffix("_blocks")), "CUDA")
         torch.library.register_fake(f"blockyard::{name}", fake, lib=library)
     # What the compiled library does with checked mappings.
     library.define("run_swap(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")

@@ -27,18 +27,28 @@ class CopyOps:
     """The copy ops over some way of moving rows: they check, hand on what is right, and tell autograd what has changed.
 
     Attributes:
-        between: takes views to read, views to write and a mapping.
-        within: takes views to change in place and a mapping.
+        copy_between: takes views to read, views to write and a mapping.
+        copy_within: takes views to change in place and a mapping.
     """
 
-    between: Callable[[Sequence[Tensor], Sequence[Tensor], Mapping], None]
-    within: Callable[[Sequence[Tensor], Mapping], None]
+    copy_between: Callable[[Sequence[Tensor], Sequence[Tensor], Mapping], None]
+    copy_within: Callable[[Sequence[Tensor], Mapping], None]
+
+    def between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
+        """Carry a mapping out from some views to others."""
+        check_swap(src, dst)
+        self.copy_between(src, dst, mapping)
+        increment_version(dst)
+
+    def within(self, caches: Sequence[Tensor], mapping: Mapping) -> None:
+        """Carry a mapping out within views."""
+        check_caches(caches)
+        self.copy_within(caches, mapping)
+        increment_version(caches)
 
     def swap(self, src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
         """Implement `swap_blocks`."""
-        check_swap(src, dst)
-        self.between(src, dst, mapping_of("swap", pairs, src[0].shape[0], dst[0].shape[0]))
-        increment_version(dst)
+        self.between(src, dst, mapping_of("swap", pairs, count_blocks("src", src), count_blocks("dst", dst)))
 
     def copy(self, caches: list[Tensor], pairs: Tensor) -> None:
         """Implement `copy_blocks`."""
@@ -53,22 +63,21 @@ class CopyOps:
         self._change("exchange", caches, pairs)
 
     def _change(self, rule: Rule, caches: list[Tensor], pairs: Tensor) -> None:
-        check_caches(caches)
-        self.within(caches, mapping_of(rule, pairs, caches[0].shape[0], caches[0].shape[0]))
-        increment_version(caches)
+        blocks = count_blocks("caches", caches)
+        self.within(caches, mapping_of(rule, pairs, blocks, blocks))
 
     def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
         """Implement `gather_blocks`."""
         pieces = split_rows(rows, caches)
         check_swap(caches, pieces, ("caches", "rows"))
-        self.between(caches, pieces, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=False))
+        self.copy_between(caches, pieces, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=False))
         increment_version(rows)
 
     def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
         """Implement `scatter_blocks`."""
         pieces = split_rows(rows, caches)
         check_swap(pieces, caches, ("rows", "caches"))
-        self.between(pieces, caches, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=True))
+        self.copy_between(pieces, caches, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=True))
         increment_version(caches)
 
 
@@ -154,6 +163,13 @@ def split_rows(rows: Tensor, caches: Sequence[Tensor]) -> list[Tensor]:
     if rows.shape[1] != sum(widths):
         raise LayoutError(f"rows have {rows.shape[1]} bytes, a block of all caches has {sum(widths)}")
     return list(rows.split(widths, dim=1))
+
+
+def count_blocks(name: str, views: Sequence[Tensor]) -> int:
+    """Give the number of blocks that the first view seems to have, before any is looked at; raises LayoutError."""
+    if not views:
+        raise LayoutError(f"{name} holds no tensors")
+    return views[0].shape[0] if views[0].dim() else 0
 
 
 def mapping_of(rule: Rule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> Mapping:

@@ -9,74 +9,48 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from blockyard._core import Mapping
-from blockyard.engine.ops.checks import Rule, mapping_of, mapping_of_rows
+from blockyard.engine.ops.checks import CopyOps, count_blocks, mapping_of_rows
 from blockyard.engine.ops.strategy import use_cached
 from blockyard.errors import BlockyardError, CaptureError, LayoutError, MappingError
 
 _ERRORS: dict[str, type[BlockyardError]] = {"mapping": MappingError, "layout": LayoutError, "capture": CaptureError}
 
 
-def swap(src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
-    """Implement `swap_blocks`."""
-    between(src, dst, mapping_of("swap", pairs, _blocks("src", src), _blocks("dst", dst)))
+class _Compiled(CopyOps):
+    """Checks of views are the library's."""
+
+    def between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
+        self.copy_between(src, dst, mapping)
+        increment_version(dst)
+
+    def within(self, caches: Sequence[Tensor], mapping: Mapping) -> None:
+        self.copy_within(caches, mapping)
+        increment_version(caches)
+
+    def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
+        num_blocks, num_rows = count_blocks("caches", caches), count_blocks("rows", [rows])
+        mapping = mapping_of_rows(blocks, num_blocks, num_rows, written=False)
+        _use_cached(caches)
+        _run(torch.ops.blockyard.run_gather, caches, rows, torch.from_numpy(mapping.pairs))
+        increment_version(rows)
+
+    def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
+        num_blocks, num_rows = count_blocks("caches", caches), count_blocks("rows", [rows])
+        mapping = mapping_of_rows(blocks, num_blocks, num_rows, written=True)
+        _use_cached(caches)
+        _run(torch.ops.blockyard.run_scatter, rows, caches, torch.from_numpy(mapping.pairs))
+        increment_version(caches)
 
 
-def copy(caches: list[Tensor], pairs: Tensor) -> None:
-    """Implement `copy_blocks`."""
-    _change("copy", caches, pairs)
-
-
-def move(caches: list[Tensor], pairs: Tensor) -> None:
-    """Implement `move_blocks`."""
-    _change("move", caches, pairs)
-
-
-def exchange(caches: list[Tensor], pairs: Tensor) -> None:
-    """Implement `exchange_blocks`."""
-    _change("exchange", caches, pairs)
-
-
-def gather(caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
-    """Implement `gather_blocks`."""
-    mapping = mapping_of_rows(blocks, _blocks("caches", caches), _blocks("rows", [rows]), written=False)
-    _use_cached(caches)
-    _run(torch.ops.blockyard.run_gather, caches, rows, torch.from_numpy(mapping.pairs))
-    increment_version(rows)
-
-
-def scatter(rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
-    """Implement `scatter_blocks`."""
-    mapping = mapping_of_rows(blocks, _blocks("caches", caches), _blocks("rows", [rows]), written=True)
-    _use_cached(caches)
-    _run(torch.ops.blockyard.run_scatter, rows, caches, torch.from_numpy(mapping.pairs))
-    increment_version(caches)
-
-
-def between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
-    """Carry a mapping out from some views to others."""
+def _between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
     _use_cached(dst)
     _run(torch.ops.blockyard.run_swap, src, dst, torch.from_numpy(mapping.pairs))
-    increment_version(dst)
 
 
-def within(caches: Sequence[Tensor], mapping: Mapping) -> None:
-    """Carry a mapping out within views."""
+def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
     _use_cached(caches)
     steps, starts = mapping.steps()
     _run(torch.ops.blockyard.run_steps, caches, torch.from_numpy(steps), torch.from_numpy(starts))
-    increment_version(caches)
-
-
-def _change(rule: Rule, caches: list[Tensor], pairs: Tensor) -> None:
-    blocks = _blocks("caches", caches)
-    within(caches, mapping_of(rule, pairs, blocks, blocks))
-
-
-def _blocks(name: str, views: Sequence[Tensor]) -> int:
-    """Give the number of blocks that the first view seems to have; the library looks at it closely."""
-    if not views:
-        raise LayoutError(f"{name} holds no tensors")
-    return views[0].shape[0] if views[0].dim() else 0
 
 
 def _use_cached(views: Sequence[Tensor]) -> None:
@@ -96,3 +70,7 @@ def named(error: RuntimeError) -> Exception:
     """Turn an error of the compiled library into the class that its message names."""
     kind, _, message = str(error).partition("blockyard ")[2].partition(": ")
     return _ERRORS[kind](message) if kind in _ERRORS else error
+
+
+BY_LIBRARY = _Compiled(_between, _within)
+"""The implementations of the compiled library."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from blockyard._core import Mapping
 from blockyard.engine.ops import checks
@@ -47,17 +46,3 @@ def _refuse_capture(*tensors: Tensor) -> None:
 
 BY_TORCH = checks.CopyOps(_copy, _change)
 """The implementations in torch calls."""
-
-
-def bind(src: Sequence[Tensor], dst: Sequence[Tensor] | None) -> Callable[[Mapping], None]:
-    """Check views once, and give what carries mappings out in them."""
-    if dst is None:
-        checks.check_caches(src)
-    else:
-        checks.check_swap(src, dst)
-
-    def run(mapping: Mapping) -> None:
-        _change(src, mapping) if dst is None else _copy(src, dst, mapping)
-        increment_version(src if dst is None else dst)
-
-    return run
