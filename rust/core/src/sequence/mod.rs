@@ -65,7 +65,7 @@ impl Sequences {
 
     /// Whether tables have null blocks.
     pub(crate) fn has_nulls(&self) -> bool {
-        self.groups.slide()
+        self.groups.has_nulls()
     }
 
     /// Sequences that have not been freed.
@@ -127,7 +127,7 @@ impl Sequences {
 
     /// Whether the device has so many blocks of `free`, the watermark kept.
     fn admit(&self, view: View<'_>, wanted: usize, free: usize) -> Fit {
-        let kept = self.watermark.blocks() + usize::from(self.groups.slide());
+        let kept = self.watermark.blocks() + usize::from(self.groups.has_nulls());
         let fit = Fit::new(
             wanted,
             free.saturating_sub(self.watermark.blocks()),

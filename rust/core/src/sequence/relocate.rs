@@ -99,7 +99,7 @@ impl Sequences {
         match route.and_then(|route| self.wanted(view, sequences, route)) {
             Ok(wanted) => {
                 let pool = view.tiers.pool(to);
-                let total = pool.len().saturating_sub(usize::from(self.groups.slide()));
+                let total = pool.len().saturating_sub(usize::from(self.groups.has_nulls()));
                 Ok(Fit::new(wanted, pool.free(), total))
             }
             Err(error) => Self::unmovable(view, to, error),
