@@ -8,7 +8,6 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod check;
-mod device;
 mod snapshot;
 mod stats;
 mod step;
@@ -26,9 +25,9 @@ use crate::sequence::{PrefixStats, Rows, Sequences};
 use crate::tiers::Tiers;
 use crate::transfer::{Step, Transfers, View};
 
-pub use device::Resize;
 pub use stats::{Stats, TierUse};
 pub use step::Expired;
+pub use verbs::Resize;
 
 /// Largest block size, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1 << 20;

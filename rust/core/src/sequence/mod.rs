@@ -259,9 +259,9 @@ impl Sequences {
         step.take(Tier::Device, wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
         let sequence = self.rows.open(Tier::Device, table);
-        self.owners.note(sequence.row(), null_prefix, &self.rows.at(sequence).table[null_prefix..]);
         let open = step.transfers.open();
         let row = self.rows.at_mut(sequence);
+        self.owners.note(sequence.row(), null_prefix, &row.table[null_prefix..]);
         row.len = tokens;
         row.written = open;
         row.group = group;
