@@ -188,7 +188,7 @@ impl Events {
         for pool in pools {
             let tier = pool.tier();
             if let Some(removals) = pool.removals() {
-                let (dropped, removals) = removals.drain();
+                let (dropped, removals) = removals.take_all();
                 self.ring.next += dropped;
                 for removal in removals {
                     let Removal { block, reason, remaining } = removal;

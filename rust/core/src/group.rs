@@ -85,7 +85,7 @@ impl Group {
     }
 
     /// Whether table entries become the null block.
-    pub(crate) fn slides(self) -> bool {
+    pub(crate) fn leaves_nulls(self) -> bool {
         matches!(self, Self::SlidingWindow { .. } | Self::Recurrent)
     }
 }
@@ -95,7 +95,7 @@ impl Group {
 pub(crate) struct Groups {
     all: Box<[Group]>,
     growing: usize,
-    slide: bool,
+    null: bool,
 }
 
 impl Groups {
@@ -114,8 +114,8 @@ impl Groups {
         if groups.contains(&Group::SlidingWindow { window: 0 }) {
             return Err(Error::InvalidArgument { what: "window", found: 0, must: "at least 1".to_owned() });
         }
-        let slide = groups.iter().any(|group| group.slides());
-        Ok(Self { all: groups.into(), growing, slide })
+        let null = groups.iter().any(|group| group.leaves_nulls());
+        Ok(Self { all: groups.into(), growing, null })
     }
 
     pub(crate) fn all(&self) -> &[Group] {
@@ -135,8 +135,8 @@ impl Groups {
 
     /// Whether tables have null blocks.
     #[inline]
-    pub(crate) fn slide(&self) -> bool {
-        self.slide
+    pub(crate) fn has_nulls(&self) -> bool {
+        self.null
     }
 
     /// Group of an encoder's tokens.

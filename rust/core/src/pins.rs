@@ -63,9 +63,6 @@ impl Pins {
     }
 
     /// Keeps cached device blocks until a deadline.
-    ///
-    /// # Errors
-    /// Pins would hold too many blocks, or a block has too many leases.
     pub(crate) fn pin(&mut self, tiers: &mut Tiers, blocks: Vec<BlockId>, deadline: u64) -> Result<PinId> {
         let new = blocks.iter().filter(|block| !self.counts.contains_key(block)).count();
         let (held, limit) = (self.counts.len(), self.limit.blocks());
@@ -88,26 +85,17 @@ impl Pins {
     }
 
     /// Blocks of a pin.
-    ///
-    /// # Errors
-    /// The pin is unknown or has expired.
     pub(crate) fn blocks(&self, pin: PinId) -> Result<&[BlockId]> {
         self.held.get(&pin).map(|pin| pin.blocks.as_slice()).ok_or(Error::UnknownPin { pin })
     }
 
     /// The reader's transfer has begun: only [`Pins::release`] ends the pin from now on.
-    ///
-    /// # Errors
-    /// The pin is unknown or has expired.
     pub(crate) fn mark_submitted(&mut self, pin: PinId) -> Result<()> {
         self.held.get_mut(&pin).ok_or(Error::UnknownPin { pin })?.deadline.submitted = true;
         Ok(())
     }
 
     /// Ends a pin.
-    ///
-    /// # Errors
-    /// The pin is unknown or has expired.
     pub(crate) fn release(&mut self, tiers: &mut Tiers, pin: PinId) -> Result<()> {
         let Pin { blocks, .. } = self.held.remove(&pin).ok_or(Error::UnknownPin { pin })?;
         self.late.remove(&pin);

@@ -272,7 +272,7 @@ impl Rings {
     }
 }
 
-/// The block that an entry is of, if it counts; a name that the entry lacks is told once.
+/// The block that an entry is of, if it counts; a name that the entry lacks is given once.
 #[inline]
 fn current(entry: Entry, stamps: &[u32], renamed: &mut HashMap<u32, BlockId>) -> Option<BlockId> {
     let (block, stamp) = entry;

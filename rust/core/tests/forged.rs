@@ -363,7 +363,7 @@ pub(crate) fn run_decision(bytes: &[u8]) {
 
 proptest! {
     #[test]
-    fn a_forged_snapshot_is_refused_or_gives_books_that_hold(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn a_forged_snapshot_is_refused_or_gives_a_manager_that_holds(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         run(&bytes);
     }
 

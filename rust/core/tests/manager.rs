@@ -14,8 +14,6 @@ use blockyard_core::{
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
-#[path = "manager/books.rs"]
-mod books;
 #[path = "manager/groups.rs"]
 mod groups;
 #[path = "manager/keep.rs"]
@@ -32,6 +30,8 @@ mod resize;
 mod tables;
 #[path = "manager/trace.rs"]
 mod trace;
+#[path = "manager/verify.rs"]
+mod verify;
 
 use memory::Transfer;
 pub(crate) use ops::{Op, Setup, op, setup};

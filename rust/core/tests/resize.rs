@@ -146,7 +146,7 @@ impl Plain {
 
 proptest! {
     #[test]
-    fn the_books_know_what_is_in_use_beyond_the_end_and_give_nothing_out_there(
+    fn a_manager_knows_what_is_in_use_beyond_the_end_and_give_nothing_out_there(
         blocks in 1usize..30,
         watermark in 0.0..0.5,
         reuse in prop::sample::select(ReuseOrder::ALL.to_vec()),

@@ -126,7 +126,7 @@ fn reseal(bytes: &mut [u8]) {
 
 proptest! {
     #[test]
-    fn restored_books_go_on_like_the_ones_that_were_written(
+    fn a_restored_manager_goes_on_like_the_one_that_was_written(
         before in prop::collection::vec(op(), 0..60), then in prop::collection::vec(op(), 0..60), events in any::<bool>(),
     ) {
         let (mut manager, mut sequences) = after(&before, events);
@@ -156,7 +156,7 @@ proptest! {
 
     /// Whoever writes a snapshot can write a checksum too: manager that pass must be sound and never panic.
     #[test]
-    fn a_forged_payload_is_refused_or_gives_sound_books(
+    fn a_forged_payload_is_refused_or_gives_a_sound_manager(
         before in prop::collection::vec(op(), 0..40), then in prop::collection::vec(op(), 0..30),
         forged in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
     ) {
@@ -181,7 +181,7 @@ proptest! {
 }
 
 #[test]
-fn books_are_written_only_at_rest_and_the_error_says_what_is_open() {
+fn a_manager_is_written_only_at_rest_and_the_error_says_what_is_open() {
     let (mut manager, mut sequences) = (manager(false), Vec::new());
     manager.allocate(&[7], &mut sequences).unwrap();
     let first = manager.take_decision();

@@ -43,8 +43,8 @@ struct Use {
     computed: bool,
 }
 
-/// Occupancy of an evictable block: first to go first.
-type Occupancy = (u64, Reverse<u32>, BlockId);
+/// Turn of an evictable block: first to go first.
+type Turn = (u64, Reverse<u32>, BlockId);
 
 /// An allocator that finds full blocks by their keys, also after their last reference has gone.
 #[derive(Debug, Clone)]
@@ -52,7 +52,7 @@ pub struct PrefixCachingAllocator {
     plain: NaiveAllocator,
     eviction: Eviction,
     uses: Vec<Use>,
-    order: BTreeSet<Occupancy>,
+    order: BTreeSet<Turn>,
     pending: HashSet<BlockId>,
     lookups: Lookups,
 }
@@ -69,7 +69,7 @@ impl PrefixCachingAllocator {
         Ok(Self { plain, eviction, uses, order: BTreeSet::new(), pending: HashSet::new(), lookups: Lookups::default() })
     }
 
-    fn place(&self, block: BlockId) -> Occupancy {
+    fn place(&self, block: BlockId) -> Turn {
         let Use { touched, depth, .. } = self.uses[block.index()];
         (touched, Reverse(depth), block)
     }

@@ -8,7 +8,6 @@
 //! ([`Manager::check`]). The manager has no lock; who shares it brings one.
 
 mod check;
-mod device;
 mod snapshot;
 mod stats;
 mod step;
@@ -17,18 +16,18 @@ mod verbs;
 use crate::defrag::{Defrag, MoveStats};
 use crate::error::{Result, invalid};
 use crate::event::EventBatch;
-use crate::fit::{Fit, Share};
+use crate::fit::Share;
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
-use crate::sequence::{Demand, PrefixStats, Rows, Sequences};
+use crate::sequence::{PrefixStats, Rows, Sequences};
 use crate::tiers::Tiers;
 use crate::transfer::{Step, Transfers, View};
 
-pub use device::Resize;
 pub use stats::{Stats, TierUse};
 pub use step::Expired;
+pub use verbs::Resize;
 
 /// Largest block size, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1 << 20;
@@ -84,7 +83,7 @@ impl Manager {
         if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
         }
-        let least = if groups.slide() { 2 } else { 1 };
+        let least = if groups.has_nulls() { 2 } else { 1 };
         if blocks[0] < least {
             return Err(invalid("device_blocks", blocks[0] as i128, format!("at least {least}")));
         }
@@ -93,7 +92,7 @@ impl Manager {
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
         let watermark = Share::new("watermark", watermark, blocks[0])?;
-        let tiers = Tiers::new(blocks, block_size, prefix_caching, groups.slide(), policies)?;
+        let tiers = Tiers::new(blocks, block_size, prefix_caching, groups.has_nulls(), policies)?;
         Ok(Self {
             tiers,
             transfers: Transfers::new(),
@@ -138,12 +137,6 @@ impl Manager {
     #[must_use]
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
-    }
-
-    /// Whether a new sequence of so many tokens may be admitted, the watermark kept.
-    #[must_use]
-    pub fn can_allocate(&self, tokens: u32, lookahead: u32) -> Fit {
-        self.can_admit(&Demand { tokens, lookahead, ..Demand::default() })
     }
 
     /// Tokens in a sequence.

@@ -122,7 +122,7 @@ impl Image {
             return Err(format!("a counter is beyond {MAX_COUNT}, or the next pin is {next_pin}"));
         }
         let rows = Rows::restore(rows, open, block_size)?;
-        let null = groups.slide();
+        let null = groups.has_nulls();
         let sequences = Sequences::new(block_size, groups, watermark, rows, stats);
         let refs = sequences.count_references(pools.each_ref().map(PoolImage::extent))?;
         let tiers = Tiers::restore(TiersImage { pools, copies, events, salts }, &refs, block_size, null)?;

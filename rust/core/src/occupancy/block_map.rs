@@ -67,7 +67,7 @@ impl BlockMap {
         self.pages.iter().find(|pages| pages.page_blocks() == page_blocks.max(1))
     }
 
-    /// What pages of that size hold, counted anew.
+    /// What pages of that size hold, counted again.
     pub(crate) fn count_pages(&self, page_blocks: u32) -> Pages {
         let mut pages = Pages::new(page_blocks, self.capacity());
         for (set, place) in [(&self.fixed, Occupancy::Fixed), (&self.live, Occupancy::Live)] {

@@ -22,6 +22,7 @@ pub enum Occupancy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::id::BlockId;
 
     #[test]
     fn the_densest_arrangement_goes_around_fixed_blocks() {

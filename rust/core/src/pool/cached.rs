@@ -13,9 +13,6 @@ const LOOK_AHEAD: usize = 128;
 
 impl Pool {
     /// Lets blocks be published from now on; the least recently used goes first.
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn start_caching(&mut self) -> Result<()> {
         memory::require(self.len.saturating_mul(PrefixCache::BYTES))?;
         self.cache = Some(PrefixCache::new(self.len, Eviction::Lru));
@@ -324,7 +321,7 @@ mod tests {
         assert_eq!((pool.find(&key(1)), pool.find(&key(2)), pool.published()), (None, Some(blocks[0]), 1));
         pool.unpublish(blocks[0]);
         pool.unpublish(blocks[1]);
-        let noted: Vec<_> = pool.removals().unwrap().drain().1.map(|r| (r.block, r.reason)).collect();
+        let noted: Vec<_> = pool.removals().unwrap().take_all().1.map(|r| (r.block, r.reason)).collect();
         assert_eq!(noted, [(blocks[0], Reason::Replaced), (blocks[0], Reason::Lost)]);
     }
 

@@ -273,9 +273,6 @@ impl Pool {
     }
 
     /// Takes a reference and a lease, and gives the reference back: a cached block is leased as if it were hit.
-    ///
-    /// # Errors
-    /// As [`Pool::lease`].
     pub(crate) fn lease_cached(&mut self, block: BlockId, kind: LeaseKind) -> Result<()> {
         self.claim(block);
         let leased = self.lease(block, kind);

@@ -10,9 +10,6 @@ use crate::occupancy::{BlockMap, Occupancy, Tracker};
 
 impl Pool {
     /// Tracks where all blocks lie from now on, if it does not yet; `written` are blocks that the present step writes.
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn track_moves(&mut self, null: bool, written: impl FnOnce(&Self) -> Vec<BlockId>) -> Result<()> {
         if self.tracker.is_none() {
             Tracker::require_memory(self.extent())?;
@@ -35,9 +32,6 @@ impl Pool {
     }
 
     /// Where the blocks lie, found again where that is not tracked.
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn survey(&self, null: bool) -> Result<BlockMap> {
         memory::require(BlockMap::bytes(self.extent()))?;
         if let Some(tracker) = self.tracker() {

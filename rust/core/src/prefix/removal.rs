@@ -56,8 +56,8 @@ impl<T> Ring<T> {
         self.next += 1;
     }
 
-    /// Takes all items; how many were dropped before them since the last draining, and they.
-    pub(crate) fn drain(&mut self) -> (u64, impl Iterator<Item = T>) {
+    /// Takes all items; how many were dropped before them since the last call, and they.
+    pub(crate) fn take_all(&mut self) -> (u64, impl Iterator<Item = T>) {
         let dropped = self.first();
         self.next = 0;
         (dropped, self.items.drain(..))

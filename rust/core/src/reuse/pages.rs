@@ -233,7 +233,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// The order, told in one line: pages in use by how few of their blocks are free, then the others.
+    /// The order in one line: pages in use by how few of their blocks are free, then the others.
     fn model(free: &BTreeSet<u32>, page: u32, blocks: u32) -> Vec<u32> {
         let of = |p: u32| free.range(p * page..(p + 1) * page).copied().collect::<Vec<_>>();
         let mut pages: Vec<u32> = (0..blocks.div_ceil(page)).collect();

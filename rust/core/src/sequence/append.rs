@@ -89,7 +89,7 @@ impl Sequences {
     ) -> Result<Fit> {
         let wanted = self.blocks_to_append(view, sequences, counts, lookahead)?;
         let pool = &view.tiers.device();
-        Ok(Fit::new(wanted, pool.available(), pool.len() - usize::from(self.groups.slide())))
+        Ok(Fit::new(wanted, pool.available(), pool.len() - usize::from(self.groups.has_nulls())))
     }
 
     pub(crate) fn require_append(
@@ -151,13 +151,13 @@ impl Sequences {
         let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
             let copies = if blocks.is_empty() { 0 } else { copies(step.view(), &mut blocks)? };
             step.tiers.device().require(new + copies, true)?;
-            if self.groups.slide() {
+            if self.groups.has_nulls() {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
                     let row = self.rows.at(sequence);
                     // Tokens that this step is yet to compute keep what they need.
                     if row.written != step.transfers.open() {
-                        self.slide(step, sequence, row.len);
+                        self.leave_window(step, sequence, row.len);
                     }
                     if self.is_recurrent(sequence) {
                         self.pass(step, sequence, batch.counts.at(index));
@@ -215,7 +215,7 @@ impl Sequences {
             step.take(Tier::Device, new, false, blocks);
             if work.ended == work.slow.len() {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
-                if self.groups.slide() || self.owners.are_noted() {
+                if self.groups.has_nulls() || self.owners.are_noted() {
                     for &Slow { index, .. } in &work.slow {
                         self.note_begun(batch.sequences[index], 0, 1);
                         self.note_new_blocks(batch.sequences[index], 1);

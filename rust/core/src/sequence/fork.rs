@@ -161,7 +161,7 @@ impl Sequences {
                 size_of::<RowKeys>() + size_of_val(&*keys.keys) + size_of_val(&*keys.pending) + OVERHEAD
             });
             bytes += size_of_val(&*row.table) + keys + OVERHEAD;
-            if self.groups.slide() {
+            if self.groups.has_nulls() {
                 nulls += row.table.iter().filter(|&&block| self.is_null(block)).count();
             }
         }

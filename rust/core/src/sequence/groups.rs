@@ -145,7 +145,7 @@ impl Sequences {
 
     /// Fails unless so many null entries can be appended to each of some tables.
     pub(super) fn require_nulls(&self, view: View<'_>, counts: impl Iterator<Item = usize>) -> Result<()> {
-        if !self.groups.slide() {
+        if !self.groups.has_nulls() {
             return Ok(());
         }
         let sum = |(longest, all): (usize, usize), count| (longest.max(count), all.saturating_add(count));
@@ -176,7 +176,7 @@ impl Sequences {
     /// Whether a row holds states.
     #[inline]
     pub(super) fn is_recurrent(&self, sequence: SequenceId) -> bool {
-        self.groups.slide() && self.groups.get(self.rows.at(sequence).group) == Group::Recurrent
+        self.groups.has_nulls() && self.groups.get(self.rows.at(sequence).group) == Group::Recurrent
     }
 
     /// Notes whether `count` tokens, put into a row of a recurrent group after the first `len`, begin a block.
@@ -223,6 +223,6 @@ impl Sequences {
     /// Whether a table's entry is empty.
     #[inline]
     pub(crate) fn is_null(&self, block: BlockId) -> bool {
-        block == NULL_BLOCK && self.groups.slide()
+        block == NULL_BLOCK && self.groups.has_nulls()
     }
 }

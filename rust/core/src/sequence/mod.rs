@@ -65,7 +65,7 @@ impl Sequences {
 
     /// Whether tables have null blocks.
     pub(crate) fn has_nulls(&self) -> bool {
-        self.groups.slide()
+        self.groups.has_nulls()
     }
 
     /// Sequences that have not been freed.
@@ -127,7 +127,7 @@ impl Sequences {
 
     /// Whether the device has so many blocks of `free`, the watermark kept.
     fn admit(&self, view: View<'_>, wanted: usize, free: usize) -> Fit {
-        let kept = self.watermark.blocks() + usize::from(self.groups.slide());
+        let kept = self.watermark.blocks() + usize::from(self.groups.has_nulls());
         let fit = Fit::new(
             wanted,
             free.saturating_sub(self.watermark.blocks()),
@@ -259,9 +259,9 @@ impl Sequences {
         step.take(Tier::Device, wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
         let sequence = self.rows.open(Tier::Device, table);
-        self.owners.note(sequence.row(), null_prefix, &self.rows.at(sequence).table[null_prefix..]);
         let open = step.transfers.open();
         let row = self.rows.at_mut(sequence);
+        self.owners.note(sequence.row(), null_prefix, &row.table[null_prefix..]);
         row.len = tokens;
         row.written = open;
         row.group = group;

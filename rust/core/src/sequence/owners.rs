@@ -82,9 +82,6 @@ impl Sequences {
     }
 
     /// Notes owners, and tracks where the device's blocks lie, from now on.
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn track_owners(&mut self, step: &mut Step<'_>) -> Result<()> {
         if self.owners.are_noted() {
             return Ok(());

@@ -315,7 +315,7 @@ impl Sequences {
                 if let Some(keys) = &keys {
                     self.publish_row(step, member, keys, computed);
                 }
-                self.slide(step, member, computed);
+                self.leave_window(step, member, computed);
             }
             self.rows.at_mut(sequence).keys = keys;
         }
@@ -365,7 +365,7 @@ impl Sequences {
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
-        let alone = self.groups.is_single() && !self.groups.slide();
+        let alone = self.groups.is_single() && !self.groups.has_nulls();
         let mut keys = match prompt.hashed {
             Some(hashed) if hashed.block_size != self.block_size => {
                 let must = format!("{}, the manager's", self.block_size);
@@ -413,8 +413,8 @@ impl Sequences {
     /// Null entries that a prompt's tables get at most.
     fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
         let (_, length) = self.opened(view, prompt, found.hits, chunk);
-        let sliding = self.groups.growing().iter().filter(|group| group.slides()).count();
-        blocks_for(u64::from(length), self.block_size) * sliding
+        let leaving = self.groups.growing().iter().filter(|group| group.leaves_nulls()).count();
+        blocks_for(u64::from(length), self.block_size) * leaving
     }
 
     /// Opens the rows of a prompt whose found blocks have been claimed.
@@ -508,12 +508,12 @@ impl Sequences {
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
             return;
         }
-        let (group, slide) = (row.group, self.groups.slide());
+        let (group, null) = (row.group, self.groups.has_nulls());
         let end = keys.keys.len().min((computed / self.block_size) as usize);
         let mut at = row.published.max(row.null_prefix) as usize;
         while at < end {
             let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
-            if slide && block == NULL_BLOCK {
+            if null && block == NULL_BLOCK {
                 at += 1;
                 continue;
             }

@@ -36,13 +36,8 @@ impl Route {
 
 impl Sequences {
     pub(crate) fn can_swap_out(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier) -> Result<Fit> {
-        let route = self.way_out(sequences, to);
+        let route = self.route(sequences, to, true);
         self.room(view, sequences, to, route)
-    }
-
-    pub(crate) fn swap_out(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], to: Tier) -> Result<()> {
-        let route = self.way_out(sequences, to)?;
-        self.relocate(step, sequences, route)
     }
 
     pub(crate) fn can_swap_in(
@@ -52,7 +47,7 @@ impl Sequences {
         to: Tier,
         lookahead: u32,
     ) -> Result<Fit> {
-        let route = match self.way_in(sequences, to) {
+        let route = match self.route(sequences, to, false) {
             Ok(route) if to == Tier::Device => route,
             route => return self.room(view, sequences, to, route),
         };
@@ -67,31 +62,22 @@ impl Sequences {
         Ok(self.admit(view, moved + appended, free))
     }
 
-    pub(crate) fn swap_in(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], to: Tier) -> Result<()> {
-        let route = self.way_in(sequences, to)?;
-        self.relocate(step, sequences, route)
-    }
-
-    fn way_out(&self, sequences: &[SequenceId], to: Tier) -> Result<Route> {
-        let Some(&sequence) = sequences.first() else { return Ok(Route::new(Tier::Device, Tier::Host)) };
-        match (self.get(sequence)?.tier, to) {
-            (from @ Tier::Device, to @ (Tier::Host | Tier::External)) | (from @ Tier::Host, to @ Tier::External) => {
-                Ok(Route::new(from, to))
-            }
-            (found, Tier::External) => Err(Error::WrongTier { sequence, wanted: Tier::Host, found }),
-            (found, _) => Err(Error::WrongTier { sequence, wanted: Tier::Device, found }),
+    /// The way of a batch away from the device, or towards it.
+    fn route(&self, sequences: &[SequenceId], to: Tier, away: bool) -> Result<Route> {
+        let Some(&sequence) = sequences.first() else {
+            return Ok(if away { Route::new(Tier::Device, Tier::Host) } else { Route::new(Tier::Host, Tier::Device) });
+        };
+        let from = self.get(sequence)?.tier;
+        let leads_there = if away { from < to } else { from > to };
+        if leads_there {
+            return Ok(Route::new(from, to));
         }
-    }
-
-    fn way_in(&self, sequences: &[SequenceId], to: Tier) -> Result<Route> {
-        let Some(&sequence) = sequences.first() else { return Ok(Route::new(Tier::Host, Tier::Device)) };
-        match (self.get(sequence)?.tier, to) {
-            (from @ (Tier::Host | Tier::External), to @ Tier::Device) | (from @ Tier::External, to @ Tier::Host) => {
-                Ok(Route::new(from, to))
-            }
-            (found, Tier::Device) => Err(Error::WrongTier { sequence, wanted: Tier::Host, found }),
-            (found, _) => Err(Error::WrongTier { sequence, wanted: Tier::External, found }),
-        }
+        let wanted = match (away, to) {
+            (true, Tier::External) | (false, Tier::Device) => Tier::Host,
+            (true, _) => Tier::Device,
+            (false, _) => Tier::External,
+        };
+        Err(Error::WrongTier { sequence, wanted, found: from })
     }
 
     /// Whether sequences can move and the tier has room; no watermark is kept.
@@ -99,7 +85,7 @@ impl Sequences {
         match route.and_then(|route| self.wanted(view, sequences, route)) {
             Ok(wanted) => {
                 let pool = view.tiers.pool(to);
-                let total = pool.len().saturating_sub(usize::from(self.groups.slide()));
+                let total = pool.len().saturating_sub(usize::from(self.groups.has_nulls()));
                 Ok(Fit::new(wanted, pool.free(), total))
             }
             Err(error) => Self::unmovable(view, to, error),
@@ -203,7 +189,15 @@ impl Sequences {
         (tier == route.to && (fresh || landed)).then_some(copy)
     }
 
-    fn relocate(&mut self, step: &mut Step<'_>, sequences: &[SequenceId], route: Route) -> Result<()> {
+    /// Moves a batch to a tier, away from the device or towards it.
+    pub(crate) fn relocate(
+        &mut self,
+        step: &mut Step<'_>,
+        sequences: &[SequenceId],
+        to: Tier,
+        away: bool,
+    ) -> Result<()> {
+        let route = self.route(sequences, to, away)?;
         let wanted = self.wanted(step.view(), sequences, route)?;
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;

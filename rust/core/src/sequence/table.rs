@@ -284,7 +284,7 @@ impl Row {
     }
 
     /// Before entries are removed: those that the table got since it was last synced may have been written to a caller's
-    /// row by others, which is then written anew as a whole.
+    /// row by others, which is then written again as a whole.
     pub(crate) fn note_cut(&mut self) {
         if self.synced.version != self.table.version() && self.table.len() > self.synced.filled as usize {
             self.synced = SyncState::nothing();
@@ -390,9 +390,6 @@ impl Rows {
     }
 
     /// A row of the present batch call.
-    ///
-    /// # Errors
-    /// The handle is unknown, or the batch has named it before.
     #[inline]
     pub(crate) fn next_in_batch(&mut self, sequence: SequenceId) -> Result<&mut Row> {
         let epoch = self.epoch;

@@ -41,7 +41,7 @@ impl Sequences {
     /// The most of the first `keys.len()` blocks that one group can serve: all that it still needs after them are cached.
     fn served(&self, view: View<'_>, number: u8, group: Group, keys: &[Key]) -> usize {
         let finds = |i: usize| view.tiers.device().find(&keys[i].of_group(number)).is_some();
-        if !group.slides() {
+        if !group.leaves_nulls() {
             return (0..keys.len()).take_while(|&i| finds(i)).count();
         }
         // From the end: `end` is served if what it needs, down to `first`, is there.
@@ -61,7 +61,7 @@ impl Sequences {
     }
 
     /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
-    pub(super) fn slide(&mut self, step: &mut Step<'_>, sequence: SequenceId, computed: u32) {
+    pub(super) fn leave_window(&mut self, step: &mut Step<'_>, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
         let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());

@@ -137,9 +137,6 @@ impl Tiers {
     }
 
     /// Takes a lease on a cached block; see [`Pool::lease_cached`].
-    ///
-    /// # Errors
-    /// As [`Tiers::lease`].
     pub(crate) fn lease_cached(&mut self, (tier, block): TierBlock, kind: LeaseKind) -> Result<()> {
         self.pools[tier.index()].lease_cached(block, kind)
     }
@@ -256,10 +253,6 @@ impl Tiers {
     }
 
     /// Keeps host copies of published blocks from now on.
-    ///
-    /// # Errors
-    /// The prefix cache is off, there are no host blocks or some are in use, events or copies are there already, or there
-    /// is no memory for that.
     pub(crate) fn keep_host_copies(&mut self) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
@@ -300,9 +293,6 @@ impl Tiers {
     }
 
     /// Keeps the last `capacity` events from now on.
-    ///
-    /// # Errors
-    /// The capacity is out of range, the cache is off, or something has been published.
     pub(crate) fn record_events(&mut self, capacity: usize) -> Result<()> {
         if !self.pools[0].is_caching() || self.pools[0].published() > 0 || self.events.is_some() {
             let must = "asked for once, of an empty prefix cache that is on".to_owned();
@@ -323,9 +313,6 @@ impl Tiers {
     }
 
     /// Gives the device so many blocks from now on, at most [`MAX_BLOCKS`](crate::block::MAX_BLOCKS).
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn resize_device(&mut self, blocks: usize) -> Result<()> {
         self.pools[0].require_growth(blocks)?;
         if self.events.is_some() {
@@ -343,9 +330,6 @@ impl Tiers {
 /// Moves within the device.
 impl Tiers {
     /// Tracks where the device's blocks lie from now on; `written` are blocks that the open step writes.
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn track_moves(&mut self, written: impl FnOnce(&Pool) -> Vec<BlockId>) -> Result<()> {
         self.pools[0].track_moves(self.null, written)
     }
@@ -357,9 +341,6 @@ impl Tiers {
     }
 
     /// Where the device's blocks lie, found again if that is not tracked.
-    ///
-    /// # Errors
-    /// There is no memory for that.
     pub(crate) fn survey(&self) -> Result<BlockMap> {
         self.pools[0].survey(self.null)
     }

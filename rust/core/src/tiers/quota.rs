@@ -52,9 +52,6 @@ impl Tiers {
     }
 
     /// Lets the tenant of a salt keep at most `blocks` cached device blocks; none for as many as there is room for.
-    ///
-    /// # Errors
-    /// The prefix cache is off, the device has fewer blocks, or 65535 tenants have quotas.
     pub(crate) fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
         let (limit, total) = (usize::from(u16::MAX), self.pools[0].len());
         if !self.pools[0].is_caching() || blocks.is_some_and(|blocks| blocks > total) {
