@@ -301,16 +301,20 @@ def test_ids_of_a_sequence_that_was_admitted_without_are_passed_over() -> None:
     assert books.stats().cached_blocks["device"] == 0
 
 
-def test_two_names_for_one_block_do_no_harm() -> None:
+def test_a_block_that_a_fork_shares_gets_no_second_name() -> None:
     books = manager()
     parent = books.allocate([1, 2, 3])
     books.append(parent)
     step(books)
     child = books.fork(parent)
     books.prefix.note_tokens([parent, child], [4, 5])
-    books.mark_computed([parent, child])
+    books.mark_computed([child, parent])
     books.check()
-    books.free([parent, child])
+    assert books.stats().cached_blocks["device"] == 0
+    books.append([parent, child], 4)
+    books.prefix.note_tokens([parent, child], [6, 6, 6, 6, 7, 7, 7, 7], 4)
+    step(books)
+    books.mark_computed([child, parent])
     books.check()
 
 

@@ -584,7 +584,7 @@ class Prefix:
         """Tell the cache token ids that were not known when their slots were given, as in a scheduler one step ahead.
 
         `append` without `token_ids` gives the slots; this names the tokens once they are sampled. Sequences that were
-        admitted by counts are passed over.
+        admitted by counts, or that share the blocks of these tokens with a fork, are passed over.
 
         Args:
             sequences: handles, uint64 `[n]`, none twice; a list, or one.

@@ -171,12 +171,14 @@ impl Manager {
     }
 
     /// Lets the prefix cache know tokens that were appended without their ids, as a scheduler does that runs a step
-    /// ahead: the ids follow those that are known. Sequences that were admitted without ids are passed over.
+    /// ahead: the ids follow those that are known. Sequences that were admitted without ids are passed
+    /// over, and so are those that share the blocks of such tokens with a fork.
     ///
     /// # Errors
     /// A handle is unknown or named twice, a token has the reserved id, or there are more ids than tokens without.
     pub fn note_tokens(&mut self, sequences: &[SequenceId], counts: Counts<'_>, tokens: &[u32]) -> Result<()> {
-        self.sequences.note_tokens(sequences, counts, tokens)
+        let (state, step) = self.parts();
+        state.note_tokens(step.view(), sequences, counts, tokens)
     }
 
     /// Device blocks that [`Manager::append`] would take: new ones, and one for each copy-on-write.

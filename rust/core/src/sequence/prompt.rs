@@ -471,6 +471,7 @@ impl Sequences {
 
     pub(crate) fn note_tokens(
         &mut self,
+        view: View<'_>,
         sequences: &[SequenceId],
         counts: super::Counts<'_>,
         tokens: &[u32],
@@ -494,7 +495,14 @@ impl Sequences {
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
             rest = later;
-            if let Some(keys) = &mut self.rows.at_mut(sequence).keys {
+            let (row, size) = (self.rows.at_mut(sequence), self.block_size as usize);
+            let Some(keys) = row.keys.as_mut().filter(|_| !now.is_empty()) else { continue };
+            // Forks could name the tokens of a block otherwise, and a block has one key: it is followed no further.
+            let first = keys.known(self.block_size);
+            let blocks = &row.table[first / size..(first + now.len()).div_ceil(size)];
+            if blocks.iter().any(|&block| view.tiers.pool(row.tier).refs(block) > 1) {
+                row.keys = None;
+            } else {
                 keys.extend(now, self.block_size)?;
             }
         }
