@@ -80,7 +80,7 @@ def call(repeat: int) -> float:
     layout = KVLayout("kv_first", LAYERS, block_size=16, num_kv_heads=2, head_size=128, dtype="float16")
     pairs = np.array([[3, 5]])
     best = float("inf")
-    with CacheEngine(layout, num_device_blocks=16, num_host_blocks=16) as engine:
+    with CacheEngine(layout, device_blocks=16, host_blocks=16) as engine:
         for _ in range(4 * repeat):
             start = time.thread_time()
             for _ in range(CALLS):

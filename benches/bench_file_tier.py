@@ -64,7 +64,7 @@ def fetch(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
     layout = KVLayout("kv_first", num_layers=8, block_size=16, num_kv_heads=8, head_size=128, dtype="float32")
     random = np.random.default_rng(0)
     best: dict[str, float] = {}
-    with CacheEngine(layout, num_device_blocks=blocks, num_host_blocks=0) as engine:
+    with CacheEngine(layout, device_blocks=blocks, host_blocks=0) as engine:
         executor = StepExecutor(engine, store)
         for _ in range(repeat + 1):  # the first one warms up
             pairs = np.column_stack((random.permutation(blocks), random.permutation(blocks)))

@@ -65,7 +65,7 @@ def work(rank: int) -> None:
     from blockyard.layout.kv import KVLayout  # noqa: PLC0415
 
     layout = KVLayout("kv_first", LAYERS, BLOCK_SIZE, num_kv_heads=1, head_size=HEAD_BYTES, dtype="uint8")
-    engine = CacheEngine(layout, num_device_blocks=DEVICE_BLOCKS, num_host_blocks=HOST_BLOCKS)
+    engine = CacheEngine(layout, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS)
     executor = StepExecutor(engine)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while (message := receive(source))[0]:

@@ -324,7 +324,7 @@ def test_tensors_that_require_grad_are_refused_as_caches():
     layout = KVLayout("kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=2, dtype="float32")
     cache = torch.rand(layout.tensor_shape(6), requires_grad=True)
     with pytest.raises(LayoutError, match=r"tensor 0 requires grad.*detach"):
-        CacheEngine(layout, num_device_blocks=6, num_host_blocks=1, tensors=[cache])
+        CacheEngine(layout, device_blocks=6, host_blocks=1, tensors=[cache])
     with pytest.raises(LayoutError, match="requires grad"):
         cache_views([cache[0]], 1)
     layout.views([cache.detach()])
@@ -348,8 +348,8 @@ def test_one_tensor_for_two_layers_is_refused_when_it_is_given(shift: int):
         lambda: TWICE.check(layers),
         lambda: KVLayout.from_tensors(layers),
         lambda: groups.views(layers),
-        lambda: CacheEngine(TWICE, num_device_blocks=6, num_host_blocks=1, tensors=layers),
-        lambda: CacheEngine(groups, num_device_blocks=6, num_host_blocks=1, tensors=layers),
+        lambda: CacheEngine(TWICE, device_blocks=6, host_blocks=1, tensors=layers),
+        lambda: CacheEngine(groups, device_blocks=6, host_blocks=1, tensors=layers),
         lambda: cache_views([(key, None) for key in keys], 4),
         lambda: CacheSwapUtils([(keys[0], None), (keys[1], None)], 4),
     ):

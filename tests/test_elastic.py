@@ -155,7 +155,7 @@ def test_an_engine_takes_the_tensors_of_groups_and_moves_their_blocks():
     state = KVLayout("blocks tokens dim", num_layers=1, block_size=1, num_kv_heads=1, head_size=24, dtype="float16")
     both = GroupedLayout((("full", LAYOUT), ("state", state)))
     with ElasticCache(both, num_blocks=8, max_blocks=8) as cache:
-        engine = CacheEngine(both, num_device_blocks=8, num_host_blocks=4, tensors=cache.tensors)
+        engine = CacheEngine(both, device_blocks=8, host_blocks=4, tensors=cache.tensors)
         for view in both.views(cache.tensors):
             view[:] = torch.randint(0, 256, view.shape, dtype=torch.uint8)
         rows = engine.read("device", np.array([6, 7]))
@@ -176,8 +176,8 @@ class Moved:
         self.cache = ElasticCache(layout, num_blocks=self.SIZE, max_blocks=self.SIZE, memory=memory)
         self.engine = CacheEngine(
             layout,
-            num_device_blocks=self.SIZE,
-            num_host_blocks=self.SIZE,
+            device_blocks=self.SIZE,
+            host_blocks=self.SIZE,
             tensors=self.cache.tensors,
             streams=SimulatedStreams(seed),
         )
@@ -256,7 +256,7 @@ def test_tickets_under_way_keep_their_bytes_whatever_the_sizes(data: st.DataObje
 def test_a_workers_tickets_end_before_their_blocks_go():
     layout = replace(LAYOUT, num_layers=4, num_kv_heads=8)
     with ElasticCache(layout, num_blocks=128, max_blocks=128) as cache:
-        engine = CacheEngine(layout, num_device_blocks=128, num_host_blocks=128, tensors=cache.tensors)
+        engine = CacheEngine(layout, device_blocks=128, host_blocks=128, tensors=cache.tensors)
         for tensor in cache.tensors:
             tensor.fill_(7)
         ticket = engine.submit("swap_out", np.column_stack((np.arange(128), np.arange(128))))
@@ -269,7 +269,7 @@ def test_a_workers_tickets_end_before_their_blocks_go():
 def test_a_resize_waits_for_no_ticket_that_touches_blocks_which_stay():
     gate = threading.Event()
     with ElasticCache(LAYOUT, num_blocks=64, max_blocks=64) as cache:
-        engine = CacheEngine(LAYOUT, num_device_blocks=64, num_host_blocks=64, tensors=cache.tensors)
+        engine = CacheEngine(LAYOUT, device_blocks=64, host_blocks=64, tensors=cache.tensors)
         engine.transfers.streams.launch("out", gate.wait)
         ticket = engine.submit("swap_out", np.array([[3, 0]]))
         assert cache.resize(4).blocks == 4

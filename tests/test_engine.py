@@ -35,7 +35,7 @@ def layout(kind: str = "kv_first") -> KVLayout:
 
 
 def make(streams: object = None, kind: str = "kv_first", **more: int) -> CacheEngine:
-    return CacheEngine(layout(kind), num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams, **more)
+    return CacheEngine(layout(kind), device_blocks=BLOCKS, host_blocks=BLOCKS, streams=streams, **more)
 
 
 def content(seed: int, count: int = BLOCKS) -> np.ndarray:
@@ -388,8 +388,8 @@ def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed:
     streams = None if seed is None else SimulatedStreams(seed)
     engine = CacheEngine(
         layout(),
-        num_device_blocks=BLOCKS,
-        num_host_blocks=HOST_BLOCKS,
+        device_blocks=BLOCKS,
+        host_blocks=HOST_BLOCKS,
         streams=streams,
         blocks_per_host_block=parts,
     )
@@ -432,9 +432,7 @@ def test_stretches_of_larger_host_blocks_move_only_their_parts(parts: int, seed:
 
 def test_parts_that_a_store_did_not_reach_are_refused_with_their_numbers():
     streams = SimulatedStreams(2)
-    with CacheEngine(
-        layout(), num_device_blocks=BLOCKS, num_host_blocks=2, streams=streams, blocks_per_host_block=3
-    ) as engine:
+    with CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=2, streams=streams, blocks_per_host_block=3) as engine:
         engine.run("swap_out", pairs((0, 1)))
         engine.write("host", np.array([2]), content(3, 1))
         streams._fail = 1.0
@@ -478,8 +476,8 @@ def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, part
     device, host = rows_of_tensors(name, tensors), np.zeros((6, chosen.bytes_per_block), np.uint8)
     engine = CacheEngine(
         chosen,
-        num_device_blocks=BLOCKS,
-        num_host_blocks=6 // (parts or 1),
+        device_blocks=BLOCKS,
+        host_blocks=6 // (parts or 1),
         tensors=tensors,
         blocks_per_host_block=parts,
     )
@@ -508,7 +506,7 @@ def test_blocks_of_parted_and_of_flat_tensors_move_byte_for_byte(name: str, part
 def test_parts_that_a_synchronous_store_did_not_write_hold_no_bytes(
     kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ):
-    engine = CacheEngine(layout(), num_device_blocks=BLOCKS, num_host_blocks=2, blocks_per_host_block=3)
+    engine = CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=2, blocks_per_host_block=3)
     engine.run("swap_out", pairs((0, 1), (1, 2)))
 
     def fails(*_: object) -> None:

@@ -14,7 +14,7 @@ from blockyard.layout.kv import KINDS, KVLayout
 @pytest.fixture(params=KINDS)
 def memory(request: pytest.FixtureRequest) -> Memory:
     layout = KVLayout(request.param, num_layers=2, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
-    return Memory(layout, num_device_blocks=5, num_host_blocks=3)
+    return Memory(layout, device_blocks=5, host_blocks=3)
 
 
 def test_views_of_both_tiers_and_of_rows_go_together(memory: Memory):
@@ -29,14 +29,14 @@ def test_views_of_both_tiers_and_of_rows_go_together(memory: Memory):
 
 
 def test_traffic_adds_up_by_tiers(memory: Memory):
-    with CacheEngine(memory.layout, num_device_blocks=5, num_host_blocks=3) as engine:
+    with CacheEngine(memory.layout, device_blocks=5, host_blocks=3) as engine:
         for _ in range(2):
             engine.run("swap_out", np.array([[0, 1], [4, 2]]))
         assert engine.counters == {("device", "host"): (4, 4 * memory.layout.bytes_per_block)}
 
 
 def test_what_does_not_fit_is_refused(memory: Memory):
-    with CacheEngine(memory.layout, num_device_blocks=5, num_host_blocks=3) as engine:
+    with CacheEngine(memory.layout, device_blocks=5, host_blocks=3) as engine:
         with pytest.raises(MappingError):
             engine.run("swap_out", np.array([[0, 3]]))
         with pytest.raises(LayoutError, match="wanted uint8"):
@@ -55,13 +55,13 @@ def test_views_are_known_by_their_layer_where_they_follow_the_layers(memory: Mem
 )
 def test_layers_in_one_tensor_have_places_if_they_stand_outside(kind: str, places: list[list[int]]):
     layout = KVLayout(kind, num_layers=2, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
-    assert Memory(layout, num_device_blocks=5, num_host_blocks=3).by_layer() == places
+    assert Memory(layout, device_blocks=5, host_blocks=3).by_layer() == places
 
 
 def test_groups_have_tensors_of_their_own_shapes_and_layers_that_count_on():
     full = KVLayout("kv_first", num_layers=2, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
     state = KVLayout("blocks layers tokens dim", num_layers=2, block_size=2, num_kv_heads=1, head_size=5, dtype="int8")
-    memory = Memory(GroupedLayout((("full", full), ("state", state))), num_device_blocks=4, num_host_blocks=2)
+    memory = Memory(GroupedLayout((("full", full), ("state", state))), device_blocks=4, host_blocks=2)
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in memory.tensors]
     wanted = (2, 4, 2, 1, 3), torch.float16
     assert shapes == [wanted, wanted, ((4, 2, 2, 5), torch.int8)]
@@ -72,30 +72,30 @@ def test_groups_have_tensors_of_their_own_shapes_and_layers_that_count_on():
 def test_tensors_that_there_are_already_are_used_and_checked(memory: Memory):
     layout = memory.layout
     mine = [torch.zeros_like(tensor) for tensor in memory.tensors]
-    given = Memory(layout, num_device_blocks=5, num_host_blocks=3, tensors=mine)
+    given = Memory(layout, device_blocks=5, host_blocks=3, tensors=mine)
     given.views["device"][0][1, 0] = 7
     assert mine[0].view(torch.uint8).sum() == 7
     with pytest.raises(LayoutError, match="hold 5 blocks on cpu, wanted 6"):
-        Memory(layout, num_device_blocks=6, num_host_blocks=3, tensors=mine)
+        Memory(layout, device_blocks=6, host_blocks=3, tensors=mine)
     with pytest.raises(LayoutError, match="1 tensors were given"):
-        Memory(layout, num_device_blocks=5, num_host_blocks=3, tensors=mine[:1])
+        Memory(layout, device_blocks=5, host_blocks=3, tensors=mine[:1])
 
 
 def test_host_blocks_may_hold_several_device_blocks(memory: Memory):
-    larger = CacheEngine(memory.layout, num_device_blocks=5, num_host_blocks=3, blocks_per_host_block=4)
+    larger = CacheEngine(memory.layout, device_blocks=5, host_blocks=3, blocks_per_host_block=4)
     assert larger.memory.host_pool.rows.shape == (3, 4 * memory.layout.bytes_per_block)
     assert larger.num_blocks("host") == 12
     assert {len(view) for view in larger.memory.views["host"]} == {12}
     assert larger.fill.per_block == 4
     with pytest.raises(InvalidArgumentError, match="give blocks_per_host_block"):
-        CacheEngine(memory.layout, num_device_blocks=5).fill.count(np.array([0]))
+        CacheEngine(memory.layout, device_blocks=5).fill.count(np.array([0]))
     with pytest.raises(InvalidArgumentError, match="3 host blocks of 0"):
-        Memory(memory.layout, num_device_blocks=5, num_host_blocks=3, blocks_per_host_block=0)
+        Memory(memory.layout, device_blocks=5, host_blocks=3, blocks_per_host_block=0)
 
 
 def test_blocks_are_counted_in_the_tensors_if_no_number_is_given(memory: Memory):
     assert CacheEngine(memory.layout, tensors=memory.tensors).num_blocks("device") == 5
-    with pytest.raises(InvalidArgumentError, match="num_device_blocks is None"):
+    with pytest.raises(InvalidArgumentError, match="device_blocks is None"):
         CacheEngine(memory.layout)
 
 
@@ -116,9 +116,9 @@ def test_read_only_arrays_become_tensors_by_a_copy():
 
 def test_tensors_that_are_there_already_are_used_and_must_fit(memory: Memory):
     given = [tensor.clone() for tensor in memory.tensors]
-    again = Memory(memory.layout, num_device_blocks=5, num_host_blocks=3, tensors=given)
+    again = Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given)
     assert [tensor.data_ptr() for tensor in again.tensors] == [tensor.data_ptr() for tensor in given]
     with pytest.raises(LayoutError, match="hold 5 blocks on cpu, wanted 4"):
-        Memory(memory.layout, num_device_blocks=4, num_host_blocks=3, tensors=given)
+        Memory(memory.layout, device_blocks=4, host_blocks=3, tensors=given)
     with pytest.raises(LayoutError, match="1 tensors were given"):
-        Memory(memory.layout, num_device_blocks=5, num_host_blocks=3, tensors=given[:1])
+        Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given[:1])

@@ -53,7 +53,7 @@ def store(tmp_path: Path) -> Iterator[ExternalStore]:
 
 @pytest.fixture
 def engine() -> Iterator[CacheEngine]:
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as made:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS) as made:
         for seed, tier in enumerate(("device", "host")):
             made.write(tier, np.arange(BLOCKS), content(seed))
         yield made
@@ -162,7 +162,7 @@ def test_what_did_not_come_is_known_to_be_lost_when_compute_is_ordered(engine: C
 
 
 def test_a_load_that_failed_is_known_to_be_lost_when_compute_is_ordered():
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS) as engine:
         executor = StepExecutor(engine)
         launch = engine.transfers.streams.launch
 
@@ -204,7 +204,7 @@ def test_staging_is_bounded_spills_beyond_are_lost_and_fetches_wait(engine: Cach
 
 def test_what_the_device_fails_is_reported_with_its_error():
     streams = SimulatedStreams(0)
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, streams=streams) as engine:
         executor = StepExecutor(engine)
         streams._fail = 1.0
         executor.submit(StepDecision(1, [("swap_out", pairs("device", "host", (0, 1)))]))
@@ -330,7 +330,7 @@ def test_a_move_of_what_is_fetched_waits_and_so_does_what_follows_it(engine: Cac
 @pytest.mark.parametrize("seed", range(20))
 def test_compute_waits_for_exchanges_but_not_for_moves(seed: int):
     streams = SimulatedStreams(seed)
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0, streams=streams) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0, streams=streams) as engine:
         engine.write("device", np.arange(BLOCKS), content(0))
         executor = StepExecutor(engine)
         cells = engine.tensors[0]
@@ -348,7 +348,7 @@ def test_compute_waits_for_exchanges_but_not_for_moves(seed: int):
 
 def test_moves_that_fail_name_their_destinations_and_exchanges_both_sides():
     streams = SimulatedStreams(0)
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, streams=streams) as engine:
         executor = StepExecutor(engine)
         streams._fail = 1.0
         executor.submit(StepDecision(1, [("move", pairs("device", "device", (5, 1), (6, 2)))]))
@@ -365,7 +365,7 @@ def test_moves_that_fail_name_their_destinations_and_exchanges_both_sides():
 def test_loads_that_nobody_waits_for_let_others_go_first_and_can_be_given_up():
     streams = SimulatedStreams(0)
     streams.progress = lambda: None  # nothing runs before it is waited for
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, streams=streams) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS, streams=streams) as engine:
         engine.write("host", np.arange(BLOCKS), content(1))
         executor = StepExecutor(engine)
         executor.submit(StepDecision(1, [("swap_in", pairs("host", "device", (0, 0)))]))
@@ -466,7 +466,7 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
     ]
     url = f"file://{tmp_path}"
     with (
-        CacheEngine(LAYOUT, num_device_blocks=12, num_host_blocks=host_blocks) as engine,
+        CacheEngine(LAYOUT, device_blocks=12, host_blocks=host_blocks) as engine,
         open_store(url, bytes_per_block=LAYOUT.bytes_per_block, num_slots=40) as store,
     ):
         decoder = Decoder(engine, store, scheduler)
@@ -498,7 +498,7 @@ def test_prompts_find_their_bytes_while_sequences_are_made_contiguous_among_cach
         tag = np.random.default_rng(family).integers(0, 256, (8, LAYOUT.bytes_per_block), dtype=np.uint8)
         return tag[:blocks]
 
-    with CacheEngine(LAYOUT, num_device_blocks=24, num_host_blocks=1) as engine:
+    with CacheEngine(LAYOUT, device_blocks=24, host_blocks=1) as engine:
         executor = StepExecutor(engine)
         live: dict[int, tuple[int, int]] = {}
         for _ in range(400):

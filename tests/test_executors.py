@@ -31,7 +31,7 @@ class Bench:
     """Books, caches and a file, with three device blocks filled by hand."""
 
     def __init__(self, folder: Path) -> None:
-        self.engine = CacheEngine(LAYOUT, num_device_blocks=DEVICE, num_host_blocks=HOST)
+        self.engine = CacheEngine(LAYOUT, device_blocks=DEVICE, host_blocks=HOST)
         size = LAYOUT.bytes_per_block
         self.store = open_store(f"file://{folder}", bytes_per_block=size, num_slots=EXTERNAL)
         self.manager = BlockManager(

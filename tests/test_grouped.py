@@ -86,7 +86,7 @@ class Served:
     def __init__(self, seed: int, *, by_layer: bool) -> None:
         self.books = BlockManager(block_size=SIZE, device_blocks=24, host_blocks=20, watermark=0.0, groups=GROUPS)
         streams = SimulatedStreams(seed) if seed % 2 else None
-        self.engine = CacheEngine(LAYERS, num_device_blocks=24, num_host_blocks=20, streams=streams)
+        self.engine = CacheEngine(LAYERS, device_blocks=24, host_blocks=20, streams=streams)
         self.executor = StepExecutor(self.engine)
         self.names: dict[int, list[int]] = {}  # sequence -> whose tokens it has
         self.by_layer = by_layer

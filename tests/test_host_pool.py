@@ -315,7 +315,7 @@ def test_what_follows_a_failure_is_one_of_two_words():
         HostPool(4, 4096, on_failure="ignore")  # type: ignore[arg-type]
     layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
     with pytest.raises(InvalidArgumentError, match="on_failure is 'ignore'"):
-        CacheEngine(layout, num_device_blocks=4, num_host_blocks=9, on_host_failure="ignore")  # type: ignore[arg-type]
+        CacheEngine(layout, device_blocks=4, host_blocks=9, on_host_failure="ignore")  # type: ignore[arg-type]
 
 
 def test_an_engine_has_ordinary_memory_where_none_can_be_locked_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
@@ -328,8 +328,8 @@ def test_an_engine_has_ordinary_memory_where_none_can_be_locked_if_it_is_asked_t
     monkeypatch.setattr(HostPool, "for_device", for_device)
     layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
     with pytest.raises(PageLockError, match="the test says no"):
-        CacheEngine(layout, num_device_blocks=4, num_host_blocks=9)
-    with CacheEngine(layout, num_device_blocks=4, num_host_blocks=9, on_host_failure="unpinned") as engine:
+        CacheEngine(layout, device_blocks=4, host_blocks=9)
+    with CacheEngine(layout, device_blocks=4, host_blocks=9, on_host_failure="unpinned") as engine:
         assert "could not be page-locked: the test says no (712)" in engine.memory.host_pool.problem
         engine.tensors[0].fill_(3)
         before = engine.read("device", np.array([1]))
@@ -340,7 +340,7 @@ def test_an_engine_has_ordinary_memory_where_none_can_be_locked_if_it_is_asked_t
 
 def test_the_engines_host_blocks_are_of_a_pool_and_transfers_wait_for_them(monkeypatch: pytest.MonkeyPatch):
     layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-    with CacheEngine(layout, num_device_blocks=4, num_host_blocks=9) as engine:
+    with CacheEngine(layout, device_blocks=4, host_blocks=9) as engine:
         assert engine.memory.host_rows.data_ptr() == engine.memory.host_pool.rows.data_ptr()
         waited: list[int] = []
         monkeypatch.setattr(engine.memory.host_pool, "wait", waited.append)

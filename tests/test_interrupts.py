@@ -112,7 +112,7 @@ class Rig:
 def rig(folder: Path, *, polls: bool) -> Iterator[Rig]:
     with (
         open_store(f"file://{folder}", bytes_per_block=LAYOUT.bytes_per_block, num_slots=BLOCKS) as store,
-        CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine,
+        CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS) as engine,
     ):
         yield Rig(engine, store, polls=polls)
 
@@ -145,7 +145,7 @@ class SlowStore(SimulatedStore):
 
 
 def test_an_interrupted_wait_for_storage_loses_nothing_and_can_be_made_again():
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, SlowStore(BLOCKS, LAYOUT.bytes_per_block, seed=0))
         decision = StepDecision(1, [("spill", Pairs("device", "external", np.array([[0, 0], [1, 1]])))])
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -192,7 +192,7 @@ class InterruptedStore(SimulatedStore):
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("polls", [False, True])
 def test_an_interrupt_inside_the_store_ends_every_step_once(call: str, after: bool, polls: bool):
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=BLOCKS) as engine:
         store = InterruptedStore(call, after=after)
         made = Rig(engine, store, polls=polls)
         made.run(Interrupt(1 << 40, ()))

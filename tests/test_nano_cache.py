@@ -22,7 +22,7 @@ def tensor(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def engine_of(kv_cache: torch.Tensor, host_blocks: int = 0) -> CacheEngine:
     layout = KVLayout.from_tensors([kv_cache], kind=KIND)
-    return CacheEngine(layout, tensors=[kv_cache], num_host_blocks=host_blocks)
+    return CacheEngine(layout, tensors=[kv_cache], host_blocks=host_blocks)
 
 
 def decision(kind: str, src: str, dst: str, *pairs: tuple[int, int]) -> StepDecision:

@@ -23,7 +23,7 @@ SWAPS = {"swap_out": ("device", "host"), "swap_in": ("host", "device"), "copy": 
 
 @pytest.fixture
 def engine() -> Iterator[CacheEngine]:
-    with CacheEngine(LAYOUT, num_device_blocks=6, num_host_blocks=4) as made:
+    with CacheEngine(LAYOUT, device_blocks=6, host_blocks=4) as made:
         fill(made, np.random.default_rng(1))
         yield made
 
@@ -112,7 +112,7 @@ def test_any_sequence_of_calls_moves_exactly_the_mapped_bytes(data: st.DataObjec
         head_size=data.draw(st.integers(1, 5)),
         dtype=data.draw(st.sampled_from(["float32", "float16", "int8", "float8_e4m3fn"])),
     )
-    numbers = {"num_device_blocks": data.draw(st.integers(1, 8)), "num_host_blocks": data.draw(st.integers(0, 8))}
+    numbers = {"device_blocks": data.draw(st.integers(1, 8)), "host_blocks": data.draw(st.integers(0, 8))}
     with CacheEngine(layout, **numbers) as engine:
         fill(engine, np.random.default_rng(7))
         model = state(engine)
@@ -128,7 +128,7 @@ def test_any_sequence_of_calls_moves_exactly_the_mapped_bytes(data: st.DataObjec
 
 
 def test_caches_have_the_layouts_shape_and_start_as_zeros():
-    with CacheEngine(LAYOUT, num_device_blocks=5, num_host_blocks=3) as engine:
+    with CacheEngine(LAYOUT, device_blocks=5, host_blocks=3) as engine:
         assert [tuple(tensor.shape) for tensor in engine.tensors] == [(2, 5, 2, 3, 4)] * 2
         assert {tensor.dtype for tensor in engine.tensors} == {torch.bfloat16}
         assert tuple(engine.memory.host_rows.shape) == (3, LAYOUT.bytes_per_block)
@@ -209,13 +209,13 @@ def test_rows_of_another_shape_are_refused(engine: CacheEngine, case: str, tier:
 @pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), (1, -1)])
 def test_impossible_sizes_are_refused(numbers: tuple[int, int]):
     with pytest.raises(InvalidArgumentError, match=f"{numbers[0]} device and {numbers[1]} host blocks"):
-        CacheEngine(LAYOUT, num_device_blocks=numbers[0], num_host_blocks=numbers[1])
+        CacheEngine(LAYOUT, device_blocks=numbers[0], host_blocks=numbers[1])
 
 
 def test_a_dtype_that_torch_lacks_is_refused():
     layout = KVLayout(kind="kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=1, dtype="f7", itemsize=1)
     with pytest.raises(LayoutError, match="this torch has no dtype 'f7'"):
-        CacheEngine(layout, num_device_blocks=1, num_host_blocks=0)
+        CacheEngine(layout, device_blocks=1, host_blocks=0)
 
 
 def test_an_unknown_tier_is_refused(engine: CacheEngine):
@@ -256,7 +256,7 @@ def test_synchronous_calls_on_a_cpu_start_no_worker_thread(engine: CacheEngine):
 
 
 def queued_engine(seed: int) -> CacheEngine:
-    engine = CacheEngine(LAYOUT, num_device_blocks=6, num_host_blocks=4, streams=SimulatedStreams(seed))
+    engine = CacheEngine(LAYOUT, device_blocks=6, host_blocks=4, streams=SimulatedStreams(seed))
     fill(engine, np.random.default_rng(seed))
     size = LAYOUT.bytes_per_block
     engine._on_cuda, engine.memory.device = True, torch.device("cuda")

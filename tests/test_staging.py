@@ -23,7 +23,7 @@ def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
 def rig() -> tuple[CacheEngine, StoreSide]:
     store = SimulatedStore(4, SIZE, seed=0)
     store._eagerness = 1.0 - 1e-9
-    return CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4), StoreSide(store, SIZE)
+    return CacheEngine(LAYOUT, device_blocks=4, host_blocks=4), StoreSide(store, SIZE)
 
 
 def test_only_device_and_host_are_in_the_copy_engine():

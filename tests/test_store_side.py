@@ -78,7 +78,7 @@ def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed:
     random = np.random.default_rng(seed)
     store = UnrulyStore(SimulatedStore(BLOCKS, SIZE, seed=seed), seed=seed, share=0.3)
     books = BlockManager(block_size=4, device_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0)
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, store, chunk_bytes=2 * SIZE)
         rows: dict[int, NDArray[np.uint8]] = {}
         for _ in range(40):
@@ -138,7 +138,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_a_spill_that_the_store_breaks_is_lost_with_one_line_in_the_log(
     call: str, broken: Callable[..., Any], why: str, polls: bool, caplog: pytest.LogCaptureFixture
 ):
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(**{call: broken}))
         executor.submit(spill())
         done = finish(executor, 1, polls=polls)
@@ -165,7 +165,7 @@ def test_arrays_of_another_shape_are_misses_and_write_nothing(ok: list[bool], sh
     def answer(ticket: int, *_: object) -> Completion:
         return Completion(ticket, np.array(ok), np.full(shape, 255, np.uint8), [""] * 2)
 
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(wait=answer))
         executor.submit(fetch())
         done = executor.wait(2)
@@ -179,28 +179,28 @@ def test_rows_that_cannot_be_written_to_or_lie_backwards_are_taken():
     rows.flags.writeable = False
     for given in (rows, rows[::-1]):
         store = Odd(wait=lambda ticket, *_, given=given: Completion(ticket, np.ones(2, bool), given, ["", ""]))
-        with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+        with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
             assert StepExecutor(engine, store).execute(fetch()) == []
             assert np.array_equal(engine.read("device", np.array([4, 5])), given)
 
 
 @pytest.mark.parametrize("found", [None, 3, ["x"], [None]])
 def test_a_poll_that_answers_nonsense_gives_up_what_is_under_way(found: object):
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(poll=lambda: found, wait=raising(KeyError(1))))
         executor.submit(spill())
         assert len(finish(executor, 1, polls=True).lost) == 1
 
 
 def test_a_ticket_that_the_store_forgets_is_given_up_in_time():
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, Odd(poll=list, wait=raising(KeyError(1))))
         executor.submit(spill())
         assert len(finish(executor, 1, polls=True).lost) == 1
 
 
 def test_of_two_batches_with_one_ticket_neither_is_believed():
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         store = Odd(submit_read=lambda _slots: 9, poll=list)
         executor = StepExecutor(engine, store, chunk_bytes=SIZE)
         executor.submit(fetch())
@@ -210,7 +210,7 @@ def test_of_two_batches_with_one_ticket_neither_is_believed():
 
 
 def test_sizes_are_compared_when_engine_and_store_meet():
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         with pytest.raises(InvalidArgumentError, match=f"blocks have {2 * SIZE} bytes, those of the .* layout {SIZE}"):
             StepExecutor(engine, SimulatedStore(BLOCKS, 2 * SIZE, seed=0))
         executor = StepExecutor(engine, SimulatedStore(1, SIZE, seed=0))
@@ -230,7 +230,7 @@ def test_rows_for_fetched_blocks_are_used_again_when_the_engine_has_written_them
                 seen.append(out.ctypes.data)
             return super().wait(ticket, timeout, out)
 
-    with CacheEngine(LAYOUT, num_device_blocks=BLOCKS, num_host_blocks=0) as engine:
+    with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         engine.write("device", np.arange(2), np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE))
         executor = StepExecutor(engine, Watched(BLOCKS, SIZE, seed=0), chunk_bytes=SIZE)
         assert executor.execute(spill()) == []

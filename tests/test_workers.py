@@ -40,7 +40,7 @@ SETUP = """
     layout = KVLayout("kv_first", num_layers=4, block_size=16, num_kv_heads=4, head_size=64, dtype="float32")
     ids = np.column_stack((np.arange(64), np.arange(64)))
     def engine():
-        return CacheEngine(layout, num_device_blocks=64, num_host_blocks=64)
+        return CacheEngine(layout, device_blocks=64, host_blocks=64)
 """
 BUSY = {
     "an engine with transfers": """
@@ -166,7 +166,7 @@ class Held:
     """An engine whose worker is in the middle of something, with a transfer behind it."""
 
     def __init__(self) -> None:
-        self.engine = CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4)
+        self.engine = CacheEngine(LAYOUT, device_blocks=4, host_blocks=4)
         self.gate, begun = threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -280,7 +280,7 @@ def test_a_fork_that_leaves_by_the_usual_way_waits_for_nothing(tmp_path: Path):
 def test_a_new_engine_works_in_a_fork():
     def check() -> None:
         torch.set_num_threads(1)
-        with CacheEngine(LAYOUT, num_device_blocks=4, num_host_blocks=4) as engine:
+        with CacheEngine(LAYOUT, device_blocks=4, host_blocks=4) as engine:
             assert engine.submit("swap_out", IDS).wait().error is None
 
     in_child(check)

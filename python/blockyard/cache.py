@@ -131,8 +131,8 @@ class KVCache:
                 tensors = self.elastic.tensors
             self.engine = CacheEngine(
                 layout,
-                num_device_blocks=max_device_blocks or device_blocks,
-                num_host_blocks=host,
+                device_blocks=max_device_blocks or device_blocks,
+                host_blocks=host,
                 device=device if tensors is None else None,
                 tensors=tensors,
             )

@@ -80,7 +80,7 @@ def test_ops_within_the_device_are_replayed(strategy: str):
 def test_synchronous_calls_of_an_engine_are_replayed_and_open_transfers_are_refused():
     layout = KVLayout("kv_first", 2, block_size=16, num_kv_heads=2, head_size=64, dtype="float16")
     rows = np.random.default_rng(0).integers(0, 256, (4, layout.bytes_per_block), np.uint8)
-    with CacheEngine(layout, num_device_blocks=4, num_host_blocks=4, device="cuda") as engine:
+    with CacheEngine(layout, device_blocks=4, host_blocks=4, device="cuda") as engine:
         engine.write("host", np.arange(4), rows)
         engine.memory.host_pool.wait(4)
         engine.transfers.synchronize()

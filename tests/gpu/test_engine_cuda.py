@@ -15,7 +15,7 @@ BLOCKS = 48
 @pytest.fixture(params=KINDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
     layout = KVLayout(kind=request.param, num_layers=4, block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
-    with CacheEngine(layout, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, device="cuda") as made:
+    with CacheEngine(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, device="cuda") as made:
         yield made
 
 

@@ -17,7 +17,7 @@ PAUSE = 100_000_000  # cycles
 @pytest.fixture(params=KINDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[CacheEngine]:
     layout = KVLayout(request.param, LAYERS, block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
-    with CacheEngine(layout, num_device_blocks=BLOCKS, num_host_blocks=BLOCKS, device="cuda") as made:
+    with CacheEngine(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, device="cuda") as made:
         yield made
 
 

@@ -102,7 +102,7 @@ def test_a_pool_that_goes_on_unpinned_is_copied_from_all_the_same(strategy: str)
 def test_an_engine_works_while_its_host_blocks_are_made_ready():
     layout = KVLayout("kv_first", 4, block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     blocks = (3 << 30) // layout.bytes_per_block
-    with CacheEngine(layout, num_device_blocks=8, num_host_blocks=blocks, device="cuda") as engine:
+    with CacheEngine(layout, device_blocks=8, host_blocks=blocks, device="cuda") as engine:
         rows = np.random.default_rng(0).integers(0, 256, (8, layout.bytes_per_block), np.uint8)
         everything = np.arange(8)
         engine.write("device", everything, rows)

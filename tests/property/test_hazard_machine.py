@@ -353,8 +353,8 @@ class MovingBooks:
         self.resting = [(waits, hole) for waits, hole in self.resting if waits]
 
 
-def roomy_engine(layout: KVLayout, *, num_device_blocks: int, **arguments: object) -> CacheEngine:
-    return CacheEngine(layout, num_device_blocks=num_device_blocks + SPARE, **arguments)
+def roomy_engine(layout: KVLayout, *, device_blocks: int, **arguments: object) -> CacheEngine:
+    return CacheEngine(layout, device_blocks=device_blocks + SPARE, **arguments)
 
 
 def test_every_byte_is_that_of_the_plain_model_while_blocks_move(steps: int):

@@ -63,8 +63,8 @@ class CacheEngine:
 
     Args:
         layout: of the device's tensors; of one group, or of several.
-        num_device_blocks: at least 1; what the tensors hold if None.
-        num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
+        device_blocks: at least 1; what the tensors hold if None.
+        host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
         device: where the device's tensors live; by default where those that are given are, or on the CPU.
         max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
         max_ahead: bytes of prefetches that may stand before a load that is waited for.
@@ -94,8 +94,8 @@ class CacheEngine:
         self,
         layout: BlockLayout,
         *,
-        num_device_blocks: int | None = None,
-        num_host_blocks: int = 0,
+        device_blocks: int | None = None,
+        host_blocks: int = 0,
         device: str | torch.device | None = None,
         max_outstanding: int = 1 << 30,
         max_ahead: int = 8 * CHUNK_BYTES,
@@ -118,15 +118,15 @@ class CacheEngine:
         self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead)
         self.memory = Memory(
             layout,
-            num_device_blocks=num_device_blocks,
-            num_host_blocks=num_host_blocks,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
             device=self.device,
             tensors=tensors,
             blocks_per_host_block=blocks_per_host_block,
             on_host_failure=on_host_failure,
         )
         self.counters: dict[tuple[str, str], Traffic] = {}
-        self._fill = None if blocks_per_host_block is None else HostFill(num_host_blocks, blocks_per_host_block)
+        self._fill = None if blocks_per_host_block is None else HostFill(host_blocks, blocks_per_host_block)
         _alive.add(self)
 
     @property

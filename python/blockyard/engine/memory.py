@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from blockyard._core import Mapping
 from blockyard.engine.host_pool import HostPool, OnFailure
 from blockyard.engine.ops import bind
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout
 
 __all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
@@ -22,14 +22,17 @@ EngineTier: TypeAlias = Literal["device", "host"]
 Rows: TypeAlias = NDArray[np.uint8]
 Run: TypeAlias = Callable[[Mapping], None]
 
+MOST_BLOCKS: Final = 2**31 - 1
+"""Ids are int32 in block tables."""
+
 
 class Memory:
     """The blocks of the device (the engine's own tensors) and of the host (rows), all zeros at first.
 
     Args:
         layout: of the device's tensors.
-        num_device_blocks: at least 1; what the tensors hold if None.
-        num_host_blocks: 0 means no host tier; page-locked memory with a CUDA device, made ready in the background:
+        device_blocks: at least 1; what the tensors hold if None.
+        host_blocks: 0 means no host tier; page-locked memory with a CUDA device, made ready in the background:
             transfers wait for the blocks they name.
         device: where the device's tensors live.
         tensors: tensors that exist already, as `layout.views` takes them; made here if None.
@@ -45,9 +48,9 @@ class Memory:
         views: of both tiers; view i of one goes with view i of the other.
 
     Raises:
-        InvalidArgumentError: a number of blocks is too small, or `on_host_failure` is another word.
+        InvalidArgumentError: a number of blocks is out of range, or `on_host_failure` is another word.
         LayoutError: the tensors given do not have the layout, or another number of blocks.
-        OutOfMemoryError: the host's memory cannot be had; later, from transfers.
+        OutOfMemoryError: the memory of device or host cannot be had; the host's also later, from transfers.
         PageLockError: it cannot be page-locked; later, from transfers.
     """
 
@@ -55,35 +58,31 @@ class Memory:
         self,
         layout: BlockLayout,
         *,
-        num_device_blocks: int | None,
-        num_host_blocks: int,
+        device_blocks: int | None,
+        host_blocks: int,
         device: str | torch.device = "cpu",
         tensors: Sequence[Tensor] | None = None,
         blocks_per_host_block: int | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
         parts = 1 if blocks_per_host_block is None else blocks_per_host_block
-        if num_device_blocks is None:
+        if device_blocks is None:
             if tensors is None:
-                raise InvalidArgumentError("num_device_blocks is None, and there are no tensors to count blocks in")
-            num_device_blocks = len(layout.views(tensors)[0])
-        if num_device_blocks < 1 or num_host_blocks < 0 or parts < 1:
-            raise InvalidArgumentError(
-                f"{num_device_blocks} device and {num_host_blocks} host blocks of {parts}: wanted at least 1, 0 and 1"
-            )
+                raise InvalidArgumentError("device_blocks is None, and there are no tensors to count blocks in")
+            device_blocks = len(layout.views(tensors)[0])
+        for name, value, least in (
+            ("device_blocks", device_blocks, 1),
+            ("host_blocks", host_blocks, 0),
+            ("blocks_per_host_block", parts, 1),
+        ):
+            if not least <= value <= MOST_BLOCKS:
+                raise InvalidArgumentError(f"{name} is {value}, must be {least} to {MOST_BLOCKS}")
         self.layout = layout
         self.bytes_per_block = layout.bytes_per_block  # the layout computes it at each call
         self.device = torch.device(device)
-        self.tensors: list[Tensor] = (
-            [
-                torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
-                for shape, dtype in layout.tensor_shapes(num_device_blocks)
-            ]
-            if tensors is None
-            else list(tensors)
-        )
+        self.tensors: list[Tensor] = _zeros(layout, device_blocks, self.device) if tensors is None else list(tensors)
         self.host_pool = HostPool.for_device(
-            num_host_blocks, parts * layout.bytes_per_block, self.device, on_failure=on_host_failure
+            host_blocks, parts * layout.bytes_per_block, self.device, on_failure=on_host_failure
         )
         self.host_rows = self.host_pool.rows.view(-1, layout.bytes_per_block)
         self.views: dict[EngineTier, list[Tensor]] = {
@@ -92,9 +91,9 @@ class Memory:
         }
         self._bound: dict[object, Run] = {}
         found = self.views["device"][0]
-        if len(found) != num_device_blocks or found.device.type != self.device.type:
-            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {num_device_blocks}")
-        self._num_blocks: dict[EngineTier, int] = {"device": num_device_blocks, "host": num_host_blocks * parts}
+        if len(found) != device_blocks or found.device.type != self.device.type:
+            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {device_blocks}")
+        self._num_blocks: dict[EngineTier, int] = {"device": device_blocks, "host": host_blocks * parts}
         self._parts = parts
         self._closed = False
 
@@ -172,6 +171,16 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"this torch has no dtype {name!r}")
     return dtype
+
+
+def _zeros(layout: BlockLayout, blocks: int, device: torch.device) -> list[Tensor]:
+    try:
+        return [
+            torch.zeros(shape, dtype=torch_dtype(dtype), device=device) for shape, dtype in layout.tensor_shapes(blocks)
+        ]
+    except RuntimeError as error:
+        size = blocks * layout.bytes_per_block
+        raise OutOfMemoryError(f"device_blocks is {blocks}: {device} gives no {size} bytes: {error}") from error
 
 
 def as_tensor(array: NDArray[np.generic]) -> Tensor:

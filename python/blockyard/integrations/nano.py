@@ -148,7 +148,7 @@ class BlockManager:
                 f"the KV tensor has {found} blocks of {layout.block_size}, "
                 f"the manager {self.num_blocks} of {self.block_size}"
             )
-        engine = CacheEngine(layout, tensors=[kv_cache], num_host_blocks=host_blocks)
+        engine = CacheEngine(layout, tensors=[kv_cache], host_blocks=host_blocks)
         self.manager, self.executor, self.moves = self._books(host_blocks), engine, moves
 
     @property

@@ -4,7 +4,7 @@ What a real device does once in a thousand runs, it does in every other. Give it
 it: whatever the engine has left unordered will sooner or later run in the harmful order, again for the same seed.
 
     streams = SimulatedStreams(seed=7)
-    engine = CacheEngine(layout, num_device_blocks=8, num_host_blocks=8, streams=streams)
+    engine = CacheEngine(layout, device_blocks=8, host_blocks=8, streams=streams)
     streams.compute(lambda: write_new_tokens(engine.tensors))
     engine.submit("swap_out", ids)
     streams.fence().synchronize()

@@ -267,11 +267,11 @@ class Generator:
             self._on_step(step, finished)
         return finished
 
-    def resize_device(self, num_device_blocks: int) -> ResizeProgress:
+    def resize_device(self, device_blocks: int) -> ResizeProgress:
         """Give the device so many blocks from now on, while requests are under way.
 
         Args:
-            num_device_blocks: at most as many as there were at first.
+            device_blocks: at most as many as there were at first.
 
         Returns:
             What is still in use beyond the end. Its memory goes as it becomes unused. Requests that do not fit any
@@ -281,7 +281,7 @@ class Generator:
             InvalidArgumentError: there are no tensors for so many, or the manager needs more; the pool is as it was.
             OutOfMemoryError: there is not enough memory to grow.
         """
-        return self.cache.resize(num_device_blocks)
+        return self.cache.resize(device_blocks)
 
     def generate(
         self,

@@ -63,7 +63,7 @@ def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int
     blocks = -(-tokens // size)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    engine = CacheEngine(model.layout, num_device_blocks=blocks, num_host_blocks=0, device=device)
+    engine = CacheEngine(model.layout, device_blocks=blocks, host_blocks=0, device=device)
     cache_bytes = blocks * model.layout.bytes_per_block
     model.bind(engine.tensors)
     where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))

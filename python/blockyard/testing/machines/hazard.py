@@ -79,8 +79,8 @@ class HazardMachine(SchedulerMachine):
         layout = KVLayout("kv_first", LAYERS, config.block_size, num_kv_heads=1, head_size=1, dtype="int64")
         self.engine = type(self).make_engine(
             layout,
-            num_device_blocks=config.device_blocks,
-            num_host_blocks=config.host_blocks,
+            device_blocks=config.device_blocks,
+            host_blocks=config.host_blocks,
             streams=self.streams,
             tensors=self.make_caches(layout, config),
         )
