@@ -9,7 +9,8 @@ use crate::free_blocks::PyFreeBlocks;
 use crate::memory;
 use crate::tiers::tier_of;
 use blockyard_core as core;
-use blockyard_core::allocator::{Eviction, Reuse};
+use blockyard_core::ReuseOrder;
+use blockyard_core::allocator::Eviction;
 use blockyard_core::hash::Chain;
 use blockyard_core::{BlockAllocator, BlockId, Extra, Key, KeySpec, Keyed};
 use blockyard_locks::{Guard, InnerLock};
@@ -62,8 +63,11 @@ pub(crate) fn named<T>(what: &str, name: &str, found: Option<T>, must: &str) -> 
     found.ok_or_else(|| invalid(format!("{what} is {name:?}, must be one of {must}")))
 }
 
-pub(crate) fn reuse(name: &str) -> PyResult<Reuse> {
-    named("reuse", name, Reuse::from_name(name), "lowest, fifo, lru, lifo")
+/// The reuse order of that name; `lru` is `fifo` for blocks that hold nothing.
+pub(crate) fn reuse(name: &str) -> PyResult<ReuseOrder> {
+    let found = ReuseOrder::from_name(if name == "lru" { "fifo" } else { name });
+    let found = found.filter(|order| !matches!(order, ReuseOrder::Pages(_)));
+    named("reuse", name, found, "lowest, fifo, lru, lifo")
 }
 
 /// The eviction order of that name.

@@ -116,6 +116,7 @@ impl<'py> Argument<'py> for CachingOptions {
 /// The policies of those names.
 pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Policies> {
     let reuse = ReuseOrder::from_name(reuse_order)
+        .filter(|order| *order != ReuseOrder::Lifo)
         .ok_or_else(|| unknown("reuse_order", reuse_order, &ReuseOrder::ALL.map(ReuseOrder::name)))?;
     let eviction = match caching {
         CachingOptions::Off => Eviction::default(),

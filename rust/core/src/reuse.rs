@@ -29,6 +29,8 @@ pub enum ReuseOrder {
     Fifo,
     /// Ids never used first, rising; then the block whose last use ended first, transfers not counted as use.
     Lru,
+    /// The block that came free last; then ids never used, rising. For allocators of one tier, not for managers in Python.
+    Lifo,
     /// The page of this many blocks that has the fewest free ones first, pages that are wholly free last; then the
     /// lowest id. `"pages:32"` in Python, 1 to [`MAX_PAGE_BLOCKS`].
     Pages(u32),
@@ -45,7 +47,7 @@ impl fmt::Display for ReuseOrder {
 }
 
 impl ReuseOrder {
-    /// All orders.
+    /// The orders of managers.
     pub const ALL: [Self; 4] = [Self::Lowest, Self::Fifo, Self::Lru, Self::Pages(32)];
 
     /// The order's name in messages.
@@ -55,6 +57,7 @@ impl ReuseOrder {
             Self::Lowest => "lowest",
             Self::Fifo => "fifo",
             Self::Lru => "lru",
+            Self::Lifo => "lifo",
             Self::Pages(_) => "pages:N",
         }
     }
@@ -65,7 +68,7 @@ impl ReuseOrder {
         if let Some(blocks) = name.strip_prefix("pages:") {
             return blocks.parse().ok().filter(|blocks| (1..=MAX_PAGE_BLOCKS).contains(blocks)).map(Self::Pages);
         }
-        [Self::Lowest, Self::Fifo, Self::Lru].into_iter().find(|order| order.name() == name)
+        [Self::Lowest, Self::Fifo, Self::Lru, Self::Lifo].into_iter().find(|order| order.name() == name)
     }
 }
 
@@ -82,8 +85,7 @@ impl FreeBlocks {
     pub(crate) fn full(order: ReuseOrder, blocks: usize) -> Self {
         match order {
             ReuseOrder::Lowest => Self::Lowest(BlockSet::full(blocks)),
-            ReuseOrder::Fifo => Self::Queue(FreeQueue::full(blocks, false)),
-            ReuseOrder::Lru => Self::Queue(FreeQueue::full(blocks, true)),
+            ReuseOrder::Fifo | ReuseOrder::Lru | ReuseOrder::Lifo => Self::Queue(FreeQueue::full(blocks, order)),
             ReuseOrder::Pages(page) => Self::Paged(PagedBlocks::full(page, blocks)),
         }
     }
@@ -195,9 +197,11 @@ impl FreeBlocks {
             Self::Lowest(_) => (ReuseOrder::Lowest, 0, Vec::new()),
             Self::Paged(pages) => (ReuseOrder::Pages(pages.page_blocks()), 0, Vec::new()),
             Self::Queue(queue) => {
-                let order = if queue.by_use { ReuseOrder::Lru } else { ReuseOrder::Fifo };
-                let returned = queue.iter().skip((queue.blocks - queue.fresh) as usize).collect();
-                (order, queue.fresh, returned)
+                let mut returned: Vec<_> = queue.returned().collect();
+                if queue.order == ReuseOrder::Lifo {
+                    returned.reverse();
+                }
+                (queue.order, queue.fresh, returned)
             }
         };
         FreeImage { order: order.to_string(), fresh, queue }
@@ -235,25 +239,25 @@ impl FreeBlocks {
     }
 }
 
-/// Free blocks in the order in which they came free, or in which their last use ended.
+/// Free blocks in the order in which they came free, or the other way round, or in which their last use ended.
 #[derive(Debug, Clone)]
 pub(crate) struct FreeQueue {
     /// The lowest id that was never taken; all from it on are free.
     fresh: u32,
     blocks: u32,
-    /// Blocks whose turn came before they were free: they go first.
+    /// Blocks whose turn came before they were free, or all that came back if the last of them goes first: these go first.
     overdue: VecDeque<BlockId>,
     rings: Rings,
     /// Free blocks, but for those never taken.
     free: BlockSet,
-    by_use: bool,
+    order: ReuseOrder,
 }
 
 impl FreeQueue {
-    fn full(blocks: usize, by_use: bool) -> Self {
+    fn full(blocks: usize, order: ReuseOrder) -> Self {
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
         let (free, rings) = (BlockSet::empty(blocks as usize), Rings::new(blocks as usize, 1));
-        Self { fresh: 0, blocks, overdue: VecDeque::new(), rings, free, by_use }
+        Self { fresh: 0, blocks, overdue: VecDeque::new(), rings, free, order }
     }
 
     fn len(&self) -> usize {
@@ -265,7 +269,7 @@ impl FreeQueue {
     }
 
     fn used(&mut self, block: BlockId) {
-        if self.by_use {
+        if self.order == ReuseOrder::Lru {
             self.rings.remove(block);
             self.rings.push(0, block);
         }
@@ -273,10 +277,11 @@ impl FreeQueue {
 
     fn insert(&mut self, block: BlockId) {
         self.free.insert(block);
-        if !self.by_use {
-            self.rings.push(0, block);
-        } else if !self.rings.contains(block) {
-            self.overdue.push_back(block);
+        match self.order {
+            ReuseOrder::Lifo => self.overdue.push_front(block),
+            ReuseOrder::Lru if self.rings.contains(block) => {}
+            ReuseOrder::Lru => self.overdue.push_back(block),
+            _ => self.rings.push(0, block),
         }
     }
 
@@ -302,7 +307,8 @@ impl FreeQueue {
     }
 
     fn pop(&mut self) -> Option<BlockId> {
-        if self.fresh < self.blocks {
+        let returned_first = self.order == ReuseOrder::Lifo && !self.overdue.is_empty();
+        if self.fresh < self.blocks && !returned_first {
             self.fresh += 1;
             return Some(BlockId(self.fresh - 1));
         }
@@ -314,9 +320,16 @@ impl FreeQueue {
         }
     }
 
+    /// Blocks that came back, in their order.
+    fn returned(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let all = self.overdue.iter().copied().chain(self.rings.iter(0));
+        all.filter(|&block| self.free.contains(block))
+    }
+
     fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let back = self.overdue.iter().copied().chain(self.rings.iter(0));
-        (self.fresh..self.blocks).map(BlockId).chain(back.filter(|&block| self.free.contains(block)))
+        let fresh = |when| (self.fresh..self.blocks).filter(move |_| when).map(BlockId);
+        let last = self.order == ReuseOrder::Lifo;
+        fresh(!last).chain(self.returned()).chain(fresh(last))
     }
 }
 
@@ -327,12 +340,30 @@ mod tests {
 
     #[test]
     fn names_round_trip_and_others_are_refused() {
-        for order in ReuseOrder::ALL.into_iter().chain([ReuseOrder::Pages(1), ReuseOrder::Pages(MAX_PAGE_BLOCKS)]) {
+        for order in ReuseOrder::ALL.into_iter().chain([
+            ReuseOrder::Lifo,
+            ReuseOrder::Pages(1),
+            ReuseOrder::Pages(MAX_PAGE_BLOCKS),
+        ]) {
             assert_eq!(ReuseOrder::from_name(&order.to_string()), Some(order));
         }
-        for name in ["", "pages", "pages:", "pages:0", "pages:N", "pages:65537", "pages:-1", "lifo"] {
+        for name in ["", "pages", "pages:", "pages:0", "pages:N", "pages:65537", "pages:-1", "latest"] {
             assert_eq!(ReuseOrder::from_name(name), None);
         }
+    }
+
+    #[test]
+    fn the_block_that_came_back_last_goes_first_also_after_a_snapshot() {
+        let mut free = FreeBlocks::full(ReuseOrder::Lifo, 5);
+        free.take_runs(3, |_| ());
+        free.insert(BlockId(1));
+        free.insert(BlockId(0));
+        for free in [&free, &FreeBlocks::restore(free.image(), 5, std::iter::empty()).unwrap()] {
+            assert!(free.iter().eq([0, 1, 3, 4].map(BlockId)));
+        }
+        let mut taken = Vec::new();
+        free.take_runs(3, |run| taken.push(run.start));
+        assert_eq!(taken, [0, 1, 3]);
     }
 
     proptest! {
@@ -340,7 +371,7 @@ mod tests {
         fn queues_give_blocks_in_the_order_of_their_return_or_of_their_last_use(
             by_use in any::<bool>(), ops in prop::collection::vec((0u8..6, 0usize..12), 0..300),
         ) {
-            let mut queue = FreeQueue::full(12, by_use);
+            let mut queue = FreeQueue::full(12, if by_use { ReuseOrder::Lru } else { ReuseOrder::Fifo });
             let mut free: Vec<u32> = (0..12).collect();
             let mut fresh = 0;
             let (mut taken, mut leased): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());

@@ -2,8 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests, beside the test functions that clippy.toml exempts")]
 
+use blockyard_core::ReuseOrder;
+use blockyard_core::allocator::Eviction;
 use blockyard_core::allocator::Lookups;
-use blockyard_core::allocator::{Eviction, Reuse};
 use blockyard_core::hash::{Chain, Key, KeySpec};
 use blockyard_core::{BlockAllocator, BlockId, Error, Keyed, NaiveAllocator, PrefixCachingAllocator, Tier};
 use proptest::prelude::*;
@@ -11,11 +12,11 @@ use std::collections::{HashMap, HashSet};
 
 const BLOCKS: usize = 12;
 
-fn naive(reuse: Reuse) -> NaiveAllocator {
+fn naive(reuse: ReuseOrder) -> NaiveAllocator {
     NaiveAllocator::new(Tier::Device, BLOCKS, reuse).unwrap()
 }
 
-fn caching(reuse: Reuse, eviction: Eviction) -> PrefixCachingAllocator {
+fn caching(reuse: ReuseOrder, eviction: Eviction) -> PrefixCachingAllocator {
     PrefixCachingAllocator::new(Tier::Device, BLOCKS, reuse, eviction).unwrap()
 }
 
@@ -45,7 +46,9 @@ fn free(allocator: &mut dyn BlockAllocator, blocks: &[u32]) {
 
 #[test]
 fn each_order_gives_back_what_its_name_says() {
-    for (reuse, expected) in [(Reuse::Lowest, [1, 3, 4]), (Reuse::Fifo, [5, 6, 7]), (Reuse::Lifo, [1, 4, 3])] {
+    for (reuse, expected) in
+        [(ReuseOrder::Lowest, [1, 3, 4]), (ReuseOrder::Fifo, [5, 6, 7]), (ReuseOrder::Lifo, [1, 4, 3])]
+    {
         let mut allocator = naive(reuse);
         assert_eq!(take(&mut allocator, 5), [0, 1, 2, 3, 4]);
         free(&mut allocator, &[3, 4, 1]);
@@ -58,7 +61,7 @@ fn each_order_gives_back_what_its_name_says() {
 
 #[test]
 fn a_batch_that_does_not_fit_changes_nothing_and_says_the_numbers() {
-    let mut allocator = caching(Reuse::Lifo, Eviction::Accessed);
+    let mut allocator = caching(ReuseOrder::Lifo, Eviction::Accessed);
     take(&mut allocator, 8);
     let before = format!("{allocator:?}");
     let error = allocator.allocate_keyed(&[keyed(1), keyed(2)], 3, &mut Vec::new()).unwrap_err();
@@ -71,7 +74,7 @@ fn a_batch_that_does_not_fit_changes_nothing_and_says_the_numbers() {
 #[test]
 fn the_null_block_is_taken_once_and_never_freed() {
     for allocator in
-        [&mut naive(Reuse::Lowest) as &mut dyn BlockAllocator, &mut caching(Reuse::Fifo, Eviction::Released)]
+        [&mut naive(ReuseOrder::Lowest) as &mut dyn BlockAllocator, &mut caching(ReuseOrder::Fifo, Eviction::Released)]
     {
         let null = allocator.null_block().unwrap();
         assert_eq!(allocator.null_block().unwrap(), null);
@@ -83,7 +86,7 @@ fn the_null_block_is_taken_once_and_never_freed() {
 
 #[test]
 fn a_shared_block_is_copied_and_the_last_owner_writes_in_place() {
-    let mut allocator = naive(Reuse::Lowest);
+    let mut allocator = naive(ReuseOrder::Lowest);
     take(&mut allocator, 1);
     allocator.share(&[BlockId(0)]).unwrap();
     let mut out = Vec::new();
@@ -94,7 +97,7 @@ fn a_shared_block_is_copied_and_the_last_owner_writes_in_place() {
 
 #[test]
 fn a_block_counts_as_computed_only_after_its_step() {
-    let mut allocator = caching(Reuse::Lowest, Eviction::Released);
+    let mut allocator = caching(ReuseOrder::Lowest, Eviction::Released);
     let (blocks, hits) = take_keys(&mut allocator, &[1, 2]);
     assert_eq!((hits, allocator.find(&[key(1)]).len()), (0, 0));
     assert_eq!(take_keys(&mut allocator, &[1]), (blocks[..1].to_vec(), 1));
@@ -107,7 +110,7 @@ fn a_block_counts_as_computed_only_after_its_step() {
 
 #[test]
 fn a_block_given_back_before_it_was_computed_is_never_found() {
-    let mut allocator = caching(Reuse::Lowest, Eviction::Accessed);
+    let mut allocator = caching(ReuseOrder::Lowest, Eviction::Accessed);
     let (blocks, _) = take_keys(&mut allocator, &[1]);
     allocator.free(&blocks).unwrap();
     allocator.mark_computed(None);
@@ -120,7 +123,7 @@ fn a_block_given_back_before_it_was_computed_is_never_found() {
 
 #[test]
 fn of_blocks_used_equally_long_ago_the_longest_prefix_goes_first() {
-    let mut allocator = caching(Reuse::Lifo, Eviction::Accessed);
+    let mut allocator = caching(ReuseOrder::Lifo, Eviction::Accessed);
     let keys: Vec<u32> = (0..u32::try_from(BLOCKS).unwrap()).collect();
     let (blocks, _) = take_keys(&mut allocator, &keys);
     allocator.mark_computed(None);
@@ -136,7 +139,7 @@ fn of_blocks_used_equally_long_ago_the_longest_prefix_goes_first() {
 
 #[test]
 fn a_full_block_takes_the_id_of_the_one_that_has_its_key() {
-    let mut allocator = caching(Reuse::Lowest, Eviction::Released);
+    let mut allocator = caching(ReuseOrder::Lowest, Eviction::Released);
     let (first, _) = take_keys(&mut allocator, &[7]);
     let own = BlockId(take(&mut allocator, 1)[0]);
     assert_eq!(allocator.publish(own, keyed(7)).unwrap(), first[0]);
@@ -147,7 +150,7 @@ fn a_full_block_takes_the_id_of_the_one_that_has_its_key() {
 #[test]
 fn reset_forgets_all_unless_a_block_is_in_use() {
     for eviction in [Eviction::Released, Eviction::Accessed] {
-        let mut allocator = caching(Reuse::Lifo, eviction);
+        let mut allocator = caching(ReuseOrder::Lifo, eviction);
         let (blocks, _) = take_keys(&mut allocator, &[1, 2]);
         assert!(!allocator.reset());
         allocator.free(&blocks).unwrap();
@@ -268,7 +271,7 @@ proptest! {
     fn references_agree_with_a_plain_count(
         kind in 0usize..9, ops in prop::collection::vec(op(), 0..120),
     ) {
-        let reuse = [Reuse::Lowest, Reuse::Fifo, Reuse::Lifo][kind % 3];
+        let reuse = [ReuseOrder::Lowest, ReuseOrder::Fifo, ReuseOrder::Lifo][kind % 3];
         let mut allocator: Box<dyn BlockAllocator> = match kind / 3 {
             0 => Box::new(naive(reuse)),
             1 => Box::new(caching(reuse, Eviction::Released)),

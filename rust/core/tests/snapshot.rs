@@ -196,7 +196,7 @@ fn a_manager_is_written_only_at_rest_and_the_error_says_what_is_open() {
 }
 
 #[test]
-fn an_open_step_that_reused_drained_blocks_still_waits_for_their_readers() {
+fn an_open_step_that_reused_overlappable_blocks_still_waits_for_their_readers() {
     let (mut manager, mut sequences) = (manager(false), Vec::new());
     manager.allocate(&[12, 12], &mut sequences).unwrap();
     let first = manager.take_decision();

@@ -6,7 +6,8 @@ use super::{freed, lock, require, to_v0};
 use crate::args::Argument;
 use crate::errors::to_py;
 use blockyard_core as core;
-use blockyard_core::allocator::{Eviction, Reuse};
+use blockyard_core::ReuseOrder;
+use blockyard_core::allocator::Eviction;
 use blockyard_core::{BlockAllocator, BlockId, Error, Key, Keyed, Tier};
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::PyTypeInfo;
@@ -82,12 +83,12 @@ pub(crate) struct PyPoolAllocator {
 
 impl PyPoolAllocator {
     pub(super) fn naive(create_block: Py<PyAny>, block_size: usize, ids: Ids, tier: Tier) -> PyResult<Self> {
-        let pool = core::NaiveAllocator::new(tier, ids.len(), Reuse::Lifo).map_err(to_py)?;
+        let pool = core::NaiveAllocator::new(tier, ids.len(), ReuseOrder::Lifo).map_err(to_py)?;
         Ok(Self::over(Box::new(pool), create_block, block_size, ids, false))
     }
 
     pub(super) fn caching(py: Python<'_>, block_size: usize, ids: Ids, tier: Tier) -> PyResult<Self> {
-        let pool = core::PrefixCachingAllocator::new(tier, ids.len(), Reuse::Lifo, Eviction::Accessed);
+        let pool = core::PrefixCachingAllocator::new(tier, ids.len(), ReuseOrder::Lifo, Eviction::Accessed);
         let create_block = PyPrefixCachingBlock::type_object(py).into_any().unbind();
         Ok(Self::over(Box::new(pool.map_err(to_py)?), create_block, block_size, ids, true))
     }

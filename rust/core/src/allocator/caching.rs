@@ -3,12 +3,13 @@
 //! Invariant: a block without references that has a key is evictable, and in `order` if eviction goes by access;
 //! `pending` are blocks with a key whose tokens are yet to be computed, and none of them is ever found.
 
-use super::{BlockAllocator, Keyed, Lookups, NaiveAllocator, Reuse};
+use super::{BlockAllocator, Keyed, Lookups, NaiveAllocator};
 use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::pool::Pool;
+use crate::reuse::ReuseOrder;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashSet};
 
@@ -62,8 +63,8 @@ impl PrefixCachingAllocator {
     ///
     /// # Errors
     /// More blocks than a tier can have, or than there is memory for.
-    pub fn new(tier: Tier, blocks: usize, reuse: Reuse, eviction: Eviction) -> Result<Self> {
-        let plain = NaiveAllocator::over(Pool::new(tier, blocks, true)?, reuse)?;
+    pub fn new(tier: Tier, blocks: usize, reuse: ReuseOrder, eviction: Eviction) -> Result<Self> {
+        let plain = NaiveAllocator::over(tier, blocks, reuse, true)?;
         memory::require_items::<Use>(blocks)?;
         let uses = vec![Use::default(); blocks];
         Ok(Self { plain, eviction, uses, order: BTreeSet::new(), pending: HashSet::new(), lookups: Lookups::default() })
@@ -77,7 +78,7 @@ impl PrefixCachingAllocator {
     /// Takes blocks, cached ones last; the caller has asked whether there are so many.
     fn take(&mut self, count: usize, out: &mut Vec<BlockId>) {
         let first = out.len();
-        self.plain.take_idle(count.min(self.plain.idle()), out);
+        self.plain.pool.take(count.min(self.plain.idle()), false, out);
         while self.eviction == Eviction::Accessed && out.len() < first + count {
             let Some((.., block)) = self.order.pop_first() else { break };
             self.plain.pool.claim(block);
@@ -103,12 +104,8 @@ impl PrefixCachingAllocator {
 
     fn release(&mut self, block: BlockId) {
         self.plain.pool.release(block);
-        if self.plain.pool.block(block).is_used() {
-            return;
-        }
-        if !self.plain.pool.block(block).is_published() {
-            self.plain.queue_idle(block);
-        } else if self.eviction == Eviction::Accessed {
+        let now = self.plain.pool.block(block);
+        if self.eviction == Eviction::Accessed && now.is_published() && !now.is_used() {
             self.order.insert(self.place(block));
         }
     }
@@ -282,7 +279,6 @@ impl BlockAllocator for PrefixCachingAllocator {
         }
         for block in cached {
             self.plain.pool.unpublish(block);
-            self.plain.queue_idle(block);
         }
         self.uses.fill(Use::default());
         self.pending.clear();
@@ -306,7 +302,7 @@ impl BlockAllocator for PrefixCachingAllocator {
             Eviction::Released => self.plain.pool.evictable_blocks(),
             Eviction::Accessed => Vec::new(),
         });
-        Box::new(self.plain.upcoming_idle().chain(accessed).chain(released.flatten()))
+        Box::new(self.plain.pool.free_blocks().chain(accessed).chain(released.flatten()))
     }
 
     fn lookups(&self) -> Option<Lookups> {

@@ -35,31 +35,6 @@ use crate::pool::Pool;
 pub use caching::{Eviction, PrefixCachingAllocator};
 pub use naive::NaiveAllocator;
 
-/// Which free block is given out next.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Reuse {
-    /// The lowest id: the pool stays dense.
-    #[default]
-    Lowest,
-    /// The one that has been free for longest; at first by rising id.
-    Fifo,
-    /// The one that was freed last; at first by rising id.
-    Lifo,
-}
-
-impl Reuse {
-    /// The order of that name: `lowest`, `fifo` (or `lru`, which is the same for blocks that hold nothing) or `lifo`.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        match name {
-            "lowest" => Some(Self::Lowest),
-            "fifo" | "lru" => Some(Self::Fifo),
-            "lifo" => Some(Self::Lifo),
-            _ => None,
-        }
-    }
-}
-
 /// Key of a full block, and how long the prefix is that it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keyed {

@@ -1,21 +1,17 @@
 //! Blocks without keys: references and an order of reuse.
 
-use super::{BlockAllocator, Keyed, Lookups, Reuse};
+use super::{BlockAllocator, Keyed, Lookups};
 use crate::block::Leases;
 use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
-use crate::memory;
-use crate::pool::Pool;
-use std::collections::VecDeque;
+use crate::pool::{Policies, Pool};
+use crate::reuse::ReuseOrder;
 
 /// An allocator that counts references and knows nothing of tokens.
 #[derive(Debug, Clone)]
 pub struct NaiveAllocator {
     pub(super) pool: Pool,
-    reuse: Reuse,
-    /// Free blocks in their order, unless that is by id.
-    queue: VecDeque<BlockId>,
     null: Option<BlockId>,
 }
 
@@ -24,52 +20,18 @@ impl NaiveAllocator {
     ///
     /// # Errors
     /// More blocks than a tier can have, or than there is memory for.
-    pub fn new(tier: Tier, blocks: usize, reuse: Reuse) -> Result<Self> {
-        Self::over(Pool::new(tier, blocks, false)?, reuse)
+    pub fn new(tier: Tier, blocks: usize, reuse: ReuseOrder) -> Result<Self> {
+        Self::over(tier, blocks, reuse, false)
     }
 
-    pub(super) fn over(pool: Pool, reuse: Reuse) -> Result<Self> {
-        if reuse != Reuse::Lowest {
-            // It grows as it is filled.
-            memory::require_items::<BlockId>(pool.len().saturating_mul(2))?;
-        }
-        let queue = if reuse == Reuse::Lowest { VecDeque::new() } else { pool.free_blocks().collect() };
-        Ok(Self { pool, reuse, queue, null: None })
+    pub(super) fn over(tier: Tier, blocks: usize, reuse: ReuseOrder, caching: bool) -> Result<Self> {
+        let policies = Policies { reuse, ..Policies::default() };
+        Ok(Self { pool: Pool::with_policies(tier, blocks, caching, policies)?, null: None })
     }
 
     /// Free blocks that are not cached.
     pub(super) fn idle(&self) -> usize {
         self.pool.free() - self.pool.evictable()
-    }
-
-    /// Takes blocks out of those that are free and not cached; there are so many.
-    pub(super) fn take_idle(&mut self, count: usize, out: &mut Vec<BlockId>) {
-        if self.reuse == Reuse::Lowest {
-            self.pool.take(count, false, out);
-            return;
-        }
-        for block in self.queue.drain(..count) {
-            self.pool.take_free(block);
-            out.push(block);
-        }
-    }
-
-    /// Puts a block that went free where the order wants it.
-    pub(super) fn queue_idle(&mut self, block: BlockId) {
-        match self.reuse {
-            Reuse::Lowest => {}
-            Reuse::Fifo => self.queue.push_back(block),
-            Reuse::Lifo => self.queue.push_front(block),
-        }
-    }
-
-    /// Free blocks that are not cached, next one first.
-    pub(super) fn upcoming_idle(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
-        if self.reuse == Reuse::Lowest {
-            Box::new(self.pool.free_blocks())
-        } else {
-            Box::new(self.queue.iter().copied())
-        }
     }
 
     /// Fails unless each block is in use, as often as it is named, and not the null block.
@@ -145,7 +107,7 @@ impl BlockAllocator for NaiveAllocator {
 
     fn allocate(&mut self, count: usize, out: &mut Vec<BlockId>) -> Result<()> {
         self.pool.require(count, false)?;
-        self.take_idle(count, out);
+        self.pool.take(count, false, out);
         Ok(())
     }
 
@@ -167,9 +129,6 @@ impl BlockAllocator for NaiveAllocator {
         self.require_refs(blocks)?;
         for &block in blocks {
             self.pool.release(block);
-            if self.pool.refs(block) == 0 {
-                self.queue_idle(block);
-            }
         }
         Ok(())
     }
@@ -181,7 +140,7 @@ impl BlockAllocator for NaiveAllocator {
             if self.pool.refs(block) == 1 {
                 out.push(block);
             } else {
-                self.take_idle(1, out);
+                self.pool.take(1, false, out);
                 self.pool.release(block);
             }
         }
@@ -225,7 +184,7 @@ impl BlockAllocator for NaiveAllocator {
     }
 
     fn upcoming(&self) -> Box<dyn Iterator<Item = BlockId> + '_> {
-        self.upcoming_idle()
+        Box::new(self.pool.free_blocks())
     }
 
     fn lookups(&self) -> Option<Lookups> {
@@ -238,14 +197,6 @@ impl BlockAllocator for NaiveAllocator {
                 return Err(Error::Broken { what });
             }
         }
-        if self.reuse == Reuse::Lowest {
-            return Ok(());
-        }
-        let mut queued: Vec<BlockId> = self.queue.iter().copied().collect();
-        queued.sort_unstable();
-        if queued.iter().copied().eq(self.pool.free_blocks()) {
-            return Ok(());
-        }
-        Err(Error::Broken { what: format!("{} blocks wait for reuse, {} are free", queued.len(), self.idle()) })
+        Ok(())
     }
 }

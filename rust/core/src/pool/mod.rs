@@ -179,15 +179,6 @@ impl Pool {
         overlapped
     }
 
-    /// Takes one free block with one reference, out of its turn.
-    pub(crate) fn take_free(&mut self, block: BlockId) {
-        self.know(block);
-        self.change(block, |block| block.take(false));
-        if let Some((tracker, blocks)) = self.tracker_mut() {
-            tracker.note_written(block, blocks);
-        }
-    }
-
     /// Takes a free block for a move: it is nobody's and is filled from now on.
     pub(crate) fn take_target(&mut self, block: BlockId) {
         self.know(block);
