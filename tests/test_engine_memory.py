@@ -6,7 +6,7 @@ import torch
 
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import Memory, as_tensor
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
 
@@ -89,7 +89,7 @@ def test_host_blocks_may_hold_several_device_blocks(memory: Memory):
     assert larger.fill.per_block == 4
     with pytest.raises(InvalidArgumentError, match="give blocks_per_host_block"):
         CacheEngine(memory.layout, device_blocks=5).fill.count(np.array([0]))
-    with pytest.raises(InvalidArgumentError, match="3 host blocks of 0"):
+    with pytest.raises(InvalidArgumentError, match="blocks_per_host_block is 0, must be 1"):
         Memory(memory.layout, device_blocks=5, host_blocks=3, blocks_per_host_block=0)
 
 
@@ -122,3 +122,26 @@ def test_tensors_that_are_there_already_are_used_and_must_fit(memory: Memory):
         Memory(memory.layout, device_blocks=4, host_blocks=3, tensors=given)
     with pytest.raises(LayoutError, match="1 tensors were given"):
         Memory(memory.layout, device_blocks=5, host_blocks=3, tensors=given[:1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"device_blocks": 10**12}, "device_blocks is 1000000000000, must be 1 to 2147483647"),
+        ({"device_blocks": 0}, "device_blocks is 0, must be 1 to"),
+        ({"host_blocks": 10**30}, r"host_blocks is 10+, must be 0 to"),
+        ({"host_blocks": -1}, "host_blocks is -1, must be 0 to"),
+        ({"blocks_per_host_block": 0}, "blocks_per_host_block is 0, must be 1 to"),
+    ],
+)
+def test_numbers_of_blocks_that_cannot_be_are_refused(sizes: dict[str, int], message: str):
+    layout = KVLayout("kv_first", 1, 16, 1, 4, "float16")
+    with pytest.raises(InvalidArgumentError, match=message):
+        Memory(layout, **{"device_blocks": 5, "host_blocks": 3} | sizes)  # type: ignore[arg-type]
+
+
+def test_memory_that_the_device_has_not_is_said_with_its_bytes():
+    layout = KVLayout("kv_first", 8, 1024, 64, 256, "float32")
+    wanted = 10**6 * layout.bytes_per_block
+    with pytest.raises(OutOfMemoryError, match=f"device_blocks is 1000000: cpu gives no {wanted} bytes"):
+        Memory(layout, device_blocks=10**6, host_blocks=0)

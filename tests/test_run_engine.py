@@ -206,12 +206,6 @@ def test_rows_of_another_shape_are_refused(engine: CacheEngine, case: str, tier:
     assert_state(engine, wanted)
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), (1, -1)])
-def test_impossible_sizes_are_refused(numbers: tuple[int, int]):
-    with pytest.raises(InvalidArgumentError, match=f"{numbers[0]} device and {numbers[1]} host blocks"):
-        CacheEngine(LAYOUT, device_blocks=numbers[0], host_blocks=numbers[1])
-
-
 def test_a_dtype_that_torch_lacks_is_refused():
     layout = KVLayout(kind="kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=1, dtype="f7", itemsize=1)
     with pytest.raises(LayoutError, match="this torch has no dtype 'f7'"):
