@@ -152,8 +152,8 @@ impl Manager {
         state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: Some(tables) })
     }
 
-    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the prefix cache know them: `tokens` are the ids, sequence by
-    /// sequence.
+    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] where there are any, and lets the
+    /// prefix cache know them: `tokens` are the ids, sequence by sequence.
     ///
     /// # Errors
     /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as tokens.
@@ -291,7 +291,8 @@ impl Manager {
         state.free(&mut step, sequences)
     }
 
-    /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to [`MAX_PRIORITY`].
+    /// Sets how much the sequences want their cached blocks to be kept, from 0, the default, to
+    /// [`MAX_PRIORITY`](crate::MAX_PRIORITY).
     ///
     /// A shared block goes by the highest priority among its users. Policies other than `priority` take no notice.
     ///
