@@ -121,21 +121,21 @@ def runs_of(blocks: Ids) -> int:
 
 def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True, moves: int | None = MOVES) -> Figures:
     """Mean moves a step, mean gap, and blocks per contiguous run of a sequence, once the pool is full of sequences."""
-    churn, books = Churn(blocks, starts=starts), BlockObserver(blocks)
+    churn, observer = Churn(blocks, starts=starts), BlockObserver(blocks)
     warm_up = 2 * RUNNING // starts
     moved = gap = runs = held = 0
     for number in range(warm_up + steps):
         step = churn.step(tables=number % 16 == 0)
-        books.release_ids(step.freed, fresh=fresh)
-        books.use_ids(step.new, fresh=fresh)
-        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=moves)
-        books.commit(plan)
+        observer.release_ids(step.freed, fresh=fresh)
+        observer.use_ids(step.new, fresh=fresh)
+        plan = observer.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=moves)
+        observer.commit(plan)
         if number < warm_up:
             continue
         moved += len(plan)
-        gap += books.gap
+        gap += observer.gap
         for table in step.tables or ():
-            found = books.resolve(np.array(table, np.int64))
+            found = observer.resolve(np.array(table, np.int64))
             held += len(found)
             runs += runs_of(found)
     return {"moves": moved / steps, "gap": gap / steps, "run": held / runs}
@@ -143,19 +143,19 @@ def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True
 
 def one_run(blocks: int, steps: list[Step]) -> NDArray[np.int64]:
     """Nanoseconds of each step: plan and remap, and all of it. Always the same steps."""
-    books = BlockObserver(blocks)
+    observer = BlockObserver(blocks)
     clock = time.perf_counter_ns
     spent = np.zeros((len(steps), 2), np.int64)
     for number, step in enumerate(steps):
         begin = clock()
-        books.release_ids(step.freed, fresh=True)
-        books.use_ids(step.new, fresh=True)
+        observer.release_ids(step.freed, fresh=True)
+        observer.use_ids(step.new, fresh=True)
         planned = clock()
-        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=MOVES)
+        plan = observer.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=MOVES)
         if len(plan):
-            books.commit(plan)
+            observer.commit(plan)
         done = clock()
-        books.resolve(step.new)
+        observer.resolve(step.new)
         spent[number] = done - planned, clock() - begin
     return spent
 
@@ -167,7 +167,7 @@ def cost(blocks: int, steps: int, repeats: int, *, shared: bool = False) -> Figu
     """
     churn = Churn(blocks, shared=shared)
     warm_up = 2 * RUNNING // STARTS
-    # Made beforehand: the allocator's own work would push the books out of the caches.
+    # Made beforehand: the allocator's own work would push the observer out of the caches.
     made = [churn.step() for _ in range(warm_up + steps)]
     least = np.min([one_run(blocks, made)[warm_up:] for _ in range(repeats)], axis=0) / 1000
     (plan, everything), (plan_p99, all_p99) = least.mean(axis=0), np.percentile(least, 99, axis=0)
@@ -176,30 +176,30 @@ def cost(blocks: int, steps: int, repeats: int, *, shared: bool = False) -> Figu
 
 def descriptors(blocks: int) -> Figures:
     """Pieces of a 2,048-token transfer out of an aged pool, before and after `contiguous`, and the moves for that."""
-    churn, books = Churn(blocks), BlockObserver(blocks)
+    churn, observer = Churn(blocks), BlockObserver(blocks)
     for _ in range(1000):
         step = churn.step()
-        books.release_ids(step.freed, fresh=True)
-        books.use_ids(step.new)
+        observer.release_ids(step.freed, fresh=True)
+        observer.use_ids(step.new)
     ids = np.array(churn.take(TRANSFER_TOKENS // BLOCK_SIZE), np.int64)
-    books.use_ids(ids)
+    observer.use_ids(ids)
 
     def pieces() -> int:
-        return 1 + int((np.diff(books.resolve(ids)) != 1).sum())
+        return 1 + int((np.diff(observer.resolve(ids)) != 1).sum())
 
     before, least = pieces(), float("inf")
     for _ in range(20):
         begin = time.perf_counter_ns()
-        plan = books.plan_all([("contiguous", 1)], sequences=[ids])
+        plan = observer.plan_all([("contiguous", 1)], sequences=[ids])
         least = min(least, (time.perf_counter_ns() - begin) / 1000)
-    books.commit(plan)
+    observer.commit(plan)
     return {"pieces_before": before, "pieces_after": pieces(), "moves": len(plan), "plan_us": least}
 
 
 def one_placement(blocks: int, steps: int, order: str) -> tuple[NDArray[np.int64], Ids, float]:
     """Nanoseconds of each step's allocation and freeing, blocks of each, and pages in use for each that is needed."""
     clock, rng = time.perf_counter_ns, random.Random(2)
-    books = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, reuse_order=order)
+    observer = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, reuse_order=order)
     running: list[int] = []
     spent, counts = np.zeros((steps, 2), np.int64), np.zeros((steps, 2), np.int64)
     pages = needed = 0
@@ -207,19 +207,19 @@ def one_placement(blocks: int, steps: int, order: str) -> tuple[NDArray[np.int64
         lengths = np.array([rng.randrange(1, 2 * PROMPT_BLOCKS) for _ in range(STARTS)], np.uint32)
         tokens = lengths * np.uint32(BLOCK_SIZE)
         begin = clock()
-        new = books.allocate(counts=tokens)
+        new = observer.allocate(counts=tokens)
         allocated = clock()
-        books.complete(books.take_decision().ticket)
+        observer.complete(observer.take_decision().ticket)
         running += new.tolist()
         rng.shuffle(running)
         ended, running = np.array(running[RUNNING:], np.uint64), running[:RUNNING]
-        count = sum(len(books.block_table(int(handle))) for handle in ended)
+        count = sum(len(observer.block_table(int(handle))) for handle in ended)
         start = clock()
-        books.free(ended)
+        observer.free(ended)
         spent[number] = allocated - begin, clock() - start
         counts[number] = lengths.sum(), count
         if number % 16 == 0:
-            used = np.concatenate([books.block_table(handle) for handle in running])
+            used = np.concatenate([observer.block_table(handle) for handle in running])
             pages += len(np.unique(used // PAGE_BLOCKS))
             needed += -(-len(used) // PAGE_BLOCKS)
     return spent, counts, pages / needed

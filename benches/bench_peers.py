@@ -154,17 +154,17 @@ def run(name: str, prompts_file: str) -> Figures:
 def defrag(*, fresh: bool, moves: int) -> tuple[list[float], float]:
     """W-defrag as vllm-gaudi is measured: each step resolves all block tables. Microseconds of each step, and moves."""
     blocks = 262_144
-    churn, books = Churn(blocks), BlockObserver(blocks)
+    churn, observer = Churn(blocks), BlockObserver(blocks)
     moved = 0
 
     def step(made: tuple[Step, NDArray[np.int64]]) -> None:
         nonlocal moved
-        books.release_ids(made[0].freed, fresh=fresh)
-        books.use_ids(made[0].new, fresh=fresh)
-        plan = books.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=moves)
+        observer.release_ids(made[0].freed, fresh=fresh)
+        observer.use_ids(made[0].new, fresh=fresh)
+        plan = observer.plan("dense", MARGIN, slack=THRESHOLD - MARGIN, moves=moves)
         if len(plan):
-            books.commit(plan)
-        books.resolve(made[1])
+            observer.commit(plan)
+        observer.resolve(made[1])
         moved += len(plan)
 
     def made() -> tuple[Step, NDArray[np.int64]]:

@@ -63,7 +63,7 @@ def prompt(tokens: Array, call: Callable[[BlockManager, Array], Any]) -> object:
     return np.asarray(call(manager, tokens)).tolist()
 
 
-def with_books(handles: Array, call: Callable[[BlockManager, Array], Any]) -> object:
+def with_state(handles: Array, call: Callable[[BlockManager, Array], Any]) -> object:
     manager, _ = books()
     return np.asarray(call(manager, handles)).tolist()
 
@@ -81,12 +81,12 @@ PAIRS = np.array([[4, 6], [5, 7], [0, 3]], np.int64)
 TOKENS = np.array([0, 1, 2, 3, 9, 8], np.uint32)
 ROWS = np.random.default_rng(0).integers(0, 256, (2, 4096), np.uint8)
 READERS: dict[str, tuple[Array, Callable[[Array], object]]] = {
-    "handles": (HANDLES, lambda a: with_books(a, lambda m, h: m.can_append(h, 2).blocks)),
-    "handles of a batch": (HANDLES, lambda a: with_books(a, lambda m, h: m.append(h, 2))),
-    "freed": (HANDLES, lambda a: with_books(a, lambda m, h: (m.free(h), m.pool().num_free)[1])),
-    "tables": (HANDLES, lambda a: with_books(a, lambda m, h: m.block_tables(h))),
-    "counts": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.append(HANDLES, c))),
-    "lengths": (np.array([1, 2, 9], np.uint32), lambda a: with_books(a, lambda m, c: m.allocate(counts=c))),
+    "handles": (HANDLES, lambda a: with_state(a, lambda m, h: m.can_append(h, 2).blocks)),
+    "handles of a batch": (HANDLES, lambda a: with_state(a, lambda m, h: m.append(h, 2))),
+    "freed": (HANDLES, lambda a: with_state(a, lambda m, h: (m.free(h), m.pool().num_free)[1])),
+    "tables": (HANDLES, lambda a: with_state(a, lambda m, h: m.block_tables(h))),
+    "counts": (np.array([1, 2, 9], np.uint32), lambda a: with_state(a, lambda m, c: m.append(HANDLES, c))),
+    "lengths": (np.array([1, 2, 9], np.uint32), lambda a: with_state(a, lambda m, c: m.allocate(counts=c))),
     "exported": (TOKENS, lambda a: export_keys(a, block_size=2)),
     "chained": (TOKENS, lambda a: chain_keys(a, block_size=2)),
     "prompts": (TOKENS, lambda a: prompt(a, lambda m, t: allocate_prompts(m, [t])[1])),

@@ -332,7 +332,7 @@ class StepDecision:
     def from_bytes(data: bytes) -> StepDecision:
         """The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
 
-        The checksum finds damage, not a forger who makes it anew: bytes of unknown origin need a signature of yours.
+        The checksum finds damage, not a forger who computes it: bytes of unknown origin need a signature of yours.
         Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
 
         Args:
@@ -1871,7 +1871,7 @@ class V0PoolAllocator:
         """Do nothing: blocks are computed once they are full."""
 
     def promote_to_immutable_block(self, block: V0NaiveBlock) -> int:
-        """Return the id of a full block, of its cached twin if there is one."""
+        """Return the id of a full block, of the cached block with the same tokens if there is one."""
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; return whether it did."""
     def swap_in(self, blocks: list[V0NaiveBlock]) -> None:

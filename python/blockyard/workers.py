@@ -1,4 +1,4 @@
-"""Threads of the copy engine and of stores: they end before the interpreter does, and a fork is told that it has none.
+"""Threads of the copy engine and of stores: they end before the interpreter does, and a fork gets an error.
 
 The interpreter stops a thread that outlasts it wherever that thread next takes its lock. Within torch's C++ code this
 aborts the process, and its exit code and traceback are lost.

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.testing import Config, LateMemory, ReferenceManager
-from blockyard.testing.books import Row
 from blockyard.testing.interfaces import Counts, Handles, ManagerLike, TierName
 from blockyard.testing.machines import manager_machine, run_state_machine_as_test
 from blockyard.testing.model import ReferencePool
+from blockyard.testing.model_state import Row
 
 STEP_COUNT = 50
 
@@ -60,8 +60,8 @@ class HighestFirst(ReferenceManager):
 
     def __init__(self, config: Config) -> None:
         super().__init__(**config.arguments())
-        lowest_first = self._books.free_blocks
-        self._books.free_blocks = lambda tier: lowest_first(tier)[::-1]
+        lowest_first = self._state.free_blocks
+        self._state.free_blocks = lambda tier: lowest_first(tier)[::-1]
 
 
 def test_a_manager_that_chooses_other_blocks_passes_where_ids_are_free(steps: int):
@@ -88,7 +88,7 @@ class WritesNextToTheSlot(Buggy):
 
 class ForgetsCopyOnWrite(Buggy):
     def _copy_on_write(self, row: Row, index: int) -> None:
-        self._books.take("device", 1)
+        self._state.take("device", 1)
 
 
 class CopiesTheWrongWay(Buggy):
@@ -106,12 +106,12 @@ class GivesOutLeasedBlocks(Buggy):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._books.free_blocks = self._books._unreferenced
-        self._books.draining_blocks = lambda tier: []
+        self._state.free_blocks = self._state._unreferenced
+        self._state.overlappable_blocks = lambda tier: []
 
     def pool(self, tier: TierName = "device") -> ReferencePool:
-        uses = self._books.uses(tier)
-        free = sum(not uses[block] for block in self._books._unreferenced(tier))
+        uses = self._state.uses(tier)
+        free = sum(not uses[block] for block in self._state._unreferenced(tier))
         return super().pool(tier)._replace(num_free=free)
 
 
@@ -159,7 +159,7 @@ def test_a_manager_with_a_bug_is_noticed(buggy: type[Buggy]):
 
 class ForgetsCopiesOfLostBlocks(Buggy):
     def fail(self, ticket: int, lost: Sequence[Pairs] | None = None) -> NDArray[np.uint64]:
-        self._books.unlanded.clear()
+        self._state.unlanded.clear()
         return super().fail(ticket, lost)
 
 

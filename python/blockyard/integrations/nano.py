@@ -75,7 +75,7 @@ class _Running:
     handle: int
     # Tokens that have slots; the manager gets them when a block is full, or a new one is needed.
     tokens: int
-    told: int
+    named: int
     computed: int
     # Slots in its blocks, and how many tokens are computed when the next block is full.
     slots: int
@@ -110,7 +110,7 @@ class BlockManager:
         self.executor: Carrier | None = None
         self.moves = 0
         self._running: dict[int, _Running] = {}
-        self.manager = self._books(0)
+        self.manager = self._make_manager(0)
         if kv_cache is not None:
             self.attach(kv_cache, host_blocks=host_blocks, moves=moves)
         elif host_blocks:
@@ -149,7 +149,7 @@ class BlockManager:
                 f"the manager {self.num_blocks} of {self.block_size}"
             )
         engine = CacheEngine(layout, tensors=[kv_cache], host_blocks=host_blocks)
-        self.manager, self.executor, self.moves = self._books(host_blocks), engine, moves
+        self.manager, self.executor, self.moves = self._make_manager(host_blocks), engine, moves
 
     @property
     def free_block_ids(self) -> list[int]:
@@ -307,7 +307,7 @@ class BlockManager:
 
     # ---- below the surface ----
 
-    def _books(self, host_blocks: int) -> _core.BlockManager:
+    def _make_manager(self, host_blocks: int) -> _core.BlockManager:
         # Pins last for one call and hold a prompt's cached blocks: never all blocks.
         max_pinned = (self.num_blocks - 0.5) / self.num_blocks if self.num_blocks > 0 else 0.0
         return _core.BlockManager(
@@ -405,9 +405,9 @@ class BlockManager:
 
     def _tell(self, entry: _Running, tokens: int) -> None:
         """Append the tokens up to these."""
-        if (new := tokens - entry.told) > 0:
-            self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.told : tokens])
-            entry.told = tokens
+        if (new := tokens - entry.named) > 0:
+            self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.named : tokens])
+            entry.named = tokens
 
     def _show(self, entry: _Running) -> None:
         """Write a sequence's block table, into the list that the engine has."""

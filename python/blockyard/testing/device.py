@@ -39,7 +39,7 @@ _CHANGES = 0.03
 
 
 class SimulatedFaultError(BlockyardError):
-    """A transfer of the simulated device failed, because it was told to fail some."""
+    """A transfer of the simulated device failed, because the test asks for failures."""
 
 
 class SimulatedEvent:

@@ -173,7 +173,7 @@ class LateMemory(SimulatedMemory):
                     self.lose(Pairs(pairs.src, pairs.dst, ids[None]))
 
     def finish(self, ticket: int) -> None:
-        """Run what is left of a decision; the manager is to be told next."""
+        """Run what is left of a decision; then the ticket is to be completed."""
         transfers = self._running.pop(ticket)
         for transfer in transfers:
             self._read(transfer)

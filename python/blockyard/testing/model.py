@@ -1,7 +1,7 @@
 """`ReferenceManager`: what `BlockManager` must do, written as plainly as it can be.
 
 It keeps tables and leases, and nothing that could be counted from them: reference counts and free blocks are counted
-anew at every call. So it is slow, and there is little in it that could be wrong.
+again at every call. So it is slow, and there is little in it that could be wrong.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from blockyard.errors import (
     UnknownSequenceError,
     UnknownTicketError,
 )
-from blockyard.testing.books import Block, Books, Row, Step
 from blockyard.testing.interfaces import Config, Counts, Handles, TierName
+from blockyard.testing.model_state import Block, ModelState, Row, Step
 
 __all__ = ["ReferenceManager"]
 
@@ -89,7 +89,7 @@ class ReferenceManager:
             )
         self.block_size = block_size
         self._watermark = int(watermark * device_blocks)
-        self._books = Books(Config(block_size, device_blocks, host_blocks, external_blocks))
+        self._state = ModelState(Config(block_size, device_blocks, host_blocks, external_blocks))
         self._handles = 0
 
     # ---- questions ----
@@ -97,11 +97,11 @@ class ReferenceManager:
     def pool(self, tier: TierName = "device") -> ReferencePool:
         """Return the blocks of a tier."""
         reserved = self._watermark if tier == "device" else 0
-        return ReferencePool(self._books.blocks[tier], len(self._books.free_blocks(tier)), reserved)
+        return ReferencePool(self._state.blocks[tier], len(self._state.free_blocks(tier)), reserved)
 
     def stats(self) -> ReferenceStats:
         """Return the counters that the model has."""
-        return ReferenceStats(len(self._books.sequences), list(self._books.running))
+        return ReferenceStats(len(self._state.sequences), list(self._state.running))
 
     def num_tokens(self, sequence: int) -> int:
         """Tokens in a sequence."""
@@ -133,26 +133,26 @@ class ReferenceManager:
 
     def check(self) -> None:
         """Check that tables name blocks that exist, and enough of them."""
-        for handle, row in self._books.sequences.items():
+        for handle, row in self._state.sequences.items():
             if len(row.table) * self.block_size < row.length or len(set(row.table)) < len(row.table):
                 raise InvariantError(f"sequence {handle}: {row.length} tokens in blocks {row.table}")
-            if not all(0 <= block < self._books.blocks[row.tier] for block in row.table):
+            if not all(0 <= block < self._state.blocks[row.tier] for block in row.table):
                 raise InvariantError(f"sequence {handle}: {row.tier} blocks {row.table}")
 
     # ---- admission, growth, end ----
 
     def can_allocate(self, prompt: int, *, lookahead: int = 0) -> Fit:
         """Whether a new sequence of so many tokens can be admitted while the watermark stays free."""
-        return self._admit(self._books.count(prompt + lookahead), self._books.available("device"))
+        return self._admit(self._state.count(prompt + lookahead), self._state.available("device"))
 
     def allocate(self, *, counts: Counts) -> NDArray[np.uint64]:
         """Open one sequence for each count of tokens."""
         lengths = _ints(counts)
-        self._books.require("device", sum(map(self._books.count, lengths)))
+        self._state.require("device", sum(map(self._state.count, lengths)))
         handles = []
         for length in lengths:
-            table = self._books.take("device", self._books.count(length))
-            handles.append(self._open(Row("device", table, length, self._books.ticket)))
+            table = self._state.take("device", self._state.count(length))
+            handles.append(self._open(Row("device", table, length, self._state.ticket)))
         return np.array(handles, dtype=np.uint64)
 
     def fork(
@@ -179,15 +179,15 @@ class ReferenceManager:
         if shared_tokens % self.block_size or shared_tokens > min(parent.length, num_tokens):
             raise InvalidArgumentError(f"shared_tokens is {shared_tokens}, of {parent.length} and {num_tokens}")
         kept = shared_tokens // self.block_size
-        wanted = self._books.count(num_tokens) - kept
-        self._books.require("device", wanted)
-        table = parent.table[:kept] + self._books.take("device", wanted)
-        return self._open(Row("device", table, num_tokens, self._books.ticket, parent.ticket, parent.moving))
+        wanted = self._state.count(num_tokens) - kept
+        self._state.require("device", wanted)
+        table = parent.table[:kept] + self._state.take("device", wanted)
+        return self._open(Row("device", table, num_tokens, self._state.ticket, parent.ticket, parent.moving))
 
     def can_append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> Fit:
         """Whether `append` has the blocks that it takes."""
         wanted = self._blocks_to_append(sequences, num_tokens, lookahead)
-        return _fit(wanted, self._books.available("device"), self._books.blocks["device"])
+        return _fit(wanted, self._state.available("device"), self._state.blocks["device"])
 
     def _blocks_to_append(self, sequences: Handles, num_tokens: Counts | None, lookahead: int) -> int:
         handles = _ints(sequences)
@@ -198,35 +198,35 @@ class ReferenceManager:
             if row.length + count + lookahead > 0xFFFF_FFFF:
                 raise InvalidArgumentError(f"length with lookahead is {row.length + count + lookahead}")
             written = [row.table[i] for i in self._written(row, count + lookahead)]
-            shared = [block for block in written if self._books.refs(Block("device", block)) > 1]
-            if shared and row.written == self._books.ticket:
+            shared = [block for block in written if self._state.refs(Block("device", block)) > 1]
+            if shared and row.written == self._state.ticket:
                 raise SequenceStateError(f"sequence {handle} has tokens that this step is yet to write")
             writers.update(shared)
-            new += max(0, self._books.count(row.length + count + lookahead) - len(row.table))
+            new += max(0, self._state.count(row.length + count + lookahead) - len(row.table))
         # The last owner of a block writes it in place.
-        return new + sum(min(n, self._books.refs(Block("device", block)) - 1) for block, n in writers.items())
+        return new + sum(min(n, self._state.refs(Block("device", block)) - 1) for block, n in writers.items())
 
     def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
         """Append tokens to a batch of sequences; returns their slots."""
-        self._books.require("device", self._blocks_to_append(sequences, num_tokens, lookahead))
+        self._state.require("device", self._blocks_to_append(sequences, num_tokens, lookahead))
         handles = _ints(sequences)
         slots: list[int] = []
         for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
-            row = self._books.sequences[handle]
+            row = self._state.sequences[handle]
             for i in self._written(row, count + lookahead):
                 block = Block("device", row.table[i])
-                if self._books.refs(block) > 1:
+                if self._state.refs(block) > 1:
                     self._copy_on_write(row, i)
                     continue
                 # After a truncation the block may have been full, and another tier may have its bytes.
-                self._books.unlink(block)
-                if "drain" in self._books.uses("device")[block.id]:
-                    self._books.step.reuses_drained = True
+                self._state.unlink(block)
+                if "drain" in self._state.uses("device")[block.id]:
+                    self._state.step.reuses_drained = True
             end = row.length + count
-            row.table += self._books.take("device", max(0, self._books.count(end + lookahead) - len(row.table)))
+            row.table += self._state.take("device", max(0, self._state.count(end + lookahead) - len(row.table)))
             slots += self._slots(row, row.length, end)
             row.length = end
-            row.written = self._books.ticket
+            row.written = self._state.ticket
             # A step that computes a row waits for its loads, and later steps come after it.
             row.moving = row.moving and count == 0
         return np.array(slots, dtype=np.int64)
@@ -236,18 +236,18 @@ class ReferenceManager:
         row = self._intact(sequence)
         if not 0 <= num_tokens <= row.length:
             raise InvalidArgumentError(f"number of tokens to keep is {num_tokens}, of {row.length}")
-        if row.written == self._books.ticket:
+        if row.written == self._state.ticket:
             raise SequenceStateError(f"sequence {sequence} has tokens that this step is yet to write")
         row.length = num_tokens
-        while len(row.table) > self._books.count(num_tokens):
-            self._books.drop(row, len(row.table) - 1)
+        while len(row.table) > self._state.count(num_tokens):
+            self._state.drop(row, len(row.table) - 1)
 
     def free(self, sequences: Handles) -> None:
         """Forget sequences."""
         for handle, row in list(self._batch(_ints(sequences))):
             while row.table:
-                self._books.drop(row, 0)
-            del self._books.sequences[handle]
+                self._state.drop(row, 0)
+            del self._state.sequences[handle]
 
     # ---- moves between tiers ----
 
@@ -282,39 +282,39 @@ class ReferenceManager:
 
     def take_decision(self) -> StepDecision:
         """End the step."""
-        step, ticket = self._books.step, self._books.ticket
-        self._books.step, self._books.ticket = Step(), ticket + 1
-        self._books.running[ticket] = step
-        drains = [t for t, s in self._books.running.items() if any(lease.use == "drain" for lease in s.leases)]
+        step, ticket = self._state.step, self._state.ticket
+        self._state.step, self._state.ticket = Step(), ticket + 1
+        self._state.running[ticket] = step
+        drains = [t for t, s in self._state.running.items() if any(lease.use == "drain" for lease in s.leases)]
         order = sorted(step.transfers, key=lambda k: (KINDS.index(k[0]), TIERS.index(k[1]), TIERS.index(k[2])))
         transfers = [(k[0], Pairs(k[1], k[2], np.array(step.transfers[k], dtype=np.int64))) for k in order]
         return StepDecision(ticket, transfers, after=drains if step.reuses_drained else [])
 
     def complete(self, ticket: int) -> None:
         """End a ticket whose bytes have all landed."""
-        if ticket not in self._books.running:
+        if ticket not in self._state.running:
             raise UnknownTicketError(f"ticket {ticket} is not open")
-        del self._books.running[ticket]
-        for block, transfers in self._books.unlanded.items():
-            self._books.unlanded[block] = {(other, target) for other, target in transfers if other != ticket}
+        del self._state.running[ticket]
+        for block, transfers in self._state.unlanded.items():
+            self._state.unlanded[block] = {(other, target) for other, target in transfers if other != ticket}
 
     def fail(self, ticket: int, lost: Sequence[Pairs] | None = None) -> NDArray[np.uint64]:
         """End a ticket of which some pairs, or none, landed; returns the sequences that lost bytes."""
-        if ticket not in self._books.running:
+        if ticket not in self._state.running:
             raise UnknownTicketError(f"ticket {ticket} is not open")
-        step = self._books.running[ticket]
+        step = self._state.running[ticket]
         written = {lease.block for lease in step.leases if lease.use == "write"}
         gone = written if lost is None else {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
         if not gone <= written:
             raise MappingError(f"ticket {ticket} does not write all of {sorted(gone)}")
         # A copy made from what did not land has copied nothing of use.
         failed = {(ticket, block) for block in gone}
-        gone |= {block for block, transfers in self._books.unlanded.items() if transfers & failed}
+        gone |= {block for block, transfers in self._state.unlanded.items() if transfers & failed}
         for block in gone:
-            self._books.unlink(block)
-        hit = [h for h, row in self._books.sequences.items() if any(Block(row.tier, b) in gone for b in row.table)]
+            self._state.unlink(block)
+        hit = [h for h, row in self._state.sequences.items() if any(Block(row.tier, b) in gone for b in row.table)]
         for handle in hit:
-            self._books.sequences[handle].lost = True
+            self._state.sequences[handle].lost = True
         self.complete(ticket)
         return np.array(hit, dtype=np.uint64)
 
@@ -322,13 +322,13 @@ class ReferenceManager:
 
     def _open(self, row: Row) -> int:
         self._handles += 1
-        self._books.sequences[self._handles] = row
+        self._state.sequences[self._handles] = row
         return self._handles
 
     def _get(self, handle: int) -> Row:
-        if int(handle) not in self._books.sequences:
+        if int(handle) not in self._state.sequences:
             raise UnknownSequenceError(f"sequence {handle} is unknown")
-        return self._books.sequences[int(handle)]
+        return self._state.sequences[int(handle)]
 
     def _batch(self, handles: list[int]) -> Iterator[tuple[int, Row]]:
         for i, handle in enumerate(handles):
@@ -348,7 +348,7 @@ class ReferenceManager:
         row = self._intact(handle)
         if row.tier != "device":
             raise SequenceStateError(f"sequence {handle} is in the {row.tier} tier")
-        if row.moving and row.ticket in self._books.running:
+        if row.moving and row.ticket in self._state.running:
             raise SequenceStateError(f"sequence {handle} is still moving (ticket {row.ticket})")
         return row
 
@@ -359,24 +359,24 @@ class ReferenceManager:
     def _written(self, row: Row, count: int) -> range:
         """Table entries, of those there are, that the next `count` tokens and drafts are written to."""
         first = row.length // self.block_size
-        return range(first, min(self._books.count(row.length + count), len(row.table)) if count else first)
+        return range(first, min(self._state.count(row.length + count), len(row.table)) if count else first)
 
     def _copy_on_write(self, row: Row, index: int) -> None:
-        if index >= self._books.count(row.length):
+        if index >= self._state.count(row.length):
             # Lookahead that holds no token yet: nothing to copy.
-            (own_id,) = self._books.take("device", 1)
+            (own_id,) = self._state.take("device", 1)
             row.table[index] = own_id
             return
-        shared, own = Block("device", row.table[index]), Block("device", self._books.take("device", 1)[0])
-        self._books.transfer("copy", shared, own, "read")
+        shared, own = Block("device", row.table[index]), Block("device", self._state.take("device", 1)[0])
+        self._state.transfer("copy", shared, own, "read")
         row.table[index] = own.id
-        row.moving = row.moving and row.ticket == self._books.ticket
-        row.ticket = self._books.ticket
+        row.moving = row.moving and row.ticket == self._state.ticket
+        row.ticket = self._state.ticket
 
     # ---- moves ----
 
     def _admit(self, wanted: int, free: int) -> Fit:
-        fit = _fit(wanted, max(0, free - self._watermark), max(0, self._books.blocks["device"] - self._watermark))
+        fit = _fit(wanted, max(0, free - self._watermark), max(0, self._state.blocks["device"] - self._watermark))
         if fit and free < self._watermark:
             return Fit(AllocStatus.LATER, fit.blocks, fit.free)
         return fit
@@ -406,15 +406,15 @@ class ReferenceManager:
             self._intact(handle)
             if row.tier != origin:
                 raise SequenceStateError(f"sequence {handle} is in the {row.tier} tier, the call needs it in {origin}")
-            if row.written == self._books.ticket:
+            if row.written == self._state.ticket:
                 raise _BusyError(f"sequence {handle} has tokens that this step is yet to write")
-            uses = self._books.uses(origin)
-            held = row.table[: self._books.count(row.length)]
+            uses = self._state.uses(origin)
+            held = row.table[: self._state.count(row.length)]
             # Nothing that its blocks were made from may turn out to be lost.
-            in_flight = any(ticket <= row.ticket for ticket in (self._books.ticket, *self._books.running))
+            in_flight = any(ticket <= row.ticket for ticket in (self._state.ticket, *self._state.running))
             if in_flight or any("write" in uses[block] for block in held):
                 raise _BusyError(f"sequence {handle} is still moving")
-            sources.update(block for block in held if self._books.twin(Block(origin, block), to) is None)
+            sources.update(block for block in held if self._state.tier_copy(Block(origin, block), to) is None)
         return len(sources)
 
     def _room(self, to: TierName, count: Callable[[], int]) -> Fit:
@@ -422,54 +422,54 @@ class ReferenceManager:
             wanted = count()
         except SequenceStateError as error:
             return self._unmovable(to, error)
-        return _fit(wanted, len(self._books.free_blocks(to)), self._books.blocks[to])
+        return _fit(wanted, len(self._state.free_blocks(to)), self._state.blocks[to])
 
     def _unmovable(self, to: TierName, error: SequenceStateError) -> Fit:
         status = AllocStatus.LATER if isinstance(error, _BusyError) else AllocStatus.NEVER
-        return Fit(status, 0, len(self._books.free_blocks(to)))
+        return Fit(status, 0, len(self._state.free_blocks(to)))
 
     def _can_return(self, handles: list[int], origin: TierName, wanted: int, lookahead: int) -> Fit:
         partial: Counter[int] = Counter()
         for handle in handles:
-            row = self._books.sequences[handle]
-            held = self._books.count(row.length)
-            wanted += self._books.count(row.length + 1 + lookahead) - held
+            row = self._state.sequences[handle]
+            held = self._state.count(row.length)
+            wanted += self._state.count(row.length + 1 + lookahead) - held
             if row.length % self.block_size:
                 partial[row.table[held - 1]] += 1
         # Partly filled blocks are moved for this batch alone; the last owner writes in place.
         wanted += sum(owners - 1 for owners in partial.values())
-        free = self._books.available("device") if origin == "host" else len(self._books.free_blocks("device"))
+        free = self._state.available("device") if origin == "host" else len(self._state.free_blocks("device"))
         return self._admit(wanted, free)
 
     def _move(self, handles: list[int], origin: TierName, to: TierName) -> None:
         wanted = self._sources(handles, origin, to)
         kind = {"host": "swap_in", "external": "fetch", "device": "swap_out"}[origin] if to != "external" else "spill"
-        self._books.require(to, wanted, draining_too=kind == "swap_in")
-        targets = self._books.take(to, wanted)
+        self._state.require(to, wanted, draining_too=kind == "swap_in")
+        targets = self._state.take(to, wanted)
         partial: list[Block] = []
         for handle in handles:
-            row = self._books.sequences[handle]
-            while len(row.table) > self._books.count(row.length):
-                self._books.drop(row, -1)
+            row = self._state.sequences[handle]
+            while len(row.table) > self._state.count(row.length):
+                self._state.drop(row, -1)
             moved = []
             for i in range(len(row.table)):
                 source, full = Block(origin, row.table[0]), i < row.length // self.block_size
-                target = self._books.twin(source, to)
+                target = self._state.tier_copy(source, to)
                 if target is None:
                     target = Block(to, targets.pop(0))
-                    self._books.transfer(kind, source, target, "drain" if origin == "device" else "read")
-                    if self._books.refs(source) > 1:
-                        self._books.link(source, target)
-                        self._books.step.fresh.add(target)
+                    self._state.transfer(kind, source, target, "drain" if origin == "device" else "read")
+                    if self._state.refs(source) > 1:
+                        self._state.link(source, target)
+                        self._state.step.fresh.add(target)
                         if not full:
                             partial.append(target)
                 moved.append(target.id)
-                self._books.drop(row, 0)
-            row.tier, row.table, row.ticket, row.moving = to, moved, self._books.ticket, True
+                self._state.drop(row, 0)
+            row.tier, row.table, row.ticket, row.moving = to, moved, self._state.ticket, True
         # A partly filled block is shared among this batch only: its owners may write on.
         for block in partial:
-            self._books.unlink(block)
-            self._books.step.fresh.discard(block)
+            self._state.unlink(block)
+            self._state.step.fresh.discard(block)
 
 
 def _fit(wanted: int, free: int, total: int) -> Fit:

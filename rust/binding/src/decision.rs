@@ -270,7 +270,7 @@ impl PyStepDecision {
 
     /// The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
     ///
-    /// The checksum finds damage, not a forger who makes it anew: bytes of unknown origin need a signature of yours.
+    /// The checksum finds damage, not a forger who computes it: bytes of unknown origin need a signature of yours.
     /// Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
     ///
     /// Args:

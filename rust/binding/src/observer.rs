@@ -130,12 +130,12 @@ fn taken(sequences: Vec<Ids>) -> Vec<Vec<u32>> {
     sequences.into_iter().map(|Ids(ids)| ids).collect()
 }
 
-struct Books {
+struct State {
     observer: Observer,
     planner: Planner,
 }
 
-impl Books {
+impl State {
     /// The step's plan; hysteresis goes on where the goals are those of the step before.
     fn plan(&mut self, wanted: &[Wanted], sequences: &[Vec<u32>], hot: &[u32], budget: Budget) -> PyResult<PyMovePlan> {
         if !self.planner.wanted().eq(wanted.iter().copied()) {
@@ -158,11 +158,11 @@ impl Books {
 ///     InvalidArgumentError: the number of blocks is out of range.
 #[pyclass(frozen, name = "BlockObserver", module = "blockyard._core")]
 pub(crate) struct PyBlockObserver {
-    inner: InnerLock<Books>,
+    inner: InnerLock<State>,
 }
 
 impl PyBlockObserver {
-    fn lock(&self) -> Guard<'_, Books> {
+    fn lock(&self) -> Guard<'_, State> {
         self.inner.lock()
     }
 
@@ -178,8 +178,8 @@ impl PyBlockObserver {
         T: Plain + Into<i64> + TryFrom<i64>,
     {
         let Some((mut values, shape)) = memory::copied::<T, IxDyn>(ids)? else { return Ok(None) };
-        let books = self.lock();
-        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
+        let state = self.lock();
+        let (forward, limit) = (state.observer.forward(), i64::from(state.observer.limit()));
         for value in &mut values {
             let id: i64 = (*value).into();
             let known = usize::try_from(id).ok().and_then(|id| forward.get(id));
@@ -189,7 +189,7 @@ impl PyBlockObserver {
                 None => return Err(unresolvable(id, limit)),
             }
         }
-        drop(books);
+        drop(state);
         let Some(out) = out else {
             return Ok(Some(memory::filled(ids.py(), shape, &values, |&value| value)?.into_any()));
         };
@@ -212,7 +212,7 @@ impl PyBlockObserver {
             return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
         }
         let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST)).map_err(to_py)?;
-        Ok(Self { inner: InnerLock::new(Books { observer, planner: Planner::default() }) })
+        Ok(Self { inner: InnerLock::new(State { observer, planner: Planner::default() }) })
     }
 
     /// Ids known so far.
@@ -315,9 +315,9 @@ impl PyBlockObserver {
         #[pyo3(from_py_with = args::block)] block: u32,
         #[pyo3(from_py_with = args::by)] by: i32,
     ) -> PyResult<()> {
-        let mut books = self.lock();
-        let id = books.observer.unresolve(block);
-        if by < 0 { books.observer.release_ids(&[id], Fresh::No) } else { books.observer.use_ids(&[id]) }.map_err(to_py)
+        let mut state = self.lock();
+        let id = state.observer.unresolve(block);
+        if by < 0 { state.observer.release_ids(&[id], Fresh::No) } else { state.observer.use_ids(&[id]) }.map_err(to_py)
     }
 
     /// Exchange the references of two blocks.
@@ -381,8 +381,8 @@ impl PyBlockObserver {
         #[pyo3(from_py_with = args::rows)] rows: Vec<Vec<i64>>,
         pass_negative: bool,
     ) -> PyResult<Vec<Vec<i64>>> {
-        let books = self.lock();
-        let (forward, limit) = (books.observer.forward(), i64::from(books.observer.limit()));
+        let state = self.lock();
+        let (forward, limit) = (state.observer.forward(), i64::from(state.observer.limit()));
         let one = |&id: &i64| match usize::try_from(id).ok().and_then(|id| forward.get(id)) {
             Some(&block) => Ok(i64::from(block)),
             None if (pass_negative && id < 0) || (0..limit).contains(&id) => Ok(id),
@@ -396,11 +396,11 @@ impl PyBlockObserver {
     /// Raises:
     ///     InvalidArgumentError: it is out of range.
     fn unresolve(&self, #[pyo3(from_py_with = args::block)] block: u32) -> PyResult<u32> {
-        let books = self.lock();
-        if block >= books.observer.limit() {
-            return Err(unresolvable(block.into(), books.observer.limit().into()));
+        let state = self.lock();
+        if block >= state.observer.limit() {
+            return Err(unresolvable(block.into(), state.observer.limit().into()));
         }
-        Ok(books.observer.unresolve(block))
+        Ok(state.observer.unresolve(block))
     }
 
     /// The block of each id known so far: a copy.
@@ -452,9 +452,9 @@ impl PyBlockObserver {
     ) -> PyResult<PyFragmentation> {
         Goal::from_name("empty_pages", page_blocks).map_err(to_py)?;
         let sequences = taken(sequences);
-        let mut books = self.lock();
-        let (runs, _) = books.observer.runs(&sequences).map_err(to_py)?;
-        let map = books.observer.places();
+        let mut state = self.lock();
+        let (runs, _) = state.observer.runs(&sequences).map_err(to_py)?;
+        let map = state.observer.places();
         let pages = map.capacity().div_ceil(page_blocks);
         Ok(PyFragmentation {
             max_id: map.highest().map(|block| block.0),

@@ -1,4 +1,4 @@
-//! Forged snapshots: the payload of a real one is changed and sealed anew. What is accepted must hold through all that
+//! Forged snapshots: the payload of a real one is changed and sealed again. What is accepted must hold through all that
 //! follows: no panic, no broken invariant. Bytes say what is done, so that the fuzzer (`fuzz/fuzz_targets/snapshot.rs`)
 //! runs the same.
 #![expect(

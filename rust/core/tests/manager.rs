@@ -76,7 +76,7 @@ pub(crate) struct World {
     tables: tables::Arrays,
     next: u64,
     /// What the events say can be found, and how many events there were.
-    findable: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
+    cached: BTreeMap<(Tier, u8, [u8; 32]), BlockId>,
     events: u64,
     pins: Vec<keep::Held>,
     /// How far the device's last change of size had come.
@@ -113,7 +113,7 @@ impl World {
             tickets: BTreeMap::new(),
             tables: tables::Arrays::default(),
             next: 0,
-            findable: BTreeMap::new(),
+            cached: BTreeMap::new(),
             events: 0,
             pins: vec![],
             resized,

@@ -109,7 +109,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         num_cpu_blocks: blocks in host memory, for swapping.
         watermark: fraction of the GPU blocks that admission keeps free.
         sliding_window: tokens that attention looks back, or None for all.
-        enable_caching: keep full blocks findable by their tokens.
+        enable_caching: keep full blocks cached by their tokens.
     Source: vLLM 0.7.3, `vllm/core/block_manager.py`.
     """
 

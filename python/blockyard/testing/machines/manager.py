@@ -56,7 +56,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
 
     Attributes:
         make_manager: makes the manager under test; `manager_machine` sets it.
-        restore: makes a manager anew from one that has nothing under way; None for managers that cannot.
+        restore: makes a manager from one that has nothing under way; None for managers that cannot.
         make_memory: makes the memory that decisions run on; override it to plant a fault.
         same_ids: whether the manager must choose the same blocks as the model. If not, the tables, decisions and
             errors' numbers are not compared; tokens, free blocks and lengths still are.
@@ -86,8 +86,8 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         self.agree(lambda m: answer(m.can_allocate(longest)), lambda m: answer(m.can_allocate(longest)))
         real, model = self.both(lambda m: m.allocate(counts=lengths), lambda m: m.allocate(counts=lengths))
         if real is not None and model is not None:
-            for handle, twin, length in zip(real, model, lengths, strict=True):
-                self.adopt(Tracked(int(handle), int(twin)), 0, length)
+            for handle, modelled, length in zip(real, model, lengths, strict=True):
+                self.adopt(Tracked(int(handle), int(modelled)), 0, length)
 
     @precondition(lambda self: self.sequences)
     @rule(pick=_pick, count=st.integers(0, 3))
@@ -99,8 +99,8 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
         real, model = self.both(lambda m: m.fork(parent.real, count), lambda m: m.fork(parent.model, count))
         if real is None or model is None:
             return
-        for handle, twin in zip(real, model, strict=True):
-            self.sequences.append(Tracked(int(handle), int(twin), list(parent.tokens)))
+        for handle, modelled in zip(real, model, strict=True):
+            self.sequences.append(Tracked(int(handle), int(modelled), list(parent.tokens)))
         if parent.real in self.written:
             self.written |= {int(handle) for handle in real}
 
@@ -317,7 +317,7 @@ class ManagerMachine(SideBySide, RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        """The manager's books are sound, and say what the model's say."""
+        """The manager is sound, and say what the model's say."""
         self.manager.check()
         self.model.check()
         same("sequences", self.manager.stats().sequences, self.model.stats().sequences)
@@ -360,7 +360,7 @@ def manager_machine(
         factory: makes the manager under test; Blockyard's own if not given, which then is also restored from its
             snapshots.
         same_ids: whether it must choose the same block ids as the reference model, lowest first.
-        restore: makes a manager anew from one that has nothing under way, which raises `SnapshotError` if it has.
+        restore: makes a manager from one that has nothing under way, which raises `SnapshotError` if it has.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -384,6 +384,6 @@ def manager_machine(
 
 def _restored(manager: ManagerLike) -> ManagerLike:
     if not isinstance(manager, BlockManager):
-        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make it anew"
+        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make one"
         raise InvalidArgumentError(message)
     return BlockManager.restore(manager.snapshot())

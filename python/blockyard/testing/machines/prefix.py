@@ -58,7 +58,7 @@ class PrefixMachine(RuleBasedStateMachine):
     Hits must be of tokens that were computed under the same salt, and be read back as such; what a sequence has
     published must be found while the sequence has it; counters, free blocks and events must say the same. Tokens that
     are computed from garbage are garbage, so what was published too early is read back wrongly. Transfers run as late
-    as the decisions allow, and some fail. Where nothing is under way, the manager is made anew from its snapshot, and
+    as the decisions allow, and some fail. Where nothing is under way, the manager is made from its snapshot, and
     must be what it was and go on.
 
     Attributes:
@@ -94,7 +94,7 @@ class PrefixMachine(RuleBasedStateMachine):
         """Admit prompts with what is cached of them, all or none."""
         batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
         cached = [self.manager.prefix.lookup(prompt, salt=salt).tokens for prompt in batch]
-        findable = set(self.replay.blocks)
+        cached_blocks = set(self.replay.blocks)
         try:
             found = self.manager.allocate(*batch, salt=salt)
         except OutOfBlocksError as error:
@@ -107,8 +107,8 @@ class PrefixMachine(RuleBasedStateMachine):
             _same("hit tokens", hit, self.model.usable(before, len(prompt)))
             self.model.count(prompt, hit)
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
-            if self.replay.complete and not set(table) <= findable:
-                raise AssertionError(f"hit blocks {table}, the events say that {sorted(findable)} can be found")
+            if self.replay.complete and not set(table) <= cached_blocks:
+                raise AssertionError(f"hit blocks {table}, the events say that {sorted(cached_blocks)} are cached")
             tracked = _Tracked(handle, salt, prompt, len(prompt), published=len(table))
             self.sequences.append(tracked)
             self.write(tracked, hit)
@@ -117,24 +117,24 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(
         picks=_picks,
         count=st.integers(0, 5),
-        told=st.sampled_from(["now", "later", "never"]),
+        named=st.sampled_from(["now", "later", "never"]),
         token=st.integers(0, 2),
     )
-    def append(self, picks: list[int], count: int, told: str, token: int) -> None:
+    def append(self, picks: list[int], count: int, named: str, token: int) -> None:
         """Append tokens to a batch, and tell the manager which: now, with `note`, or never."""
         batch = self.chosen(picks)
         handles = [sequence.handle for sequence in batch]
         try:
-            if told == "now":
+            if named == "now":
                 slots = self.manager.append(handles, count, token_ids=[token] * (count * len(batch)))
             else:
                 slots = self.manager.append(handles, count)
         except BlockyardError:
             return
         for sequence, mine in zip(batch, slots.reshape(len(batch), count).tolist(), strict=True):
-            if told == "now" and sequence.noted == len(sequence.tokens):
+            if named == "now" and sequence.noted == len(sequence.tokens):
                 sequence.noted += count
-            sequence.tokens += [self.fresh() if told == "never" else token for _ in range(count)]
+            sequence.tokens += [self.fresh() if named == "never" else token for _ in range(count)]
             self.pending.update(dict.fromkeys(mine, sequence))
             self.dirty.add(sequence.handle)
 
@@ -296,13 +296,13 @@ class PrefixMachine(RuleBasedStateMachine):
         except SnapshotError:
             if settled:
                 raise
-        _same("the manager made anew", self.describe(), before)
+        _same("the manager from its snapshot", self.describe(), before)
 
     # ---- what must hold ----
 
     @invariant()
     def books_agree(self) -> None:
-        """The manager's books are sound, the counters and events are those of its answers."""
+        """The manager is sound, the counters and events are those of its answers."""
         if not hasattr(self, "manager"):
             return
         self.manager.check()
@@ -310,7 +310,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.model.check(stats)
         self.replay.apply(self.manager.prefix.take_events())
         if self.replay.complete:
-            _same("findable blocks", len(self.replay.blocks), stats.cached_blocks["device"])
+            _same("cached blocks", len(self.replay.blocks), stats.cached_blocks["device"])
         for s in self.sequences:
             _same("tokens", self.manager.num_tokens(s.handle), len(s.tokens))
             known = s.tokens[: s.published * self.model.block_size]
@@ -335,7 +335,7 @@ class PrefixMachine(RuleBasedStateMachine):
     # ---- helpers ----
 
     def describe(self) -> list[object]:
-        """What a manager made anew must have kept."""
+        """What a manager made from a snapshot must have kept."""
         handles = [sequence.handle for sequence in self.sequences]
         tables = [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
         cached = [
@@ -422,7 +422,7 @@ def prefix_machine(
     Args:
         factory: makes the manager under test, from its sizes and how many events it is to keep; Blockyard's own if not
             given, which then is also restored from its snapshots.
-        restore: makes a manager anew from one that has nothing under way, which raises `SnapshotError` if it has.
+        restore: makes a manager from one that has nothing under way, which raises `SnapshotError` if it has.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
@@ -449,7 +449,7 @@ def _made(config: Config, events: int) -> BlockManager:
 
 def _restored(manager: PrefixManagerLike) -> PrefixManagerLike:
     if not isinstance(manager, BlockManager):
-        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make it anew"
+        message = f"the manager is a {type(manager).__name__}, `restore` must say how to make one"
         raise InvalidArgumentError(message)
     return BlockManager.restore(manager.snapshot())
 

@@ -152,7 +152,7 @@ impl PyPoolAllocator {
         lock(&self.pool).lookups().map_or(-1.0, |all| all.hits as f64 / all.queries.max(1) as f64)
     }
 
-    /// Return the id of a full block, of its cached twin if there is one.
+    /// Return the id of a full block, of the cached block with the same tokens if there is one.
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python")]
     fn promote_to_immutable_block(&self, block: Block<'_>) -> PyResult<i64> {
         if !self.caching {

@@ -1,4 +1,4 @@
-//! What becomes of holes that hold something findable: cached blocks that their owner may do without.
+//! What becomes of holes that hold something cached: cached blocks that their owner may do without.
 //!
 //! They count as holes. Those that are entered, and those where `max_id`, `free_tail` or `empty_pages` want nothing to be,
 //! give up what they hold, or hand it on to a hole that holds nothing. Other goals are about live blocks alone.
@@ -42,12 +42,12 @@ impl Guard {
 
 /// Where goals want nothing to be: all of them, and those that moves are planned for in this step.
 #[derive(Default)]
-pub(super) struct Ways {
+pub(super) struct Guards {
     all: Vec<Guard>,
     awake: Vec<Guard>,
 }
 
-impl Ways {
+impl Guards {
     pub(super) fn add(&mut self, goal: Goal, guard: Option<Guard>, is_awake: bool) {
         let guard = guard.filter(|_| clears(goal));
         self.all.extend(guard);
@@ -100,7 +100,7 @@ pub(super) fn excess(content: &BlockSet, goal: Goal, places: &BlockMap, live: u3
 /// much of that stays because nothing of the budget is left.
 pub(super) fn settle<F: Facts>(
     content: &BlockSet,
-    ways: &Ways,
+    guards: &Guards,
     places: &BlockMap,
     facts: &F,
     budget_left: &mut Remaining,
@@ -110,7 +110,7 @@ pub(super) fn settle<F: Facts>(
     let entered: HashSet<u32> = lists.into_iter().flatten().map(|&[_, to]| to).collect();
     let most = entered.len().saturating_mul(16).saturating_add(SPARE_HOLES);
     let is_spare = |hole: u32| {
-        let is_barred = || ways.all.iter().any(|guard| guard.bars(places, hole));
+        let is_barred = || guards.all.iter().any(|guard| guard.bars(places, hole));
         !entered.contains(&hole) && facts.entry(BlockId(hole)) == Entry::Move && !is_barred()
     };
     let (mut blank, mut vain) = (places.holes().without(content).map(|hole| hole.0), 0);
@@ -134,7 +134,7 @@ pub(super) fn settle<F: Facts>(
         }
     }
     let mut left = 0;
-    for block in in_the_way(content, &ways.awake, places).filter(|block| !entered.contains(block)) {
+    for block in in_the_way(content, &guards.awake, places).filter(|block| !entered.contains(block)) {
         if facts.entry(BlockId(block)) != Entry::Exchange {
             pairs.clear.push(block);
         } else if budget_left.buys(Entry::Move) == 0 {

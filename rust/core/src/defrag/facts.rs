@@ -26,7 +26,7 @@ pub trait Facts {
         Entry::Move
     }
 
-    /// Holes that hold something findable, which is in the way where a goal wants blocks to be free. None if what is in
+    /// Holes that hold something cached, which is in the way where a goal wants blocks to be free. None if what is in
     /// holes is in nobody's way.
     fn content(&self) -> Option<&BlockSet> {
         None

@@ -83,7 +83,7 @@ impl Planner {
         }
         let (mut rules, mut budget_left) = (Rules::new(facts), Remaining::new(budget));
         let (mut pairs, mut named, mut rest) = (Pairs::default(), Vec::new(), Rest::default());
-        let mut ways = content::Ways::default();
+        let mut guards = content::Guards::default();
         for (i, &(goal, end, wakes)) in awake.iter().enumerate() {
             let done = named.len();
             match goal {
@@ -106,13 +106,13 @@ impl Planner {
             }
             let guard = Guard::of(goal, end, places);
             rules.guards.extend(guard);
-            ways.add(goal, guard, wakes);
+            guards.add(goal, guard, wakes);
             if guard.is_none() {
                 rules.kept.extend(sequences.iter().copied().flatten().map(|block| block.0));
             }
         }
         if let Some(content) = facts.content() {
-            rest.left += content::settle(content, &ways, places, facts, &mut budget_left, &mut pairs);
+            rest.left += content::settle(content, &guards, places, facts, &mut budget_left, &mut pairs);
         }
         for pair in named {
             places.resume(pair);

@@ -35,17 +35,17 @@ impl World {
             match event {
                 Event::Stored { key, parent, tier, block, tokens, group, .. } => {
                     assert_eq!(tokens, BLOCK);
-                    assert!(self.findable.insert((tier, group, key.0), block).is_none(), "stored twice");
+                    assert!(self.cached.insert((tier, group, key.0), block).is_none(), "stored twice");
                     assert!(parent.is_none_or(|parent| parent != key));
                 }
                 Event::Removed { key, tier, block, group, .. } => {
-                    assert_eq!(self.findable.remove(&(tier, group, key.0)), Some(block));
+                    assert_eq!(self.cached.remove(&(tier, group, key.0)), Some(block));
                 }
-                Event::Cleared { tier } => self.findable.retain(|(at, ..), _| *at != tier),
+                Event::Cleared { tier } => self.cached.retain(|(at, ..), _| *at != tier),
             }
         }
         for tier in Tier::ALL {
-            let found = self.findable.keys().filter(|(at, ..)| *at == tier).count();
+            let found = self.cached.keys().filter(|(at, ..)| *at == tier).count();
             assert_eq!(found, self.manager.pool(tier).published());
         }
         for (&sequence, ids) in &self.ids {
@@ -60,7 +60,7 @@ impl World {
             for (number, group) in self.growing() {
                 for token in needed(group, cached, cached) {
                     let block = (token / BLOCK) as usize;
-                    let found = |tier| self.findable.contains_key(&(tier, number as u8, keys[block]));
+                    let found = |tier| self.cached.contains_key(&(tier, number as u8, keys[block]));
                     let found = found(Tier::Device) || found(Tier::Host);
                     assert!(found, "block {block} of {sequence} is cached without an event in group {number}");
                 }

@@ -1,4 +1,4 @@
-"""What the reference model remembers: tables, leases, blocks that hold the same bytes. All else is counted anew."""
+"""What the reference model remembers: tables, leases, blocks that hold the same bytes; all else is counted when asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from blockyard.errors import OutOfBlocksError
 from blockyard.testing.interfaces import Config, TierName
 
-__all__ = ["Block", "Books", "Lease", "Row", "Step"]
+__all__ = ["Block", "Lease", "ModelState", "Row", "Step"]
 
 
 class Block(NamedTuple):
@@ -48,7 +48,7 @@ class Step:
     reuses_drained: bool = False
 
 
-class Books:
+class ModelState:
     """Tables and leases of three tiers; nothing is kept that could be counted from them.
 
     Args:
@@ -62,7 +62,7 @@ class Books:
         self.ticket = 1  # of the open step
         self.step = Step()
         self.running: dict[int, Step] = {}
-        self.twins: dict[Block, Block] = {}
+        self.tier_copies: dict[Block, Block] = {}
         # Transfers that have not ended and that a block's bytes came through: if one fails, the bytes are lost.
         self.unlanded: dict[Block, set[tuple[int, Block]]] = {}
 
@@ -92,14 +92,14 @@ class Books:
         uses = self.uses(tier)
         return [block for block in self._unreferenced(tier) if not uses[block]]
 
-    def draining_blocks(self, tier: TierName) -> list[int]:
+    def overlappable_blocks(self, tier: TierName) -> list[int]:
         """Blocks that are only being read on the device: work ordered after the readers may have them."""
         uses = self.uses(tier)
         return [block for block in self._unreferenced(tier) if set(uses[block]) == {"drain"}]
 
     def available(self, tier: TierName) -> int:
         """Blocks that device work of the open step may have."""
-        return len(self.free_blocks(tier)) + len(self.draining_blocks(tier))
+        return len(self.free_blocks(tier)) + len(self.overlappable_blocks(tier))
 
     def require(self, tier: TierName, wanted: int, *, draining_too: bool = True) -> None:
         """Raise `OutOfBlocksError` unless so many blocks can be had."""
@@ -114,7 +114,7 @@ class Books:
         free = self.free_blocks(tier)[:count]
         if len(free) < count:
             self.step.reuses_drained = True
-            free += self.draining_blocks(tier)[: count - len(free)]
+            free += self.overlappable_blocks(tier)[: count - len(free)]
         for block in free:
             self.unlanded.pop(Block(tier, block), None)
         return free
@@ -134,23 +134,23 @@ class Books:
 
     def unlink(self, block: Block) -> None:
         """Forget which block holds the same bytes."""
-        twin = self.twins.pop(block, None)
-        if twin is not None:
-            del self.twins[twin]
+        tier_copy = self.tier_copies.pop(block, None)
+        if tier_copy is not None:
+            del self.tier_copies[tier_copy]
 
     def link(self, a: Block, b: Block) -> None:
         """Note that two blocks hold the same bytes, and no third."""
         self.unlink(a)
         self.unlink(b)
-        self.twins[a], self.twins[b] = b, a
+        self.tier_copies[a], self.tier_copies[b] = b, a
 
-    def twin(self, block: Block, to: TierName) -> Block | None:
+    def tier_copy(self, block: Block, to: TierName) -> Block | None:
         """The block of the other tier that holds the same bytes, or will when this step has run.
 
         A link outlives its call only between blocks that were full: a sequence that was cut since may share one, too.
         """
-        twin = self.twins.get(block)
-        if twin is None or twin.tier != to:
+        tier_copy = self.tier_copies.get(block)
+        if tier_copy is None or tier_copy.tier != to:
             return None
-        landed = "write" not in self.uses(to)[twin.id]
-        return twin if landed or twin in self.step.fresh else None
+        landed = "write" not in self.uses(to)[tier_copy.id]
+        return tier_copy if landed or tier_copy in self.step.fresh else None
