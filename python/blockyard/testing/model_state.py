@@ -1,4 +1,4 @@
-"""What the reference model remembers: tables, leases, blocks that hold the same bytes; the rest is counted when asked."""
+"""What the reference model remembers: tables, leases, blocks of equal bytes. The rest is counted when asked for."""
 
 from __future__ import annotations
 
