@@ -6,11 +6,11 @@
 //! allocator brings one.
 //!
 //! ```
-//! use blockyard_core::allocator::{BlockAllocator, NaiveAllocator, Reuse};
-//! use blockyard_core::{BlockId, Tier};
+//! use blockyard_core::allocator::{BlockAllocator, NaiveAllocator};
+//! use blockyard_core::{BlockId, ReuseOrder, Tier};
 //!
 //! # fn main() -> blockyard_core::Result<()> {
-//! let mut allocator = NaiveAllocator::new(Tier::Device, 4, Reuse::Lowest)?;
+//! let mut allocator = NaiveAllocator::new(Tier::Device, 4, ReuseOrder::Lowest)?;
 //! let mut table = Vec::new();
 //! allocator.allocate(3, &mut table)?;
 //! assert!(allocator.allocate(2, &mut table).is_err() && table.len() == 3); // all or nothing
