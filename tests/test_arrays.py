@@ -1,4 +1,4 @@
-"""What the binding takes and refuses: `rust/binding/src/arrays.rs`."""
+"""What the binding takes and refuses: `rust/binding/src/convert/arrays.rs`."""
 
 from __future__ import annotations
 

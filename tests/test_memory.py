@@ -1,4 +1,4 @@
-"""Arrays that calls write, `rust/binding/src/memory.rs`: changed in place, of any layout, with one memory."""
+"""Arrays that calls write, `rust/binding/src/convert/memory.rs`: changed in place, of any layout, with one memory."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::args::{self, Argument, items, refused, shown};
-use crate::arrays;
-use crate::errors::{invalid, to_py};
+use crate::convert::args::{self, Argument, items, refused, shown};
+use crate::convert::arrays;
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory;
+use crate::convert::tiers::tier_of;
 use crate::free_blocks::PyFreeBlocks;
-use crate::memory;
-use crate::tiers::tier_of;
 use blockyard_core as core;
 use blockyard_core::ReuseOrder;
 use blockyard_core::allocator::Eviction;

@@ -1,10 +1,10 @@
 //! Mappings of blocks, and views of caches in host memory over which they run. What they may touch is checked by
 //! `blockyard_copy`.
 
-use crate::args::{self, Argument, shown};
-use crate::arrays;
-use crate::errors::{bad_mapping, invalid, out_of_memory};
-use crate::memory::{self, RowViews};
+use crate::convert::args::{self, Argument, shown};
+use crate::convert::arrays;
+use crate::convert::errors::{bad_mapping, invalid, out_of_memory};
+use crate::convert::memory::{self, RowViews};
 use blockyard_copy::{ASIDE, CopyError, Mapping, Rule};
 use numpy::{Ix1, Ix2, PyArray};
 use pyo3::prelude::*;

@@ -1,10 +1,10 @@
 //! `Pairs` and `StepDecision`: what the scheduler gets back once a step.
 
-use crate::args::{self, Argument};
-use crate::arrays;
-use crate::errors::{invalid, to_py};
-use crate::memory;
-use crate::tiers::tier;
+use crate::convert::args::{self, Argument};
+use crate::convert::arrays;
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory;
+use crate::convert::tiers::tier;
 use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;

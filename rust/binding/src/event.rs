@@ -1,6 +1,6 @@
 //! Events of the prefix cache as columns: one numpy array a field, no Python object an event.
 
-use crate::memory::{self, Zeroed};
+use crate::convert::memory::{self, Zeroed};
 use blockyard_core::Reason;
 use blockyard_core::event::{Event, EventBatch};
 use blockyard_core::{ExportedKey, Tier};

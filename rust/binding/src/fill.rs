@@ -1,9 +1,9 @@
 //! `FillMap`: which parts of the host's blocks hold bytes.
 
-use crate::args;
-use crate::arrays::ids;
-use crate::errors::to_py;
-use crate::memory;
+use crate::convert::args;
+use crate::convert::arrays::ids;
+use crate::convert::errors::to_py;
+use crate::convert::memory;
 use blockyard_core::FillMap;
 use numpy::PyArray1;
 use pyo3::prelude::*;

@@ -2,11 +2,11 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::args::{self, Argument, describe, items, refused, shown};
+use crate::convert::args::{self, Argument, describe, items, refused, shown};
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory::{self, Plain, Target};
 use crate::decision::array;
-use crate::errors::{invalid, to_py};
-use crate::memory::{self, Plain, Target};
-use crate::stats::PyFragmentation;
+use crate::manager::stats::PyFragmentation;
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};
 use blockyard_locks::{Guard, InnerLock};

@@ -1,9 +1,9 @@
 //! `expand_span`: the device blocks that a stretch of host blocks holds.
 
-use crate::args;
-use crate::arrays::ids;
-use crate::errors::{invalid, to_py};
-use crate::memory::{self, Target};
+use crate::convert::args;
+use crate::convert::arrays::ids;
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory::{self, Target};
 use blockyard_core::Span;
 use numpy::{Ix1, PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;

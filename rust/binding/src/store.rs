@@ -1,8 +1,8 @@
 //! `SlabStore`, `Completion` and `StoreStats`: the file tier as Python sees it.
 
-use crate::args::{self, Argument};
-use crate::arrays::Ticket;
-use crate::memory;
+use crate::convert::args::{self, Argument};
+use crate::convert::arrays::Ticket;
+use crate::convert::memory;
 use blockyard_store::{
     BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore, Stats,
     StoreOptions,

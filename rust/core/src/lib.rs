@@ -5,7 +5,6 @@ pub mod allocator;
 pub mod block;
 pub mod decision;
 pub mod defrag;
-mod envelope;
 pub mod error;
 pub mod event;
 mod fit;

@@ -2,8 +2,8 @@
 
 use super::key::{self, IntKey};
 use super::{lock, require};
-use crate::args::{self, Argument};
-use crate::memory;
+use crate::convert::args::{self, Argument};
+use crate::convert::memory;
 use blockyard_core::Key;
 use blockyard_locks::{InnerLock, debug_assert_none_held};
 use pyo3::exceptions::{PyNotImplementedError, PyValueError};

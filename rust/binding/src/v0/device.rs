@@ -4,7 +4,7 @@ use super::allocator::of_kind;
 use super::block::{Block, PyNaiveBlock, PyNullBlock};
 use super::pool::PyPoolAllocator;
 use super::{freed, lock, require};
-use crate::args;
+use crate::convert::args;
 use blockyard_core::Tier;
 use blockyard_locks::InnerLock;
 use pyo3::exceptions::PyKeyError;

@@ -1,8 +1,8 @@
 //! Keys of full blocks as V0 has them: Python ints.
 
 use super::require;
-use crate::args;
-use crate::errors::{invalid, to_py};
+use crate::convert::args;
+use crate::convert::errors::{invalid, to_py};
 use blockyard_core::hash::Chain;
 use blockyard_core::{Extra, Key, KeySpec};
 use pyo3::intern;

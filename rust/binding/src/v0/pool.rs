@@ -3,8 +3,8 @@
 use super::block::{Block, Parts, PyNaiveBlock, PyPrefixCachingBlock, key_of};
 use super::key;
 use super::{freed, lock, require, to_v0};
-use crate::args::Argument;
-use crate::errors::to_py;
+use crate::convert::args::Argument;
+use crate::convert::errors::to_py;
 use blockyard_core as core;
 use blockyard_core::ReuseOrder;
 use blockyard_core::allocator::Eviction;

@@ -4,7 +4,7 @@ use super::block::{self, Block, PyNaiveBlock, PyNullBlock};
 use super::device::{Device, PyCpuGpuBlockAllocator};
 use super::pool::PyPoolAllocator;
 use super::{lock, require};
-use crate::args::{self, Argument, length};
+use crate::convert::args::{self, Argument, length};
 use blockyard_locks::InnerLock;
 use pyo3::intern;
 use pyo3::prelude::*;

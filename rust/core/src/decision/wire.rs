@@ -1,9 +1,9 @@
 //! A decision as bytes, so that one scheduler drives many workers; see `docs/decisions/0013-layouts-and-mappings.md`.
 
 use super::{Kind, Pairs, StepDecision};
-use crate::envelope::{Contents, Envelope};
 use crate::error::{Error, Result};
 use crate::id::{TicketId, Tier};
+use crate::snapshot::envelope::{Contents, Envelope};
 use serde::{Deserialize, Serialize};
 
 /// Version of the payload: any change of what a decision holds needs another.

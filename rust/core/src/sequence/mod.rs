@@ -4,27 +4,24 @@
 //! Invariant: a row is writable beyond its length only if its last block is exclusive, unread and not moving.
 
 mod append;
-mod block_tables;
 mod check;
 mod chunk;
 mod fork;
 mod groups;
 mod owners;
-mod pass;
 mod prompt;
 mod relocate;
 mod retention;
 mod snapshot;
 mod table;
 mod truncate;
-mod window;
 
 pub use append::Counts;
-pub use block_tables::TableRows;
+pub use append::block_tables::TableRows;
+pub(crate) use append::pass::Batch;
 pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
-pub(crate) use pass::Batch;
 pub use prompt::{BlockExtra, HashedPrompt, PrefixHit, PrefixStats, Prompt};
 pub(crate) use table::{Row, Rows, RowsImage};
 
@@ -50,12 +47,12 @@ pub(crate) struct Sequences {
     owners: Owners,
     stats: PrefixStats,
     scratch: Vec<BlockId>,
-    work: pass::Work,
+    work: append::pass::Work,
 }
 
 impl Sequences {
     pub(crate) fn new(block_size: u32, groups: Groups, watermark: Share, rows: Rows, stats: PrefixStats) -> Self {
-        let (begun, scratch, work) = (HashSet::new(), Vec::new(), pass::Work::default());
+        let (begun, scratch, work) = (HashSet::new(), Vec::new(), append::pass::Work::default());
         Self { block_size, groups, watermark, rows, begun, owners: Owners::default(), stats, scratch, work }
     }
 

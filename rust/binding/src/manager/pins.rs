@@ -1,11 +1,11 @@
 //! `manager.pins`: cached blocks that a reader outside keeps.
 
 use crate::allocator::ids;
-use crate::args;
-use crate::arrays::Handle;
-use crate::errors::to_py;
-use crate::prompts::{self, KeySpecs, TokenIds};
-use crate::shared::{Shared, handles};
+use crate::convert::args;
+use crate::convert::arrays::Handle;
+use crate::convert::errors::to_py;
+use crate::manager::prompts::{self, KeySpecs, TokenIds};
+use crate::manager::shared::{Shared, handles};
 use blockyard_core::{BlockId, Expired, PinId};
 use numpy::PyArray1;
 use pyo3::prelude::*;

@@ -87,8 +87,8 @@ impl PyFit {
     #[new]
     const fn new(
         status: PyAllocStatus,
-        #[pyo3(from_py_with = crate::args::blocks)] blocks: usize,
-        #[pyo3(from_py_with = crate::args::free)] free: usize,
+        #[pyo3(from_py_with = crate::convert::args::blocks)] blocks: usize,
+        #[pyo3(from_py_with = crate::convert::args::free)] free: usize,
     ) -> Self {
         Self { status, blocks, free }
     }

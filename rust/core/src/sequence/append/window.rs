@@ -1,15 +1,15 @@
 //! What fell out of a window: blocks that no later token of a sequence needs go back to the pool while it runs.
 
-use super::Sequences;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::sequence::Sequences;
 use crate::transfer::{Step, View};
 
 impl Sequences {
     /// Blocks at the start of a prompt, at most `keys.len()`, that all groups can serve. Writes the first group's table of
     /// them to `found` and returns the others', null blocks where a group needs none.
-    pub(super) fn find_groups(
+    pub(in crate::sequence) fn find_groups(
         &self,
         view: View<'_>,
         keys: &[Key],
@@ -61,7 +61,7 @@ impl Sequences {
     }
 
     /// Puts the null block in place of the blocks that a row needs no more, its first `computed` tokens being computed.
-    pub(super) fn leave_window(&mut self, step: &mut Step<'_>, sequence: SequenceId, computed: u32) {
+    pub(in crate::sequence) fn leave_window(&mut self, step: &mut Step<'_>, sequence: SequenceId, computed: u32) {
         let row = self.rows.at(sequence);
         let (from, tier) = (row.null_prefix as usize, row.tier);
         let to = self.groups.get(row.group).unneeded(computed, self.block_size).min(row.table.len());

@@ -1,8 +1,8 @@
 //! The block table of a batch, in memory that the caller owns.
 
-use super::Sequences;
 use crate::error::{Result, invalid};
 use crate::id::SequenceId;
+use crate::sequence::Sequences;
 use crate::transfer::View;
 
 impl Sequences {
@@ -52,7 +52,7 @@ impl<'a> TableRows<'a> {
     }
 
     /// Fails unless there are so many rows.
-    pub(super) fn require_rows(&self, wanted: usize) -> Result<()> {
+    pub(in crate::sequence) fn require_rows(&self, wanted: usize) -> Result<()> {
         let rows = self.rows.len().checked_div(self.width).unwrap_or(usize::MAX);
         if wanted <= rows {
             return Ok(());
@@ -61,7 +61,7 @@ impl<'a> TableRows<'a> {
     }
 
     /// Fails unless a row takes so many blocks.
-    pub(super) fn require_width(&self, sequence: SequenceId, blocks: usize) -> Result<()> {
+    pub(in crate::sequence) fn require_width(&self, sequence: SequenceId, blocks: usize) -> Result<()> {
         if blocks <= self.width {
             return Ok(());
         }
@@ -69,7 +69,7 @@ impl<'a> TableRows<'a> {
         Err(invalid("width of the block tables", self.width as i128, must))
     }
 
-    pub(super) fn row(&mut self, index: usize) -> &mut [i32] {
+    pub(in crate::sequence) fn row(&mut self, index: usize) -> &mut [i32] {
         &mut self.rows[index * self.width..(index + 1) * self.width]
     }
 }

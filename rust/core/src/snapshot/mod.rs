@@ -1,12 +1,14 @@
 //! The envelope of a snapshot; see `docs/decisions/0005-snapshot.md`. Whatever the bytes, reading them
 //! takes memory in proportion to their number and gives a manager that passes `Manager::check`, or an error.
 
-use crate::envelope::Envelope;
+pub(crate) mod envelope;
+
 use crate::error::{Error, Result};
+use envelope::Envelope;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-pub(crate) use crate::envelope::Contents;
+pub(crate) use envelope::Contents;
 
 /// Version of the payload: any change of the contents needs another.
 pub const SNAPSHOT_VERSION: u32 = 7;

@@ -2,8 +2,8 @@
 //!
 //! The lock is held for one call and never while Python code runs.
 
-use crate::errors::to_py;
-use crate::memory;
+use crate::convert::errors::to_py;
+use crate::convert::memory;
 use blockyard_core::{Manager, SequenceId, memory as core_memory};
 use blockyard_locks::{Guard, InnerLock};
 use numpy::PyArray1;

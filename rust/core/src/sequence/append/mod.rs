@@ -1,6 +1,9 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
-use super::pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
+pub(super) mod block_tables;
+pub(super) mod pass;
+mod window;
+
 use super::table::Row;
 use super::{Sequences, blocks_for, refuse_loading, refuse_lost, require_tier, write_slots};
 use crate::block::LeaseKind;
@@ -10,6 +13,7 @@ use crate::fit::Fit;
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::transfer::{Step, View};
+use pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
 use std::ops::Range;
 
 /// Tokens to append to each sequence of a batch.
@@ -24,7 +28,7 @@ pub enum Counts<'a> {
 impl Counts<'_> {
     /// Tokens for one sequence of the batch.
     #[inline]
-    pub(super) fn at(self, index: usize) -> u32 {
+    pub(in crate::sequence) fn at(self, index: usize) -> u32 {
         match self {
             Self::All(n) => n,
             Self::Each(counts) => counts[index],

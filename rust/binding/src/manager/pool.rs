@@ -1,11 +1,11 @@
 //! `manager.pool(tier)`: the blocks of one tier.
 
 use crate::allocator::ids;
-use crate::args;
+use crate::convert::args;
+use crate::convert::memory;
 use crate::free_blocks::PyFreeBlocks;
-use crate::group::PyCacheGroup;
-use crate::memory;
-use crate::shared::Shared;
+use crate::manager::group::PyCacheGroup;
+use crate::manager::shared::Shared;
 use blockyard_core::{BlockId, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;

@@ -1,7 +1,7 @@
 //! `PrefixCaching`: options of the prefix cache; and the names of policies.
 
-use crate::args::{self, Argument, shown};
-use crate::errors::{invalid, to_py};
+use crate::convert::args::{self, Argument, shown};
+use crate::convert::errors::{invalid, to_py};
 use blockyard_core::{Eviction, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};

@@ -3,9 +3,10 @@
 //! A row whose tokens fit into the block that is its own to write needs neither the pool nor a check: whatever else happens
 //! to a row takes that block away (`writable` is 0 then), and a freed row has another generation.
 
-use super::table::{Row, Rows};
-use super::{Counts, TableRows};
+use super::Counts;
+use super::block_tables::TableRows;
 use crate::id::{BlockId, SequenceId, TicketId};
+use crate::sequence::table::{Row, Rows};
 
 /// One call's worth of appending.
 #[derive(Debug)]
@@ -19,27 +20,27 @@ pub(crate) struct Batch<'a> {
 
 /// A row that the first pass has left to the second: its place in the batch, and that of its slots.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Slow {
-    pub(super) index: usize,
-    pub(super) at: usize,
+pub(in crate::sequence) struct Slow {
+    pub(in crate::sequence) index: usize,
+    pub(in crate::sequence) at: usize,
 }
 
 /// Memory that one call hands on to the next.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Work {
-    pub(super) slow: Vec<Slow>,
+pub(in crate::sequence) struct Work {
+    pub(in crate::sequence) slow: Vec<Slow>,
     /// How many of these rows get one token, and have just filled the last block that they have.
-    pub(super) ended: usize,
+    pub(in crate::sequence) ended: usize,
     /// Rows of a batch that moves whose blocks nothing else uses.
-    pub(super) private: Vec<bool>,
+    pub(in crate::sequence) private: Vec<bool>,
 }
 
 /// What the first pass has seen: rows in all, fewer than there are if one is named twice, and those left to the second.
-pub(super) struct Passed {
-    pub(super) rows: usize,
-    pub(super) slow: usize,
+pub(in crate::sequence) struct Passed {
+    pub(in crate::sequence) rows: usize,
+    pub(in crate::sequence) slow: usize,
     /// Step in which the rows that were not left were written before, all of them: so the pass can be undone.
-    pub(super) before: TicketId,
+    pub(in crate::sequence) before: TicketId,
 }
 
 /// No row has been seen.
@@ -47,7 +48,7 @@ const NEVER: TicketId = TicketId(u64::MAX);
 
 /// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and notes the others.
 /// `TABLES`: the caller keeps a block table from call to call, and the rows know what it shows.
-pub(super) fn pass<const TABLES: bool>(
+pub(in crate::sequence) fn pass<const TABLES: bool>(
     rows: &mut Rows,
     open: TicketId,
     batch: &mut Batch<'_>,
@@ -178,13 +179,13 @@ fn is_synced<const TABLES: bool>(row: &Row) -> bool {
 
 /// Whether tokens and lookahead fit into the block that a row is writing.
 #[inline]
-pub(super) fn fits(len: u32, count: u32, lookahead: u32, writable: u32) -> bool {
+pub(in crate::sequence) fn fits(len: u32, count: u32, lookahead: u32, writable: u32) -> bool {
     writable != 0 && u64::from(len) + u64::from(count) + u64::from(lookahead) <= u64::from(writable)
 }
 
 /// Begins a row's next block with one token.
 #[inline]
-pub(super) fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketId) {
+pub(in crate::sequence) fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketId) {
     row.table.extend_with(|table| table.push(block));
     row.slot_base = i64::from(block.0) * i64::from(size) - i64::from(row.len);
     row.writable = row.len + size;
@@ -194,7 +195,7 @@ pub(super) fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketI
 
 /// The second pass, where all rows that are left to it have filled their last blocks: each gets one of `blocks`.
 #[inline(never)]
-pub(super) fn next_blocks(
+pub(in crate::sequence) fn next_blocks(
     rows: &mut Rows,
     batch: &mut Batch<'_>,
     slow: &[Slow],

@@ -3,7 +3,7 @@
 //!
 //! `#[pyo3(from_py_with = args::num_tokens)] num_tokens: u32` reads a number so; [`named`] has a function a name.
 
-use crate::errors::{invalid, to_py};
+use crate::convert::errors::{invalid, to_py};
 use blockyard_core::memory;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;

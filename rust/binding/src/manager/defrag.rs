@@ -1,11 +1,11 @@
 //! `manager.defrag`: moves that make the device pool dense, and its size.
 
-use crate::args::{self, Argument};
-use crate::arrays;
-use crate::errors::{invalid, to_py};
+use crate::convert::args::{self, Argument};
+use crate::convert::arrays;
+use crate::convert::errors::{invalid, to_py};
+use crate::manager::shared::Shared;
+use crate::manager::stats::PyFragmentation;
 use crate::observer::Goals;
-use crate::shared::Shared;
-use crate::stats::PyFragmentation;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{Cached, Fragmentation, Moves, Resize};
 use pyo3::prelude::*;

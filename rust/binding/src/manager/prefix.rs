@@ -1,13 +1,13 @@
 //! `manager.prefix`: the prefix cache; and keys that leave the process.
 
 use crate::allocator::ids;
-use crate::args;
-use crate::arrays::{self, Tokens};
-use crate::errors::{invalid, to_py};
+use crate::convert::args;
+use crate::convert::arrays::{self, Tokens};
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory;
 use crate::event::PyEventBatch;
-use crate::memory;
-use crate::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
-use crate::shared::Shared;
+use crate::manager::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
+use crate::manager::shared::Shared;
 use blockyard_core::hash::Chain;
 use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit};
 use numpy::PyArray1;

@@ -15,8 +15,8 @@
 //! - *One writer.* Two slices that share a byte are both read only. Addresses decide, as two arrays can have one memory and
 //!   no common owner.
 
-use crate::args::{describe, items};
-use crate::errors::{invalid, out_of_memory};
+use crate::convert::args::{describe, items};
+use crate::convert::errors::{invalid, out_of_memory};
 use blockyard_copy::{Caches, CopyError, Mapping, Rows};
 use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};
 use numpy::npyffi::{self, _PyArray_GET_ITEM_DATA, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, npy_intp};

@@ -1,9 +1,9 @@
 //! Prompts as arguments: token counts or token ids, with their salts, adapters and extras.
 
-use crate::args::{Argument, items, refused, shown};
-use crate::arrays;
-use crate::errors::invalid;
-use crate::memory::{self, Numbers};
+use crate::convert::args::{Argument, items, refused, shown};
+use crate::convert::arrays;
+use crate::convert::errors::invalid;
+use crate::convert::memory::{self, Numbers};
 use blockyard_core::{BlockExtra, Extra, HashedPrompt, KeySpec, Prompt};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;

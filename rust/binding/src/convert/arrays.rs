@@ -1,8 +1,8 @@
 //! Arguments in: numpy arrays where the caller has them, short Python sequences as they are.
 
-use crate::args::{Argument, describe, items, refused, shown};
-use crate::errors::{bad_mapping, invalid, to_py, unknown_ticket};
-use crate::memory::{self, Area, Numbers, Plain, Target};
+use crate::convert::args::{Argument, describe, items, refused, shown};
+use crate::convert::errors::{bad_mapping, invalid, to_py, unknown_ticket};
+use crate::convert::memory::{self, Area, Numbers, Plain, Target};
 use blockyard_core::{Counts, SequenceId, TableRows, TicketId};
 use numpy::ndarray::Dimension;
 use numpy::{Ix1, Ix2, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};

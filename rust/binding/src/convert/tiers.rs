@@ -1,6 +1,6 @@
 //! Names of tiers as arguments.
 
-use crate::errors::invalid;
+use crate::convert::errors::invalid;
 use blockyard_core::Tier;
 use pyo3::prelude::*;
 

@@ -31,8 +31,8 @@ impl PySequence {
     #[new]
     #[pyo3(signature = (handle, cached_tokens = 0))]
     const fn new(
-        #[pyo3(from_py_with = crate::args::handle)] handle: u64,
-        #[pyo3(from_py_with = crate::args::cached_tokens)] cached_tokens: u32,
+        #[pyo3(from_py_with = crate::convert::args::handle)] handle: u64,
+        #[pyo3(from_py_with = crate::convert::args::cached_tokens)] cached_tokens: u32,
     ) -> Self {
         Self { handle, cached_tokens }
     }

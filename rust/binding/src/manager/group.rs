@@ -1,7 +1,7 @@
 //! `CacheGroup`: what the layers of one group need.
 
-use crate::args::{self, Argument};
-use crate::errors::invalid;
+use crate::convert::args::{self, Argument};
+use crate::convert::errors::invalid;
 use blockyard_core::Group;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;

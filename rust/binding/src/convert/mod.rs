@@ -1,0 +1,8 @@
+//! Arguments of Python calls as Rust values, and errors as exceptions.
+
+pub(crate) mod args;
+pub(crate) mod arrays;
+pub(crate) mod errors;
+#[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
+pub(crate) mod memory;
+pub(crate) mod tiers;
