@@ -11,7 +11,7 @@ from blockyard.errors import InvalidArgumentError
 
 GoalName = Literal["max_id", "free_tail", "dense", "empty_pages", "contiguous"]
 Goal = tuple[GoalName, int] | tuple[GoalName, int, int]
-"""A goal's name and number, and how far it may be missed before anything moves; see `BlockManager.defragment`."""
+"""A goal's name and number, and how far it may be missed before anything moves; see `manager.defrag.run`."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class DefragPolicy:
 
     Args:
         goals: the most important first. `("free_tail", 0)` keeps blocks off what a smaller pool gives back,
-            `("dense", n)` all of them as low as can be; see `BlockManager.defragment`.
+            `("dense", n)` all of them as low as can be; see `manager.defrag.run`.
         max_moves: most blocks to move in a step, at least one.
         max_bytes: most bytes to write in a step; None for any number.
         block_bytes: bytes of a block, all layers; needed for `max_bytes`.

@@ -77,7 +77,7 @@ class Rows:
         self._free_seats = list(range(capacity))[::-1]
 
     def make_room(self, length: int) -> None:
-        """See to it that sequences of so many tokens fit."""
+        """Make room for sequences of so many tokens."""
         capacity, had = self.tokens.shape
         if length <= had:
             return

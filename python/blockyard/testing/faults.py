@@ -81,7 +81,7 @@ def corrupt_slots(
 
 
 def flip_bytes(path: Path, offsets: Sequence[int], *, masks: Sequence[int]) -> None:
-    """Change single bytes of a file, and see to it that they reach the disk.
+    """Change single bytes of a file on the disk.
 
     Args:
         path: the file; symbolic links are not followed.

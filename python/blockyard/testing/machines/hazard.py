@@ -253,7 +253,7 @@ class ResizingHazardMachine(HazardMachine, ResizingSchedulerMachine):
 
 
 class GarbageMemory:
-    """Memory of an elastic cache that holds garbage where none is committed; see `Memory` in `transfer.elastic`.
+    """Memory of an elastic cache that holds garbage where none is committed; see `blockyard.engine.elastic.cache`.
 
     Args:
         num_bytes: of all tensors.

@@ -127,7 +127,7 @@ mod tests {
         (pool, blocks)
     }
 
-    /// All that can be told of a pool, the order of what it gives out next included.
+    /// What can be seen of a pool, and the order of what it gives out next.
     fn state(mut pool: Pool) -> impl PartialEq + std::fmt::Debug {
         let blocks = pool.blocks.clone();
         let (free, available) = (pool.free(), pool.available());

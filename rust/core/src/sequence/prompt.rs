@@ -14,6 +14,7 @@ use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Published};
 use crate::transfer::{Step, View};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 
 /// Something besides tokens that decides the bytes of one block of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,8 +192,10 @@ pub struct PrefixHit {
 }
 
 /// One prompt's keys, and the table of each group with the blocks found for the first of them.
-struct Match {
-    keys: RowKeys,
+struct Match<'a> {
+    keys: Cow<'a, RowKeys>,
+    /// Tenant with a quota that the prompt belongs to, 0 for none.
+    tenant: u16,
     /// First blocks of the prompt that all groups can serve.
     hits: usize,
     /// The first group's table, and those of the others.
@@ -202,7 +205,7 @@ struct Match {
     others: Vec<Vec<BlockId>>,
 }
 
-impl Match {
+impl Match<'_> {
     fn blocks(&self) -> impl Iterator<Item = &BlockId> {
         let tail = self.tail.iter().filter_map(|found| match found {
             Found::Device(block) => Some(block),
@@ -350,7 +353,7 @@ impl Sequences {
     }
 
     /// Found blocks that nothing uses yet.
-    fn idle_blocks(view: View<'_>, matches: &[Match]) -> usize {
+    fn idle_blocks(view: View<'_>, matches: &[Match<'_>]) -> usize {
         let idle = |block: &&BlockId| !view.tiers.device().block(**block).is_used();
         if let [one] = matches {
             return one.blocks().filter(idle).count();
@@ -361,26 +364,25 @@ impl Sequences {
         blocks.len()
     }
 
-    fn find_prefix(&self, view: View<'_>, prompt: &Prompt<'_>, batch: usize) -> Result<Match> {
+    fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
         // Room for the whole table, which it becomes.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let alone = self.groups.is_single() && !self.groups.has_nulls();
-        let mut keys = match prompt.hashed {
+        let keys = match prompt.hashed {
             Some(hashed) if hashed.block_size != self.block_size => {
                 let must = format!("{}, the manager's", self.block_size);
                 return Err(invalid("block_size of a hashed prompt", hashed.block_size, must));
             }
-            Some(hashed) => hashed.keys.clone(),
-            None => hash(prompt, self.block_size, |i, key| {
+            Some(hashed) => Cow::Borrowed(&hashed.keys),
+            None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
                 if alone && found.len() + 1 == i {
                     found.extend(view.tiers.device().find(key));
                 } else {
                     view.tiers.device().look_ahead(key);
                 }
-            })?,
+            })?),
         };
-        keys.tenant = view.tiers.tenant_of(&prompt.spec);
         let (hits, others) = if alone {
             // While hashing, each block but the last was looked for, up to the first that is missing.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
@@ -392,7 +394,7 @@ impl Sequences {
         };
         let keeps_copies = alone && view.tiers.keeps_host_copies();
         let tail = if keeps_copies { view.find_on_host(&keys.keys[hits..limit], batch) } else { Vec::new() };
-        Ok(Match { keys, hits: hits + tail.len(), found, tail, others })
+        Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits: hits + tail.len(), found, tail, others })
     }
 
     /// Tokens that a prompt's sequence has once it is opened, of which the first `hits` blocks are cached.
@@ -403,7 +405,7 @@ impl Sequences {
     }
 
     /// Blocks that a prompt takes beyond those found.
-    fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
+    fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
         let (cached, length) = self.opened(view, prompt, found.hits, chunk);
         let entries = blocks_for(u64::from(length), self.block_size) - found.hits;
         let skipped = |group: &Group| group.skipped(cached, length - cached, found.hits, self.block_size);
@@ -411,7 +413,7 @@ impl Sequences {
     }
 
     /// Null entries that a prompt's tables get at most.
-    fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match, chunk: u32) -> usize {
+    fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
         let (_, length) = self.opened(view, prompt, found.hits, chunk);
         let leaving = self.groups.growing().iter().filter(|group| group.leaves_nulls()).count();
         blocks_for(u64::from(length), self.block_size) * leaving
@@ -422,11 +424,12 @@ impl Sequences {
         &mut self,
         step: &mut Step<'_>,
         prompt: &Prompt<'_>,
-        found: Match,
+        found: Match<'_>,
         chunk: u32,
     ) -> Result<(SequenceId, u32)> {
         let (cached, length) = self.opened(step.view(), prompt, found.hits, chunk);
-        let Match { keys, hits, mut found, tail, others } = found;
+        let Match { keys, tenant, hits, mut found, tail, others } = found;
+        let keys = RowKeys { tenant, ..keys.into_owned() };
         self.stats.prompts += 1;
         self.stats.blocks += keys.keys.len() as u64;
         self.stats.hit_blocks += hits as u64;

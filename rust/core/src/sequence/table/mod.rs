@@ -225,11 +225,13 @@ pub(crate) struct LastBlock {
 
 impl RowKeys {
     /// Tokens whose ids are known.
+    #[inline]
     pub(crate) fn known(&self, block_size: u32) -> usize {
         self.keys.len() * block_size as usize + self.pending.len()
     }
 
     /// Hashes the tokens that come next.
+    #[inline]
     pub(crate) fn extend(&mut self, tokens: &[u32], block_size: u32) -> Result<()> {
         let size = block_size as usize;
         for &token in tokens {
