@@ -96,7 +96,7 @@ impl Manager {
         Ok(Self {
             tiers,
             transfers: Transfers::new(),
-            sequences: Sequences::new(block_size, groups, watermark, Rows::new(), PrefixStats::default()),
+            sequences: Sequences::new(block_size, groups, watermark, Rows::new(block_size), PrefixStats::default()),
             pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?, 1),
             defrag: Defrag::resume(MoveStats::default()),
         })

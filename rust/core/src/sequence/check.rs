@@ -37,6 +37,13 @@ impl Sequences {
         let size = u64::from(self.block_size);
         for (sequence, row) in self.rows.iter() {
             let (len, held) = (u64::from(row.len), row.table.len() as u64);
+            let full = row.keys.as_ref().map(|keys| keys.keys.len() as u64);
+            if full != (row.known != Row::NOT_FOLLOWED).then_some(u64::from(row.known) / size) {
+                return Err(format!(
+                    "sequence {sequence}: {} tokens known, keys of {full:?} blocks of {size}",
+                    row.known
+                ));
+            }
             if held * size < len {
                 return Err(format!("sequence {sequence}: {len} tokens in {held} blocks of {size}"));
             }

@@ -9,8 +9,7 @@ use crate::transfer::View;
 impl Sequences {
     pub(crate) fn next_chunk(&self, view: View<'_>, sequence: SequenceId, budget: u32) -> Result<u32> {
         let row = self.rows.get(sequence)?;
-        let known = row.keys.as_ref().map_or(0, |keys| keys.known(self.block_size));
-        let known = u32::try_from(known).unwrap_or(u32::MAX).max(row.len);
+        let known = if row.keys.is_some() { row.known.max(row.len) } else { row.len };
         Ok(self.chunk_end(view, row.len, known, budget) - row.len)
     }
 

@@ -31,6 +31,9 @@ impl Sequences {
             return Err(invalid("number of forks", count, must));
         }
         self.require_forks(step.view(), &members, count)?;
+        if row.keys.is_some() {
+            self.rows.require_followed((count as usize).saturating_mul(members.len()))?;
+        }
         let first = out.len();
         let mut others = Vec::new();
         for &member in &members {
@@ -53,7 +56,7 @@ impl Sequences {
             let row = self.rows.at_mut(child);
             inherit(row, &parent, parent.len, parent.written);
             (row.published, row.priority) = (parent.published, parent.priority);
-            row.keys.clone_from(&parent.keys);
+            self.rows.follow_as(child, sequence);
             self.begun.extend(begun.then_some(child));
             out.push(child);
         }
@@ -157,9 +160,7 @@ impl Sequences {
         let (mut bytes, mut nulls) = (0, 0);
         for &member in members {
             let row = self.rows.at(member);
-            let keys = row.keys.as_ref().map_or(0, |keys| {
-                size_of::<RowKeys>() + size_of_val(&*keys.keys) + size_of_val(&*keys.pending) + OVERHEAD
-            });
+            let keys = row.keys.as_ref().map_or(0, |keys| size_of::<RowKeys>() + size_of_val(&*keys.keys) + OVERHEAD);
             bytes += size_of_val(&*row.table) + keys + OVERHEAD;
             if self.groups.has_nulls() {
                 nulls += row.table.iter().filter(|&&block| self.is_null(block)).count();

@@ -2,7 +2,7 @@
 //!
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have landed.
 
-use super::table::{LastBlock, RowKeys, frames_before_extras};
+use super::table::{RowKeys, frames_before_extras};
 use super::{Batch, Sequences, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
@@ -96,10 +96,9 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
     let size = block_size as usize;
     let mut chain = Chain::new(&prompt.spec, block_size, 0);
     let blocks = prompt.tokens.chunks_exact(size);
-    let pending = blocks.remainder();
     let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
     let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
-    let (before_first, mut reserved) = (chain, has_reserved(pending));
+    let (before_first, mut reserved) = (chain, has_reserved(blocks.remainder()));
     for (i, tokens) in blocks.clone().enumerate() {
         reserved |= has_reserved(tokens);
         let own = extras.iter().take_while(|extra| extra.block == i).count();
@@ -125,12 +124,11 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
         let must = format!("rising, and below {}, the prompt's full blocks", keys.len());
         return Err(invalid("block of an extra key", extra.block as i128, must));
     }
-    let last = blocks.last().filter(|_| last_own == 0).map(|tokens| {
+    let before_last = blocks.last().filter(|_| last_own == 0).map(|_| {
         let frames = chain.frames().saturating_sub(block_size.div_ceil(16));
-        let before = keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames));
-        LastBlock { before, tokens: tokens.to_vec() }
+        keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames))
     });
-    Ok(RowKeys { chain, keys, pending: pending.to_vec(), lora_id: prompt.spec.lora_id, tenant: 0, surplus, last })
+    Ok(RowKeys { chain, keys, lora_id: prompt.spec.lora_id, tenant: 0, surplus, before_last })
 }
 
 /// Counters of the prefix cache.
@@ -249,7 +247,9 @@ impl Sequences {
             let must = "at least 1, of groups without an encoder".to_owned();
             return Err(invalid("tokens of a chunk", chunk, must));
         }
-        self.rows.require(prompts.len().saturating_mul(self.groups.all().len()))?;
+        let rows = prompts.len().saturating_mul(self.groups.all().len());
+        self.rows.require(rows)?;
+        self.rows.require_followed(rows)?;
         let matches = prompts
             .iter()
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
@@ -307,6 +307,12 @@ impl Sequences {
             }
             if let Some(&computed) = computed.and_then(|computed| computed.get(i)).filter(|&&n| n > row.len) {
                 return Err(invalid("number of computed tokens", computed, format!("at most {}", row.len)));
+            }
+            // What all of them are going to publish is read first, so that cache misses overlap.
+            let keys = row.keys.as_ref().and_then(|keys| keys.keys.get(row.published as usize..));
+            let end = computed.map_or(row.len, |computed| computed[i]) / self.block_size;
+            for key in keys.unwrap_or_default().iter().take(end.saturating_sub(row.published) as usize) {
+                step.tiers.device().look_ahead(key);
             }
         }
         for (i, &sequence) in sequences.iter().enumerate() {
@@ -439,8 +445,8 @@ impl Sequences {
         self.stats.loaded += step.load(&tail, &keys.keys, keys.tenant, &mut found)?;
         let sequence = self.open_row(step, 0, cached, length, found);
         let open = step.transfers.open();
+        self.rows.follow(sequence, keys, prompt.tokens);
         let row = self.rows.at_mut(sequence);
-        row.keys = Some(Box::new(keys));
         row.published = published;
         if !tail.is_empty() {
             // The step that computes the row waits for its loads; until they have landed it is not moved elsewhere.
@@ -459,17 +465,20 @@ impl Sequences {
     }
 
     /// Hashes tokens that a row got; a row that also got tokens unknown to the cache is no longer followed.
+    #[inline]
     fn extend_keys(&mut self, sequence: SequenceId, tokens: &[u32]) -> Result<()> {
-        let size = self.block_size;
         let row = self.rows.at_mut(sequence);
-        let Some(keys) = &mut row.keys else { return Ok(()) };
-        let (known, before) = (keys.known(size), row.len as usize - tokens.len());
+        let (known, before) = (row.known as usize, row.len as usize - tokens.len());
         if known < before {
-            row.keys = None;
+            row.unfollow();
             return Ok(());
         }
-        // What is left of a prompt that is put in by chunks is known already.
-        keys.extend(tokens.get(known - before..).unwrap_or_default(), size)
+        // What is left of a prompt that is put in by chunks is known already, and nothing is noted of a row that is not
+        // followed: its `known` lies behind all tokens.
+        for &token in tokens.get(known - before..).unwrap_or_default() {
+            self.rows.push_token(sequence, token)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn note_tokens(
@@ -487,9 +496,11 @@ impl Sequences {
         self.rows.begin_batch();
         for (i, &sequence) in sequences.iter().enumerate() {
             let row = self.rows.next_in_batch(sequence)?;
-            let Some(keys) = &row.keys else { continue };
-            let unknown = (row.len as usize).saturating_sub(keys.known(self.block_size));
-            if counts.at(i) as usize > unknown {
+            if row.keys.is_none() {
+                continue;
+            }
+            let unknown = row.len.saturating_sub(row.known);
+            if counts.at(i) > unknown {
                 let must = format!("at most {unknown}, the tokens of sequence {sequence} whose ids are not known");
                 return Err(invalid("number of token ids", counts.at(i), must));
             }
@@ -499,14 +510,18 @@ impl Sequences {
             let (now, later) = rest.split_at(counts.at(i) as usize);
             rest = later;
             let (row, size) = (self.rows.at_mut(sequence), self.block_size as usize);
-            let Some(keys) = row.keys.as_mut().filter(|_| !now.is_empty()) else { continue };
+            if row.keys.is_none() || now.is_empty() {
+                continue;
+            }
             // Forks could name the tokens of a block otherwise, and a block has one key: it is followed no further.
-            let first = keys.known(self.block_size);
+            let first = row.known as usize;
             let blocks = &row.table[first / size..(first + now.len()).div_ceil(size)];
             if blocks.iter().any(|&block| view.tiers.pool(row.tier).refs(block) > 1) {
-                row.keys = None;
+                row.unfollow();
             } else {
-                keys.extend(now, self.block_size)?;
+                for &token in now {
+                    self.rows.push_token(sequence, token)?;
+                }
             }
         }
         Ok(())

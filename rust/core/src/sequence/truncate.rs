@@ -1,6 +1,6 @@
 //! Truncation: the last tokens of a sequence are given up, such as those that a speculative decoder has rejected.
 
-use super::table::RowKeys;
+use super::table::Row;
 use super::{Sequences, blocks_for, refuse_lost};
 use crate::error::{Error, Result, invalid};
 use crate::group::Group;
@@ -34,7 +34,7 @@ impl Sequences {
         let size = self.block_size;
         let row = self.rows.at_mut(sequence);
         if tokens < row.len {
-            row.keys = row.keys.take().and_then(|keys| cut_keys(keys, tokens as usize, size as usize));
+            cut_keys(row, tokens, size);
             row.published = row.published.min(tokens / size);
         }
         let tier = row.tier;
@@ -63,17 +63,16 @@ impl Sequences {
 
 /// Forgets the keys of tokens that are gone. The last full block can be opened again; a row that is cut further back is
 /// published no further.
-fn cut_keys(mut keys: Box<RowKeys>, tokens: usize, size: usize) -> Option<Box<RowKeys>> {
-    let (full, rest) = (tokens / size, tokens % size);
+fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
+    let Some(keys) = &mut row.keys else { return };
+    let full = (tokens / size) as usize;
     if full < keys.keys.len() {
-        let last = keys.last.take().filter(|_| full + 1 == keys.keys.len())?;
-        keys.chain = last.before;
-        keys.pending = last.tokens;
+        let Some(before) = keys.before_last.take().filter(|_| full + 1 == keys.keys.len()) else {
+            return row.unfollow();
+        };
+        keys.chain = before;
         keys.keys.truncate(full);
     }
     // Behind the keys there may be tokens whose ids are not known yet.
-    if full == keys.keys.len() {
-        keys.pending.truncate(rest);
-    }
-    Some(keys)
+    row.known = row.known.min(tokens);
 }

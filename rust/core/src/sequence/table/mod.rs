@@ -7,7 +7,9 @@ use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::memory;
 use std::ops::Deref;
 
+mod recent;
 mod snapshot;
+use recent::RecentTokens;
 pub(crate) use snapshot::RowsImage;
 
 /// Most sequences.
@@ -176,6 +178,8 @@ pub(crate) struct Row {
     pub(crate) written: TicketId,
     /// What the caller's block table shows of the row, where it keeps one from call to call.
     pub(crate) synced: SyncState,
+    /// First tokens whose ids are known and lead to `keys`; [`Row::NOT_FOLLOWED`] without `keys`.
+    pub(crate) known: u32,
     pub(crate) table: Table,
     /// Last ticket that moves or copies blocks of this row.
     pub(crate) ticket: TicketId,
@@ -204,48 +208,17 @@ pub(crate) struct RowKeys {
     pub(crate) chain: Chain,
     /// Keys of the full blocks, first to last.
     pub(crate) keys: Vec<Key>,
-    /// Tokens of the block being filled.
-    pub(crate) pending: Vec<u32>,
     /// Adapter that the sequence runs with.
     pub(crate) lora_id: u64,
     /// Tenant with a quota that the sequence belongs to, 0 for none.
     pub(crate) tenant: u16,
     /// Blocks with extras, and how many frames the chain has up to each beyond those of tokens alone.
     pub(crate) surplus: Vec<(u32, u32)>,
-    /// What is needed to open the last full block again; none if that has extras or was opened before.
-    pub(crate) last: Option<LastBlock>,
-}
-
-/// A full block and the chain before it.
-#[derive(Debug, Clone)]
-pub(crate) struct LastBlock {
-    pub(crate) before: Chain,
-    pub(crate) tokens: Vec<u32>,
+    /// The chain before the last full block, to open that again; none if it has extras or was opened before.
+    pub(crate) before_last: Option<Chain>,
 }
 
 impl RowKeys {
-    /// Tokens whose ids are known.
-    #[inline]
-    pub(crate) fn known(&self, block_size: u32) -> usize {
-        self.keys.len() * block_size as usize + self.pending.len()
-    }
-
-    /// Hashes the tokens that come next.
-    #[inline]
-    pub(crate) fn extend(&mut self, tokens: &[u32], block_size: u32) -> Result<()> {
-        let size = block_size as usize;
-        for &token in tokens {
-            self.pending.push(token);
-            if self.pending.len() == size {
-                let before = self.chain;
-                self.keys.push(self.chain.checked_block(&self.pending, &[])?);
-                let next = Vec::with_capacity(size);
-                self.last = Some(LastBlock { before, tokens: std::mem::replace(&mut self.pending, next) });
-            }
-        }
-        Ok(())
-    }
-
     /// The chain up to one of the full blocks.
     pub(crate) fn chain_at(&self, index: usize, block_size: u32) -> Option<Chain> {
         let after = self.surplus.partition_point(|&(block, _)| block as usize <= index);
@@ -262,6 +235,9 @@ pub(crate) fn frames_before_extras(blocks: usize, block_size: u32) -> u32 {
 }
 
 impl Row {
+    /// The prefix cache does not know the row's token ids.
+    pub(crate) const NOT_FOLLOWED: u32 = u32::MAX;
+
     fn unused() -> Self {
         Self {
             generation: 0,
@@ -276,6 +252,7 @@ impl Row {
             lost: false,
             table: Table::default(),
             synced: SyncState::nothing(),
+            known: Self::NOT_FOLLOWED,
             group: 0,
             priority: 0,
             null_prefix: 0,
@@ -283,6 +260,11 @@ impl Row {
             keys: None,
             group_tables: None,
         }
+    }
+
+    /// What comes is not known by its token ids any more, and is not published.
+    pub(crate) fn unfollow(&mut self) {
+        (self.keys, self.known) = (None, Self::NOT_FOLLOWED);
     }
 
     /// Before entries are removed: those that the table got since it was last synced may have been written to a caller's
@@ -300,11 +282,12 @@ pub(crate) struct Rows {
     entries: Vec<Row>,
     unused: Vec<u32>,
     epoch: u32,
+    recent: RecentTokens,
 }
 
 impl Rows {
-    pub(crate) fn new() -> Self {
-        Self { entries: Vec::new(), unused: Vec::new(), epoch: 0 }
+    pub(crate) fn new(block_size: u32) -> Self {
+        Self { entries: Vec::new(), unused: Vec::new(), epoch: 0, recent: RecentTokens::new(block_size) }
     }
 
     /// Sequences that have not been freed.
@@ -345,7 +328,7 @@ impl Rows {
         let row = &mut self.entries[sequence.row() as usize];
         row.generation = row.generation.wrapping_add(1);
         row.writable = 0;
-        row.keys = None;
+        row.unfollow();
         row.group_tables = None;
         self.unused.push(sequence.row());
         row.table.take()
@@ -431,7 +414,7 @@ mod tests {
 
     #[test]
     fn a_stale_handle_is_unknown_even_after_its_row_is_used_again() {
-        let mut rows = Rows::new();
+        let mut rows = Rows::new(16);
         let first = rows.open(Tier::Device, vec![BlockId(5)]);
         assert_eq!(rows.close(first), [BlockId(5)]);
         assert!(rows.get(first).is_err());
@@ -444,7 +427,7 @@ mod tests {
 
     #[test]
     fn a_row_used_again_goes_on_counting_versions() {
-        let mut rows = Rows::new();
+        let mut rows = Rows::new(16);
         let first = rows.open(Tier::Device, vec![BlockId(5)]);
         let version = rows.at(first).table.version();
         rows.close(first);
@@ -474,7 +457,7 @@ mod tests {
 
     #[test]
     fn a_batch_notices_a_row_named_twice_and_the_next_batch_does_not() {
-        let mut rows = Rows::new();
+        let mut rows = Rows::new(16);
         let a = rows.open(Tier::Device, Vec::new());
         rows.begin_batch();
         assert!(rows.next_in_batch(a).is_ok());

@@ -1,6 +1,6 @@
 //! What of the tables outlives the process.
 
-use super::{LastBlock, MAX_SEQUENCES, Row, RowKeys, Rows, Table, frames_before_extras};
+use super::{MAX_SEQUENCES, RecentTokens, Row, RowKeys, Rows, Table, frames_before_extras};
 use crate::hash::{Chain, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::prefix::evict::MAX_PRIORITY;
@@ -55,10 +55,10 @@ struct LastImage {
 impl Rows {
     pub(crate) fn image(&self) -> RowsImage {
         // What is left out belongs to one batch call.
-        let Self { entries, unused, epoch: _ } = self;
+        let Self { entries, unused, epoch: _, recent: _ } = self;
         RowsImage {
             generations: entries.iter().map(|row| row.generation).collect(),
-            rows: self.iter().map(|(_, row)| row.image()).collect(),
+            rows: self.iter().map(|(sequence, row)| self.row_image(sequence.row() as usize, row)).collect(),
             unused: unused.clone(),
         }
     }
@@ -82,27 +82,29 @@ impl Rows {
                 return Err(format!("row {index} is in use, or free twice"));
             }
         }
-        let mut rows = rows.into_iter();
+        let (mut rows, mut recent) = (rows.into_iter(), RecentTokens::new(block_size));
+        if rows.as_slice().iter().any(|row| row.keys.is_some()) {
+            recent.require(generations.len()).map_err(|error| error.to_string())?;
+        }
         let mut entries = Vec::with_capacity(generations.len());
-        for generation in generations {
+        for (index, generation) in generations.into_iter().enumerate() {
             let row = if generation & 1 == 0 { None } else { rows.next() };
-            let row = row.map_or_else(|| Ok(Row::unused()), |row| row.restore(open, block_size));
+            let row = row.map_or_else(|| Ok(Row::unused()), |row| row.restore(open, block_size, index, &mut recent));
             entries.push(Row { generation, ..row? });
         }
-        Ok(Self { entries, unused, epoch: 0 })
+        Ok(Self { entries, unused, epoch: 0, recent })
     }
-}
 
-impl Row {
-    fn image(&self) -> RowImage {
+    fn row_image(&self, index: usize, row: &Row) -> RowImage {
         // What is left out is found again by the next append, or belongs to one batch call.
-        let Self {
+        let Row {
             generation: _,
             len,
             writable: _,
             stamp: _,
             slot_base: _,
             synced: _,
+            known: _,
             ticket,
             written,
             tier,
@@ -115,7 +117,7 @@ impl Row {
             published,
             keys,
             group_tables,
-        } = self;
+        } = row;
         RowImage {
             len: *len,
             ticket: *ticket,
@@ -128,14 +130,31 @@ impl Row {
             priority: *priority,
             null_prefix: *null_prefix,
             published: *published,
-            keys: keys.as_deref().map(RowKeys::image),
+            keys: keys.as_deref().map(|keys| self.keys_image(index, keys)),
             group_tables: group_tables.clone(),
+        }
+    }
+
+    fn keys_image(&self, index: usize, row_keys: &RowKeys) -> KeysImage {
+        let RowKeys { chain, keys, lora_id, tenant, surplus, before_last } = row_keys;
+        KeysImage {
+            state: chain.key().to_bytes(),
+            keys: keys.iter().map(|key| key.to_bytes()).collect(),
+            pending: self.pending(index, row_keys).to_vec(),
+            lora_id: *lora_id,
+            tenant: *tenant,
+            surplus: surplus.clone(),
+            last: before_last.map(|before| LastImage {
+                state: before.key().to_bytes(),
+                frames: before.frames(),
+                tokens: self.last_block(index, row_keys).to_vec(),
+            }),
         }
     }
 }
 
 impl RowImage {
-    fn restore(self, open: TicketId, block_size: u32) -> Contents<Row> {
+    fn restore(self, open: TicketId, block_size: u32, index: usize, recent: &mut RecentTokens) -> Contents<Row> {
         let Self {
             len,
             ticket,
@@ -154,7 +173,13 @@ impl RowImage {
         if ticket > open || written > open {
             return Err(format!("a sequence of tickets {ticket} and {written}, the next is {open}"));
         }
-        let keys = keys.map(|keys| keys.restore(block_size).map(Box::new)).transpose()?;
+        let (keys, known) = match keys {
+            None => (None, Row::NOT_FOLLOWED),
+            Some(keys) => {
+                let (keys, known) = keys.restore(block_size, index, recent)?;
+                (Some(Box::new(keys)), known)
+            }
+        };
         if null_prefix as usize > table.len() || published as usize > table.len() || priority > MAX_PRIORITY {
             return Err(format!(
                 "{null_prefix} null blocks and {published} published of {} blocks, priority {priority}",
@@ -162,28 +187,14 @@ impl RowImage {
             ));
         }
         let table = Table::new(table);
-        let state = Row { len, written, table, ticket, tier, moving, lost, ..Row::unused() };
+        let state = Row { len, written, known, table, ticket, tier, moving, lost, ..Row::unused() };
         Ok(Row { group, priority, null_prefix, published, keys, group_tables, ..state })
     }
 }
 
-impl RowKeys {
-    fn image(&self) -> KeysImage {
-        let Self { chain, keys, pending, lora_id, tenant, surplus, last } = self;
-        KeysImage {
-            state: chain.key().to_bytes(),
-            keys: keys.iter().map(|key| key.to_bytes()).collect(),
-            pending: pending.clone(),
-            lora_id: *lora_id,
-            tenant: *tenant,
-            surplus: surplus.clone(),
-            last: last.as_ref().map(LastBlock::image),
-        }
-    }
-}
-
 impl KeysImage {
-    fn restore(self, block_size: u32) -> Contents<RowKeys> {
+    /// The keys, and how many tokens are known by their ids, of which the last are written.
+    fn restore(self, block_size: u32, row: usize, recent: &mut RecentTokens) -> Contents<(RowKeys, u32)> {
         let Self { state, keys, pending, lora_id, tenant, surplus, last } = self;
         let rising = surplus.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1);
         let tokens = (pending.len() as u64) < u64::from(block_size) && !pending.contains(&RESERVED_TOKEN);
@@ -200,21 +211,23 @@ impl KeysImage {
         let chain = Chain::resume(Key::from_bytes(&state), frames);
         let keys: Vec<_> = keys.iter().map(Key::from_bytes).collect();
         let before = keys.iter().nth_back(1).copied();
-        let last = last.map(|last| last.restore(before, &chain)).transpose()?;
-        Ok(RowKeys { chain, keys, pending, lora_id, tenant, surplus, last })
-    }
-}
-
-impl LastBlock {
-    fn image(&self) -> LastImage {
-        let Self { before, tokens } = self;
-        LastImage { state: before.key().to_bytes(), frames: before.frames(), tokens: tokens.clone() }
+        let full = keys.len().saturating_mul(block_size as usize);
+        let known = u32::try_from(full.saturating_add(pending.len())).ok().filter(|known| *known < Row::NOT_FOLLOWED);
+        let known = known.ok_or_else(|| format!("a sequence with {} keys of {block_size} tokens", keys.len()))?;
+        let mut before_last = None;
+        if let Some(last) = last {
+            recent.write(row, full - last.tokens.len(), &last.tokens);
+            before_last = Some(last.restore(before, &chain)?);
+        }
+        recent.write(row, full, &pending);
+        Ok((RowKeys { chain, keys, lora_id, tenant, surplus, before_last }, known))
     }
 }
 
 impl LastImage {
-    /// The last block of a chain, which follows the one of that key: its tokens lead from there to the chain's end.
-    fn restore(self, key: Option<Key>, end: &Chain) -> Contents<LastBlock> {
+    /// The chain before a last block, which follows the one of that key: the block's tokens lead from there to the chain's
+    /// end.
+    fn restore(self, key: Option<Key>, end: &Chain) -> Contents<Chain> {
         let Self { state, frames, tokens } = self;
         let before = Chain::resume(Key::from_bytes(&state), frames);
         let mut chain = before;
@@ -222,6 +235,6 @@ impl LastImage {
         if !led || key.is_some_and(|key| key != before.key()) {
             return Err("a last block of other tokens than its key's".to_owned());
         }
-        Ok(LastBlock { before, tokens })
+        Ok(before)
     }
 }

@@ -1,0 +1,121 @@
+//! The token ids of each row's last two blocks: those that are hashed next, and those that are hashed anew when a row is cut.
+
+use super::{Row, RowKeys, Rows};
+use crate::error::Result;
+use crate::id::SequenceId;
+use crate::memory;
+
+/// Blocks of a row whose token ids are kept: the one that is being filled, and the one before.
+const BLOCKS: usize = 2;
+
+/// Token ids by row: that of position `p` is entry `p % span` of the row's `span`.
+#[derive(Debug, Clone)]
+pub(super) struct RecentTokens {
+    ids: Vec<u32>,
+    block_size: u32,
+}
+
+impl RecentTokens {
+    pub(super) fn new(block_size: u32) -> Self {
+        Self { ids: Vec::new(), block_size }
+    }
+
+    /// Entries of a row.
+    #[inline]
+    fn span(&self) -> usize {
+        BLOCKS * self.block_size as usize
+    }
+
+    /// Makes room for so many rows in all, or fails.
+    pub(super) fn require(&mut self, rows: usize) -> Result<()> {
+        let more = rows.saturating_mul(self.span()).saturating_sub(self.ids.len());
+        memory::make_room(&mut self.ids, more)
+    }
+
+    /// Writes the ids of a row's tokens from position `first` on; of many, the last are kept.
+    pub(super) fn write(&mut self, row: usize, first: usize, tokens: &[u32]) {
+        let span = self.span();
+        self.open(row);
+        let skipped = tokens.len().saturating_sub(span);
+        for (position, token) in (first + skipped..).zip(&tokens[skipped..]) {
+            self.ids[row * span + position % span] = *token;
+        }
+    }
+
+    fn open(&mut self, row: usize) {
+        let end = (row + 1) * self.span();
+        if self.ids.len() < end {
+            self.ids.resize(end, 0);
+        }
+    }
+
+    /// Token ids of one of a row's last two blocks.
+    fn block(&self, row: usize, block: usize) -> &[u32] {
+        let size = self.block_size as usize;
+        &self.ids[row * self.span() + block % BLOCKS * size..][..size]
+    }
+}
+
+impl Rows {
+    /// Makes room to follow `count` more rows, or fails.
+    pub(crate) fn require_followed(&mut self, count: usize) -> Result<()> {
+        let more = count.saturating_sub(self.unused.len());
+        self.recent.require(self.entries.len().saturating_add(more))
+    }
+
+    /// Follows a row from now on, whose first tokens are these; the caller has called [`Rows::require_followed`].
+    pub(crate) fn follow(&mut self, sequence: SequenceId, keys: RowKeys, tokens: &[u32]) {
+        self.recent.write(sequence.row() as usize, 0, tokens);
+        let row = self.at_mut(sequence);
+        row.known = u32::try_from(tokens.len()).unwrap_or(Row::NOT_FOLLOWED);
+        row.keys = Some(Box::new(keys));
+    }
+
+    /// Follows a child if its parent is; the caller has called [`Rows::require_followed`].
+    pub(crate) fn follow_as(&mut self, child: SequenceId, parent: SequenceId) {
+        let Row { keys, known, .. } = self.at(parent);
+        let (keys, known) = (keys.clone(), *known);
+        if keys.is_some() {
+            let (from, to, span) = (parent.row() as usize, child.row() as usize, self.recent.span());
+            self.recent.open(to);
+            self.recent.ids.copy_within(from * span..(from + 1) * span, to * span);
+        }
+        let row = self.at_mut(child);
+        (row.keys, row.known) = (keys, known);
+    }
+
+    /// Notes the id of the first token of a followed row that has none.
+    #[inline]
+    pub(crate) fn push_token(&mut self, sequence: SequenceId, token: u32) -> Result<()> {
+        let index = sequence.row() as usize;
+        let (row, span) = (&mut self.entries[index], self.recent.span());
+        let at = row.known as usize % span;
+        self.recent.ids[index * span + at] = token;
+        row.known += 1;
+        if at + 1 == span / BLOCKS || at + 1 == span { self.hash_block(index) } else { Ok(()) }
+    }
+
+    /// Hashes the block that has just been filled.
+    #[inline(never)]
+    fn hash_block(&mut self, index: usize) -> Result<()> {
+        let row = &mut self.entries[index];
+        let Some(keys) = &mut row.keys else { return Ok(()) };
+        let before = keys.chain;
+        let tokens = self.recent.block(index, keys.keys.len());
+        keys.keys.push(keys.chain.checked_block(tokens, &[])?);
+        keys.before_last = Some(before);
+        Ok(())
+    }
+
+    /// Token ids behind the last full block, of a followed row.
+    pub(super) fn pending(&self, index: usize, keys: &RowKeys) -> &[u32] {
+        let full = keys.keys.len() * self.recent.block_size as usize;
+        let pending = (self.entries[index].known as usize).saturating_sub(full);
+        &self.recent.block(index, keys.keys.len())[..pending]
+    }
+
+    /// Token ids of the last full block, of a followed row that has one.
+    pub(super) fn last_block(&self, index: usize, keys: &RowKeys) -> &[u32] {
+        self.recent.block(index, keys.keys.len().saturating_sub(1))
+    }
+}
