@@ -45,7 +45,7 @@ class Admission:
         draft, rows = self._draft, self._rows
         if rows.decodes + len(draft.counts) < rows.count:
             return  # a prompt that runs got nothing: no new ones
-        while draft.left > 0:
+        while self._waiting and draft.left > 0:
             batch, siblings = self._pick()
             if not batch:
                 return
@@ -61,8 +61,7 @@ class Admission:
         manager, left, size = self._manager, self._draft.left, self._manager.block_size
         batch: list[Parked] = []
         tokens, blocks = 0, self._blocks_owed()
-        # As many are there for certain; what a transfer still reads may be given out as well.
-        free = manager.pool().num_free - manager.pool().reserved
+        room = manager.can_allocate(size).free
         while (head := self._waiting.head()) is not None:
             state, length = head.state, len(head.tokens[0])
             if 1 + head.forks > self._rows.seats_left:
@@ -77,11 +76,11 @@ class Admission:
                     break
                 share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
                 need -= share[1] // size if share else 0
-            if blocks + need > free and not self._fits(blocks + need):
+            if blocks + need > room:
                 if not self._prefix_caching:
                     break
                 need = self._blocks_with_hits(head)
-                if not self._fits(blocks + need):
+                if blocks + need > room:
                     break
             self._waiting.pop()
             self._rows.seats_left -= 1 + head.forks
@@ -92,17 +91,13 @@ class Admission:
                 return batch, share
         return batch, None
 
-    def _fits(self, blocks: int) -> bool:
-        return bool(self._manager.can_allocate(blocks * self._manager.block_size))
-
     def _blocks_owed(self) -> int:
         """Blocks that prompts in prefill are yet to take."""
         draft, rows, size = self._draft, self._rows, self._manager.block_size
-        if not draft.counts:
+        if not draft.ends:
             return 0
-        ends = np.add(draft.starts, draft.counts)
-        lengths = rows.fields[LENGTH, rows.decodes : rows.count]
-        return int((-(-lengths // size) - -(-ends // size)).sum())
+        lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
+        return sum(-(-length // size) + -end // size for length, end in zip(lengths, draft.ends, strict=True))
 
     def _blocks_with_hits(self, parked: Parked) -> int:
         if parked.hashed is None:  # it may be asked for in every step until it fits

@@ -9,6 +9,7 @@ The tokens of a sequence stand under its *seat*, which stays the same while its 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,14 @@ HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
 `BASE`: where its tokens begin in the flat token array; `DONE`: tokens of a prompt that have blocks."""
 
 FIRST_LENGTH = 256
+CACHE_LINE = 16
+"""Tokens in a line of the cache."""
+
+
+def staying(first: int, end: int, leaving: Sequence[int]) -> NDArray[np.int64]:
+    """List the rows from `first` to `end` that do not leave."""
+    gone = set(leaving)
+    return np.array([row for row in range(first, end) if row not in gone], np.int64)
 
 
 class Seated(NamedTuple):
@@ -82,6 +91,8 @@ class Rows:
         if length <= had:
             return
         longest = max(length, 2 * had, FIRST_LENGTH)
+        # An odd number of cache lines, so that the same token of all rows does not fall into a few sets of the cache.
+        longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
         tokens = np.zeros((capacity, longest), np.uint32)
         tokens[:, :had] = self.tokens
         tables = np.zeros((capacity, -(-longest // self._block_size)), np.int32)
@@ -152,26 +163,21 @@ class Rows:
             self.owners[seat] = None
             self._free_seats.append(seat)
             self.seats_left += 1 + self.forks.pop(seat, 0)
-        first_prefill = int(np.searchsorted(gone, self.decodes))
+        leaving = gone.tolist()
+        first_prefill = bisect_left(leaving, self.decodes)
         left = self.decodes - first_prefill
-        if first_prefill:
-            # Holes below the new end are filled by rows that stay from beyond it.
-            holes = gone[: int(np.searchsorted(gone, left))]
-            if len(holes):
-                stays = np.ones(first_prefill, np.bool_)
-                stays[gone[len(holes) : first_prefill] - left] = False
-                self._move(holes, np.flatnonzero(stays) + left)
-        if self.count > self.decodes:
-            kept = np.setdiff1d(np.arange(self.decodes, self.count), gone[first_prefill:], assume_unique=True)
-            if len(kept):
-                self._move(slice(left, left + len(kept)), kept)
-            self.count = left + len(kept)
-        else:
-            self.count = left
+        # Holes below the new end are filled by rows that stay from beyond it.
+        holes = leaving[: bisect_left(leaving, left, 0, first_prefill)]
+        if holes:
+            self._move(np.array(holes), staying(left, self.decodes, leaving[len(holes) : first_prefill]))
+        kept = staying(self.decodes, self.count, leaving[first_prefill:])
+        if len(kept):
+            self._move(slice(left, left + len(kept)), kept)
+        self.count = left + len(kept)
         self.decodes = left
 
     def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:
-        self.fields[:, to] = self.fields[:, rows]
+        self.fields[:, to] = self.fields.take(rows, axis=1)
         self.last[to] = self.last[rows]
         self.block_tables[to] = self.block_tables[rows]
 

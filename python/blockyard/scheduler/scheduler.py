@@ -97,6 +97,7 @@ class Scheduler:
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
+        self._device = manager.pool()
         self._capacity = self._device_capacity()
 
     @property
@@ -320,9 +321,8 @@ class Scheduler:
         extra = NO_ROWS
         if draft.counts:
             start[decodes:] = draft.starts
-            ends = np.add(draft.starts, draft.counts)
-            rows.fields[DONE, decodes:count] = ends
-            samples += int((ends == rows.fields[LENGTH, decodes:count]).sum())
+            rows.fields[DONE, decodes:count] = draft.ends
+            samples += sum(map(int.__eq__, draft.ends, rows.fields[LENGTH, decodes:count].tolist()))
             if rows.forks:
                 forks = [rows.fork_count(row) for row in range(decodes, samples)]
                 extra = np.repeat(np.arange(decodes, samples, dtype=np.int32), forks)
@@ -369,17 +369,18 @@ class Scheduler:
         length = rows.fields[LENGTH, : step.decodes]
         within = length % size if size & (size - 1) else length & (size - 1)
         full: NDArray[np.int64] = (within == 0).nonzero()[0]
-        if step.rows == step.decodes:
-            if step.void is not None:
-                full = full[~step.void[full]]
-            if len(full):
-                self.manager.mark_computed(rows.handles[full])
-            return
-        full = np.concatenate((full, np.arange(step.decodes, step.rows)))
+        computed: NDArray[np.uint32] | None = None
+        if step.rows > step.decodes:
+            decoded = rows.fields[LENGTH, full]
+            full = np.concatenate((full, np.arange(step.decodes, step.rows)))
+            computed = np.concatenate(
+                (decoded, rows.fields[DONE, step.decodes : step.rows]), dtype=np.uint32, casting="unsafe"
+            )
         if step.void is not None:
-            full = full[~step.void[full]]
-        computed = np.where(full < step.decodes, rows.fields[LENGTH, full], rows.fields[DONE, full])
-        self.manager.mark_computed(rows.handles[full], computed.astype(np.uint32))
+            kept = ~step.void[full]
+            full, computed = full[kept], None if computed is None else computed[kept]
+        if len(full):
+            self.manager.mark_computed(rows.handles[full], computed)
 
     def _extend(self, step: Step, tokens: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Add a token to each sampled row; say which rows end with it, bool `[samples]`."""
@@ -495,15 +496,11 @@ class Scheduler:
     # ---- a device that shrinks ----
 
     def _device_capacity(self) -> int:
-        return self.manager.pool().num_blocks - self.manager.pool().reserved
+        return self._device.num_blocks - self._device.reserved
 
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         """Why a request could never run to its end, if so: it would be preempted for ever."""
-        size, total, kept = (
-            self.manager.block_size,
-            self.manager.pool("device").num_blocks,
-            self.manager.pool().reserved,
-        )
+        size, total, kept = self.manager.block_size, self._device.num_blocks, self._device.reserved
         wanted = state.blocks_to_end(size)
         if wanted + kept <= total and self.manager.can_allocate(wanted * size).status != AllocStatus.NEVER:
             return None
@@ -540,8 +537,7 @@ class Scheduler:
         stats, manager = self.stats, self.manager
         stats.steps += 1
         stats.tokens += self._draft.tokens
-        device = manager.pool().num_blocks - manager.pool().num_free
-        stats.peak_device_blocks = max(stats.peak_device_blocks, device)
+        stats.peak_device_blocks = max(stats.peak_device_blocks, self._device.num_blocks - self._device.num_free)
         if self._swapping:
             host = manager.pool("host").num_blocks - manager.pool("host").num_free
             external = manager.pool("external").num_blocks - manager.pool("external").num_free

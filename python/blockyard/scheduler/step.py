@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -161,6 +162,7 @@ class Draft:
         tokens: how many of both are in use.
         counts: tokens of each row in prefill.
         starts: position of the first of them.
+        ends: position behind the last.
     """
 
     def __init__(self, max_tokens: int, max_rows: int) -> None:
@@ -169,6 +171,7 @@ class Draft:
         self.tokens = 0
         self.counts: list[int] = []
         self.starts: list[int] = []
+        self.ends: list[int] = []
         self._max_tokens = max_tokens
         self._ramp = np.arange(max_rows + 1, dtype=np.int32)
 
@@ -180,7 +183,7 @@ class Draft:
     def begin(self) -> None:
         """Empty it."""
         self.tokens = 0
-        self.counts, self.starts = [], []
+        self.counts, self.starts, self.ends = [], [], []
 
     def add_chunk(self, tokens: NDArray[np.uint32], start: int) -> None:
         """Take in a row's part of its prompt; its slots are written apart."""
@@ -189,6 +192,7 @@ class Draft:
         self.tokens += count
         self.counts.append(count)
         self.starts.append(start)
+        self.ends.append(start + count)
 
     def insert(self, at: int, count: int) -> None:
         """Make room for so many tokens before token `at`."""
@@ -202,5 +206,5 @@ class Draft:
         if not self.counts:
             return found
         found = found.copy()
-        found[decodes + 1 :] = decodes + np.cumsum(self.counts)
+        found[decodes:] = list(accumulate(self.counts, initial=decodes))
         return found
