@@ -185,3 +185,18 @@ def test_what_every_block_is_used_for_is_told_by_id():
     land(books)
     books.swap_out(other)
     assert books.pool().uses().tolist() == [1, 1, 0, 2, 2]
+
+
+def test_a_free_tail_without_a_number_is_all_that_is_free():
+    books = manager(12)
+    handles = books.allocate(counts=[SIZE] * 12)
+    books.free(handles[::2])
+    land(books)
+    planned = 0
+    while report := books.defrag.run("free_tail", max_moves=2):
+        planned += len(report)
+        land(books)
+    tables = [books.block_table(int(handle)).tolist() for handle in handles[1::2]]
+    assert (planned, sorted(tables)) == (3, [[block] for block in range(6)])
+    with pytest.raises(InvalidArgumentError, match='must be an int for the goal "max_id"'):
+        books.defrag.run("max_id")

@@ -756,7 +756,7 @@ class Defrag:
                 `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
                 list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
                 number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
-            number: see above, in blocks or runs; None with a list of goals.
+            number: see above, in blocks or runs. None with a list of goals; with `"free_tail"` all that are free.
             sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
                 groups; None for all on the device.
             max_moves: most blocks to move in this step; an exchange counts as two.

@@ -7,7 +7,7 @@ use crate::manager::shared::Shared;
 use crate::manager::stats::PyFragmentation;
 use crate::observer::Goals;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
-use blockyard_core::{Cached, Fragmentation, Moves, Resize};
+use blockyard_core::{Cached, Fragmentation, Moves, Resize, Tier};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
@@ -98,7 +98,7 @@ impl PyDefrag {
     ///         `"contiguous"`: no block table in more than `number` runs of neighbours, as far as holes allow. Or a
     ///         list of `(goal, number)`, the most important first: none undoes what an earlier one won. With `(goal,
     ///         number, slack)` nothing moves until the goal is missed by more than `slack` ids, pages or runs.
-    ///     number: see above, in blocks or runs; None with a list of goals.
+    ///     number: see above, in blocks or runs. None with a list of goals; with `"free_tail"` all that are free.
     ///     sequences: handles that `"contiguous"` is about, the most important first, with their tables in all cache
     ///         groups; None for all on the device.
     ///     max_moves: most blocks to move in this step; an exchange counts as two.
@@ -128,7 +128,7 @@ impl PyDefrag {
         #[pyo3(from_py_with = args::block_bytes)] block_bytes: Option<u64>,
         cached: &str,
     ) -> PyResult<PyDefragReport> {
-        let goals = goals(goal, number)?;
+        let goals = goals(goal, number, || self.0.lock().pool(Tier::Device).free())?;
         let what = Cached::from_name(cached);
         let what =
             what.ok_or_else(|| invalid(format!("cached is {cached:?}, must be \"move\", \"drop\" or \"exchange\"")))?;
@@ -185,12 +185,15 @@ impl PyDefrag {
 }
 
 /// One goal by its name and number, or several.
-fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>) -> PyResult<Vec<Wanted>> {
+fn goals(goal: &Bound<'_, PyAny>, number: Option<u32>, free: impl Fn() -> usize) -> PyResult<Vec<Wanted>> {
     match (goal.cast::<PyString>(), number) {
-        (Ok(name), Some(number)) => Ok(vec![Goal::from_name(name.to_str()?, number).map_err(to_py)?.into()]),
-        (Ok(name), None) => {
+        (Ok(name), _) => {
             let name = name.to_str()?;
-            Err(invalid(format!("number is None, must be an int for the goal {name:?}")))
+            let all_free = (name == "free_tail").then(|| u32::try_from(free()).unwrap_or(u32::MAX));
+            let number = number.or(all_free);
+            let number =
+                number.ok_or_else(|| invalid(format!("number is None, must be an int for the goal {name:?}")))?;
+            Ok(vec![Goal::from_name(name, number).map_err(to_py)?.into()])
         }
         (Err(_), None) => Goals::read(goal, &"goal").map(|Goals(goals)| goals),
         (Err(_), Some(number)) => {
