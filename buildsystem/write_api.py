@@ -32,6 +32,7 @@ MODULES = {
     "blockyard.executor": "Carries decisions out with an engine and a store; needs torch.",
     "blockyard.stores": "External storage.",
     "blockyard.scheduler": "The reference scheduler.",
+    "blockyard.offload": "A host cache below an engine's own block manager.",
     "blockyard.allocators": "Blocks of one tier, for engines that keep their own block tables.",
     "blockyard.events": "Events of the prefix cache.",
     "blockyard.defrag": "Defragmentation beside an allocator that is not Blockyard's.",

@@ -2342,3 +2342,143 @@ class BlockObserver:
         Raises:
             InvariantError: the state contradicts itself, which is a bug in Blockyard.
         """
+
+_ByteKeys: TypeAlias = Iterable[bytes]
+
+@final
+class PreparedStore:
+    """What `OffloadManager.prepare_store` decided."""
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Keys to store, of those that were offered, in their order."""
+    @property
+    def chunks(self) -> NDArray[np.int32]:
+        """The chunk of each, int32 `[n]`."""
+    @property
+    def evicted(self) -> list[bytes]:
+        """Keys that lost their chunks to them."""
+
+@final
+class OffloadManager:
+    """The chunks of a host cache, and the keys whose bytes they hold, for an engine's offload manager.
+
+    A key is any bytes. It is pending from `prepare_store` to `complete_store`, a hit from then until it is evicted or
+    forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk is
+    given out again only after they have ended.
+
+        manager = OffloadManager(1024)
+        store = manager.prepare_store([b"a", b"b"])
+        # copy to store.chunks
+        manager.complete_store(store.keys)
+        chunks = manager.prepare_load([b"a"])
+        # copy from chunks
+        manager.complete_load([b"a"])
+
+    Args:
+        num_chunks: chunks of the host cache.
+        eviction: which stored chunk is given out again first, as for `PrefixCaching`.
+    Raises:
+        InvalidArgumentError: `num_chunks` is out of range, or `eviction` has another name.
+        OutOfMemoryError: there is no memory to keep track of so many.
+    """
+
+    def __new__(cls, num_chunks: int, *, eviction: str = "lru") -> OffloadManager: ...
+    def lookup(self, keys: _ByteKeys) -> list[Literal["hit", "pending", "miss"]]:
+        """Return what each key is: `"hit"`, `"pending"` while it is being stored, or `"miss"`.
+
+        Args:
+            keys: bytes, in any collection.
+        Raises:
+            InvalidArgumentError: a key is not bytes.
+        """
+    def prepare_store(self, keys: _ByteKeys, *, deadline: int | None = None) -> PreparedStore | None:
+        """Give chunks to the keys that have none. Keys that have one count as just used, and none of them is evicted for it.
+
+        Args:
+            keys: bytes, in any collection. One that was forgotten while it was being stored is left out until that store
+                has ended.
+            deadline: `expire` at this time or later forgets the keys unless their stores have ended; None for never.
+        Returns:
+            `PreparedStore`; or None, and nothing is changed, if there are too few chunks that no transfer holds.
+        Raises:
+            InvalidArgumentError: a key is not bytes.
+        """
+    def complete_store(self, keys: _ByteKeys, success: bool = True) -> list[bytes]:
+        """End the stores of keys. Keys that are not being stored are passed over.
+
+        Args:
+            keys: bytes, in any collection.
+            success: whether their bytes are in their chunks. Otherwise the keys are misses, and the chunks are free.
+        Returns:
+            The keys that have become hits.
+        Raises:
+            InvalidArgumentError: a key is not bytes.
+        """
+    def prepare_load(self, keys: _ByteKeys) -> NDArray[np.int32]:
+        """Hold the chunks of keys for a load.
+
+        Args:
+            keys: bytes, each a hit, in any collection.
+        Returns:
+            The chunk of each key, int32 `[n]`.
+        Raises:
+            InvalidArgumentError: a key is no hit, or not bytes; nothing is held.
+        """
+    def complete_load(self, keys: _ByteKeys) -> None:
+        """End one load of each key.
+
+        Args:
+            keys: bytes, in any collection.
+        Raises:
+            InvalidArgumentError: a key is not bytes, or is not being loaded; the loads of those before it have ended.
+        """
+    def touch(self, keys: _ByteKeys) -> None:
+        """Count keys as just used; misses are passed over.
+
+        Args:
+            keys: bytes, in any collection, the most important first: of those touched together it goes last.
+        Raises:
+            InvalidArgumentError: a key is not bytes.
+        """
+    def forget(self, keys: _ByteKeys) -> list[bytes]:
+        """Forget keys whose bytes are bad or not wanted any more: they are misses from now on.
+
+        Args:
+            keys: bytes, in any collection.
+        Returns:
+            The keys that had chunks.
+        Raises:
+            InvalidArgumentError: a key is not bytes.
+        """
+    def expire(self, now: int) -> list[bytes]:
+        """Forget the keys whose stores have not ended by their deadlines.
+
+        Args:
+            now: the time, in the unit of the deadlines.
+        Returns:
+            Those keys.
+        """
+    def reset(self) -> list[bytes]:
+        """Forget all keys.
+
+        Returns:
+            The keys that had chunks, hits and pending ones.
+        """
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all."""
+    @property
+    def num_free(self) -> int:
+        """Chunks that a store can have now: those that hold nothing, and those that can be evicted."""
+    @property
+    def num_stored(self) -> int:
+        """Keys that are hits."""
+    @property
+    def num_storing(self) -> int:
+        """Keys that are pending."""
+    @property
+    def num_evicted(self) -> int:
+        """Keys that were evicted so far."""
+    def check(self) -> None:
+        """Raise InvariantError if the manager contradicts itself: a bug in Blockyard."""

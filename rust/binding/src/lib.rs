@@ -11,6 +11,7 @@ mod fill;
 mod free_blocks;
 mod manager;
 mod observer;
+mod offload;
 mod span;
 mod store;
 mod v0;
@@ -58,6 +59,8 @@ mod _core {
     use crate::manager::stats::{PyFragmentation, PyManagerStats};
     #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
+    #[pymodule_export]
+    use crate::offload::{PyOffloadManager, PyPreparedStore};
     #[pymodule_export]
     use crate::span::expand_span;
     #[pymodule_export]

@@ -15,6 +15,7 @@ pub mod id;
 pub mod manager;
 pub mod memory;
 mod occupancy;
+pub mod offload;
 mod pins;
 pub mod pool;
 pub mod prefix;

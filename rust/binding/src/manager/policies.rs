@@ -125,7 +125,7 @@ pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Polici
     Ok(Policies { reuse, eviction })
 }
 
-fn policy(name: &str) -> PyResult<Eviction> {
+pub(crate) fn policy(name: &str) -> PyResult<Eviction> {
     Eviction::from_name(name).ok_or_else(|| unknown("eviction", name, &Eviction::NAMED.map(Eviction::name)))
 }
 

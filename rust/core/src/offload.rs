@@ -1,0 +1,364 @@
+//! What an engine's offload manager decides: which chunks of a host cache hold which keys, which may be read, and which are
+//! given out again.
+//!
+//! A chunk is written before it is found, and read only while a load holds it. A key that is forgotten while transfers of
+//! it run keeps its chunks out of use until all of them have ended: no late transfer meets another key's bytes.
+
+use crate::error::{Error, Result};
+use crate::hash::Key;
+use crate::id::{BlockId, Tier};
+use crate::pool::{Policies, Pool};
+use crate::prefix::Published;
+use std::collections::HashMap;
+use std::collections::hash_map::{Entry, RandomState};
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+
+/// Makes keys of names. Its secret is drawn at random: nobody can find two names with one key.
+#[derive(Clone, Debug, Default)]
+pub struct Names([RandomState; 2]);
+
+impl Names {
+    /// The key of a name: 128 bits of two keyed hashes.
+    #[must_use]
+    pub fn key(&self, name: &[u8]) -> Key {
+        let mut bytes = [0; 32];
+        for (bytes, secret) in bytes.chunks_exact_mut(8).zip(&self.0) {
+            let mut hasher = secret.build_hasher();
+            hasher.write(name);
+            bytes.copy_from_slice(&hasher.finish().to_le_bytes());
+        }
+        Key::from_bytes(&bytes)
+    }
+}
+
+/// A key is as random as a hash, so it is one.
+#[derive(Debug, Default)]
+struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        if let Some(first) = bytes.first_chunk() {
+            self.0 = u64::from_le_bytes(*first);
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+type ByKey<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
+
+/// What a lookup finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lookup {
+    /// No chunk has the key.
+    Miss,
+    /// A chunk holds the key's bytes.
+    Hit,
+    /// A chunk is being written.
+    Pending,
+}
+
+/// What the end of a store came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// The key is a hit.
+    Found,
+    /// The store failed: the chunk is free.
+    Freed(BlockId),
+    /// No store of the key runs, or it was forgotten.
+    Unknown,
+}
+
+/// A chunk that is being written.
+#[derive(Clone, Copy, Debug)]
+struct Store {
+    chunk: BlockId,
+    /// After it, lookups no longer wait for the store.
+    deadline: u64,
+}
+
+/// Chunks of a key that was forgotten while transfers of it ran.
+#[derive(Clone, Debug, Default)]
+struct Detached {
+    /// Chunks that loads read, with their references.
+    loaded: Vec<(BlockId, u32)>,
+    /// Loads of the key that have not ended, of these chunks or of a newer one.
+    loads: u32,
+    stored: Option<BlockId>,
+}
+
+impl Detached {
+    fn is_done(&self) -> bool {
+        self.loads == 0 && self.stored.is_none()
+    }
+}
+
+/// The chunks of a host cache and the keys whose bytes they hold.
+///
+/// ```
+/// use blockyard_core::Policies;
+/// use blockyard_core::offload::{Lookup, Names, OffloadCache};
+///
+/// # fn main() -> blockyard_core::Result<()> {
+/// let mut cache = OffloadCache::new(2, Policies::default())?;
+/// let names = Names::default();
+/// let keys = [names.key(b"first"), names.key(b"second")];
+/// let mut chunks = Vec::new();
+/// assert!(cache.prepare_store(&keys, u64::MAX, &mut chunks));
+/// assert_eq!(cache.lookup(&keys[0]), Lookup::Pending);
+/// cache.complete_store(&keys[0], true);
+/// cache.complete_store(&keys[1], false);
+/// assert_eq!((cache.lookup(&keys[0]), cache.lookup(&keys[1])), (Lookup::Hit, Lookup::Miss));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct OffloadCache {
+    pool: Pool,
+    stores: ByKey<Store>,
+    detached: ByKey<Detached>,
+}
+
+impl OffloadCache {
+    /// A cache of so many empty chunks.
+    ///
+    /// # Errors
+    /// More chunks than a tier can have, or than there is memory for.
+    pub fn new(chunks: usize, policies: Policies) -> Result<Self> {
+        let pool = Pool::with_policies(Tier::Host, chunks, true, policies)?;
+        Ok(Self { pool, stores: ByKey::default(), detached: ByKey::default() })
+    }
+
+    /// Chunks in all.
+    #[must_use]
+    pub fn num_chunks(&self) -> usize {
+        self.pool.len()
+    }
+
+    /// Chunks that a store can have now: those without bytes, and those that can be evicted.
+    #[must_use]
+    pub fn num_free(&self) -> usize {
+        self.pool.free()
+    }
+
+    /// Chunks whose bytes can be loaded.
+    #[must_use]
+    pub fn num_stored(&self) -> usize {
+        self.pool.published()
+    }
+
+    /// Chunks that are being written and will be found.
+    #[must_use]
+    pub fn num_storing(&self) -> usize {
+        self.stores.len()
+    }
+
+    /// Stored chunks that were given out again.
+    #[must_use]
+    pub fn num_evicted(&self) -> u64 {
+        self.pool.evictions()
+    }
+
+    /// Whether a chunk holds the bytes of a key, or will.
+    #[inline]
+    #[must_use]
+    pub fn lookup(&self, key: &Key) -> Lookup {
+        if self.pool.find(key).is_some() {
+            Lookup::Hit
+        } else if self.stores.contains_key(key) {
+            Lookup::Pending
+        } else {
+            Lookup::Miss
+        }
+    }
+
+    /// Takes a chunk for each key that has none, and writes its place in `keys` and the chunk to `out`. Those that have one
+    /// count as just used and are not evicted for it. Keys given twice, and keys whose forgotten store still runs, get no
+    /// chunk. Returns false, and changes nothing, if there are too few chunks.
+    pub fn prepare_store(&mut self, keys: &[Key], deadline: u64, out: &mut Vec<(usize, BlockId)>) -> bool {
+        let first = out.len();
+        let mut found = Vec::new();
+        for (place, key) in keys.iter().enumerate() {
+            if let Some(chunk) = self.pool.find(key) {
+                found.push(chunk);
+            } else if self.detached.get(key).is_none_or(|detached| detached.stored.is_none()) {
+                if let Entry::Vacant(entry) = self.stores.entry(*key) {
+                    entry.insert(Store { chunk: BlockId(0), deadline });
+                    out.push((place, BlockId(0)));
+                }
+            }
+        }
+        for &chunk in &found {
+            self.pool.claim(chunk);
+        }
+        let wanted = out.len() - first;
+        let fits = wanted <= self.pool.free();
+        let mut chunks = Vec::with_capacity(if fits { wanted } else { 0 });
+        if fits {
+            self.pool.take(wanted, false, &mut chunks);
+        }
+        self.pool.begin_chain();
+        for &chunk in found.iter().rev() {
+            self.pool.release(chunk);
+        }
+        for (new, chunk) in out[first..].iter_mut().zip(&chunks) {
+            new.1 = *chunk;
+            if let Some(store) = self.stores.get_mut(&keys[new.0]) {
+                store.chunk = *chunk;
+            }
+        }
+        if !fits {
+            for (place, _) in out.drain(first..) {
+                self.stores.remove(&keys[place]);
+            }
+        }
+        fits
+    }
+
+    /// Ends the store of a key.
+    pub fn complete_store(&mut self, key: &Key, success: bool) -> Stored {
+        if let Some(detached) = self.detached.get_mut(key) {
+            if let Some(chunk) = detached.stored.take() {
+                self.drop_done(key);
+                self.pool.release(chunk);
+                return Stored::Unknown;
+            }
+        }
+        let Some(Store { chunk, .. }) = self.stores.remove(key) else { return Stored::Unknown };
+        let found = success && self.pool.publish(chunk, *key, 0) == Published::Now;
+        self.pool.begin_chain();
+        self.pool.release(chunk);
+        if found { Stored::Found } else { Stored::Freed(chunk) }
+    }
+
+    /// Holds the chunks of keys for loads, and appends them to `out`.
+    ///
+    /// # Errors
+    /// The place of the first key that is no hit; nothing was changed.
+    pub fn prepare_load(&mut self, keys: &[Key], out: &mut Vec<BlockId>) -> std::result::Result<(), usize> {
+        let first = out.len();
+        for (place, key) in keys.iter().enumerate() {
+            let Some(chunk) = self.pool.find(key) else {
+                out.truncate(first);
+                return Err(place);
+            };
+            out.push(chunk);
+        }
+        for (key, &chunk) in keys.iter().zip(&out[first..]) {
+            self.pool.claim(chunk);
+            if let Some(detached) = self.detached.get_mut(key) {
+                detached.loads += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends one load of a key. Returns whether there was one.
+    #[must_use]
+    pub fn complete_load(&mut self, key: &Key) -> bool {
+        if let Some(detached) = self.detached.get_mut(key).filter(|detached| detached.loads > 0) {
+            // Which chunk it read is not known: they are given back together.
+            detached.loads -= 1;
+            if detached.loads == 0 {
+                let loaded = std::mem::take(&mut detached.loaded);
+                self.drop_done(key);
+                let newer = self.pool.find(key).map(|chunk| (chunk, self.pool.refs(chunk)));
+                for (chunk, refs) in loaded.into_iter().chain(newer) {
+                    (0..refs).for_each(|_| self.pool.release(chunk));
+                }
+            }
+            return true;
+        }
+        let Some(chunk) = self.pool.find(key).filter(|&chunk| self.pool.refs(chunk) > 0) else { return false };
+        self.pool.begin_chain();
+        self.pool.release(chunk);
+        true
+    }
+
+    /// Counts a key's chunk as just used, if it has one.
+    pub fn touch(&mut self, key: &Key) {
+        if let Some(chunk) = self.pool.find(key) {
+            self.pool.claim(chunk);
+            self.pool.begin_chain();
+            self.pool.release(chunk);
+        }
+    }
+
+    /// Forgets a key: it is a miss from now on, also when a store of it ends. Returns the chunk that it had.
+    pub fn forget(&mut self, key: &Key) -> Option<BlockId> {
+        if let Some(Store { chunk, .. }) = self.stores.remove(key) {
+            self.detached.entry(*key).or_default().stored = Some(chunk);
+            return Some(chunk);
+        }
+        let chunk = self.pool.find(key)?;
+        let refs = self.pool.refs(chunk);
+        self.pool.unpublish(chunk);
+        if refs > 0 {
+            let detached = self.detached.entry(*key).or_default();
+            // After an earlier chunk of the key was forgotten, the loads of this one are counted already.
+            if detached.loads == 0 {
+                detached.loads = refs;
+            }
+            detached.loaded.push((chunk, refs));
+        }
+        Some(chunk)
+    }
+
+    /// Forgets the keys whose stores have not ended by `now`: a lookup does not wait for ever. Appends them to `out`.
+    pub fn expire(&mut self, now: u64, out: &mut Vec<(Key, BlockId)>) {
+        let late = self.stores.iter().filter(|(_, store)| store.deadline <= now);
+        let mut late: Vec<(Key, BlockId)> = late.map(|(key, store)| (*key, store.chunk)).collect();
+        late.sort_unstable_by_key(|(_, chunk)| *chunk);
+        for (key, _) in &late {
+            self.forget(key);
+        }
+        out.append(&mut late);
+    }
+
+    /// Forgets all keys.
+    pub fn reset(&mut self) {
+        let storing: Vec<Key> = self.stores.keys().copied().collect();
+        let stored = (0..).map(BlockId).take(self.pool.len()).filter_map(|chunk| self.pool.key(chunk));
+        for key in storing.into_iter().chain(stored.collect::<Vec<_>>()) {
+            self.forget(&key);
+        }
+    }
+
+    fn drop_done(&mut self, key: &Key) {
+        if self.detached.get(key).is_some_and(Detached::is_done) {
+            self.detached.remove(key);
+        }
+    }
+
+    /// What contradicts itself.
+    ///
+    /// # Errors
+    /// The first thing that does not hold.
+    pub fn check(&self) -> Result<()> {
+        let mut refs: HashMap<BlockId, u32> = self.stores.values().map(|store| (store.chunk, 1)).collect();
+        let mut problem = (refs.len() < self.stores.len()).then(|| "two stores write one chunk".to_owned());
+        for (key, detached) in &self.detached {
+            let held = detached.loaded.iter().copied().chain(detached.stored.map(|chunk| (chunk, 1)));
+            for (chunk, count) in held {
+                if refs.insert(chunk, count).is_some() || self.pool.block(chunk).is_published() {
+                    problem = Some(format!("chunk {} of a forgotten key is used elsewhere", chunk.0));
+                }
+            }
+            let newer = self.pool.find(key).map_or(0, |chunk| self.pool.refs(chunk));
+            let loads = newer + detached.loaded.iter().map(|(_, refs)| refs).sum::<u32>();
+            if detached.is_done() || detached.loads > loads {
+                problem = Some(format!("{} loads of a forgotten key, its chunks have {loads}", detached.loads));
+            }
+        }
+        for chunk in (0..).map(BlockId).take(self.pool.len()) {
+            let block = self.pool.block(chunk);
+            let expected = refs.get(&chunk).copied().unwrap_or(if block.is_published() { block.refs() } else { 0 });
+            if block.refs() != expected {
+                problem = Some(format!("chunk {} has {} references, not {expected}", chunk.0, block.refs()));
+            }
+        }
+        problem.map_or(Ok(()), |what| Err(Error::Broken { what }))
+    }
+}
