@@ -10,7 +10,6 @@ forgotten. Where arguments exclude each other, `VARIANTS` has other valid sets.
 
 from __future__ import annotations
 
-import collections.abc
 import inspect
 import resource
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hostile_values import HOSTILE, SIMPLE
 
 import blockyard
 from blockyard import _core, defrag
@@ -30,49 +30,6 @@ ROOM_BYTES = 1 << 30
 LONGEST_SECONDS = 5.0
 HANDLE = 1 << 32
 KEY = b"k" * 32
-
-
-class Liar(collections.abc.Sequence):
-    """Three items that claim to be a trillion."""
-
-    def __len__(self) -> int:
-        return 2**40
-
-    def __getitem__(self, index: Any) -> Any:
-        if index > 2:
-            raise IndexError
-        return 1
-
-
-def long_view(dtype: type, *shape: int) -> np.ndarray:
-    """An array of one number that is longer than memory."""
-    return np.broadcast_to(np.zeros(1, dtype), shape)
-
-
-INTS = [-1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 10**12, 2**70, -(2**70), 10**5000]
-SEQUENCES: list[Any] = [
-    *(
-        _core.Sequence(2**64 - 1),
-        range(10**12),
-        range(2**70),
-        Liar(),
-        [0] * 10**6,
-        [2**70],
-        [-1],
-        [[2**70, 0]],
-        [None],
-        (),
-        "text",
-        b"bytes",
-        {},
-    ),
-    *(long_view(dtype, 2**40) for dtype in (np.uint64, np.uint32, np.int64, np.int32)),
-    *(long_view(np.int64, 2**40, 2), long_view(np.int64, 2**33, 2), long_view(np.uint64, 2**40, 8)),
-]
-FLOATS = [float("nan"), float("inf"), -float("inf"), 1e300]
-# For what is written in Python, which takes nothing ahead: all but what arrays and ints do in Python alone.
-SIMPLE: list[Any] = [*INTS[:-1], *FLOATS, None, *(item for item in SEQUENCES if not isinstance(item, np.ndarray))]
-HOSTILE: list[Any] = [*INTS, *FLOATS, None, *SEQUENCES]
 
 
 def manager() -> blockyard.BlockManager:
@@ -137,6 +94,13 @@ def store() -> Any:
     return _core.SlabStore(FOLDER, bytes_per_block=512, num_slots=2, threads=2)
 
 
+def offload_manager() -> Any:
+    manager = _core.OffloadManager(4)
+    manager.complete_store(manager.prepare_store([b"a"]).keys)
+    manager.prepare_load([b"a"])
+    return manager
+
+
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
     "BlockAllocator": allocator(_core.NaiveAllocator),
@@ -148,6 +112,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "Mapping": lambda: _core.Mapping(PAIR, src_blocks=4, dst_blocks=4, rule="swap"),
     "ManagerStats": lambda: manager().stats(),
     "NaiveAllocator": allocator(_core.NaiveAllocator),
+    "OffloadManager": offload_manager,
     "OnlineDefragmenter": defrag.OnlineDefragmenter,
     "PrefixCachingAllocator": allocator(_core.PrefixCachingAllocator),
     "SlabStore": store,
@@ -279,6 +244,7 @@ VALID: dict[str, Any] = {
     "now": 5,
     "num_blocks": 16,
     "num_bytes": 64,
+    "num_chunks": 4,
     "num_computed": None,
     "num_computed_slots": 4,
     "num_cpu_blocks": 4,
@@ -364,6 +330,9 @@ VALID: dict[str, Any] = {
     "Completion.rows": lambda: np.zeros((1, 8), np.uint8),
     "FillMap.clear.blocks": lambda: np.array([1]),
     "FillMap.count.blocks": lambda: np.array([1]),
+    "OffloadManager.complete_store.success": True,
+    "OffloadManager.complete_load.keys": [b"a"],
+    "OffloadManager.prepare_load.keys": [b"a"],
     "OnlineDefragmenter.fresh": None,
     "OnlineDefragmenter.hot": [],
     "OnlineDefragmenter.goals": None,
@@ -456,6 +425,8 @@ def state(this: Any) -> Any:
             return this.stats().as_dict(), [(pool.num_free, pool.num_blocks) for pool in pools]
         case _core.BlockAllocator():
             return this.num_free, [this.refs(block) for block in range(this.num_blocks)]
+        case _core.OffloadManager():
+            return repr(this), this.num_storing
         case _core.BlockObserver():
             return this.used().tolist(), this.forward.tolist(), this.limit
         case _:

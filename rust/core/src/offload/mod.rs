@@ -10,44 +10,11 @@ use crate::id::{BlockId, Tier};
 use crate::pool::{Policies, Pool};
 use crate::prefix::Published;
 use std::collections::HashMap;
-use std::collections::hash_map::{Entry, RandomState};
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+use std::collections::hash_map::Entry;
 
-/// Makes keys of names. Its secret is drawn at random: nobody can find two names with one key.
-#[derive(Clone, Debug, Default)]
-pub struct Names([RandomState; 2]);
-
-impl Names {
-    /// The key of a name: 128 bits of two keyed hashes.
-    #[must_use]
-    pub fn key(&self, name: &[u8]) -> Key {
-        let mut bytes = [0; 32];
-        for (bytes, secret) in bytes.chunks_exact_mut(8).zip(&self.0) {
-            let mut hasher = secret.build_hasher();
-            hasher.write(name);
-            bytes.copy_from_slice(&hasher.finish().to_le_bytes());
-        }
-        Key::from_bytes(&bytes)
-    }
-}
-
-/// A key is as random as a hash, so it is one.
-#[derive(Debug, Default)]
-struct KeyHasher(u64);
-
-impl Hasher for KeyHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
-type ByKey<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
+mod names;
+use names::ByKey;
+pub use names::Names;
 
 /// What a lookup finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

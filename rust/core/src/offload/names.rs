@@ -1,0 +1,56 @@
+//! Keys of names, and maps by keys.
+
+use crate::hash::Key;
+use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+
+/// Makes keys of names. Its secret is drawn at random: nobody can find two names with one key.
+#[derive(Clone, Debug, Default)]
+pub struct Names([RandomState; 2]);
+
+impl Names {
+    /// The key of a name: 128 bits of two keyed hashes.
+    #[must_use]
+    pub fn key(&self, name: &[u8]) -> Key {
+        let mut bytes = [0; 32];
+        for (bytes, secret) in bytes.chunks_exact_mut(8).zip(&self.0) {
+            let mut hasher = secret.build_hasher();
+            hasher.write(name);
+            bytes.copy_from_slice(&hasher.finish().to_le_bytes());
+        }
+        Key::from_bytes(&bytes)
+    }
+}
+
+/// A key is as random as a hash, so it is one.
+#[derive(Debug, Default)]
+pub(super) struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        if let Some(first) = bytes.first_chunk() {
+            self.0 = u64::from_le_bytes(*first);
+        }
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// A map by keys.
+pub(super) type ByKey<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_name_has_one_key_and_another_process_could_not_tell_it() {
+        let (names, others) = (Names::default(), Names::default());
+        assert_eq!(names.key(b"name"), names.clone().key(b"name"));
+        assert_ne!(names.key(b"name"), names.key(b"nam"));
+        assert_ne!(names.key(b"name"), others.key(b"name"));
+    }
+}
