@@ -30,12 +30,14 @@ static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_h
             for (int lane = 0; lane < kWarp; ++lane) walk_host_pieces<Access>(p, tensors, chunks, warp, 6, lane);
         return;
     }
+    const bool has_aside = std::any_of(p.steps, p.steps + p.starts[p.num_groups], [](CopyPair s) { return s.dst == kAside; });
+    const auto walk = has_aside ? walk_group<Access, true> : walk_group<Access, false>;
     std::vector<size_t> order(chunks * tensors * p.num_groups);
     std::iota(order.begin(), order.end(), size_t{0});
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     for (const size_t n : order)
         for (int t = 0; t < kThreads; ++t)
-            walk_group<Access>(p, n % chunks, n / chunks % tensors, n / chunks / tensors, t);
+            walk(p, n % chunks, n / chunks % tensors, n / chunks / tensors, t);
 }
 extern "C" int launch(const CopyPair* steps, size_t num_steps, const uint32_t* starts, size_t num_starts,
                       CopyTensor* tensors, size_t num_tensors, bool from_host, int access, size_t most, unsigned seed) {
