@@ -30,7 +30,8 @@ static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_h
             for (int lane = 0; lane < kWarp; ++lane) walk_host_pieces<Access>(p, tensors, chunks, warp, 6, lane);
         return;
     }
-    const bool has_aside = std::any_of(p.steps, p.steps + p.starts[p.num_groups], [](CopyPair s) { return s.dst == kAside; });
+    const auto sets_aside = [](CopyPair step) { return step.dst == kAside; };
+    const bool has_aside = std::any_of(p.steps, p.steps + p.starts[p.num_groups], sets_aside);
     const auto walk = has_aside ? walk_group<Access, true> : walk_group<Access, false>;
     std::vector<size_t> order(chunks * tensors * p.num_groups);
     std::iota(order.begin(), order.end(), size_t{0});

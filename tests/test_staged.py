@@ -162,7 +162,7 @@ def test_all_bytes_arrive_in_any_order_that_streams_and_events_allow(staged: cty
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_delivers_other_bytes(build: Build, mistake: str):
     wrong = build(*MISTAKES[mistake])
-    assert not all([copies_right(wrong, order) for order in ORDERS])
+    assert not all(copies_right(wrong, order) for order in ORDERS)
 
 
 @given(
