@@ -7,6 +7,7 @@
 #include "fit.h"
 
 #ifndef __CUDACC__
+#undef __device__
 #define __device__
 #endif
 

@@ -1,22 +1,20 @@
 """The op library chooses a copy strategy and makes batches, over a stand-in for a device."""
 
 import ctypes
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_in import build_stand_in
 
 from blockyard._core import Mapping
 from blockyard.engine.ops.strategy import ALLOWED, STRATEGIES
 from blockyard.layout.kv import KVLayout
-from blockyard_build.toolchain import MissingError, find_toolchain
+from blockyard_build.toolchain import MissingError
 
-TESTS = Path(__file__).resolve().parent
 BLOCKS, WIDTH = 40, 64
 TO_DEVICE, TO_HOST, WITHIN = range(3)
 DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
@@ -25,22 +23,9 @@ DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     try:
-        tools = find_toolchain({})
+        return build_stand_in(tmp_path_factory.mktemp("fake"))
     except MissingError as missing:
         pytest.skip(f"no {missing}")
-    library = tmp_path_factory.mktemp("fake") / "fake.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA"]
-    flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Wl,-Bsymbolic"]
-    includes = [f"-I{TESTS.parent / 'cuda'}", "-isystem", str(tools.torch_home / "include")]
-    includes += ["-isystem", str(tools.cuda_home / "include")]
-    command = [tools.gxx, *flags, *includes, str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
-    subprocess.run([*command, f"-L{tools.torch_home / 'lib'}", "-Wl,--no-as-needed", "-ltorch"], check=True)
-    torch.ops.load_library(str(library))
-    loaded = ctypes.CDLL(str(library))
-    loaded.fake_calls.restype = ctypes.c_char_p
-    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 3, *[ctypes.c_bool] * 4]
-    loaded.fake_strategy.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return loaded
 
 
 class Case:

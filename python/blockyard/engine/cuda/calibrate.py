@@ -193,7 +193,7 @@ class _Pieces:
         self.apart = torch.randint(0, 256, (self.num_views, blocks, size), dtype=torch.uint8).to(device)
         random = np.random.default_rng(0)
         self.pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))
-        sides = [list(self.rows.split(size, dim=1)), list(self.apart.unbind())]
+        sides: list[list[torch.Tensor]] = [list(self.rows.split(size, dim=1)), list(self.apart.unbind())]
         self.src, self.dst = reversed(sides) if direction == "d2h" else sides
         self.expected = self._written().clone()
         target = (
