@@ -4,8 +4,8 @@
 
 A call checks 160 views of 8 KiB on each side and submits a swap of 64 blocks: the layers of a model of 70B on one of
 four ranks. `submit_64x160_us` is the time of such a call by the strategy that is chosen without a table; beside it are
-those of the others. The kernels' launches and the driver's own part are not in it. With BENCH_JSON=FILE it also adds its
-figures to the flat JSON object in FILE. Without g++ or the headers of torch and CUDA it says so.
+those of the others. The kernels' launches and the driver's own part are not in it. With BENCH_JSON=FILE it also adds
+its figures to the flat JSON object in FILE. Without g++ or the headers of torch and CUDA it says so.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from blockyard_build.toolchain import MissingError  # noqa: E402
 VIEWS, WIDTH, BLOCKS, MOVED = 160, 8 << 10, 256, 64
 CALLS = 50
 TO_DEVICE, TO_HOST = 0, 1
+# On a stream of its own, no capture, memory that kernels reach, with a bulk engine.
+FLAGS = (True, False, True, True)
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
         except MissingError as missing:
             print(f"nothing measured: no {missing}")
             return
-    fake.fake_dry(True)
+    fake.fake_dry(*[True])
     rows = torch.empty((BLOCKS, VIEWS * WIDTH), dtype=torch.uint8)
     host, device = list(rows.split(WIDTH, dim=1)), list(torch.empty((VIEWS, BLOCKS, WIDTH), dtype=torch.uint8).unbind())
     figures = {}
@@ -52,7 +54,7 @@ def main() -> None:
         taken = []
         for direction in (TO_DEVICE, TO_HOST):
             end = rows.data_ptr() + rows.numel()
-            fake.fake_reset(rows.data_ptr(), end, end, True, False, True, True)
+            fake.fake_reset(rows.data_ptr(), end, end, *FLAGS)
             fake.fake_strategy(direction, STRATEGIES.get(name, 0), 4)
             sides = (host, device) if direction == TO_DEVICE else (device, host)
             taken.append(best(partial(swap, *sides, direction), repeat))
