@@ -60,26 +60,28 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     Raises:
         BlockyardError: a strategy delivers other bytes than a plain copy.
     """
-    torch.cuda.set_device(index)
     rules: list[Rule] = []
-    for direction in _HANDICAP:
-        blocks = measure_blocks(index, direction)
-        say(f"{direction} blocks of threads: {blocks}")
-
-        def measure(
-            size: int, count: int, direction: Direction = direction, blocks: Blocks = blocks
-        ) -> dict[StrategyName, float]:
-            taken = measure_strategies(index, direction, size, count, blocks)
-            rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
-            say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
-            return taken
-
-        rules += choose_rules(direction, measure, PIECE_BYTES, COUNTS, blocks)
+    with torch.cuda.device(index):
+        for direction in _HANDICAP:
+            rules += _measure_direction(index, direction, say)
     table = StrategyTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
     table.save(table_path(table.device))
     use_cached.cache_clear()
     use_cached(index)
     return table
+
+
+def _measure_direction(index: int, direction: Direction, say: Callable[[str], None]) -> tuple[Rule, ...]:
+    blocks = measure_blocks(index, direction)
+    say(f"{direction} blocks of threads: {blocks}")
+
+    def measure(size: int, count: int) -> dict[StrategyName, float]:
+        taken = measure_strategies(index, direction, size, count, blocks)
+        rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
+        say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
+        return taken
+
+    return choose_rules(direction, measure, PIECE_BYTES, COUNTS, blocks)
 
 
 def choose_rules(

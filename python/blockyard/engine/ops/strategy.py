@@ -1,7 +1,7 @@
 """Copy strategies to, from and within a device, by size and number of pieces: a table for each kind of device.
 
 `blockyard calibrate` measures the table once and writes it to the user's cache folder. The ops read that file when they
-first write to a device. Without a file, `default_strategy` chooses.
+meet a device for the first time. Without a file, `default_strategy` chooses.
 """
 
 from __future__ import annotations
