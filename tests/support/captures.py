@@ -10,8 +10,8 @@ import torch
 def capturing() -> Iterator[torch.cuda.CUDAGraph]:
     """Capture what is queued inside.
 
-    A node of its own comes first. torch warns of an empty graph while it ends the capture, and where warnings are errors
-    it then leaves the capture's stream current.
+    A node of its own comes first: torch warns of an empty graph while it ends the capture, and where warnings are
+    errors it then leaves the capture's stream current.
     """
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     torch.cuda.synchronize()
