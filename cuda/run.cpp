@@ -199,8 +199,9 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
         return;
     }
     if (choice.strategy == Strategy::kStaged) {
-        const CopyRows copy_rows = [to_host](const CopyTensor& rows, const std::vector<CopyPair>& part,
-                                             cudaStream_t on) { return copy_pieces({rows}, part, to_host, true, on); };
+        const CopyRows copy_rows = [&](const CopyTensor& rows, const std::vector<CopyPair>& part, cudaStream_t on) {
+            return copy_pieces({rows}, part, to_host, memory.mapped, on);
+        };
         check_cuda(copy_staged(device, tensors, pairs, to_host, choice.blocks, copy_rows, stream),
                    "copying blocks between host and device through staging");
         return;

@@ -9,6 +9,7 @@ import torch
 
 from blockyard.engine import engine
 from blockyard.engine.cuda.streams import CudaEvent, CudaStreams, with_index
+from blockyard.engine.host_pool import CudaLocker
 from blockyard.engine.ops import fallback
 from blockyard.engine.streams import WorkerStreams
 from blockyard.errors import BlockyardError, CaptureError
@@ -156,6 +157,7 @@ def test_an_engine_keeps_to_the_device_that_was_current_at_first(monkeypatch: py
     assert with_index("cuda") == torch.device("cuda", 3)
     assert with_index("cuda:1") == torch.device("cuda", 1)
     assert with_index("cpu") == torch.device("cpu")
+    assert CudaLocker(torch.device("cuda")).device == torch.device("cuda", 3)
     asked: list[torch.device] = []
     monkeypatch.setattr(engine, "check_device", lambda device, _: asked.append(device))
     monkeypatch.setattr(engine, "CudaStreams", lambda device: asked.append(device) or WorkerStreams())

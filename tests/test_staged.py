@@ -58,7 +58,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         assert not old or source.count(old) == 1
         (folder / "staged.h").write_text(header)
         (folder / "staged.cpp").write_text(source.replace(old, new) if old else source)
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+        flags = ["-std=c++17", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
         flags += ["-Wno-maybe-uninitialized", "-Wno-unused", "-Wl,-Bsymbolic"]
         includes = [f"-I{folder}", f"-I{CUDA}", "-isystem", str(home / "include")]
         library = folder / "staged.so"
