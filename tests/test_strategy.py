@@ -4,12 +4,14 @@ import ctypes
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard._core import Mapping
 from blockyard.engine.ops import compiled, strategy
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
@@ -127,6 +129,17 @@ def test_a_cached_table_is_used_with_its_cuda_release_alone(monkeypatch: pytest.
     with strategy.force_strategy(0, "loop"):
         assert strategy.use_cached(0) is None
     strategy.use_cached.cache_clear()
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_table_is_looked_up_for_copies_either_way(monkeypatch: pytest.MonkeyPatch, to_host: bool):
+    asked: list[int] = []
+    monkeypatch.setattr(compiled, "use_cached", asked.append)
+    monkeypatch.setattr(compiled, "_run", lambda *_: None)
+    sides = [[SimpleNamespace(is_cuda=False)], [SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=4))]]
+    mapping = Mapping([[0, 0]], src_blocks=1, dst_blocks=1, rule="swap")
+    compiled.BY_LIBRARY.copy_between(*(reversed(sides) if to_host else sides), mapping)
+    assert asked == [4]
 
 
 def test_rules_of_an_unknown_strategy_are_refused():

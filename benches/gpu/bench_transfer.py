@@ -162,7 +162,12 @@ class Case:
         """GB/s of every strategy that copies in this direction may take on this device."""
         rates = {}
         for strategy in ALLOWED[self.direction]:
-            if (strategy == "loop" and self.count > MOST_LOOPED) or (strategy == "bulk" and not self.has_bulk()):
+            left_out = {
+                "loop": self.count > MOST_LOOPED,
+                "bulk": not self.has_bulk(),
+                "staged": self.num_views == 1,
+            }
+            if left_out.get(strategy, False):
                 continue
             with force_strategy(self.device, strategy):
                 taken, _ = self.best({strategy: self.ours}, repeat)
