@@ -162,8 +162,13 @@ def test_an_engine_keeps_to_the_device_that_was_current_at_first(monkeypatch: py
     monkeypatch.setattr(engine, "check_device", lambda device, _: asked.append(device))
     monkeypatch.setattr(engine, "CudaStreams", lambda device: asked.append(device) or WorkerStreams())
     monkeypatch.setattr(engine, "Memory", lambda *_, device, **__: asked.append(device))
-    engine.CacheEngine(KVLayout("flat", 1, block_size=1, num_kv_heads=1, head_size=8, dtype="uint8"), device="cuda")
+    layout = KVLayout("flat", 1, block_size=1, num_kv_heads=1, head_size=8, dtype="uint8")
+    engine.CacheEngine(layout, device="cuda")
     assert asked == [torch.device("cuda", 3)] * 3
+    asked.clear()
+    for device in (None, "cuda", torch.device("cuda"), "cuda:1"):
+        engine.CacheEngine(layout, device=device, tensors=[SimpleNamespace(device=torch.device("cuda", 1))])
+    assert asked == [torch.device("cuda", 1)] * 12
 
 
 def test_torch_calls_ask_the_tensors_device_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch):
