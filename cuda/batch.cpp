@@ -65,12 +65,6 @@ cudaError_t prepare(SideStream& side) {
     return side.event != nullptr ? cudaSuccess : cudaEventCreateWithFlags(&side.event, cudaEventDisableTiming);
 }
 
-// A wait uses the event's last record, so one event serves both directions.
-cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
-    const cudaError_t status = cudaEventRecord(event, earlier);
-    return status != cudaSuccess ? status : cudaStreamWaitEvent(later, event, 0);
-}
-
 cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
     // Never destroyed: at exit the driver may be gone before static objects are.
     static auto* const sides = new SideStream[kMaxDevices];
@@ -90,6 +84,11 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStre
 }
 
 }  // namespace
+
+cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
+    const cudaError_t status = cudaEventRecord(event, earlier);
+    return status != cudaSuccess ? status : cudaStreamWaitEvent(later, event, 0);
+}
 
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -123,12 +123,13 @@ bool has_bulk(int device) {
     return state == kYes;
 }
 
-cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
-    const auto launch = [stream](const CopyParams& params, size_t some, int64_t widest) {
+cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned most,
+                      cudaStream_t stream) {
+    const auto launch = [most, stream](const CopyParams& params, size_t some, int64_t widest) {
         const auto chunks = static_cast<uint64_t>(widest + kStageBytes - 1) / kStageBytes;
         const uint64_t pieces = chunks * some * params.num_groups;
         if (pieces > kMostBulkPieces) return cudaErrorInvalidValue;
-        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFewBlocks, pieces));
+        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(most, pieces));
         copy_by_bulk<<<blocks, kWarp, kRingBytes, stream>>>(params, static_cast<uint32_t>(some),
                                                             static_cast<uint32_t>(chunks));
         return cudaGetLastError();

@@ -11,11 +11,11 @@ namespace {
 
 constexpr unsigned kHostKernelThreads = 512;
 
-template <typename Access>
+template <typename Access, bool kHasAside>
 __global__ void __launch_bounds__(kThreads) copy_groups(const __grid_constant__ CopyParams params) {
     static_assert(sizeof(Access) == 1 || sizeof(Access) == 4 || sizeof(Access) == 8 || sizeof(Access) == 16,
                   "an access is 1, 4, 8 or 16 bytes wide");
-    walk_group<Access>(params, blockIdx.x, blockIdx.y, blockIdx.z, static_cast<int>(threadIdx.x));
+    walk_group<Access, kHasAside>(params, blockIdx.x, blockIdx.y, blockIdx.z, static_cast<int>(threadIdx.x));
 }
 
 template <typename Access>
@@ -28,24 +28,32 @@ __global__ void __launch_bounds__(kHostKernelThreads)
 
 // Launches one set of parameters.
 struct OnDevice {
+    bool has_aside;
+
     template <typename Access>
-    static cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) {
+    cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) const {
         const int64_t chunks = (widest + kChunk<Access> - 1) / kChunk<Access>;
         if (chunks > INT32_MAX) return cudaErrorInvalidValue;
         const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(num_tensors), params.num_groups);
-        copy_groups<Access><<<grid, kThreads, 0, stream>>>(params);
+        if (has_aside) {
+            copy_groups<Access, true><<<grid, kThreads, 0, stream>>>(params);
+        } else {
+            copy_groups<Access, false><<<grid, kThreads, 0, stream>>>(params);
+        }
         return cudaGetLastError();
     }
 };
 
 struct BesideHost {
+    unsigned most;  // blocks of threads
+
     template <typename Access>
-    static cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) {
+    cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) const {
         const int64_t chunks = (widest + kHostChunk<Access> - 1) / kHostChunk<Access>;
         if (chunks > INT32_MAX / static_cast<int64_t>(kMaxTensors)) return cudaErrorInvalidValue;
         const auto total = static_cast<uint64_t>(chunks) * num_tensors * params.num_groups;
         constexpr uint64_t kPerBlock = kHostKernelThreads / kWarp;
-        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(kFewBlocks, (total + kPerBlock - 1) / kPerBlock));
+        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(most, (total + kPerBlock - 1) / kPerBlock));
         copy_pieces<Access><<<blocks, kHostKernelThreads, 0, stream>>>(params, static_cast<uint32_t>(num_tensors),
                                                                        static_cast<uint32_t>(chunks));
         return cudaGetLastError();
@@ -53,13 +61,14 @@ struct BesideHost {
 };
 
 template <typename Launcher>
-cudaError_t launch_all(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
-    const auto launch = [stream](const CopyParams& params, size_t some, int64_t widest) {
+cudaError_t launch_all(const Launcher& launcher, const CopyTensor* tensors, size_t num_tensors, const Steps& plan,
+                       cudaStream_t stream) {
+    const auto launch = [&launcher, stream](const CopyParams& params, size_t some, int64_t widest) {
         const uint64_t bits = misalignment(params.tensors, some);
-        if (bits % 16 == 0) return Launcher::template launch<uint4>(params, some, widest, stream);
-        if (bits % 8 == 0) return Launcher::template launch<uint2>(params, some, widest, stream);
-        if (bits % 4 == 0) return Launcher::template launch<uint32_t>(params, some, widest, stream);
-        return Launcher::template launch<uint8_t>(params, some, widest, stream);
+        if (bits % 16 == 0) return launcher.template launch<uint4>(params, some, widest, stream);
+        if (bits % 8 == 0) return launcher.template launch<uint2>(params, some, widest, stream);
+        if (bits % 4 == 0) return launcher.template launch<uint32_t>(params, some, widest, stream);
+        return launcher.template launch<uint8_t>(params, some, widest, stream);
     };
     return launch_parts(tensors, num_tensors, plan, launch);
 }
@@ -67,11 +76,12 @@ cudaError_t launch_all(const CopyTensor* tensors, size_t num_tensors, const Step
 }  // namespace
 
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
-    return launch_all<OnDevice>(tensors, num_tensors, plan, stream);
+    return launch_all(OnDevice{has_aside(plan)}, tensors, num_tensors, plan, stream);
 }
 
-cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream) {
-    return launch_all<BesideHost>(tensors, num_tensors, plan, stream);
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
+                             cudaStream_t stream) {
+    return launch_all(BesideHost{blocks}, tensors, num_tensors, plan, stream);
 }
 
 }  // namespace blockyard

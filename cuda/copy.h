@@ -26,24 +26,26 @@ struct CopyBatch {
 // several launches. Both sides are memory of the current device; within one group of steps they may be the same memory.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Blocks of threads of a copy that overlaps the device's own work, at most one a multiprocessor. They keep the link
-// to the host busy; more would take multiprocessors from compute.
-constexpr unsigned kFewBlocks = 12;
-
-// Copies every pair in every tensor between the device and page-locked host memory by a kernel on few multiprocessors,
-// so the device's own work hardly slows down.
-cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+// Copies every pair in every tensor by a kernel of at most `blocks` blocks of threads, so the device's own work hardly
+// slows down. Both sides are memory of the current device or page-locked; pairs must be independent.
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
+                             cudaStream_t stream);
 
 // Whether a device has a bulk engine and the library has machine code for it.
 bool has_bulk(int device);
 
-// Copies every pair in every tensor by the bulk engine, driven by few multiprocessors. Pairs must be independent; both
-// sides are memory of the current device or page-locked. Requires has_bulk and fits_bulk.
-cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
+// Copies every pair in every tensor by the bulk engine, driven by at most `blocks` blocks of threads. Pairs must be
+// independent; both sides are memory of the current device or page-locked. Requires has_bulk and fits_bulk.
+cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
+                      cudaStream_t stream);
 
 // Copies pieces between host and device by the copy engines: in one batch if the driver has batches and the host memory
 // is page-locked (`pinned`), else with one call a piece. Sources are read in stream order.
 cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream);
+
+// Lets `later` wait for all that was queued on `earlier`. A wait uses the event's last record, so one event serves any
+// number of calls.
+cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later);
 
 // Whether this stream is being captured into a graph.
 bool is_capturing(cudaStream_t stream);

@@ -7,6 +7,7 @@
 #include "fit.h"
 
 #ifndef __CUDACC__
+#undef __device__
 #define __device__
 #endif
 
@@ -34,13 +35,14 @@ static_assert(kMaxSteps > kMaxRing, "a ring stays in one part");
 template <typename Access>
 constexpr int64_t kChunk = static_cast<int64_t>(sizeof(Access)) * kThreads * kUnroll;
 
-// Moves one chunk of rows of one tensor through the steps of one group.
-template <typename Access>
+// Moves one chunk of rows of one tensor through the steps of one group. Only steps that set bytes aside take registers
+// for them.
+template <typename Access, bool kHasAside>
 __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor_index, size_t group, int thread) {
     const CopyTensor& tensor = params.tensors[tensor_index];
     const int64_t count = tensor.width / static_cast<int64_t>(sizeof(Access));
     const int64_t first = static_cast<int64_t>(chunk) * (kThreads * kUnroll) + thread;
-    Access aside[kUnroll];
+    Access aside[kHasAside ? kUnroll : 1];
     for (int step = params.starts[group]; step < params.starts[group + 1]; ++step) {
         const CopyPair pair = params.steps[step];
         const auto* src = reinterpret_cast<const Access*>(tensor.src + pair.src * tensor.src_stride);
@@ -50,14 +52,14 @@ __device__ void walk_group(const CopyParams& params, size_t chunk, size_t tensor
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
             const int64_t at = first + i * kThreads;
-            if (at < count) values[i] = pair.src == kAside ? aside[i] : src[at];
+            if (at < count) values[i] = kHasAside && pair.src == kAside ? aside[kHasAside ? i : 0] : src[at];
         }
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
             const int64_t at = first + i * kThreads;
             if (at >= count) continue;
-            if (pair.dst == kAside) {
-                aside[i] = values[i];
+            if (kHasAside && pair.dst == kAside) {
+                aside[kHasAside ? i : 0] = values[i];
             } else {
                 dst[at] = values[i];
             }

@@ -56,8 +56,8 @@ void run_scatter(Tensor staging, std::vector<Tensor> views, Tensor pairs) {
 void set_device_strategies(int64_t device, Tensor rules) {
     if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
     if (!rules.is_cpu() || rules.scalar_type() != torch::headeronly::ScalarType::Long || rules.dim() != 2 ||
-        rules.size(1) != 4 || rules.stride(1) != 1) {
-        fail("mapping", "rules are not int64 [n, 4] on the CPU");
+        rules.size(1) != 5 || rules.stride(1) != 1) {
+        fail("mapping", "rules are not int64 [n, 5] on the CPU");
     }
     const auto* first = static_cast<const int64_t*>(rules.const_data_ptr());
     std::vector<StrategyRule> read;
@@ -69,7 +69,11 @@ void set_device_strategies(int64_t device, Tensor rules) {
         if (rule[3] < 1 || rule[3] > kNumStrategies) {
             fail("mapping", "rule ", n, " names strategy ", rule[3], ", there are ", kNumStrategies);
         }
-        read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Strategy>(rule[3])});
+        if (rule[4] < 1 || rule[4] > UINT16_MAX) {
+            fail("mapping", "rule ", n, " names ", rule[4], " blocks of threads, must be 1 to ", UINT16_MAX);
+        }
+        read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Strategy>(rule[3]),
+                        static_cast<unsigned>(rule[4])});
     }
     set_strategies(static_cast<int32_t>(device), read);
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "copy.h"
+#include "staged.h"
 #include "strategy.h"
 
 // A torch without CUDA lacks it; the library must load there as well.
@@ -29,12 +30,13 @@ cudaStream_t current_stream(int32_t device) {
     return static_cast<cudaStream_t>(stream);
 }
 
-// Pairs the views of both sides; neighbours that are adjacent on both sides become one.
+// Pairs the views of both sides that hold bytes; neighbours that are adjacent on both sides become one.
 std::vector<CopyTensor> join(const Side& src, const Side& dst) {
     std::vector<CopyTensor> tensors;
     tensors.reserve(src.views.size());
     for (size_t i = 0; i < src.views.size(); ++i) {
         const View &from = src.views[i], &to = dst.views[i];
+        if (from.width == 0) continue;
         CopyTensor* last = tensors.empty() ? nullptr : &tensors.back();
         if (last != nullptr && from.stride == last->src_stride && to.stride == last->dst_stride &&
             from.data == last->src + last->width && to.data == last->dst + last->width &&
@@ -48,14 +50,15 @@ std::vector<CopyTensor> join(const Side& src, const Side& dst) {
 }
 
 // Uses the bulk engine if the strategy asks for it and it can, else a kernel.
-cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, Strategy strategy,
+cudaError_t copy_by_kernel(const std::vector<CopyTensor>& tensors, const Steps& plan, StrategyChoice choice,
                            Direction direction, int32_t device, cudaStream_t stream) {
-    if (strategy == Strategy::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) &&
+    if (choice.strategy == Strategy::kBulk && is_independent(plan) && fits_bulk(tensors.data(), tensors.size()) &&
         has_bulk(device)) {
-        return copy_bulk(tensors.data(), tensors.size(), plan, stream);
+        return copy_bulk(tensors.data(), tensors.size(), plan, choice.blocks, stream);
     }
-    return direction == Direction::kWithin ? copy_on_device(tensors.data(), tensors.size(), plan, stream)
-                                           : copy_host_kernel(tensors.data(), tensors.size(), plan, stream);
+    return direction == Direction::kWithin
+               ? copy_on_device(tensors.data(), tensors.size(), plan, stream)
+               : copy_host_kernel(tensors.data(), tensors.size(), plan, choice.blocks, stream);
 }
 
 bool is_dense(const CopyTensor& tensor) {
@@ -83,8 +86,8 @@ struct Pieces {
     }
 };
 
-Strategy strategy_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
-                     Direction direction) {
+StrategyChoice strategy_of(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
+                           Direction direction, bool host_rows) {
     int64_t runs = 1, bytes = 0, count = 0;
     for (size_t n = 1; n < pairs.size(); ++n) {
         runs += pairs[n].src != pairs[n - 1].src + 1 || pairs[n].dst != pairs[n - 1].dst + 1;
@@ -94,15 +97,15 @@ Strategy strategy_of(const std::vector<CopyTensor>& tensors, const std::vector<C
         bytes += tensor.width * num_pairs;
         count += is_dense(tensor) ? runs : num_pairs;
     }
-    return choose_strategy(device, direction, bytes / std::max<int64_t>(count, 1), count);
+    return choose_strategy(device, direction, bytes / std::max<int64_t>(count, 1), count, host_rows);
 }
 
 void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(dst.device);
     const cudaStream_t stream = current_stream(dst.device);
-    const Strategy strategy = strategy_of(tensors, plan.steps, dst.device, Direction::kWithin);
-    check_cuda(copy_by_kernel(tensors, plan, strategy, Direction::kWithin, dst.device, stream),
+    const StrategyChoice choice = strategy_of(tensors, plan.steps, dst.device, Direction::kWithin, false);
+    check_cuda(copy_by_kernel(tensors, plan, choice, Direction::kWithin, dst.device, stream),
                "copying blocks within the device");
 }
 
@@ -150,14 +153,31 @@ HostMemory ask_host(const Side& host, const std::vector<CopyPair>& pairs, bool t
     return ask_host(host, first, last);
 }
 
-Strategy strategy_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, int32_t device,
-                          Direction direction, const HostMemory& memory) {
-    if (!memory.pinned) return Strategy::kLoop;
-    const Strategy strategy = strategy_of(tensors, pairs, device, direction);
-    const bool is_kernel = strategy == Strategy::kKernel || strategy == Strategy::kBulk;
+bool is_kernel(Strategy strategy) { return strategy == Strategy::kKernel || strategy == Strategy::kBulk; }
+
+StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs,
+                                int32_t device, Direction direction, const HostMemory& memory, cudaStream_t stream) {
+    if (!memory.pinned) return {Strategy::kLoop, kFewBlocks};
+    const bool to_host = direction == Direction::kToHost;
+    const bool rows = has_host_rows(tensors, to_host);
+    StrategyChoice choice = strategy_of(tensors, pairs, device, direction, rows);
+    if (choice.strategy == Strategy::kStaged && (is_capturing(stream) || !has_staging(device, to_host))) {
+        choice = strategy_of(tensors, pairs, device, direction, false);
+    }
     // Narrow accesses would waste most of the link's bandwidth.
     const bool fits = memory.mapped && misalignment(tensors.data(), tensors.size()) % 16 == 0;
-    return !is_kernel || fits ? strategy : Strategy::kBatch;
+    if (is_kernel(choice.strategy) && !fits) choice.strategy = Strategy::kBatch;
+    return choice;
+}
+
+// Copies pieces between host and device by the copy engines.
+cudaError_t copy_pieces(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, bool to_host,
+                        bool batched, cudaStream_t stream) {
+    Pieces pieces;
+    for (const CopyTensor& tensor : tensors) pieces.add(tensor, pairs);
+    const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
+                          to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
+    return copy_batch(batch, batched, stream);
 }
 
 void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
@@ -172,19 +192,22 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
         fail("capture", to_host ? dst.name : src.name,
              " is not page-locked: a graph would copy from or to memory that may move before it is replayed");
     }
-    const Strategy strategy = strategy_between(tensors, pairs, device, direction, memory);
-    if (strategy == Strategy::kKernel || strategy == Strategy::kBulk) {
-        check_cuda(copy_by_kernel(tensors, independent(pairs), strategy, direction, device, stream),
+    const StrategyChoice choice = strategy_between(tensors, pairs, device, direction, memory, stream);
+    if (is_kernel(choice.strategy)) {
+        check_cuda(copy_by_kernel(tensors, independent(pairs), choice, direction, device, stream),
                    "copying blocks between host and device by a kernel");
         return;
     }
-    Pieces pieces;
-    for (const CopyTensor& tensor : tensors) {
-        if (tensor.width > 0) pieces.add(tensor, pairs);
+    if (choice.strategy == Strategy::kStaged) {
+        const CopyRows copy_rows = [&](const CopyTensor& rows, const std::vector<CopyPair>& part, cudaStream_t on) {
+            return copy_pieces({rows}, part, to_host, memory.mapped, on);
+        };
+        check_cuda(copy_staged(device, tensors, pairs, to_host, choice.blocks, copy_rows, stream),
+                   "copying blocks between host and device through staging");
+        return;
     }
-    const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
-                          to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
-    check_cuda(copy_batch(batch, strategy == Strategy::kBatch, stream), "copying blocks between host and device");
+    check_cuda(copy_pieces(tensors, pairs, to_host, choice.strategy == Strategy::kBatch, stream),
+               "copying blocks between host and device");
 }
 
 }  // namespace

@@ -25,14 +25,17 @@ void set_strategies(int32_t device, std::vector<StrategyRule> rules) {
     table().rules.at(static_cast<size_t>(device)) = std::move(rules);
 }
 
-Strategy choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count) {
-    const Strategy otherwise = direction == Direction::kWithin ? Strategy::kKernel : Strategy::kBatch;
-    if (device < 0 || device >= kMaxDevices) return otherwise;
-    const std::lock_guard<std::mutex> lock(table().mutex);
-    for (const StrategyRule& rule : table().rules[static_cast<size_t>(device)]) {
-        if (rule.direction == direction && bytes <= rule.max_bytes && count <= rule.max_count) return rule.strategy;
+StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows) {
+    if (device >= 0 && device < kMaxDevices) {
+        const std::lock_guard<std::mutex> lock(table().mutex);
+        for (const StrategyRule& rule : table().rules[static_cast<size_t>(device)]) {
+            const bool holds = rule.direction == direction && bytes <= rule.max_bytes && count <= rule.max_count;
+            if (holds && (host_rows || rule.strategy != Strategy::kStaged)) return {rule.strategy, rule.blocks};
+        }
     }
-    return otherwise;
+    if (direction == Direction::kWithin) return {Strategy::kKernel, kFewBlocks};
+    if (bytes >= kLargePiece || count < kLeastPieces) return {Strategy::kBatch, kFewBlocks};
+    return {host_rows ? Strategy::kStaged : Strategy::kKernel, kFewBlocks};
 }
 
 }  // namespace blockyard

@@ -12,26 +12,44 @@ enum class Strategy : int64_t {
     kLoop = 2,    // one call to the copy engines for each piece
     kKernel = 3,  // a kernel: few multiprocessors for copies with the host, all within a device
     kBulk = 4,    // the bulk engine of sm_90 and later, driven by few multiprocessors
+    kStaged = 5,  // large copies between rows of the host and slots on the device, a kernel between slots and views
 };
-constexpr int64_t kNumStrategies = 4;
+constexpr int64_t kNumStrategies = 5;
 
 enum class Direction : int64_t { kToDevice = 0, kToHost = 1, kWithin = 2 };
 constexpr int64_t kNumDirections = 3;
 
-// A rule holds for up to max_count pieces of up to max_bytes on average.
+// Blocks of threads of a kernel that overlaps the device's own work, at most one a multiprocessor. They keep the link
+// to the host busy; more would take multiprocessors from compute.
+constexpr unsigned kFewBlocks = 12;
+
+// A rule holds for up to max_count pieces of up to max_bytes on average; one for kStaged only if the host's pieces of a
+// block are contiguous.
 struct StrategyRule {
     Direction direction;
     int64_t max_bytes;
     int64_t max_count;
     Strategy strategy;
+    unsigned blocks;  // of threads, for kernels on few multiprocessors
 };
+
+struct StrategyChoice {
+    Strategy strategy;
+    unsigned blocks;
+};
+
+// Without a table, at least so many pieces of fewer bytes each take a kernel between host and device.
+constexpr int64_t kLeastPieces = 32;
+constexpr int64_t kLargePiece = 28 << 10;
 
 constexpr int32_t kMaxDevices = 64;
 
 // Replaces a device's rules; the first that holds decides.
 void set_strategies(int32_t device, std::vector<StrategyRule> rules);
 
-// Without a matching rule: the kernel within a device, else the batched call.
-Strategy choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count);
+// Chooses for so many pieces of so many bytes on average; `host_rows`: the host's pieces of a block are contiguous.
+// Without a matching rule: the kernel within a device; between host and device many small pieces are staged, or take
+// the kernel without host rows, and others take the batched call.
+StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows);
 
 }  // namespace blockyard

@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -11,8 +12,10 @@
 #include "../cuda/check.cpp"
 #include "../cuda/mapping.cpp"
 #include "../cuda/run.cpp"
+#include "../cuda/staged.cpp"
 #include "../cuda/steps.cpp"
 #include "../cuda/strategy.cpp"
+#include "launch.h"
 
 namespace {
 
@@ -40,10 +43,12 @@ struct Fake {
     bool own_stream = true, capturing = false, mapped = true, has_bulk = true;
     int faults = 0;
     // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, U: the bulk
-    // engine.
+    // engine, A: memory is allocated.
     std::string calls;
+    unsigned blocks = 0;  // of the last kernel on few
 };
 Fake fake;
+bool is_dry = false;  // nothing is copied: the time of a call is what checks and submission take
 int side_stream;
 
 bool is_pinned_or_device(const void* address, size_t bytes) {
@@ -53,10 +58,15 @@ bool is_pinned_or_device(const void* address, size_t bytes) {
 void copy_by_engine(void* dst, const void* src, size_t bytes) {
     // A graph would copy from there long after.
     if (fake.capturing) fake.faults += !is_pinned_or_device(src, bytes) + !is_pinned_or_device(dst, bytes);
-    std::memcpy(dst, src, bytes);
+    if (!is_dry) std::memcpy(dst, src, bytes);
 }
 
 void copy_steps(const CopyTensor* tensors, size_t num_tensors, const Steps& plan) {
+    if (is_dry) {
+        blockyard::launch_parts(tensors, num_tensors, plan,
+                                [](const blockyard::CopyParams&, size_t, int64_t) { return cudaSuccess; });
+        return;
+    }
     for (size_t t = 0; t < num_tensors; ++t) {
         const CopyTensor& tensor = tensors[t];
         const auto width = static_cast<size_t>(tensor.width);
@@ -93,6 +103,21 @@ const char* cudaGetErrorString(cudaError_t) { return "as the test wants it"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) {
     *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+    *mode = cudaStreamCaptureModeGlobal;
+    return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+    fake.faults += fake.capturing;
+    fake.calls += 'A';
+    *memory = std::malloc(bytes);
+    return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+cudaError_t cudaFree(void* memory) {
+    std::free(memory);
     return cudaSuccess;
 }
 
@@ -158,14 +183,18 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 void fake_reset(uintptr_t host, uintptr_t host_end, uintptr_t pinned_end, bool own_stream, bool capturing, bool mapped,
                 bool has_bulk) {
-    fake = {{host, host_end}, {host, pinned_end}, own_stream, capturing, mapped, has_bulk, 0, ""};
+    fake = {{host, host_end}, {host, pinned_end}, own_stream, capturing, mapped, has_bulk, 0, "", 0};
 }
+unsigned fake_blocks() { return fake.blocks; }
+void fake_dry(bool dry) { is_dry = dry; }
 int fake_faults() { return fake.faults; }
 const char* fake_calls() { return fake.calls.c_str(); }
-void fake_strategy(int64_t direction, int64_t strategy) {
+// Strategy 0 leaves the choice to the rule without a table.
+void fake_strategy(int64_t direction, int64_t strategy, unsigned blocks) {
     const int64_t most = INT64_MAX;
-    blockyard::set_strategies(
-        0, {{static_cast<blockyard::Direction>(direction), most, most, static_cast<blockyard::Strategy>(strategy)}});
+    const blockyard::StrategyRule rule{static_cast<blockyard::Direction>(direction), most, most,
+                                       static_cast<blockyard::Strategy>(strategy), blocks};
+    blockyard::set_strategies(0, strategy ? std::vector{rule} : std::vector<blockyard::StrategyRule>{});
 }
 }
 
@@ -181,15 +210,18 @@ cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const 
     return cudaSuccess;
 }
 
-cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t) {
+cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
+                             cudaStream_t) {
     fake.calls += 'F';
+    fake.blocks = blocks;
     fake.faults += !is_independent(plan);
     copy_steps(tensors, num_tensors, plan);
     return cudaSuccess;
 }
 
-cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t) {
+cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks, cudaStream_t) {
     fake.calls += 'U';
+    fake.blocks = blocks;
     fake.faults += !is_independent(plan) || !fake.has_bulk || !fits_bulk(tensors, num_tensors);
     copy_steps(tensors, num_tensors, plan);
     return cudaSuccess;

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ import torch
 
 from blockyard import cli
 from blockyard.engine.cuda import calibrate
-from blockyard.engine.cuda.calibrate import choose_rules
+from blockyard.engine.cuda.calibrate import choose_blocks
 from blockyard.engine.ops.strategy import StrategyTable
+from blockyard.errors import BlockyardError
 
 SIZES, COUNTS = (1024, 4096, 16384, 65536), (16, 1000, 50_000)
+
+
+def choose_rules(direction: str, measure: calibrate.Measure, sizes: Sequence[int], counts: Sequence[int]) -> tuple:
+    return calibrate.choose_rules(direction, measure, sizes, counts, {"kernel": 3})
 
 
 def measured(size: int, count: int) -> dict[str, float]:
@@ -28,7 +35,45 @@ def test_small_pieces_of_large_numbers_go_by_kernel():
     assert table.strategy("h2d", 4096, 10**9) == "kernel"
     assert table.strategy("h2d", 65536, 1000) == "batch"
     assert table.strategy("h2d", 1 << 20, 50_000) == "batch"
-    assert table.strategy("d2h", 1024, 1000) == "batch"
+    assert table.rule("h2d", 4096, 1000).blocks == 3
+    back = StrategyTable("", "", choose_rules("d2h", measured, SIZES, COUNTS))
+    assert back.strategy("d2h", 4096, 1000) == "kernel"
+
+
+def test_staging_is_chosen_with_what_copies_take_that_cannot_be_staged():
+    def measure(size: int, _: int) -> dict[str, float]:
+        return {
+            "batch": 1.0,
+            "kernel": 0.6 if size < 5000 else 0.95,
+            "bulk": 2.0,
+            "staged": 0.5 if size < 20000 else 2.0,
+        }
+
+    table = StrategyTable("", "", choose_rules("d2h", measure, SIZES, COUNTS))
+    assert [table.strategy("d2h", size, 16, host_rows=True) for size in SIZES] == ["staged"] * 3 + ["batch"]
+    assert [table.strategy("d2h", size, 16) for size in SIZES] == ["kernel", "kernel", "batch", "batch"]
+
+
+def test_no_more_blocks_of_threads_are_taken_than_keep_the_link_busy():
+    assert choose_blocks({1: 4.0, 2: 2.0, 3: 1.02, 4: 1.0, 8: 1.0}) == 3
+    assert choose_blocks({1: 1.0, 2: 1.2}) == 1
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
+@pytest.mark.parametrize(("size", "count"), [(1024, 16), (1024, 1000), (8192, 300), (1 << 20, 3)])
+def test_what_is_measured_is_compared_byte_for_byte(
+    monkeypatch: pytest.MonkeyPatch, direction: str, size: int, count: int
+):
+    """On memory of the CPU, which stands for all."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(calibrate, "force_strategy", lambda *_: nullcontext())
+    pieces = calibrate._Pieces(torch.device("cpu"), direction, size, count)
+    assert pieces.num_views * len(pieces.pairs) * size <= size * count
+    assert pieces.measure("batch", 1) > 0
+    pieces.expected.view(-1)[-1] ^= 1
+    with pytest.raises(BlockyardError, match=f"pieces of {size} bytes {direction} by batch delivers other bytes"):
+        pieces.measure("batch", 1)
 
 
 def test_each_count_is_judged_by_itself():

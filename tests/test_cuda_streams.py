@@ -1,16 +1,22 @@
 """CUDA streams without a device: what is queued where, in front of a stand-in for torch's streams and events."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from blockyard.engine.cuda.streams import CudaEvent, CudaStreams
+from blockyard.engine import engine
+from blockyard.engine.cuda.streams import CudaEvent, CudaStreams, with_index
+from blockyard.engine.host_pool import CudaLocker
+from blockyard.engine.ops import fallback
 from blockyard.engine.streams import WorkerStreams
-from blockyard.errors import BlockyardError
+from blockyard.errors import BlockyardError, CaptureError
+from blockyard.layout.kv import KVLayout
 
 LOG: list[tuple[str, str]] = []
+GUARDS: list[int] = []  # devices that were current for a while, innermost last
 
 
 class Stream:
@@ -18,6 +24,7 @@ class Stream:
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         Stream.made += 1
+        self.device = device
         self.name = f"stream {Stream.made}"
         LOG.append((self.name, f"priority {priority}"))
 
@@ -55,8 +62,11 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStreams]:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", current)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {2: compute}[device.index])
+    # Device 2 is current while the streams are made, and device 0 afterwards, as in a new thread.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     made = CudaStreams(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GUARDS[-1] if GUARDS else 0)
     LOG.clear()
     yield made
     made.close()
@@ -123,6 +133,52 @@ def test_the_callers_streams_are_the_current_one_and_this_thread(streams: CudaSt
         ("work", "caller"),
     ] == LOG
     assert streams._host._thread is None
+
+
+def test_the_device_that_was_current_at_first_is_kept(streams: CudaStreams, monkeypatch: pytest.MonkeyPatch):
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        GUARDS.append(device.index)
+        yield
+        GUARDS.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    # torch has one answer for each device, and gives that of the current one.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: torch.cuda.current_device() == 2)
+    assert {stream.device for stream in streams._streams.values()} == {torch.device("cuda", 2)}
+    streams.order_compute(streams.fence())
+    streams.launch("compute", lambda: None)
+    assert streams.capturing()
+    assert not GUARDS
+
+
+def test_an_engine_keeps_to_the_device_that_was_current_at_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert with_index("cuda") == torch.device("cuda", 3)
+    assert with_index("cuda:1") == torch.device("cuda", 1)
+    assert with_index("cpu") == torch.device("cpu")
+    assert CudaLocker(torch.device("cuda")).device == torch.device("cuda", 3)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(engine, "check_device", lambda device, _: asked.append(device))
+    monkeypatch.setattr(engine, "CudaStreams", lambda device: asked.append(device) or WorkerStreams())
+    monkeypatch.setattr(engine, "Memory", lambda *_, device, **__: asked.append(device))
+    layout = KVLayout("flat", 1, block_size=1, num_kv_heads=1, head_size=8, dtype="uint8")
+    engine.CacheEngine(layout, device="cuda")
+    assert asked == [torch.device("cuda", 3)] * 3
+    asked.clear()
+    for device in (None, "cuda", torch.device("cuda"), "cuda:1"):
+        engine.CacheEngine(layout, device=device, tensors=[SimpleNamespace(device=torch.device("cuda", 1))])
+    assert asked == [torch.device("cuda", 1)] * 12
+
+
+def test_torch_calls_ask_the_tensors_device_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch):
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    with pytest.raises(CaptureError, match="no graph can hold that"):
+        fallback._refuse_capture(SimpleNamespace(is_cuda=False), tensor)
+    assert entered == [tensor.device]
 
 
 def test_streams_do_not_delay_one_another_so_nothing_is_cut(streams: CudaStreams):

@@ -89,6 +89,23 @@ def test_a_broken_library_says_why_it_does_not_load(tmp_path: Path):
     assert "blocks are copied by plain torch calls instead" in line
 
 
+def test_the_driver_is_part_of_what_loads(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    from blockyard.engine.ops import library
+
+    package = doctor._PACKAGE
+    if doctor.find_op_library(package).path is None:
+        pytest.skip("built without the op library")
+    for driver, said in (
+        (0, f"yes, found torch {torch.__version__} with {library._torch_cuda()}, no CUDA driver"),
+        (99000, f"yes, found torch {torch.__version__} with {library._torch_cuda()}, a driver for CUDA 99.0"),
+        (11080, "no: it needs a driver for CUDA"),
+    ):
+        monkeypatch.setattr(library, "_versions", lambda _, driver=driver: (driver, 13000))
+        assert said in finding(doctor.report(package), "op library loads")
+
+
 @pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cu128", "1.13.1"])
 def test_an_old_torch_is_explained(version: str):
     text = doctor.explain_torch(version)

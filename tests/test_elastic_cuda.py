@@ -12,9 +12,11 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from blockyard.engine.elastic.cache import ElasticCache
-from blockyard.engine.elastic.cuda import DeviceMemory, load_driver
+from blockyard.engine.elastic.cache import ElasticCache, plane_spans
+from blockyard.engine.elastic.cuda import DeviceMemory, choose_chunk, load_driver
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout
@@ -215,6 +217,36 @@ def test_misuse_is_told_by_the_driver():
 def test_a_chunk_off_the_granularity_is_refused(chunk: int):
     with pytest.raises(InvalidArgumentError, match=f"chunk_bytes is {chunk}, must be a multiple of {UNIT}"):
         memory(FakeDriver(), chunk_bytes=chunk)
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 300), st.integers(0, 300))
+def test_a_chosen_chunk_keeps_a_small_part_of_the_whole(blocks: int, layers: int, most: int, kib: int):
+    layout = KVLayout("kv_first", layers, block_size=16, num_kv_heads=1, head_size=16 * (kib + 1), dtype="float32")
+    sizes = [most * layout.bytes_per_block // layers] * layers
+    unit = 4096
+    chunk = choose_chunk(sizes, 2 * layers, unit)
+    assert chunk % unit == 0
+    assert (chunk // unit).bit_count() == 1
+    room = SimpleNamespace(chunk=chunk, tensor=torch.empty(0))
+    cache = SimpleNamespace(_memory=room, _planes=[])
+    starts = np.cumsum([0] + [-(-size // chunk) * chunk for size in sizes])
+    for index, start in enumerate(starts[:-1]):
+        cache._planes += [(int(start) + first, width) for first, width in plane_spans(layout, most, index)]
+    blocks = min(blocks, most)
+    spans = ElasticCache._chunks(cache, blocks)
+    kept = sum(last - first for first, last in spans) * chunk - blocks * layout.bytes_per_block
+    assert kept <= max(sum(sizes) / 32, 4 * layers * unit)
+    # Twice as much would not be within the bound.
+    assert 2 * chunk * 2 * 2 * layers > sum(sizes) / 32
+
+
+def test_large_pools_have_larger_chunks_by_default():
+    sizes, mib = [100 * 10**9 // 80] * 80, 1 << 20
+    assert choose_chunk(sizes, 160, 2 * mib) == 8 * mib
+    assert choose_chunk(sizes, 80, 2 * mib) == 16 * mib
+    assert choose_chunk([10**9], 160, 2 * mib) == 2 * mib
+    assert memory(FakeDriver(), [64 * UNIT * 64]).chunk == 64 * UNIT
+    assert memory(FakeDriver(), [64 * UNIT * 64], planes=4).chunk == 16 * UNIT
 
 
 def test_the_range_goes_with_its_last_tensor_and_its_memory_too():

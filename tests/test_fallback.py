@@ -1,5 +1,6 @@
 """Copies in plain torch calls: parts that fit the memory they may take (the bytes are compared in the ops' tests)."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -33,6 +34,7 @@ def test_a_graph_cannot_hold_a_mapping_that_is_copied_to_the_device(monkeypatch:
         is_cuda = True
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     cache = torch.zeros((4, 8), dtype=torch.uint8)
     fallback.BY_TORCH.copy([cache], torch.tensor([[0, 1]]))
     on_device = cache.as_subclass(OnDevice)

@@ -22,7 +22,7 @@ DEVICE = """
 #include "copy_kernel.h"
 using namespace blockyard;
 template <typename Access>
-static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_host, unsigned seed) {
+static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_host, bool aside, unsigned seed) {
     const int64_t chunk = with_host ? kHostChunk<Access> : kChunk<Access>;
     const size_t chunks = (widest + chunk - 1) / chunk;
     if (with_host) {
@@ -30,16 +30,18 @@ static void run(const CopyParams& p, size_t tensors, int64_t widest, bool with_h
             for (int lane = 0; lane < kWarp; ++lane) walk_host_pieces<Access>(p, tensors, chunks, warp, 6, lane);
         return;
     }
+    const auto walk = aside ? walk_group<Access, true> : walk_group<Access, false>;
     std::vector<size_t> order(chunks * tensors * p.num_groups);
     std::iota(order.begin(), order.end(), size_t{0});
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     for (const size_t n : order)
         for (int t = 0; t < kThreads; ++t)
-            walk_group<Access>(p, n % chunks, n / chunks % tensors, n / chunks / tensors, t);
+            walk(p, n % chunks, n / chunks % tensors, n / chunks / tensors, t);
 }
 extern "C" int launch(const CopyPair* steps, size_t num_steps, const uint32_t* starts, size_t num_starts,
                       CopyTensor* tensors, size_t num_tensors, bool from_host, int access, size_t most, unsigned seed) {
     const Steps plan{{steps, steps + num_steps}, {starts, starts + num_starts}};
+    const bool aside = has_aside(plan);
     static CopyParams params;
     int launches = 0;
     for (const StepRange& part : split_steps(plan, most)) {
@@ -51,8 +53,8 @@ extern "C" int launch(const CopyPair* steps, size_t num_steps, const uint32_t* s
         std::copy_n(tensors, num_tensors, params.tensors);
         int64_t widest = 0;
         for (size_t t = 0; t < num_tensors; ++t) widest = std::max(widest, tensors[t].width);
-        if (access == 1) run<uint8_t>(params, num_tensors, widest, from_host, seed);
-        else run<uint64_t>(params, num_tensors, widest, from_host, seed);
+        if (access == 1) run<uint8_t>(params, num_tensors, widest, from_host, aside, seed);
+        else run<uint64_t>(params, num_tensors, widest, from_host, aside, seed);
         ++launches;
     }
     return launches;

@@ -25,7 +25,7 @@ name, root = "blockyard.engine.ops.library", Path(find_spec("blockyard").origin)
 spec = spec_from_file_location(name, root / "engine" / "ops" / "library.py")
 library = sys.modules[name] = module_from_spec(spec)
 spec.loader.exec_module(library)
-library.LIBRARY = library.MANIFEST = Path("/nonexistent/_ops.so")
+library.LIBRARY = library.MANIFEST = Path({path!r})
 from blockyard.engine import ops
 import torch
 assert not library.op_library().loaded
@@ -134,9 +134,56 @@ def test_requiring_a_missing_library_raises_its_reason(monkeypatch: pytest.Monke
 
 
 def test_without_the_library_cuda_tensors_go_through_torch_calls():
-    code = WITHOUT_LIBRARY.format(names=OPS)
+    code = WITHOUT_LIBRARY.format(names=OPS, path="/nonexistent/_ops.so")
     finished = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert finished.stdout.startswith("[9, 10, 11] op library not loaded: built without it")
+
+
+def with_versions(folder: Path, driver: int, runtime: int) -> tuple[Path, Path]:
+    """A library that says so of its runtime and the machine's driver."""
+    library, record = write(folder, BUILT)
+    versions = {"driver": driver, "runtime": runtime}
+    source = "".join(f"int blockyard_{name}_version(void) {{ return {n}; }}\n" for name, n in versions.items())
+    command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", str(library)]
+    subprocess.run(command, check=True, input=source, text=True)
+    return library, record
+
+
+@pytest.mark.parametrize(
+    ("driver", "runtime", "fits", "found"),
+    [
+        (12090, 13000, False, "a driver for CUDA 12.9"),
+        (13000, 13000, True, "a driver for CUDA 13.0"),
+        (13000, 13020, True, "a driver for CUDA 13.0"),  # all minor releases of a major one
+        (14010, 13000, True, "a driver for CUDA 14.1"),
+        (0, 13000, True, "no CUDA driver"),  # nothing can be on a device
+    ],
+)
+def test_a_driver_older_than_the_runtime_is_explained(
+    tmp_path: Path, driver: int, runtime: int, fits: bool, found: str
+):
+    library = native.load_library(*with_versions(tmp_path, driver, runtime))
+    assert (library.loaded, library.found.endswith(found)) == (fits, True)
+    if not fits:
+        assert "it needs a driver for CUDA 13.0 or newer, found one for CUDA 12.9" in library.explain()
+        assert "CUDA tensors go through plain torch calls" in library.explain()
+
+
+def test_with_an_old_driver_cuda_tensors_go_through_torch_calls(tmp_path: Path):
+    library, _ = with_versions(tmp_path, 12040, 13000)
+    finished = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARY.format(names=OPS, path=str(library))],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.stdout.startswith("[9, 10, 11] op library not loaded: it needs a driver for CUDA 13.0 or newer")
+
+
+def test_the_built_library_knows_its_runtime(loaded: native.OpLibrary):
+    driver, runtime = native._versions(loaded.path)
+    assert f"CUDA {native._release(runtime)}," in loaded.built_for
+    assert bool(driver) or not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)])

@@ -1,22 +1,20 @@
 """The op library chooses a copy strategy and makes batches, over a stand-in for a device."""
 
 import ctypes
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_in import build_stand_in
 
 from blockyard._core import Mapping
 from blockyard.engine.ops.strategy import ALLOWED, STRATEGIES
 from blockyard.layout.kv import KVLayout
-from blockyard_build.toolchain import MissingError, find_toolchain
+from blockyard_build.toolchain import MissingError
 
-TESTS = Path(__file__).resolve().parent
 BLOCKS, WIDTH = 40, 64
 TO_DEVICE, TO_HOST, WITHIN = range(3)
 DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
@@ -25,22 +23,9 @@ DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     try:
-        tools = find_toolchain({})
+        return build_stand_in(tmp_path_factory.mktemp("fake"))
     except MissingError as missing:
         pytest.skip(f"no {missing}")
-    library = tmp_path_factory.mktemp("fake") / "fake.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA"]
-    flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Wl,-Bsymbolic"]
-    includes = [f"-I{TESTS.parent / 'cuda'}", "-isystem", str(tools.torch_home / "include")]
-    includes += ["-isystem", str(tools.cuda_home / "include")]
-    command = [tools.gxx, *flags, *includes, str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
-    subprocess.run([*command, f"-L{tools.torch_home / 'lib'}", "-Wl,--no-as-needed", "-ltorch"], check=True)
-    torch.ops.load_library(str(library))
-    loaded = ctypes.CDLL(str(library))
-    loaded.fake_calls.restype = ctypes.c_char_p
-    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 3, *[ctypes.c_bool] * 4]
-    loaded.fake_strategy.argtypes = [ctypes.c_int64] * 2
-    return loaded
 
 
 class Case:
@@ -61,16 +46,19 @@ class Case:
         strategy: str,
         pairs: np.ndarray,
         cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda rows: [rows],
+        cut_device: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
+        blocks: int = 12,
     ) -> str:
         """Copy, and compare the whole destination; gives the calls that were made."""
-        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES[strategy])
+        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES.get(strategy, 0), blocks)
         src = self.host if direction == "h2d" else self.device
         dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
         wanted = dst.clone()
-        for source, target in zip(cut(src), cut(wanted), strict=True):
-            target[pairs[:, 1]] = source[pairs[:, 0]]
         sides = direction != "h2d", direction != "d2h"
-        torch.ops.blockyard_fake.swap(cut(src), cut(dst), torch.from_numpy(pairs), *sides)
+        cut_src, cut_dst = ((cut_device or cut) if on_device else cut for on_device in sides)
+        for source, target in zip(cut_src(src), cut_dst(wanted), strict=True):
+            target[pairs[:, 1]] = source[pairs[:, 0]]
+        torch.ops.blockyard_fake.swap(cut_src(src), cut_dst(dst), torch.from_numpy(pairs), *sides)
         assert torch.equal(dst, wanted)
         assert self.fake.fake_faults() == 0
         return str(self.fake.fake_calls(), "ascii")
@@ -166,6 +154,71 @@ def test_a_graph_does_not_take_pageable_memory(fake: ctypes.CDLL, direction: str
     assert fake.fake_calls() == b""
 
 
+# 16 views of 8 KiB, contiguous in a row of the host and apart on the device.
+VIEWS, STAGED_WIDTH = 16, 128 << 10
+
+
+def of_rows(rows: torch.Tensor) -> list[torch.Tensor]:
+    return list(rows.split(rows.shape[1] // VIEWS, dim=1))
+
+
+def of_views(rows: torch.Tensor) -> list[torch.Tensor]:
+    return list(rows.view(VIEWS, BLOCKS, -1))
+
+
+def staged(case: Case, direction: str, strategy: str = "staged", pairs: np.ndarray | None = None) -> str:
+    return case.go(direction, strategy, scattered() if pairs is None else pairs, of_rows, of_views)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_rows_of_the_host_are_staged_in_a_few_large_copies(fake: ctypes.CDLL, direction: str):
+    calls = staged(Case(fake, width=STAGED_WIDTH), direction)
+    # All 20 rows fit one slot: one batch of rows and one kernel, for 320 pieces.
+    assert calls.replace("A", "").translate(str.maketrans("", "", "rw01")) == ("BF" if direction == "h2d" else "FB")
+    neighbours = np.column_stack((np.arange(20), np.arange(20) + 3))
+    assert staged(Case(fake, width=STAGED_WIDTH), direction, pairs=neighbours).count("m") == 1
+    # 40 rows of 1.25 MiB, six to a slot: more parts than slots.
+    assert staged(Case(fake, width=10 * STAGED_WIDTH), direction, pairs=scattered(40)).count("F") == 7
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_without_a_table_small_pieces_are_staged_and_others_batched(fake: ctypes.CDLL, direction: str):
+    assert "F" in staged(Case(fake, width=STAGED_WIDTH), direction, "default")
+    assert Case(fake, width=STAGED_WIDTH).go(direction, "default", scattered(), of_views) == "F"
+    few = scattered(2)
+    assert staged(Case(fake, width=STAGED_WIDTH), direction, "default", few[:1]) == "B"
+    assert staged(Case(fake, width=4 * STAGED_WIDTH), direction, "default") == "B"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_graph_takes_the_kernel_for_a_staged_copy(fake: ctypes.CDLL, direction: str):
+    # It would keep slots that other copies use.
+    assert staged(Case(fake, width=STAGED_WIDTH, capturing=True), direction) == "F"
+    assert staged(Case(fake, width=STAGED_WIDTH, capturing=True, mapped=False), direction) == "m" * 20 * VIEWS
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_host_memory_that_kernels_do_not_reach_is_staged(fake: ctypes.CDLL, direction: str):
+    assert "F" in staged(Case(fake, width=STAGED_WIDTH, mapped=False), direction)
+    assert staged(Case(fake, width=STAGED_WIDTH, pinned=0), direction) == "m" * 20 * VIEWS
+    assert "F" in staged(Case(fake, width=STAGED_WIDTH, own_stream=False), direction)
+
+
+def test_pieces_that_are_apart_on_the_host_are_not_staged(fake: ctypes.CDLL):
+    def turned(rows: torch.Tensor) -> list[torch.Tensor]:
+        return of_rows(rows)[::-1]
+
+    case = Case(fake, width=STAGED_WIDTH)
+    assert case.go("h2d", "staged", scattered(), turned, lambda rows: of_views(rows)[::-1]) == "F"
+    assert Case(fake, width=32 << 10).go("h2d", "staged", scattered(), of_rows, of_views) == "F"
+
+
+@pytest.mark.parametrize(("strategy", "blocks"), [("kernel", 2), ("bulk", 3), ("staged", 4)])
+def test_kernels_take_as_many_blocks_of_threads_as_the_table_says(fake: ctypes.CDLL, strategy: str, blocks: int):
+    Case(fake, width=STAGED_WIDTH).go("h2d", strategy, scattered(), of_rows, of_views, blocks)
+    assert fake.fake_blocks() == blocks
+
+
 def test_neighbours_become_one_piece(fake: ctypes.CDLL):
     runs = np.column_stack((np.r_[4:9, 20:30], np.r_[0:5, 12:22]))
     assert Case(fake).go("h2d", "loop", runs) == "mm"
@@ -186,7 +239,7 @@ def test_no_pairs_and_no_bytes_make_no_call(fake: ctypes.CDLL):
 )
 def test_moves_that_depend_on_one_another_go_by_kernel(fake: ctypes.CDLL, pairs: list[list[int]], calls: str):
     case = Case(fake)
-    fake.fake_strategy(WITHIN, STRATEGIES["bulk"])
+    fake.fake_strategy(WITHIN, STRATEGIES["bulk"], 12)
     wanted, ids = case.device.clone(), torch.tensor(pairs)
     wanted[ids[:, 1]] = wanted[ids[:, 0]]
     mapping = Mapping(pairs, src_blocks=BLOCKS, dst_blocks=BLOCKS, rule="move")
@@ -208,7 +261,7 @@ def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
     st.integers(0, BLOCKS),
     st.lists(st.booleans(), min_size=3, max_size=3),
     st.integers(0, 30),
-    st.sampled_from([8, 16, 48, 64]),
+    st.sampled_from([8, 16, 48, 64, 1 << 16]),
     st.integers(0, 99),
 )
 def test_whatever_the_way_and_the_memory_all_bytes_arrive_and_no_kernel_goes_astray(

@@ -4,12 +4,14 @@ import ctypes
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard._core import Mapping
 from blockyard.engine.ops import compiled, strategy
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
@@ -31,23 +33,41 @@ SHIM = """
 using namespace blockyard;
 extern "C" void use(const int64_t* rules, int64_t count) {
     std::vector<StrategyRule> read;
-    for (int64_t n = 0; n < count; ++n, rules += 4)
-        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Strategy>(rules[3])});
+    for (int64_t n = 0; n < count; ++n, rules += 5)
+        read.push_back({static_cast<Direction>(rules[0]), rules[1], rules[2], static_cast<Strategy>(rules[3]),
+                        static_cast<unsigned>(rules[4])});
     set_strategies(1, read);
 }
-extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count) {
-    return static_cast<int64_t>(choose_strategy(device, static_cast<Direction>(direction), bytes, count));
+extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count, bool rows) {
+    const StrategyChoice found = choose_strategy(device, static_cast<Direction>(direction), bytes, count, rows);
+    return static_cast<int64_t>(found.strategy) * 65536 + found.blocks;
 }
 """
 
 
 def test_the_first_rule_that_holds_decides():
     assert TABLE.strategy("h2d", 8192, 1000) == "kernel"
-    assert TABLE.strategy("h2d", 8193, 1000) == "batch"
-    assert TABLE.strategy("h2d", 8192, 1001) == "batch"
+    assert TABLE.strategy("h2d", 30_000, 1000) == "batch"
+    assert TABLE.strategy("h2d", 8192, 1001, host_rows=True) == "staged"
     assert TABLE.strategy("d2h", 1 << 30, 2) == "loop"
     assert TABLE.strategy("d2h", 1 << 30, 4) == "batch"
     assert TABLE.strategy("d2d", 1, 1) == "kernel"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_without_a_rule_many_small_pieces_are_staged_or_take_the_kernel(direction: str):
+    none = StrategyTable("", "", ())
+    small, many = (28 << 10) - 1, 32
+    assert none.strategy(direction, small, many, host_rows=True) == "staged"
+    assert none.strategy(direction, small, many) == "kernel"
+    for size, count in ((small + 1, many), (small, many - 1), (1 << 20, 1)):
+        assert none.strategy(direction, size, count, host_rows=True) == "batch"
+
+
+def test_a_rule_for_staging_holds_for_host_rows_alone():
+    table = StrategyTable("", "", (Rule("h2d", MOST, MOST, "staged"), Rule("h2d", MOST, MOST, "bulk", 3)))
+    assert table.strategy("h2d", 1 << 20, 1, host_rows=True) == "staged"
+    assert table.rule("h2d", 1 << 20, 1) == Rule("h2d", MOST, MOST, "bulk", 3)
 
 
 def test_a_table_comes_back_from_its_file(tmp_path: Path):
@@ -61,15 +81,16 @@ def with_rule(direction: str, max_bytes: float, strategy: str) -> dict[str, obje
     return {**GOOD, "rules": [{"direction": direction, "max_bytes": max_bytes, "max_count": 1, "strategy": strategy}]}
 
 
-GOOD = {"version": 3, "device": "d", "torch_cuda": "13.0", "rules": []}
+GOOD = {"version": 4, "device": "d", "torch_cuda": "13.0", "rules": []}
 BROKEN = {
-    "another version": {**GOOD, "version": 2},
+    "another version": {**GOOD, "version": 3},
     "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
     "an unknown strategy": with_rule("h2d", 1, "magic"),
     "a strategy of another direction": with_rule("d2d", 1, "batch"),
     "an unknown direction": with_rule("up", 1, "loop"),
     "a fraction": with_rule("h2d", 1.5, "loop"),
     "a huge number": with_rule("h2d", 2**70, "loop"),
+    "no blocks of threads": {**GOOD, "rules": [{**with_rule("h2d", 1, "loop")["rules"][0], "blocks": 0}]},
     "a missing field": {**GOOD, "rules": [{"direction": "h2d"}]},
     "a list": [],
 }
@@ -110,9 +131,22 @@ def test_a_cached_table_is_used_with_its_cuda_release_alone(monkeypatch: pytest.
     strategy.use_cached.cache_clear()
 
 
+@pytest.mark.parametrize("to_host", [False, True])
+def test_a_table_is_looked_up_for_copies_either_way(monkeypatch: pytest.MonkeyPatch, to_host: bool):
+    asked: list[int] = []
+    monkeypatch.setattr(compiled, "use_cached", asked.append)
+    monkeypatch.setattr(compiled, "_run", lambda *_: None)
+    sides = [[SimpleNamespace(is_cuda=False)], [SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=4))]]
+    mapping = Mapping([[0, 0]], src_blocks=1, dst_blocks=1, rule="swap")
+    compiled.BY_LIBRARY.copy_between(*(reversed(sides) if to_host else sides), mapping)
+    assert asked == [4]
+
+
 def test_rules_of_an_unknown_strategy_are_refused():
     with pytest.raises(InvalidArgumentError, match="magic"):
         use_rules(0, (Rule("h2d", 1, 1, "magic"),))
+    with pytest.raises(InvalidArgumentError, match="blocks must be 1 to 65535"):
+        use_rules(0, (Rule("h2d", 1, 1, "kernel", 0),))
     with pytest.raises(InvalidArgumentError, match="d2d: kernel, bulk"):
         use_rules(0, (Rule("d2d", 1, 1, "batch"),))
 
@@ -131,10 +165,11 @@ def test_a_strategy_is_forced_in_the_directions_that_allow_it(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("device", "rules", "message"),
     [
-        (-1, [[0, 1, 1, 1]], "device -1"),
-        (64, [[0, 1, 1, 1]], "device 64"),
-        (0, [[0, 1, 1, 5]], "strategy 5, there are 4"),
-        (0, [[3, 1, 1, 1]], "direction 3, there are 3"),
+        (-1, [[0, 1, 1, 1, 1]], "device -1"),
+        (64, [[0, 1, 1, 1, 1]], "device 64"),
+        (0, [[0, 1, 1, 6, 1]], "strategy 6, there are 5"),
+        (0, [[3, 1, 1, 1, 1]], "direction 3, there are 3"),
+        (0, [[0, 1, 1, 3, 0]], "0 blocks of threads, must be 1 to 65535"),
     ],
 )
 def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list[int]], message: str):
@@ -154,7 +189,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CUDA}", *sources], check=True)
     library = ctypes.CDLL(str(folder / "shim.so"))
     library.choose.restype = ctypes.c_int64
-    library.choose.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    library.choose.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.c_bool]
     return library
 
 
@@ -164,22 +199,27 @@ def test_a_machine_without_a_device_has_no_bulk_engine():
     assert not any(torch.ops.blockyard.has_bulk(index) for index in (-1, 0, 64))
 
 
-SMALL = st.integers(0, 6)
+SMALL = st.integers(0, 6) | st.sampled_from([31, 32, (28 << 10) - 1, 28 << 10])
 DIRECTIONS = list(ALLOWED)
 RULES = st.sampled_from(DIRECTIONS).flatmap(
-    lambda direction: st.builds(Rule, st.just(direction), SMALL, SMALL, st.sampled_from(ALLOWED[direction]))
+    lambda direction: st.builds(
+        Rule, st.just(direction), SMALL, SMALL, st.sampled_from(ALLOWED[direction]), st.integers(1, 99)
+    )
 )
 
 
-@given(st.lists(RULES, max_size=5), st.sampled_from(DIRECTIONS), SMALL, SMALL)
+@given(st.lists(RULES, max_size=5), st.sampled_from(DIRECTIONS), SMALL, SMALL, st.booleans())
 def test_the_library_chooses_as_the_table_does(
-    shim: ctypes.CDLL, rules: list[Rule], direction: str, num_bytes: int, count: int
+    shim: ctypes.CDLL, rules: list[Rule], direction: str, num_bytes: int, count: int, host_rows: bool
 ):
     place = DIRECTIONS.index(direction)
     numbers = [
-        n for r in rules for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy])
+        n
+        for r in rules
+        for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks)
     ]
     shim.use((ctypes.c_int64 * max(1, len(numbers)))(*numbers), ctypes.c_int64(len(rules)))
-    wanted = STRATEGIES[StrategyTable("", "", tuple(rules)).strategy(direction, num_bytes, count)]
-    assert shim.choose(1, place, num_bytes, count) == wanted
-    assert shim.choose(64, place, num_bytes, count) == STRATEGIES[ALLOWED[direction][0]]
+    for device, table in ((1, StrategyTable("", "", tuple(rules))), (64, StrategyTable("", "", ()))):
+        wanted = table.rule(direction, num_bytes, count, host_rows=host_rows)
+        chosen = shim.choose(device, place, num_bytes, count, host_rows)
+        assert divmod(chosen, 65536) == (STRATEGIES[wanted.strategy], wanted.blocks)

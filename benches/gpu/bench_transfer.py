@@ -8,7 +8,8 @@ cudaMemcpyAsync a piece, called from C++. `host_us_per_100` is the time until th
 `loop_host_us_per_100` the loop's. `strategy` is the calibrated table's choice, `sms` how many multiprocessors it may
 take, and `strategies` the GB/s of each strategy of the direction. `compute_kept` is the rate of matrix products on
 another stream while copies run, as a part of their rate alone, where copies last long enough to tell. `pool_gb_s` is
-the rate at which host memory is touched and page-locked.
+the rate at which host memory is touched and page-locked. A block's pieces are contiguous on the host, as in an engine's
+host pool, in rows of up to 1 MiB; on the device each is in a view of its own.
 
 Without a CUDA device it says so; that is an error with --require.
 """
@@ -23,10 +24,10 @@ import numpy as np
 import torch
 
 from blockyard.engine import ops
-from blockyard.engine.cuda.calibrate import calibrate_device
+from blockyard.engine.cuda.calibrate import calibrate_device, views_and_blocks
 from blockyard.engine.host_pool import HostPool
 from blockyard.engine.ops.library import op_library
-from blockyard.engine.ops.strategy import ALLOWED, StrategyTable, force_strategy, use_cached
+from blockyard.engine.ops.strategy import ALLOWED, Rule, StrategyTable, force_strategy, use_cached
 
 SIZES = tuple(4096 << step for step in range(11))
 COUNTS = (16, 128, 1024, 8192, 50_000)
@@ -36,9 +37,8 @@ MOST_BYTES = 2 << 30
 MOST_LOOPED = 8192
 # What copies are put beside: products of square matrices, and seconds of them.
 MATRIX, COMPUTE_SECONDS = 4096, 0.05
-# Blocks of threads of the kernels that leave the device to compute.
-FEW_SMS = 12
 Work = Callable[[], None]
+Views = list[torch.Tensor]
 
 
 def main() -> int:
@@ -106,12 +106,13 @@ class Case:
     """One direction with one size and number of pieces, scattered on both sides."""
 
     def __init__(self, direction: str, size: int, count: int, device: int) -> None:
-        self.direction, self.size, self.count, self.device = direction, size, count, device
-        shape = {"size": (count, size), "dtype": torch.uint8}
+        self.num_views, blocks = views_and_blocks(size, count)
+        self.direction, self.size, self.count, self.device = direction, size, self.num_views * blocks, device
         random = np.random.default_rng(0)
-        self.pairs = torch.from_numpy(np.column_stack((random.permutation(count), random.permutation(count))))
-        self.on_device = [torch.ones(**shape, device="cuda") for _ in range(2)]
-        self.on_host = [torch.ones(**shape, pin_memory=True) for _ in range(2)] if direction != "d2d" else []
+        self.pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))
+        self.on_device = [torch.ones(self.count * size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        hosts = 0 if direction == "d2d" else 2
+        self.on_host = [torch.ones(self.count * size, dtype=torch.uint8, pin_memory=True) for _ in range(hosts)]
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         self.compute = torch.cuda.Stream()
 
@@ -124,7 +125,7 @@ class Case:
         }
         if self.count <= MOST_LOOPED:
             works["loop"] = lambda: self.on_streams(
-                [lambda s=s, d=d: torch.ops.blockyard.bench_copy_loop([s], [d], self.pairs) for s, d in routes]
+                [lambda s=s, d=d: self.copy(torch.ops.blockyard.bench_copy_loop, s, d) for s, d in routes]
             )
         taken, host = self.best(works, repeat)
         pieces = self.count * len(routes)
@@ -136,10 +137,11 @@ class Case:
             result["to_loop"] = taken["loop"] / taken["ours"]
             result["loop_host_us_per_100"] = host["loop"] * 1e8 / pieces
         if self.direction in ALLOWED:
-            strategy = table.strategy(self.direction, self.size, self.count) if table else ALLOWED[self.direction][0]
+            held = table or StrategyTable("", "", ())
+            rule = held.rule(self.direction, self.size, self.count, host_rows=self.num_views > 1)
             result |= {
-                "strategy": strategy,
-                "sms": self.multiprocessors(strategy),
+                "strategy": rule.strategy,
+                "sms": self.multiprocessors(rule),
                 "strategies": self.by_strategy(repeat, moved),
             }
         # Where calls return long before the copies end: else none would be left to run beside anything.
@@ -160,7 +162,12 @@ class Case:
         """GB/s of every strategy that copies in this direction may take on this device."""
         rates = {}
         for strategy in ALLOWED[self.direction]:
-            if (strategy == "loop" and self.count > MOST_LOOPED) or (strategy == "bulk" and not self.has_bulk()):
+            left_out = {
+                "loop": self.count > MOST_LOOPED,
+                "bulk": not self.has_bulk(),
+                "staged": self.num_views == 1,
+            }
+            if left_out.get(strategy, False):
                 continue
             with force_strategy(self.device, strategy):
                 taken, _ = self.best({strategy: self.ours}, repeat)
@@ -171,14 +178,13 @@ class Case:
         """Whether this device and the library have the bulk engine."""
         return bool(torch.ops.blockyard.has_bulk(self.device))
 
-    def multiprocessors(self, strategy: str) -> int:
-        """How many multiprocessors a strategy may take."""
-        if strategy in {"batch", "loop"}:
+    def multiprocessors(self, rule: Rule) -> int:
+        """How many multiprocessors a rule's strategy may take; `staged` takes them for a part of the time."""
+        if rule.strategy in {"batch", "loop"}:
             return 0
         every = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return (
-            every if self.direction == "d2d" and (strategy == "kernel" or not self.has_bulk()) else min(FEW_SMS, every)
-        )
+        takes_all = self.direction == "d2d" and (rule.strategy == "kernel" or not self.has_bulk())
+        return every if takes_all else min(rule.blocks, every)
 
     def compute_kept(self, seconds: float) -> float:
         """Rate of matrix products while copies run without a pause, as a part of their rate alone."""
@@ -206,7 +212,17 @@ class Case:
 
     def ours(self) -> None:
         """One call of the op for each route."""
-        self.on_streams([lambda s=s, d=d: ops.swap_blocks([s], [d], self.pairs) for s, d in self.routes()])
+        self.on_streams([lambda s=s, d=d: self.copy(ops.swap_blocks, s, d) for s, d in self.routes()])
+
+    def copy(self, op: Callable[..., None], src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Call an op over the views of a source and of a destination."""
+        op(self.views(src), self.views(dst), self.pairs)
+
+    def views(self, memory: torch.Tensor) -> Views:
+        """Cut memory: contiguous in rows on the host, apart on the device."""
+        if memory.is_cuda:
+            return list(memory.view(self.num_views, -1, self.size).unbind())
+        return list(memory.view(-1, self.num_views * self.size).split(self.size, dim=1))
 
     def routes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sources and destinations, one pair for each direction that is under way."""

@@ -171,7 +171,7 @@ def _try_loading(library: OpLibrary, torch: ModuleType | None) -> str:
     from blockyard.engine.ops.library import load_library  # noqa: PLC0415 - it imports torch
 
     loading = load_library(library.path, library.path.with_suffix(".json"))
-    return "yes" if loading.loaded else f"no: {loading.reason}; {_WITHOUT}"
+    return f"yes, found {loading.found}" if loading.loaded else f"no: {loading.reason}; {_WITHOUT}"
 
 
 def _describe_devices(library: OpLibrary, torch: ModuleType | None) -> str:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from captures import capturing
 
 from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
@@ -26,9 +27,7 @@ def rows_of(blocks: int, value: int = 0, *, pinned: bool = True) -> torch.Tensor
 
 
 def captured(work: object) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         work()
     return graph
 
@@ -91,8 +90,7 @@ def test_synchronous_calls_of_an_engine_are_replayed_and_open_transfers_are_refu
         graph.replay()
         np.testing.assert_array_equal(engine.read("device", np.array([3, 2])), rows[:2])
         engine.submit("swap_out", np.array([[0, 0]]))
-        refused = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(refused), pytest.raises(CaptureError, match="1 transfers are open"):
+        with capturing(), pytest.raises(CaptureError, match="1 transfers are open"):
             engine.run("swap_in", np.array([[0, 3]]))
 
 
@@ -100,9 +98,7 @@ def test_synchronous_calls_of_an_engine_are_replayed_and_open_transfers_are_refu
 def test_pageable_memory_is_refused(to_host: bool):
     host, device = rows_of(4, pinned=False), torch.zeros((4, WIDTH), dtype=torch.uint8, device="cuda")
     sides = ([device], [host]) if to_host else ([host], [device])
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph), pytest.raises(CaptureError, match="is not page-locked"):
+    with capturing(), pytest.raises(CaptureError, match="is not page-locked"):
         ops.swap_blocks(*sides, torch.tensor([[0, 1]]))
     # Neither the stream nor the device is the worse for it.
     ops.swap_blocks(*sides, torch.tensor([[0, 1]]))
@@ -111,9 +107,7 @@ def test_pageable_memory_is_refused(to_host: bool):
 
 def test_torch_calls_are_refused():
     cache = torch.zeros((4, WIDTH), dtype=torch.uint8, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with capturing():
         for op in (fallback.BY_TORCH.copy, fallback.BY_TORCH.move, fallback.BY_TORCH.exchange):
             with pytest.raises(CaptureError, match="without the op library"):
                 op([cache], torch.tensor([[0, 1]]))
@@ -122,7 +116,5 @@ def test_torch_calls_are_refused():
 def test_a_mapping_on_the_device_is_refused_under_capture_too():
     cache = torch.zeros((4, WIDTH), dtype=torch.uint8, device="cuda")
     pairs = torch.tensor([[0, 1]]).cuda()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph), pytest.raises(ValueError, match="pairs are"):
+    with capturing(), pytest.raises(ValueError, match="pairs are"):
         ops.copy_blocks([cache], pairs)

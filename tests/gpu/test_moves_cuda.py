@@ -6,6 +6,7 @@ The shapes are small enough to run under compute-sanitizer.
 import numpy as np
 import pytest
 import torch
+from captures import capturing
 
 from blockyard.engine import ops
 from blockyard.engine.cuda.calibrate import calibrate_device
@@ -113,9 +114,8 @@ def test_every_strategy_keeps_the_order_of_its_stream(strategy: str):
 def test_new_ops_can_be_captured_in_a_graph():
     memory, views = caches_of(16, 64)
     rows = torch.zeros((4, 44 * 16), dtype=torch.uint8, device="cuda")
-    before, graph = memory.clone(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    before = memory.clone()
+    with capturing() as graph:
         ops.exchange_blocks(views, torch.tensor([[0, 5], [-1, -1]]))
         ops.move_blocks(views, torch.tensor([[0, 1], [1, 2], [2, 0]]))
         ops.gather_blocks(views, rows, torch.tensor([0, 1, 2, 5]))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from captures import capturing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,9 +169,7 @@ def test_copies_can_be_captured_in_a_graph():
     assert op_library().loaded, op_library().explain()
     device = torch.arange(8 * 512, dtype=torch.int32, device="cuda").view(torch.uint8).view(8, -1)
     host = torch.zeros_like(device, device="cpu").pin_memory()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         ops.copy_blocks([device], torch.tensor([[0, 7], [1, 6]]))
         ops.swap_blocks([device], [host], torch.tensor([[7, 0], [6, 1]]))
     device[:2] = 9

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard._core import Pairs, StepDecision
-from blockyard.engine.cuda.streams import CudaStreams
+from blockyard.engine.cuda.streams import CudaStreams, with_index
 from blockyard.engine.fill import HostFill
 from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import Ids
@@ -65,7 +65,8 @@ class CacheEngine:
         layout: of the device's tensors; of one group, or of several.
         device_blocks: at least 1; what the tensors hold if None.
         host_blocks: 0 means no host tier; page-locked memory with a CUDA device.
-        device: where the device's tensors live; by default where those that are given are, or on the CPU.
+        device: where the device's tensors live; by default where those that are given are, or on the CPU. `"cuda"` is
+            the device of the tensors, else the one that is current now; the engine keeps to it.
         max_outstanding: bytes that may be under way on one stream; a longer transfer goes alone.
         max_ahead: bytes of prefetches that may stand before a load that is waited for.
         streams: what runs the transfers' work; by default what the device has.
@@ -104,7 +105,9 @@ class CacheEngine:
         blocks_per_host_block: int | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
-        self.device = torch.device(device or (tensors[0].device if tensors else "cpu"))
+        there = tensors[0].device if tensors else torch.device("cpu")
+        # A kind of device alone is the one that has the tensors, or else the current one.
+        self.device = there if device is None or str(device) == there.type else with_index(device)
         self._on_cuda = self.device.type == "cuda"
         if self._on_cuda:
             check_device(self.device, op_library())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_memory import HostMapping, node_of_device
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.workers import Process, start_worker
@@ -44,7 +45,7 @@ class CudaLocker:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = with_index(device)  # the pool's thread has another current device
 
     def lock(self, address: int, num_bytes: int) -> str:
         """Register a range."""

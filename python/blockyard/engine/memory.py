@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard._core import Mapping
+from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_pool import HostPool, OnFailure
 from blockyard.engine.ops import bind
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
@@ -79,7 +80,7 @@ class Memory:
                 raise InvalidArgumentError(f"{name} is {value}, must be {least} to {MOST_BLOCKS}")
         self.layout = layout
         self.bytes_per_block = layout.bytes_per_block  # the layout computes it at each call
-        self.device = torch.device(device)
+        self.device = with_index(device)
         self.tensors: list[Tensor] = _zeros(layout, device_blocks, self.device) if tensors is None else list(tensors)
         self.host_pool = HostPool.for_device(
             host_blocks, parts * layout.bytes_per_block, self.device, on_failure=on_host_failure
@@ -91,8 +92,10 @@ class Memory:
         }
         self._bound: dict[object, Run] = {}
         found = self.views["device"][0]
-        if len(found) != device_blocks or found.device.type != self.device.type:
-            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {device_blocks}")
+        wrong_device = found.device.type != self.device.type or (found.device.index or 0) != (self.device.index or 0)
+        if len(found) != device_blocks or wrong_device:
+            wanted = f"{device_blocks} on {self.device}"
+            raise LayoutError(f"the tensors hold {len(found)} blocks on {found.device}, wanted {wanted}")
         self._num_blocks: dict[EngineTier, int] = {"device": device_blocks, "host": host_blocks * parts}
         self._parts = parts
         self._closed = False

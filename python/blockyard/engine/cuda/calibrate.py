@@ -1,10 +1,10 @@
-"""Measures the fastest copy strategies to and within a device: `blockyard calibrate`."""
+"""Measures the fastest copy strategies to, from and within a device: `blockyard calibrate`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from blockyard.engine.ops import swap_blocks
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
     ALLOWED,
+    FEW_BLOCKS,
     MOST,
     Direction,
     Rule,
@@ -28,13 +29,22 @@ PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
 _MOST_BYTES = 1 << 30
 _REPEAT = 5
-# A strategy that takes multiprocessors from compute must be this much faster. With the host, both kernels take some and
-# a batch takes none; within a device, `kernel` takes all and `bulk` few.
+# A strategy that takes multiprocessors from compute must be this much faster. With the host, both kernels take some all
+# the time, staging some for a small part of it, and a batch none; within a device, `kernel` takes all and `bulk` few.
+_WITH_HOST: Final[dict[StrategyName, float]] = {"batch": 1.0, "staged": 1.03, "kernel": 1.1, "bulk": 1.1}
 _HANDICAP: Final[dict[Direction, dict[StrategyName, float]]] = {
-    "h2d": {"batch": 1.0, "kernel": 1.1, "bulk": 1.1},
+    "h2d": _WITH_HOST,
+    "d2h": _WITH_HOST,
     "d2d": {"kernel": 1.1, "bulk": 1.0},
 }
+# Rows of the host that pieces lie in, as in an engine's host pool, and the most views that one launch takes.
+_ROW_BYTES, _MOST_VIEWS = 1 << 20, 256
+# Numbers of blocks of threads that are tried, on pieces of one size and number, and what a slower one may lose.
+_BLOCKS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+_BLOCKS_SHAPE: Final = (8192, 8192)
+_NEARLY = 1.03
 Measure = Callable[[int, int], dict[StrategyName, float]]
+Blocks = dict[StrategyName, int]
 
 
 def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
@@ -50,17 +60,10 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     Raises:
         BlockyardError: a strategy delivers other bytes than a plain copy.
     """
-    torch.cuda.set_device(index)
     rules: list[Rule] = []
-    for direction in _HANDICAP:
-
-        def measure(size: int, count: int, direction: Direction = direction) -> dict[StrategyName, float]:
-            taken = measure_strategies(index, direction, size, count)
-            rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
-            say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
-            return taken
-
-        rules += choose_rules(direction, measure, PIECE_BYTES, COUNTS)
+    with torch.cuda.device(index):
+        for direction in _HANDICAP:
+            rules += _measure_direction(index, direction, say)
     table = StrategyTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
     table.save(table_path(table.device))
     use_cached.cache_clear()
@@ -68,8 +71,21 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     return table
 
 
+def _measure_direction(index: int, direction: Direction, say: Callable[[str], None]) -> tuple[Rule, ...]:
+    blocks = measure_blocks(index, direction)
+    say(f"{direction} blocks of threads: {blocks}")
+
+    def measure(size: int, count: int) -> dict[StrategyName, float]:
+        taken = measure_strategies(index, direction, size, count, blocks)
+        rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
+        say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
+        return taken
+
+    return choose_rules(direction, measure, PIECE_BYTES, COUNTS, blocks)
+
+
 def choose_rules(
-    direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int]
+    direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int], blocks: Blocks
 ) -> tuple[Rule, ...]:
     """Turn measurements into rules: for each count and size the fastest strategy, if it is worth its multiprocessors.
 
@@ -78,32 +94,51 @@ def choose_rules(
         measure: gives the seconds of each strategy for (bytes of a piece, number of pieces).
         sizes: bytes of a piece, ascending.
         counts: numbers of pieces, ascending; the last stands for all larger ones.
+        blocks: of threads, for strategies that do not take `FEW_BLOCKS`.
 
     Returns:
-        Rules for copies in that direction. Pieces larger than measured use the strategy that needs no rule.
+        Rules for copies in that direction. A rule for staging is followed by one for copies that cannot be staged.
+        Pieces larger than measured use the first strategy that the direction allows.
     """
     handicap, rules = _HANDICAP[direction], []
+    usual = ALLOWED[direction][0]
     for place, count in enumerate(counts):
         most = MOST if place == len(counts) - 1 else count
-        steps: list[Rule] = []
+        steps: list[tuple[int, tuple[StrategyName, ...]]] = []
         for size in sizes:
             if size * count > _MOST_BYTES:
                 break
             taken = measure(size, count)
-            strategy = min(taken, key=lambda strategy: taken[strategy] * handicap[strategy])
-            if steps and steps[-1].strategy == strategy:
+            order = sorted(taken, key=lambda strategy: taken[strategy] * handicap[strategy])
+            chosen = tuple(order[: 2 if order[0] == "staged" else 1])
+            if steps and steps[-1][1] == chosen:
                 steps.pop()
-            steps.append(Rule(direction, size, most, strategy))
+            steps.append((size, chosen))
         # Larger pieces of so many must not fall to the next count's rules.
-        usual = ALLOWED[direction][0]
-        if steps and steps[-1].strategy == usual:
+        if steps and steps[-1][1] == (usual,):
             steps.pop()
-        rules += [*steps, Rule(direction, MOST, most, usual)]
+        for size, chosen in (*steps, (MOST, (usual,))):
+            rules += [Rule(direction, size, most, strategy, blocks.get(strategy, FEW_BLOCKS)) for strategy in chosen]
     return tuple(rules)
 
 
-def measure_strategies(index: int, direction: Direction, size: int, count: int) -> dict[StrategyName, float]:
-    """Time scattered pieces from page-locked memory or the device to the device, by each strategy that the device has.
+def choose_blocks(taken: dict[int, float]) -> int:
+    """Give the least number of blocks of threads that takes hardly longer than the best, by the seconds of each."""
+    best = min(taken.values())
+    return min(blocks for blocks, seconds in taken.items() if seconds <= best * _NEARLY)
+
+
+def measure_strategies(
+    index: int, direction: Direction, size: int, count: int, blocks: Blocks
+) -> dict[StrategyName, float]:
+    """Time scattered pieces by each strategy that the device has; see `_Pieces`.
+
+    Args:
+        index: the device's.
+        direction: of the copies.
+        size: bytes of a piece.
+        count: number of pieces.
+        blocks: of threads, for strategies that do not take `FEW_BLOCKS`.
 
     Returns:
         Seconds of each strategy, the best of some; by the clock of the host, its own time included.
@@ -111,25 +146,78 @@ def measure_strategies(index: int, direction: Direction, size: int, count: int) 
     Raises:
         BlockyardError: a strategy delivers other bytes than a plain copy.
     """
-    source = torch.randint(0, 256, (count, size), dtype=torch.uint8)
-    source = source.pin_memory() if direction == "h2d" else source.to(f"cuda:{index}")
-    device = torch.zeros((count, size), dtype=torch.uint8, device=f"cuda:{index}")
-    random = np.random.default_rng(0)
-    pairs = torch.from_numpy(np.column_stack((random.permutation(count), random.permutation(count))))
-    expected = torch.empty_like(device)
-    expected[pairs[:, 1].to(device.device)] = source.to(device.device)[pairs[:, 0].to(device.device)]
-    taken: dict[StrategyName, float] = {}
-    for strategy in _HANDICAP[direction]:
-        if strategy == "bulk" and not torch.ops.blockyard.has_bulk(index):
-            continue
-        device.zero_()
-        with force_strategy(index, strategy):
-            taken[strategy] = _best(lambda: swap_blocks([source], [device], pairs))
-        if not torch.equal(device, expected):
+    pieces = _Pieces(torch.device("cuda", index), direction, size, count)
+    return {
+        strategy: pieces.measure(strategy, blocks.get(strategy, FEW_BLOCKS))
+        for strategy in _HANDICAP[direction]
+        if (strategy != "bulk" or torch.ops.blockyard.has_bulk(index))
+        and (strategy != "staged" or pieces.num_views > 1)
+    }
+
+
+def measure_blocks(index: int, direction: Direction) -> Blocks:
+    """Find how many blocks of threads keep the link busy, for each kernel between host and device.
+
+    Args:
+        index: the device's.
+        direction: of the copies; within a device every kernel keeps its number.
+
+    Raises:
+        BlockyardError: a kernel delivers other bytes than a plain copy.
+    """
+    if direction == "d2d":
+        return {}
+    pieces = _Pieces(torch.device("cuda", index), direction, *_BLOCKS_SHAPE)
+    chosen: Blocks = {}
+    for strategy in get_args(StrategyName):
+        if strategy == "kernel" or (strategy == "bulk" and torch.ops.blockyard.has_bulk(index)):
+            chosen[strategy] = choose_blocks({blocks: pieces.measure(strategy, blocks) for blocks in _BLOCKS})
+    return chosen
+
+
+def views_and_blocks(size: int, count: int) -> tuple[int, int]:
+    """Give the views and blocks that about so many pieces of so many bytes are spread over."""
+    views = max(1, min(_MOST_VIEWS, _ROW_BYTES // size, count))
+    return views, count // views
+
+
+class _Pieces:
+    """Scattered pieces of one size: views that are apart on the device, and contiguous in rows of the other side.
+
+    The other side is page-locked memory or, within a device, the device.
+    """
+
+    def __init__(self, device: torch.device, direction: Direction, size: int, count: int) -> None:
+        self.device, self.direction, self.size, self.count = device, direction, size, count
+        self.num_views, blocks = views_and_blocks(size, count)
+        rows = torch.randint(0, 256, (blocks, self.num_views * size), dtype=torch.uint8)
+        self.rows = rows.to(device) if direction == "d2d" else rows.pin_memory()
+        self.apart = torch.randint(0, 256, (self.num_views, blocks, size), dtype=torch.uint8).to(device)
+        random = np.random.default_rng(0)
+        self.pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))
+        sides: list[list[torch.Tensor]] = [list(self.rows.split(size, dim=1)), list(self.apart.unbind())]
+        self.src, self.dst = reversed(sides) if direction == "d2h" else sides
+        self.expected = self._written().clone()
+        target = (
+            self.expected.view(blocks, self.num_views, size).transpose(0, 1) if direction == "d2h" else self.expected
+        )
+        for source, rows_of in zip(self.src, target, strict=True):
+            chosen = source[self.pairs[:, 0].to(source.device)]
+            rows_of[self.pairs[:, 1].to(rows_of.device)] = chosen.to(rows_of.device)
+
+    def measure(self, strategy: StrategyName, blocks: int) -> float:
+        """Give the seconds of a copy by one strategy, the best of some; raises BlockyardError."""
+        self._written().zero_()
+        with force_strategy(self.device.index, strategy, blocks):
+            seconds = _best(lambda: swap_blocks(self.src, self.dst, self.pairs))
+        if not torch.equal(self._written(), self.expected):
             raise BlockyardError(
-                f"copying {count} pieces of {size} bytes {direction} by {strategy} delivers other bytes"
+                f"copying {self.count} pieces of {self.size} bytes {self.direction} by {strategy} delivers other bytes"
             )
-    return taken
+        return seconds
+
+    def _written(self) -> torch.Tensor:
+        return self.rows if self.direction == "d2h" else self.apart
 
 
 def _best(work: Callable[[], None]) -> float:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import BlockyardError
 
-__all__ = ["CudaEvent", "CudaStreams"]
+__all__ = ["CudaEvent", "CudaStreams", "with_index"]
 
 # Lower goes first; torch clamps to what the device has.
 _PRIORITIES: dict[StreamName, int] = {"copy": -1, "in": -1, "out": 0}
+
+
+def with_index(device: str | torch.device) -> torch.device:
+    """Give a device with its index: `cuda` is the device that is current now.
+
+    Later another may be current, and in every new thread device 0 is.
+    """
+    found = torch.device(device)
+    if found.type != "cuda" or cast("int | None", found.index) is not None:
+        return found
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class CudaEvent:
@@ -40,19 +52,19 @@ class CudaEvent:
 class CudaStreams:
     """One stream each for loads, stores and copies within the device; a thread for copies within host memory.
 
-    Loads and stores use copy engines of their own, so neither delays the other. Compute is the stream that is current
-    when a call is made.
+    Loads and stores use copy engines of their own, so neither delays the other. Compute is the stream of this device
+    that is current when a call is made, whichever device is.
 
     Args:
-        device: a CUDA device.
+        device: a CUDA device; `cuda` is the one that is current now.
     """
 
     chunk_bytes: int | None = None
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = with_index(device)
         self._streams = {
-            name: torch.cuda.Stream(device=device, priority=priority) for name, priority in _PRIORITIES.items()
+            name: torch.cuda.Stream(device=self._device, priority=priority) for name, priority in _PRIORITIES.items()
         }
         self._host = WorkerStreams()
         self._closed = False
@@ -88,7 +100,8 @@ class CudaStreams:
 
     def capturing(self) -> bool:
         """Whether the current stream is recorded into a graph."""
-        return bool(torch.cuda.is_current_stream_capturing())
+        with torch.cuda.device(self._device):  # torch asks the current device alone
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def order_compute(self, event: Event) -> None:
         """Let the current stream wait for an event; the call itself waits for one of the `"host"` stream."""

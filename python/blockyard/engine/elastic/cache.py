@@ -80,8 +80,9 @@ class ElasticCache:
         num_blocks: blocks that there are at first, all zeros.
         max_blocks: blocks that there may ever be; costs addresses, not memory.
         device: where the memory is.
-        chunk_bytes: memory comes and goes in multiples of this, itself a multiple of the device's own unit; that unit
-            if None.
+        chunk_bytes: memory comes and goes in multiples of this, itself a multiple of the device's own unit. None: a
+            page on a CPU; on CUDA as much as keeps `Resized.kept` at most a 32nd of the memory of `max_blocks`, or the
+            driver's unit if that keeps more.
         memory: what to lay the tensors over; `reserve` makes it if None.
 
     Raises:
@@ -116,7 +117,8 @@ class ElasticCache:
         sizes = [prod(shape) * group.itemsize for shape, group in shapes]
         self.layout, self.max_blocks = layout, max_blocks
         if memory is None:
-            memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes)
+            planes = sum(group.planes(index) for group, index in places)
+            memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes, planes=planes)
         self._memory = memory
         self.tensors: list[Tensor] = []
         self._planes: list[tuple[int, int]] = []
@@ -256,13 +258,20 @@ def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[t
         yield plane * num_blocks * width, width
 
 
-def reserve(sizes: Sequence[int], *, device: str | torch.device = "cpu", chunk_bytes: int | None = None) -> Memory:
+def reserve(
+    sizes: Sequence[int],
+    *,
+    device: str | torch.device = "cpu",
+    chunk_bytes: int | None = None,
+    planes: int | None = None,
+) -> Memory:
     """Reserve addresses for tensors, each of which begins with a chunk.
 
     Args:
         sizes: bytes of each tensor.
         device: where the memory will be.
         chunk_bytes: bytes of a chunk, as `ElasticCache` has it.
+        planes: of all tensors: parts whose blocks follow one another. By default each tensor is one.
 
     Returns:
         The range, without memory.
@@ -279,7 +288,7 @@ def reserve(sizes: Sequence[int], *, device: str | torch.device = "cpu", chunk_b
     if kind.type == "cuda":
         from blockyard.engine.elastic.cuda import DeviceMemory  # noqa: PLC0415 - needs CUDA's bindings
 
-        return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes)
+        return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes, planes=planes)
     raise InvalidArgumentError(f"device is {kind}, elastic caches are for cpu and cuda")
 
 

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
 from blockyard.engine.elastic.dlpack import tensor_at
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
 
-__all__ = ["DeviceMemory", "load_driver"]
+__all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
+
+# Chunks that are chosen here keep one part in so many at most.
+_KEPT: Final = 32
 
 
 class DeviceMemory:
@@ -30,7 +33,8 @@ class DeviceMemory:
     Args:
         sizes: bytes of each tensor, which begins with a chunk.
         device: the CUDA device.
-        chunk_bytes: bytes of a chunk, a multiple of the driver's granularity; that granularity, mostly 2 MiB, if None.
+        chunk_bytes: bytes of a chunk, a multiple of the driver's granularity, mostly 2 MiB; see `choose_chunk` if None.
+        planes: of all tensors: parts whose blocks follow one another. By default each tensor is one.
         driver: the module `cuda.bindings.driver`, or what stands in for it; loaded if None.
 
     Raises:
@@ -44,12 +48,13 @@ class DeviceMemory:
         *,
         device: torch.device,
         chunk_bytes: int | None = None,
+        planes: int | None = None,
         driver: ModuleType | None = None,
     ) -> None:
         device = torch.empty(0, device=device).device  # `cuda` is the present one, by its number
         calls = _Calls(driver or load_driver(), device)
         unit = calls.granularity()
-        self.chunk = unit if chunk_bytes is None else chunk_bytes
+        self.chunk = choose_chunk(sizes, planes or len(sizes), unit) if chunk_bytes is None else chunk_bytes
         if self.chunk < 1 or self.chunk % unit:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {unit}")
         total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
@@ -71,6 +76,23 @@ class DeviceMemory:
     def synchronize(self) -> None:
         """Wait for everything that the device was given."""
         self._range.calls.synchronize()
+
+
+def choose_chunk(sizes: Sequence[int], planes: int, unit: int) -> int:
+    """Choose bytes of a chunk: each costs three calls of the driver when it comes and one when it goes.
+
+    A plane keeps less than a chunk at each of its ends that blocks alone would not need. The chunk is the largest power
+    of two of the unit with which that is at most a 32nd of all tensors, or the unit.
+
+    Args:
+        sizes: bytes of each tensor.
+        planes: of all tensors, at least 1.
+        unit: the driver's granularity.
+    """
+    chunk, most = unit, sum(sizes) // (_KEPT * 2 * planes)
+    while 2 * chunk <= most:
+        chunk *= 2
+    return chunk
 
 
 def load_driver() -> ModuleType:

@@ -30,20 +30,20 @@ class _Compiled(CopyOps):
     def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
         num_blocks, num_rows = count_blocks("caches", caches), count_blocks("rows", [rows])
         mapping = mapping_of_rows(blocks, num_blocks, num_rows, written=False)
-        _use_cached(caches)
+        _use_cached(caches, [rows])
         _run(torch.ops.blockyard.run_gather, caches, rows, torch.from_numpy(mapping.pairs))
         increment_version(rows)
 
     def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
         num_blocks, num_rows = count_blocks("caches", caches), count_blocks("rows", [rows])
         mapping = mapping_of_rows(blocks, num_blocks, num_rows, written=True)
-        _use_cached(caches)
+        _use_cached([rows], caches)
         _run(torch.ops.blockyard.run_scatter, rows, caches, torch.from_numpy(mapping.pairs))
         increment_version(caches)
 
 
 def _between(src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
-    _use_cached(dst)
+    _use_cached(src, dst)
     _run(torch.ops.blockyard.run_swap, src, dst, torch.from_numpy(mapping.pairs))
 
 
@@ -53,10 +53,11 @@ def _within(caches: Sequence[Tensor], mapping: Mapping) -> None:
     _run(torch.ops.blockyard.run_steps, caches, torch.from_numpy(steps), torch.from_numpy(starts))
 
 
-def _use_cached(views: Sequence[Tensor]) -> None:
+def _use_cached(*sides: Sequence[Tensor]) -> None:
     """Look for the calibrated table of a device that is met for the first time."""
-    if views[0].is_cuda:
-        use_cached(views[0].device.index)
+    for views in sides:
+        if views and views[0].is_cuda:
+            use_cached(views[0].device.index)
 
 
 def _run(op: Callable[..., object], *arguments: object) -> None:

@@ -40,8 +40,12 @@ def _change(caches: Sequence[Tensor], mapping: Mapping) -> None:
 
 
 def _refuse_capture(*tensors: Tensor) -> None:
-    if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
-        raise CaptureError("without the op library a mapping is copied to the device: no graph can hold that")
+    for tensor in tensors:
+        if tensor.is_cuda:
+            with torch.cuda.device(tensor.device):  # torch asks the current device alone
+                capturing = torch.cuda.is_current_stream_capturing()
+            if capturing:
+                raise CaptureError("without the op library a mapping is copied to the device: no graph can hold that")
 
 
 BY_TORCH = checks.CopyOps(_copy, _change)

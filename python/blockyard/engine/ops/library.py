@@ -6,6 +6,7 @@ torch calls, which is slower but moves the same bytes.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,8 @@ class OpLibrary:
         loaded: whether CUDA tensors are handled by it.
         path: where it is, or was looked for.
         built_for: what it was built for, such as `torch >= 2.11, CUDA 13.0, sm_80 sm_90 compute_80`; empty if unknown.
-        found: the torch that runs now, with the CUDA release it was built with.
+        found: the torch that runs now, with the CUDA release it was built with, and the driver as far as the library
+            loads.
         reason: why it is not loaded; empty if it is.
     """
 
@@ -79,7 +81,26 @@ def load_library(library: Path, manifest: Path) -> OpLibrary:
         wanted = f"built for {built_for}" if built_for else "built for unknown versions"
         # torch's own message only says that it did not work.
         return report(f"{wanted}, found {found}: {error.__cause__ or error}")
-    return report("")
+    driver, runtime = _versions(library)
+    found += f", a driver for CUDA {_release(driver)}" if driver else ", no CUDA driver"
+    return report(explain_driver(driver, runtime))
+
+
+def explain_driver(driver: int, runtime: int) -> str:
+    """Say why a driver does not serve the CUDA runtime inside the op library; empty if it does.
+
+    Args:
+        driver: newest CUDA release that the driver serves, 1000 * major + 10 * minor; 0 without a driver: then nothing
+            can be on a CUDA device, and the library does no harm.
+        runtime: release of the runtime, in the same form.
+    """
+    # A driver serves all minor releases of its major one.
+    if not driver or driver // 1000 >= runtime // 1000:
+        return ""
+    return (
+        f"it needs a driver for CUDA {runtime // 1000}.0 or newer, found one for CUDA {_release(driver)}: install a "
+        f"newer driver, or build with an nvcc of CUDA {driver // 1000}"
+    )
 
 
 def require_op_library() -> OpLibrary:
@@ -122,6 +143,18 @@ def _read_manifest(manifest: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return written if isinstance(written, dict) else {}
+
+
+def _versions(library: Path) -> tuple[int, int]:
+    """Give the releases of the driver and of the runtime inside a loaded library; 0 where it does not say."""
+    calls = ctypes.CDLL(str(library))
+    names = ("blockyard_driver_version", "blockyard_runtime_version")
+    driver, runtime = (int(call()) if (call := getattr(calls, name, None)) else 0 for name in names)
+    return driver, runtime
+
+
+def _release(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _describe_build(written: dict[str, object]) -> str:

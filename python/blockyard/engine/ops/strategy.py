@@ -1,8 +1,7 @@
 """Copy strategies to, from and within a device, by size and number of pieces: a table for each kind of device.
 
 `blockyard calibrate` measures the table once and writes it to the user's cache folder. The ops read that file when they
-first write to a device. Without a file, copies between host and device use batched calls to the copy engines, and
-copies within a device use a kernel.
+meet a device for the first time. Without a file, `default_strategy` chooses.
 """
 
 from __future__ import annotations
@@ -23,27 +22,62 @@ from blockyard.engine.ops.library import op_library
 from blockyard.errors import InvalidArgumentError
 
 Direction = Literal["h2d", "d2h", "d2d"]
-StrategyName = Literal["batch", "loop", "kernel", "bulk"]
-STRATEGIES: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4}
-# What each direction allows; the first is used where no rule holds.
+StrategyName = Literal["batch", "loop", "kernel", "bulk", "staged"]
+STRATEGIES: Final[dict[str, int]] = {"batch": 1, "loop": 2, "kernel": 3, "bulk": 4, "staged": 5}
+# What each direction allows; the first is used for pieces larger than any that was measured.
 ALLOWED: Final[dict[str, tuple[StrategyName, ...]]] = {
-    "h2d": ("batch", "loop", "kernel", "bulk"),
-    "d2h": ("batch", "loop", "kernel", "bulk"),
+    "h2d": ("batch", "loop", "kernel", "bulk", "staged"),
+    "d2h": ("batch", "loop", "kernel", "bulk", "staged"),
     "d2d": ("kernel", "bulk"),
 }
 MOST: Final = 2**62
+# Blocks of threads of a kernel that leaves the device to compute.
+FEW_BLOCKS: Final = 12
+_MOST_BLOCKS: Final = 2**16 - 1
+# Without a table, at least so many pieces of fewer bytes each take a kernel between host and device.
+_LEAST_PIECES: Final = 32
+_LARGE_PIECE: Final = 28 << 10
 # Goes into every file: tables of another version must be measured again.
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a table: it holds for at most `max_count` pieces of at most `max_bytes` on average."""
+    """One line of a table: it holds for at most `max_count` pieces of at most `max_bytes` on average.
+
+    A rule for `"staged"` holds only where the host's pieces of a block are contiguous. `blocks` is the number of blocks
+    of threads of a kernel that leaves the device to compute.
+    """
 
     direction: Direction
     max_bytes: int
     max_count: int
     strategy: StrategyName
+    blocks: int = FEW_BLOCKS
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its direction allows its strategy, and its numbers are in range."""
+        numbers = (self.max_bytes, self.max_count, self.blocks)
+        return (
+            self.strategy in ALLOWED.get(self.direction, ())
+            and all(isinstance(number, int) for number in numbers)
+            and max(self.max_bytes, self.max_count) <= MOST
+            and 1 <= self.blocks <= _MOST_BLOCKS
+        )
+
+
+def default_strategy(direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
+    """Give the strategy where no rule holds, for `count` pieces of `num_bytes` each.
+
+    Within a device, the kernel. Between host and device, many small pieces are staged, or take the kernel where the
+    host's pieces of a block are not contiguous (`host_rows`); others take the batched call.
+    """
+    if direction == "d2d":
+        return "kernel"
+    if num_bytes >= _LARGE_PIECE or count < _LEAST_PIECES:
+        return "batch"
+    return "staged" if host_rows else "kernel"
 
 
 @dataclass(frozen=True)
@@ -53,19 +87,24 @@ class StrategyTable:
     Attributes:
         device: the device's name.
         torch_cuda: CUDA release of the torch it was measured with.
-        rules: the first that holds decides; see `ALLOWED` where none does.
+        rules: the first that holds decides; where none does, `default_strategy`.
     """
 
     device: str
     torch_cuda: str
     rules: tuple[Rule, ...]
 
-    def strategy(self, direction: Direction, num_bytes: int, count: int) -> StrategyName:
-        """Give the strategy for `count` pieces of `num_bytes` each."""
+    def rule(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> Rule:
+        """Give the rule that decides for `count` pieces of `num_bytes` each."""
         for rule in self.rules:
-            if rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count:
-                return rule.strategy
-        return ALLOWED[direction][0]
+            holds = rule.direction == direction and num_bytes <= rule.max_bytes and count <= rule.max_count
+            if holds and (host_rows or rule.strategy != "staged"):
+                return rule
+        return Rule(direction, num_bytes, count, default_strategy(direction, num_bytes, count, host_rows=host_rows))
+
+    def strategy(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
+        """Give the strategy for `count` pieces of `num_bytes` each."""
+        return self.rule(direction, num_bytes, count, host_rows=host_rows).strategy
 
     def save(self, path: Path) -> None:
         """Write the table to a file, in one step; its folder is made."""
@@ -82,13 +121,7 @@ def read_table(path: Path) -> StrategyTable | None:
         if written["version"] != _VERSION:
             return None
         rules = tuple(Rule(**rule) for rule in written["rules"])
-        known = all(
-            rule.strategy in ALLOWED.get(rule.direction, ())
-            and isinstance(rule.max_bytes, int)
-            and isinstance(rule.max_count, int)
-            and max(rule.max_bytes, rule.max_count) <= MOST
-            for rule in rules
-        )
+        known = all(rule.is_known for rule in rules)
         return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -110,16 +143,19 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
         rules: the first that holds decides.
 
     Raises:
-        InvalidArgumentError: a rule names an unknown direction, or a strategy that its direction does not allow.
+        InvalidArgumentError: a rule names an unknown direction, a strategy that its direction does not allow, or a
+            number that is out of range.
     """
     for rule in rules:
-        if rule.strategy not in ALLOWED.get(rule.direction, ()):
+        if not rule.is_known:
             allowed = "; ".join(f"{direction}: {', '.join(strategies)}" for direction, strategies in ALLOWED.items())
-            raise InvalidArgumentError(f"{rule} is not of {allowed}")
+            raise InvalidArgumentError(f"{rule} is not of {allowed}; blocks must be 1 to {_MOST_BLOCKS}")
     if op_library().loaded:
         places = list(ALLOWED)
-        numbers = [[places.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy]] for r in rules]
-        torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
+        numbers = [
+            [places.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks] for r in rules
+        ]
+        torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 5))
 
 
 @cache
@@ -137,11 +173,14 @@ def use_cached(index: int) -> StrategyTable | None:
 
 
 @contextmanager
-def force_strategy(index: int, strategy: StrategyName) -> Iterator[None]:
-    """Use one strategy for all copies of a device in directions that allow it; afterwards the table holds again."""
+def force_strategy(index: int, strategy: StrategyName, blocks: int = FEW_BLOCKS) -> Iterator[None]:
+    """Use one strategy for all copies of a device in directions that allow it; afterwards the table holds again.
+
+    Copies that it cannot take (see `Rule`) use what `default_strategy` gives.
+    """
     table = use_cached(index)
     directions = [direction for direction in get_args(Direction) if strategy in ALLOWED[direction]]
-    use_rules(index, tuple(Rule(direction, MOST, MOST, strategy) for direction in directions))
+    use_rules(index, tuple(Rule(direction, MOST, MOST, strategy, blocks) for direction in directions))
     try:
         yield
     finally:

@@ -1,0 +1,175 @@
+#include "staged.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+#include "strategy.h"
+
+namespace blockyard {
+namespace {
+
+struct Slot {
+    unsigned char* memory = nullptr;
+    cudaEvent_t used = nullptr;  // recorded behind what filled it, then behind what emptied it
+};
+
+// Copies on any number of streams share a ring; its own stream carries the large copies.
+struct Ring {
+    std::mutex mutex;
+    bool tried = false, ready = false;
+    unsigned char* memory = nullptr;
+    cudaStream_t rows = nullptr;
+    cudaEvent_t fence = nullptr;
+    std::array<Slot, kSlots> slots;
+    size_t next = 0;
+};
+
+// Neighbouring tensors whose pieces of a block fit one slot.
+struct Columns {
+    size_t first, end;
+    int64_t width;
+};
+
+Ring& ring_of(int device, bool to_host) {
+    // Never destroyed: at exit the driver may be gone before static objects are.
+    static auto* const rings = new std::array<std::array<Ring, 2>, kMaxDevices>;
+    return rings->at(static_cast<size_t>(device))[to_host];
+}
+
+cudaError_t allocate(Ring& ring) {
+    cudaError_t status = cudaMalloc(reinterpret_cast<void**>(&ring.memory), kSlots * kSlotBytes);
+    if (status == cudaSuccess) status = cudaStreamCreateWithFlags(&ring.rows, cudaStreamNonBlocking);
+    if (status == cudaSuccess) status = cudaEventCreateWithFlags(&ring.fence, cudaEventDisableTiming);
+    for (size_t n = 0; n < kSlots && status == cudaSuccess; ++n) {
+        ring.slots[n].memory = ring.memory + n * kSlotBytes;
+        status = cudaEventCreateWithFlags(&ring.slots[n].used, cudaEventDisableTiming);
+    }
+    if (status != cudaSuccess && ring.memory != nullptr) cudaFree(ring.memory);
+    return status;
+}
+
+std::vector<Columns> cut(const std::vector<CopyTensor>& tensors) {
+    std::vector<Columns> columns;
+    for (size_t n = 0; n < tensors.size(); ++n) {
+        const int64_t width = tensors[n].width;
+        if (columns.empty() || columns.back().width + width > kSlotBytes) columns.push_back({n, n, 0});
+        columns.back().end = n + 1;
+        columns.back().width += width;
+    }
+    return columns;
+}
+
+// One staged copy: the same for each of its parts.
+struct StagedCopy {
+    Ring& ring;
+    const std::vector<CopyTensor>& tensors;
+    const std::vector<CopyPair>& pairs;
+    bool to_host;
+    unsigned blocks;
+    const CopyRows& copy_rows;
+    cudaStream_t stream;
+
+    // Copies pairs [first, end) in some columns through the next slot.
+    cudaError_t copy_part(const Columns& columns, size_t first, size_t end) const {
+        Slot& slot = ring.slots[ring.next++ % kSlots];
+        const cudaStream_t fills = to_host ? stream : ring.rows, empties = to_host ? ring.rows : stream;
+        cudaError_t status = cudaStreamWaitEvent(fills, slot.used, 0);
+        if (status == cudaSuccess)
+            status = to_host ? views(slot, columns, first, end) : rows(slot, columns, first, end);
+        if (status == cudaSuccess) status = order(slot.used, fills, empties);
+        if (status == cudaSuccess)
+            status = to_host ? rows(slot, columns, first, end) : views(slot, columns, first, end);
+        return status == cudaSuccess ? cudaEventRecord(slot.used, empties) : status;
+    }
+
+    // Between the host and the slot, whose row n belongs to pair first + n.
+    cudaError_t rows(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
+        CopyTensor row = tensors[columns.first];
+        row.width = columns.width;
+        if (to_host) {
+            row.src = slot.memory;
+            row.src_stride = columns.width;
+        } else {
+            row.dst = slot.memory;
+            row.dst_stride = columns.width;
+        }
+        return copy_rows(row, through_slot(first, end, to_host), ring.rows);
+    }
+
+    // Between the slot and the device's views.
+    cudaError_t views(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
+        std::vector<CopyTensor> pieces(tensors.begin() + static_cast<ptrdiff_t>(columns.first),
+                                       tensors.begin() + static_cast<ptrdiff_t>(columns.end));
+        unsigned char* start = slot.memory;
+        for (CopyTensor& piece : pieces) {
+            if (to_host) {
+                piece.dst = start;
+                piece.dst_stride = columns.width;
+            } else {
+                piece.src = start;
+                piece.src_stride = columns.width;
+            }
+            start += piece.width;
+        }
+        const Steps plan = independent(through_slot(first, end, !to_host));
+        return copy_host_kernel(pieces.data(), pieces.size(), plan, blocks, stream);
+    }
+
+    // Pairs [first, end) with the slot's rows in place of one side.
+    std::vector<CopyPair> through_slot(size_t first, size_t end, bool from_slot) const {
+        std::vector<CopyPair> part(pairs.begin() + static_cast<ptrdiff_t>(first),
+                                   pairs.begin() + static_cast<ptrdiff_t>(end));
+        for (size_t n = 0; n < part.size(); ++n) (from_slot ? part[n].src : part[n].dst) = static_cast<uint32_t>(n);
+        return part;
+    }
+};
+
+}  // namespace
+
+bool has_host_rows(const std::vector<CopyTensor>& tensors, bool to_host) {
+    int64_t width = 0;
+    for (const CopyTensor& tensor : tensors) {
+        const CopyTensor& row = tensors[0];
+        const bool follows = to_host ? tensor.dst == row.dst + width && tensor.dst_stride == row.dst_stride
+                                     : tensor.src == row.src + width && tensor.src_stride == row.src_stride;
+        if (!follows || tensor.width > kSlotBytes) return false;
+        width += tensor.width;
+    }
+    return width >= kLeastRowBytes;
+}
+
+bool has_staging(int device, bool to_host) {
+    if (device < 0 || device >= kMaxDevices) return false;
+    Ring& ring = ring_of(device, to_host);
+    const std::lock_guard<std::mutex> lock(ring.mutex);
+    if (!ring.tried) {
+        ring.tried = true;
+        // An allocation would break a capture of another thread in any other mode.
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+        const bool relaxed = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess;
+        ring.ready = allocate(ring) == cudaSuccess;
+        if (relaxed) cudaThreadExchangeStreamCaptureMode(&mode);
+        if (!ring.ready) cudaGetLastError();  // Other strategies need no ring: clear the error.
+    }
+    return ring.ready;
+}
+
+cudaError_t copy_staged(int device, const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs,
+                        bool to_host, unsigned blocks, const CopyRows& copy_rows, cudaStream_t stream) {
+    Ring& ring = ring_of(device, to_host);
+    const std::lock_guard<std::mutex> lock(ring.mutex);
+    const StagedCopy copy{ring, tensors, pairs, to_host, blocks, copy_rows, stream};
+    cudaError_t status = order(ring.fence, stream, ring.rows);
+    for (const Columns& columns : cut(tensors)) {
+        const auto rows = static_cast<size_t>(kSlotBytes / std::max<int64_t>(columns.width, 1));
+        for (size_t first = 0; first < pairs.size() && status == cudaSuccess; first += rows) {
+            status = copy.copy_part(columns, first, std::min(first + rows, pairs.size()));
+        }
+    }
+    // A copy that fails half-way has queued its first half: later work waits for that as well.
+    const cudaError_t joined = order(ring.fence, ring.rows, stream);
+    return status != cudaSuccess ? status : joined;
+}
+
+}  // namespace blockyard
