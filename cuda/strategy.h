@@ -31,6 +31,14 @@ constexpr int32_t kMaxDevices = 64;
 // Replaces a device's rules; the first that holds decides.
 void set_strategies(int32_t device, std::vector<StrategyRule> rules);
 
+// Pieces of one batched call, unless a device's calibration says otherwise. Some drivers crash with tens of thousands,
+// and a call's pieces start to move once it has returned.
+constexpr size_t kBatchPieces = 1024;
+
+// Sets a device's most pieces of one batched call, at least 1.
+void set_batch_pieces(int32_t device, size_t most);
+size_t batch_pieces(int32_t device);
+
 // Without a matching rule: the kernel within a device, else the batched call.
 Strategy choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count);
 

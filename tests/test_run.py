@@ -1,90 +1,17 @@
 """The op library chooses a copy strategy and makes batches, over a stand-in for a device."""
 
 import ctypes
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stand_in import BLOCKS, DIRECTIONS, WIDTH, Case, scattered
 
 from blockyard._core import Mapping
 from blockyard.engine.ops.strategy import ALLOWED, STRATEGIES
 from blockyard.layout.kv import KVLayout
-from blockyard_build.toolchain import MissingError, find_toolchain
-
-TESTS = Path(__file__).resolve().parent
-BLOCKS, WIDTH = 40, 64
-TO_DEVICE, TO_HOST, WITHIN = range(3)
-DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    try:
-        tools = find_toolchain({})
-    except MissingError as missing:
-        pytest.skip(f"no {missing}")
-    library = tmp_path_factory.mktemp("fake") / "fake.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA"]
-    flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Wl,-Bsymbolic"]
-    includes = [f"-I{TESTS.parent / 'cuda'}", "-isystem", str(tools.torch_home / "include")]
-    includes += ["-isystem", str(tools.cuda_home / "include")]
-    command = [tools.gxx, *flags, *includes, str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
-    subprocess.run([*command, f"-L{tools.torch_home / 'lib'}", "-Wl,--no-as-needed", "-ltorch"], check=True)
-    torch.ops.load_library(str(library))
-    loaded = ctypes.CDLL(str(library))
-    loaded.fake_calls.restype = ctypes.c_char_p
-    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 3, *[ctypes.c_bool] * 4]
-    loaded.fake_strategy.argtypes = [ctypes.c_int64] * 2
-    return loaded
-
-
-class Case:
-    """A memory of the host and one that stands for the device's, with the first blocks of the host page-locked."""
-
-    def __init__(self, fake: ctypes.CDLL, *, width: int = WIDTH, pinned: int = BLOCKS, **options: bool) -> None:
-        random = np.random.default_rng(width)
-        host, device, other = (torch.from_numpy(random.integers(0, 256, BLOCKS * width + 64, np.uint8)) for _ in "hdo")
-        self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
-        start = self.host.data_ptr()
-        chosen = {"own_stream": True, "capturing": False, "mapped": True, "has_bulk": True, **options}
-        fake.fake_reset(start, start + BLOCKS * width, start + pinned * width, *chosen.values())
-        self.fake = fake
-
-    def go(
-        self,
-        direction: str,
-        strategy: str,
-        pairs: np.ndarray,
-        cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda rows: [rows],
-    ) -> str:
-        """Copy, and compare the whole destination; gives the calls that were made."""
-        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES[strategy])
-        src = self.host if direction == "h2d" else self.device
-        dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
-        wanted = dst.clone()
-        for source, target in zip(cut(src), cut(wanted), strict=True):
-            target[pairs[:, 1]] = source[pairs[:, 0]]
-        sides = direction != "h2d", direction != "d2h"
-        torch.ops.blockyard_fake.swap(cut(src), cut(dst), torch.from_numpy(pairs), *sides)
-        assert torch.equal(dst, wanted)
-        assert self.fake.fake_faults() == 0
-        return str(self.fake.fake_calls(), "ascii")
-
-
-def rows_of(memory: torch.Tensor, width: int) -> torch.Tensor:
-    start = -memory.data_ptr() % 64
-    return memory[start : start + BLOCKS * width].view(BLOCKS, width)
-
-
-def scattered(count: int = 20, below: int = BLOCKS) -> np.ndarray:
-    random = np.random.default_rng(count)
-    return np.column_stack((random.permutation(below)[:count], random.permutation(below)[:count]))
-
 
 CALLS = {"batch": "B", "loop": "m" * 20, "kernel": "F", "bulk": "U"}
 
@@ -142,9 +69,27 @@ def test_blocks_of_a_half_ready_pool_are_copied_by_every_strategy(fake: ctypes.C
     assert Case(fake, pinned=25).go("h2d", strategy, scattered(below=25)) == CALLS[strategy]
 
 
-@pytest.mark.parametrize("strategy", ["kernel", "bulk"])
-def test_memory_with_another_address_on_the_device_goes_by_batch(fake: ctypes.CDLL, strategy: str):
-    assert Case(fake, mapped=False).go("h2d", strategy, scattered()) == "B"
+SHIFT = 1 << 44
+
+
+def test_a_kernel_uses_the_devices_address_of_registered_memory(fake: ctypes.CDLL):
+    assert Case(fake, shift=SHIFT).go("h2d", "kernel", scattered()) == "F"
+    assert Case(fake, shift=SHIFT).go("d2h", "bulk", scattered(), lambda rows: [rows[:, 32:], rows[:, :32]]) == "U"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_memory_with_another_address_on_the_device_goes_by_no_batch(fake: ctypes.CDLL, direction: str):
+    assert Case(fake, shift=SHIFT).go(direction, "batch", scattered()) == "m" * 20
+
+
+@pytest.mark.parametrize("strategy", CALLS)
+def test_neighbours_with_unrelated_addresses_on_the_device_go_by_single_copies(fake: ctypes.CDLL, strategy: str):
+    # What is 64 bytes further on the host is elsewhere on the device: no kernel can go from one to the other.
+    ranges = [(0, 20 * WIDTH), (20 * WIDTH, BLOCKS * WIDTH)]
+    assert Case(fake, registered=ranges, shift=SHIFT).go("h2d", strategy, scattered()) == "m" * 20
+    within_one = scattered(below=20)
+    calls = "m" * 20 if strategy in {"batch", "loop"} else CALLS[strategy]
+    assert Case(fake, registered=ranges, shift=SHIFT).go("h2d", strategy, within_one) == calls
 
 
 def test_a_batch_for_the_default_stream_is_tied_to_it_on_both_sides(fake: ctypes.CDLL):
@@ -186,7 +131,7 @@ def test_no_pairs_and_no_bytes_make_no_call(fake: ctypes.CDLL):
 )
 def test_moves_that_depend_on_one_another_go_by_kernel(fake: ctypes.CDLL, pairs: list[list[int]], calls: str):
     case = Case(fake)
-    fake.fake_strategy(WITHIN, STRATEGIES["bulk"])
+    fake.fake_strategy(DIRECTIONS["d2d"], STRATEGIES["bulk"])
     wanted, ids = case.device.clone(), torch.tensor(pairs)
     wanted[ids[:, 1]] = wanted[ids[:, 0]]
     mapping = Mapping(pairs, src_blocks=BLOCKS, dst_blocks=BLOCKS, rule="move")
@@ -203,19 +148,81 @@ def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
     assert fake.fake_calls() == b"m" * 20
 
 
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_a_batch_of_many_pieces_goes_in_parts(fake: ctypes.CDLL, own_stream: bool):
+    case, pairs = Case(fake, most_pieces=1024, own_stream=own_stream), scattered(BLOCKS)
+    parts = "BBB" if own_stream else "r0w1BBBr1w0"
+    assert case.go("h2d", "batch", pairs, lambda rows: [rows[:, at : at + 1] for at in range(0, 64)[::-1]]) == parts
+    # What calibration found holds instead.
+    case = Case(fake, most_pieces=7)
+    fake.fake_batch_pieces(7)
+    assert case.go("d2h", "batch", scattered()) == "B" * 3
+    assert case.go("d2h", "batch", scattered(7)) == "B"
+
+
+INVALID, ILLEGAL_ADDRESS = 1, 700
+
+
+@pytest.mark.parametrize("strategy", CALLS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_an_error_of_an_earlier_call_is_reported_before_the_copy_and_not_blamed_on_it(
+    fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str], direction: str, strategy: str
+):
+    if strategy not in ALLOWED[direction]:
+        return
+    case = Case(fake)
+    fake.fake_fail(INVALID, False)
+    place = "within the device" if direction == "d2d" else "between host and device"
+    case.go(direction, strategy, scattered())
+    # By the log of torch's C++ code.
+    said = capfd.readouterr().err
+    assert f"a CUDA error from before copying blocks {place} was cleared: as the test wants it (1)" in said
+    case.go(direction, strategy, scattered())
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_after_an_error_that_stays_nothing_is_copied(fake: ctypes.CDLL, direction: str):
+    case = Case(fake)
+    fake.fake_fail(ILLEGAL_ADDRESS, True)
+    place = "within the device" if direction == "d2d" else "between host and device"
+    message = rf"blockyard cuda: before copying blocks {place}, nothing was copied: an earlier call failed: .* \(700\)"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            case.go(direction, "kernel", scattered())
+    assert fake.fake_calls() == b""
+
+
+def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL):
+    # A row that is page-locked by half is more than a copy takes, and the driver does not say where it ends.
+    case = Case(fake, registered=[(0, WIDTH // 2), (WIDTH, BLOCKS * WIDTH)], tells_ranges=False)
+    with pytest.raises(RuntimeError, match=r"copying blocks between host and device failed: as the test wants it \(1\)"):
+        case.go("h2d", "loop", np.array([[0, 0]]))
+    assert case.go("d2d", "kernel", scattered()) == "K"
+
+
 @given(
     st.sampled_from([(d, strategy) for d, strategies in ALLOWED.items() for strategy in strategies]),
     st.integers(0, BLOCKS),
     st.lists(st.booleans(), min_size=3, max_size=3),
+    st.sampled_from([0, SHIFT]),
     st.integers(0, 30),
     st.sampled_from([8, 16, 48, 64]),
     st.integers(0, 99),
 )
 def test_whatever_the_way_and_the_memory_all_bytes_arrive_and_no_kernel_goes_astray(
-    fake: ctypes.CDLL, going: tuple[str, str], pinned: int, flags: list[bool], count: int, width: int, seed: int
+    fake: ctypes.CDLL, going: tuple[str, str], pinned: int, flags: list[bool], shift: int, count: int, width: int, seed: int
 ):
-    own_stream, mapped, has_bulk = flags
-    case = Case(fake, width=width, pinned=pinned, own_stream=own_stream, mapped=mapped, has_bulk=has_bulk)
+    own_stream, tells_ranges, has_bulk = flags
+    case = Case(
+        fake,
+        width=width,
+        pinned=pinned,
+        own_stream=own_stream,
+        tells_ranges=tells_ranges,
+        has_bulk=has_bulk,
+        shift=shift,
+    )
     random = np.random.default_rng(seed)
     pairs = np.column_stack((random.integers(0, BLOCKS, count), random.permutation(BLOCKS)[:count]))
     case.go(*going, pairs, lambda rows: [rows[:, :8], rows[:, 8:]] if seed % 2 else [rows])

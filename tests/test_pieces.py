@@ -1,0 +1,134 @@
+"""Pieces of a copy end where the memory of one registration or mapping ends, over a driver that refuses others."""
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_in import BLOCKS, WIDTH, Case, scattered, uncut
+
+BYTES = BLOCKS * WIDTH
+DENSE = np.column_stack((np.arange(BLOCKS), np.arange(BLOCKS)))
+THIRDS = [(0, 12 * WIDTH), (12 * WIDTH, 24 * WIDTH), (24 * WIDTH, BYTES)]
+
+
+@pytest.fixture(autouse=True)
+def _no_regions(fake: ctypes.CDLL) -> Iterator[None]:
+    declared: list[int] = []
+    declare = fake.fake_declare
+    fake.declared = declared
+    yield
+    for first in declared:
+        declare(first, 0, 1)
+
+
+def declare(case: Case, memory: str, num_bytes: int, chunk: int) -> None:
+    first = getattr(case, memory).data_ptr()
+    case.fake.declared.append(first)
+    case.fake.fake_declare(first, num_bytes, chunk)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_run_of_blocks_is_cut_where_a_registration_ends(fake: ctypes.CDLL, direction: str):
+    assert Case(fake, registered=THIRDS).go(direction, "batch", DENSE) == "B"
+    assert Case(fake, registered=THIRDS).go(direction, "loop", DENSE) == "mmm"
+    # Within a block, too.
+    assert Case(fake, registered=[(0, 100), (100, BYTES)]).go(direction, "loop", DENSE) == "mm"
+    assert Case(fake, registered=[(0, 100), (100, BYTES)]).go(direction, "batch", scattered()) == "B"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_run_of_blocks_is_cut_where_a_mapping_of_the_device_ends(fake: ctypes.CDLL, direction: str):
+    assert Case(fake, mapped=(700, 1500)).go(direction, "loop", DENSE) == "mmm"
+    assert Case(fake, mapped=(700, 1500)).go(direction, "batch", DENSE) == "B"
+    assert Case(fake, mapped=(700, 1500), registered=THIRDS).go(direction, "loop", DENSE) == "mmmmm"
+
+
+@pytest.mark.parametrize("strategy", ["batch", "loop", "kernel", "bulk"])
+@pytest.mark.parametrize("ranges", [[(0, 1000)], [(1000, BYTES)], [(0, 640), (704, BYTES)]])
+def test_a_run_that_is_page_locked_in_part_is_cut_there(
+    fake: ctypes.CDLL, strategy: str, ranges: list[tuple[int, int]]
+):
+    calls = Case(fake, registered=ranges).go("h2d", strategy, DENSE)
+    assert set(calls) == {"m"}
+    assert len(calls) <= 3
+
+
+def test_a_kernel_does_not_touch_pageable_memory_between_two_registrations(fake: ctypes.CDLL):
+    ranges = [(0, 10 * WIDTH), (20 * WIDTH, BYTES)]
+    assert Case(fake, registered=ranges).go("h2d", "kernel", scattered(40)) == "m" * 40
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_where_the_driver_knows_no_ranges_pieces_go_one_by_one(fake: ctypes.CDLL, direction: str):
+    case = Case(fake, registered=THIRDS, tells_ranges=False)
+    assert case.go(direction, "batch", DENSE) == "m"
+    assert case.go(direction, "kernel", scattered()) == "F"
+
+
+def test_declared_memory_is_not_asked_about_chunk_by_chunk(fake: ctypes.CDLL):
+    chunk = 2 * WIDTH
+    ranges = [(first, first + chunk) for first in range(0, BYTES, chunk)]
+    case = Case(fake, registered=ranges, mapped=tuple(end for _, end in ranges))
+    assert case.go("h2d", "loop", DENSE) == "m" * len(ranges)
+    assert fake.fake_questions() > len(ranges)
+    case = Case(fake, registered=ranges, mapped=tuple(end for _, end in ranges))
+    declare(case, "host", BYTES, chunk)
+    declare(case, "device", BYTES, chunk)
+    assert case.go("h2d", "loop", DENSE) == "m" * len(ranges)
+    assert case.go("d2h", "batch", scattered()) == "B"
+    # Both ends of the host's memory, for the addresses that the device has for them.
+    assert fake.fake_questions() == 4
+
+
+def test_the_end_of_declared_memory_is_one_of_page_locked_memory(fake: ctypes.CDLL):
+    case = Case(fake, pinned=24)
+    declare(case, "host", 24 * WIDTH, 12 * WIDTH)
+    assert case.go("h2d", "batch", DENSE) == "mmm"
+    assert case.go("h2d", "batch", DENSE[:24]) == "B"
+    # Blocks that a chunk cuts in two.
+    case = Case(fake, registered=[(0, 96), (96, 192)])
+    declare(case, "host", 192, 96)
+    assert case.go("d2h", "batch", DENSE[:3]) == "B"
+    assert case.go("d2h", "loop", DENSE[1:2]) == "mm"
+
+
+def halves(rows):
+    return [rows[:, 8:], rows[:, :8]]
+
+
+@given(
+    st.sampled_from(["h2d", "d2h"]),
+    st.sampled_from(["batch", "loop", "kernel", "bulk"]),
+    st.lists(st.integers(1, 400), max_size=12),
+    st.integers(0, 12),
+    st.lists(st.integers(1, BYTES - 1), max_size=8, unique=True).map(sorted),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_wherever_registrations_and_mappings_end_all_bytes_arrive(
+    fake: ctypes.CDLL,
+    direction: str,
+    strategy: str,
+    lengths: list[int],
+    gap: int,
+    mapped: list[int],
+    step: int,
+    whole: bool,
+    seed: int,
+):
+    ends = [min(BYTES, end) for end in np.cumsum([0, *lengths]).tolist()]
+    ranges = list(zip(ends, ends[1:], strict=False))
+    if whole:
+        ranges.append((ends[-1], BYTES))
+        # One of them is pageable.
+        ranges = ranges[:gap] + ranges[gap + 1 :]
+    case = Case(fake, registered=ranges, mapped=tuple(mapped), most_pieces=1024)
+    runs, other = np.arange(0, 20, step), seed % (BLOCKS // 2)
+    pairs = np.column_stack((runs, other + runs))
+    if direction == "d2h":
+        pairs = pairs[:, ::-1].copy()
+    case.go(direction, strategy, pairs, halves if seed % 2 else uncut)
