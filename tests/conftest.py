@@ -34,8 +34,9 @@ def traces() -> Path:
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The stand-in for a device, with the op library's dispatch on top."""
-    from blockyard_build.toolchain import MissingError
     import stand_in
+
+    from blockyard_build.toolchain import MissingError
 
     try:
         return stand_in.build(tmp_path_factory.mktemp("fake"))

@@ -1,5 +1,6 @@
 """The host pool: chunks become ready in order, failures are told with numbers, and closing gives everything back."""
 
+import ctypes
 import gc
 import mmap
 import threading
@@ -9,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.engine import host_pool
+from blockyard.engine.cuda import capture
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.host_pool import CudaLocker, HostPool, blocks_per_chunk
-from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
+from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.layout.kv import KVLayout
 
 PAGE = mmap.PAGESIZE
@@ -308,6 +311,184 @@ def test_cuda_says_why_it_does_not_lock(monkeypatch: pytest.MonkeyPatch):
         pool.wait(4)
         assert pool.pinned_blocks == 0
         assert "cudaHostRegister says " in pool.problem
+
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+
+
+class FakeRuntime:
+    """What torch gives of the CUDA runtime, over the stand-in."""
+
+    def __init__(self, fake: ctypes.CDLL) -> None:
+        self.fake, self.codes = fake, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.codes.append(self.fake.cudaHostRegister(address, num_bytes, flags))
+        return self.codes[-1]
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.codes.append(self.fake.cudaHostUnregister(address))
+        return self.codes[-1]
+
+    def cudaGetErrorString(self, _error: int) -> str:  # noqa: N802
+        return "as the test wants it"
+
+
+@pytest.fixture
+def runtime(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    made = FakeRuntime(fake)
+    fake.fake_reset(0, 0, *[True] * 4, 1)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "device", FakeDevice)
+    monkeypatch.setattr(capture, "load_driver", lambda: fake)
+    return made
+
+
+@pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
+def test_a_pool_is_made_ready_and_closed_while_another_thread_captures(
+    fake: ctypes.CDLL, runtime: FakeRuntime, mode: int
+):
+    fake.fake_begin_capture(mode)
+    try:
+        with pool_of(CudaLocker(torch.device("cuda:0"))) as pool:
+            pool.wait(pool.num_blocks)
+            assert fake.fake_registered() == CHUNKS
+        assert runtime.codes == [0] * 2 * CHUNKS
+    finally:
+        assert fake.fake_end_capture() == 0
+
+
+def test_a_thread_is_as_strict_after_it_has_registered_memory_as_before(fake: ctypes.CDLL, runtime: FakeRuntime):
+    memory = host_pool.HostMapping(CHUNK)
+    locker = CudaLocker(torch.device("cuda:0"))
+    mode = ctypes.c_int(THREAD_LOCAL)
+    fake.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert (locker.lock(memory.address, CHUNK), locker.unlock(memory.address)) == ("", "")
+    fake.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == THREAD_LOCAL
+    assert runtime.codes == [0, 0]
+
+
+def test_what_a_capture_forbids_is_done_after_it(
+    fake: ctypes.CDLL, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    # A driver that knows no modes: the capture is lost, the pool is not.
+    monkeypatch.setattr(capture, "load_driver", lambda: None)
+    monkeypatch.setattr(host_pool, "_CAPTURE_PAUSE", 1e-3)
+    ended: list[int] = []
+
+    def end_captures() -> None:
+        fake.fake_begin_capture(GLOBAL)
+        refused.set()
+        while CAPTURE_FORBIDS not in runtime.codes:
+            threading.Event().wait(1e-3)
+        ended.append(fake.fake_end_capture())
+
+    for work in (lambda pool: pool.wait(pool.num_blocks), HostPool.close):
+        refused, locker = threading.Event(), CudaLocker(torch.device("cuda:0"))
+        pool = pool_of(locker) if work is HostPool.close else None
+        if pool is not None:
+            pool.wait(pool.num_blocks)
+        runtime.codes.clear()
+        capturing = threading.Thread(target=end_captures)
+        capturing.start()
+        refused.wait(10)
+        work(pool or pool_of(locker))
+        capturing.join(10)
+        assert ended.pop() == CAPTURE_INVALIDATED
+    gc.collect()
+    assert fake.fake_registered() == 0
+
+
+CAPTURE_FORBIDS, CAPTURE_INVALIDATED = 900, 901
+
+
+def test_a_capture_without_end_is_a_reason(fake: ctypes.CDLL, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(capture, "load_driver", lambda: None)
+    monkeypatch.setattr(host_pool, "_CAPTURE_PATIENCE", 0.0)
+    fake.fake_begin_capture(GLOBAL)
+    try:
+        with pytest.raises(PageLockError, match=r"cudaHostRegister says as the test wants it \(900\); 0 of"):
+            pool_of(CudaLocker(torch.device("cuda:0")))
+        assert runtime.codes == [CAPTURE_FORBIDS]
+    finally:
+        fake.fake_end_capture()
+
+
+def mapping_of(address: int) -> tuple[str, str]:
+    """Access and flags of the mapping that an address lies in, as the system sees it."""
+    text = Path("/proc/self/smaps").read_text(encoding="ascii")
+    access = found = ""
+    for line in text.splitlines():
+        words = line.split()
+        first, dash, end = words[0].partition("-")
+        if dash and int(first, 16) <= address < int(end, 16):
+            access = words[1]
+        elif words[0] == "VmFlags:" and access and not found:
+            found = " ".join(words[1:])
+    return access, found
+
+
+def test_a_fork_does_not_inherit_page_locked_memory():
+    locker = StepLocker()
+    pool = pool_of(locker)
+    pool.wait(pool.num_blocks)
+    pool.rows.fill_(7)
+    address = pool.rows.data_ptr()
+    assert "dc" in mapping_of(address)[1].split()
+
+    def check() -> None:
+        for use in (lambda: pool.rows, lambda: pool.wait(1), lambda: pool.wait(pool.num_blocks)):
+            with pytest.raises(ForkedError, match="a host pool was made by process"):
+                use()
+        # Nobody else gets the addresses, which go with the pool.
+        assert [mapping_of(address + chunk * CHUNK)[0] for chunk in range(CHUNKS)] == ["---p"] * CHUNKS
+        pool.close()
+
+    in_child(check)
+    assert pool.rows.eq(7).all()
+    rows = pool.rows
+    pool.close()
+    # Ordinary memory again.
+    assert "dc" not in mapping_of(address)[1].split()
+    # torch's threads are not in the child.
+    in_child(lambda: (rows.numpy() == 7).all() or pytest.fail("other bytes"))
+
+
+def test_a_fork_inherits_memory_that_is_not_page_locked():
+    def check() -> None:
+        pool.wait(pool.num_blocks)
+        assert (pool.rows.numpy() == 7).all()
+
+    for locker in (None, StepLocker(fails_at=0)):
+        pool = pool_of(locker, on_failure="unpinned")
+        pool.wait(pool.num_blocks)
+        pool.rows.fill_(7)
+        in_child(check)
+        pool.close()
+
+
+def test_an_engine_in_a_fork_says_whose_its_memory_is(monkeypatch: pytest.MonkeyPatch):
+    def for_device(rows: int, size: int, _device: torch.device, *, on_failure: host_pool.OnFailure) -> HostPool:
+        return HostPool(rows, size, locker=StepLocker(), on_failure=on_failure)
+
+    monkeypatch.setattr(HostPool, "for_device", for_device)
+    layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    with CacheEngine(layout, device_blocks=4, host_blocks=9) as engine:
+        engine.run("swap_out", np.array([[1, 8]]))
+
+        def check() -> None:
+            uses = (
+                lambda: engine.read("host", np.array([8])),
+                lambda: engine.run("swap_in", np.array([[8, 1]])),
+                lambda: engine.submit("swap_in", np.array([[8, 1]])),
+            )
+            for use in uses:
+                with pytest.raises(ForkedError):
+                    use()
+            engine.close()
+
+        in_child(check)
 
 
 def test_what_follows_a_failure_is_one_of_two_words():

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_wherever_registrations_and_mappings_end_all_bytes_arrive(
     seed: int,
 ):
     ends = [min(BYTES, end) for end in np.cumsum([0, *lengths]).tolist()]
-    ranges = list(zip(ends, ends[1:], strict=False))
+    ranges = list(pairwise(ends))
     if whole:
         ranges.append((ends[-1], BYTES))
         # One of them is pageable.

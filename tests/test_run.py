@@ -152,7 +152,7 @@ def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
 def test_a_batch_of_many_pieces_goes_in_parts(fake: ctypes.CDLL, own_stream: bool):
     case, pairs = Case(fake, most_pieces=1024, own_stream=own_stream), scattered(BLOCKS)
     parts = "BBB" if own_stream else "r0w1BBBr1w0"
-    assert case.go("h2d", "batch", pairs, lambda rows: [rows[:, at : at + 1] for at in range(0, 64)[::-1]]) == parts
+    assert case.go("h2d", "batch", pairs, lambda rows: [rows[:, at : at + 1] for at in reversed(range(64))]) == parts
     # What calibration found holds instead.
     case = Case(fake, most_pieces=7)
     fake.fake_batch_pieces(7)
@@ -196,7 +196,9 @@ def test_after_an_error_that_stays_nothing_is_copied(fake: ctypes.CDLL, directio
 def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL):
     # A row that is page-locked by half is more than a copy takes, and the driver does not say where it ends.
     case = Case(fake, registered=[(0, WIDTH // 2), (WIDTH, BLOCKS * WIDTH)], tells_ranges=False)
-    with pytest.raises(RuntimeError, match=r"copying blocks between host and device failed: as the test wants it \(1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"copying blocks between host and device failed: as the test wants it \(1\)"
+    ):
         case.go("h2d", "loop", np.array([[0, 0]]))
     assert case.go("d2d", "kernel", scattered()) == "K"
 
@@ -211,7 +213,14 @@ def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL):
     st.integers(0, 99),
 )
 def test_whatever_the_way_and_the_memory_all_bytes_arrive_and_no_kernel_goes_astray(
-    fake: ctypes.CDLL, going: tuple[str, str], pinned: int, flags: list[bool], shift: int, count: int, width: int, seed: int
+    fake: ctypes.CDLL,
+    going: tuple[str, str],
+    pinned: int,
+    flags: list[bool],
+    shift: int,
+    count: int,
+    width: int,
+    seed: int,
 ):
     own_stream, tells_ranges, has_bulk = flags
     case = Case(

@@ -99,7 +99,7 @@ class ForkedError(BlockyardError):
 
 
 class CaptureError(BlockyardError):
-    """A copy cannot go into a CUDA graph that is being captured; nothing was copied or captured."""
+    """Something cannot be done while a CUDA graph is being captured, such as a copy into it; nothing was done."""
 
 
 class PageLockError(BlockyardError):

@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,7 @@ class Case:
                 fake.fake_register(start + first, start + end, place * shift)
         for memory in (self.device, self.other):
             bounds = (0, *mapped, size)
-            for first, end in zip(bounds, bounds[1:], strict=False):
+            for first, end in pairwise(bounds):
                 fake.fake_map(memory.data_ptr() + first, memory.data_ptr() + end)
         self.fake = fake
 

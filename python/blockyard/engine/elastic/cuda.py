@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
 
 import torch
 
+from blockyard.engine.cuda.capture import relaxed_capture
 from blockyard.engine.elastic.dlpack import tensor_at
+from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
 
 __all__ = ["DeviceMemory", "load_driver"]
@@ -54,6 +55,7 @@ class DeviceMemory:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {unit}")
         total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
         self._range = _Range(calls, calls.reserve(total), total)
+        declare_region(self._range.address, total, self.chunk)
         self.tensor = tensor_at(self._range.address, total, device=device, owner=self._range)
 
     def commit(self, first: int, last: int) -> None:
@@ -117,6 +119,7 @@ class _Range:
 
 
 def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None:
+    declare_region(address, 0, 1)
     # At the end of the process the driver may be gone before us, and has then taken everything back.
     with contextlib.suppress(BlockyardError), calls.context():
         calls.synchronize()
@@ -144,9 +147,11 @@ class _Calls:
         self.access.location = location
         self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-    def context(self) -> AbstractContextManager[object]:
-        """Make the device's context the current one for a while."""
-        return torch.cuda.device(self._device) if self._on_cuda else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Make the device's context the current one for a while; captures of other threads go on."""
+        with relaxed_capture(), torch.cuda.device(self._device) if self._on_cuda else contextlib.nullcontext():
+            yield
 
     def synchronize(self) -> None:
         with self.context():
