@@ -19,15 +19,15 @@ struct Extent {
     int64_t shift = 0;    // the address that the device uses, less the host's
 };
 
-// Declares that [first, first + bytes) consists of extents of `chunk` bytes, all page-locked or mapped; replaces what was
-// declared to start there. No bytes: takes it back. Calls over such memory need not ask the driver for each extent.
+// Declares that [first, first + bytes) consists of extents of `chunk` bytes, all page-locked or mapped; replaces what
+// was declared to start there. No bytes: takes it back. Calls over such memory need not ask the driver for each extent.
 void declare_region(uintptr_t first, size_t bytes, size_t chunk);
 
 // What rows of a view fit into: one extent holds all of them, or each row, or not even that.
 enum class Fit { kAll, kRows, kNone };
 
-// The extents on one side of one call, as far as it has asked. A question about declared memory takes no driver call; any
-// other extent is asked for once.
+// The extents on one side of one call, as far as it has asked. A question about declared memory takes no driver call;
+// any other extent is asked for once.
 class Extents {
   public:
     explicit Extents(bool is_host) : is_host_(is_host) {}
@@ -41,12 +41,12 @@ class Extents {
     // The device's address for a byte of the host, less the host's.
     int64_t shift(uintptr_t address);
 
-    // What rows of `width` bytes fit into that start `stride` bytes apart, the first at `first` and the last one's end at
-    // `end`.
+    // What rows of `width` bytes fit into that start `stride` bytes apart, the first at `first` and the last one's end
+    // at `end`.
     Fit fit(uintptr_t first, uintptr_t end, int64_t stride, int64_t width);
 
-    // How many of these bytes one copy may take: at least 1, at most `bytes`. Page-locked memory with pageable memory on
-    // both sides is not found where all of it lies within one piece.
+    // How many of these bytes one copy may take: at least 1, at most `bytes`. Page-locked memory with pageable memory
+    // on both sides is not found where all of it lies within one piece.
     size_t room(uintptr_t address, size_t bytes);
 
     // Whether the driver knew every extent so far. Elsewhere a batch cannot be cut to fit.

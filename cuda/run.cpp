@@ -30,8 +30,8 @@ void report_stale(const char* action) {
     const cudaError_t stale = cudaGetLastError();
     if (stale == cudaSuccess) return;
     if (cudaPeekAtLastError() != cudaSuccess) {
-        fail("cuda", "before ", action, ", nothing was copied: an earlier call failed: ", cudaGetErrorString(stale), " (",
-             static_cast<int>(stale), ")");
+        fail("cuda", "before ", action, ", nothing was copied: an earlier call failed: ", cudaGetErrorString(stale),
+             " (", static_cast<int>(stale), ")");
     }
     std::ostringstream message;
     message << "a CUDA error from before " << action << " was cleared: " << cudaGetErrorString(stale) << " ("
@@ -84,7 +84,7 @@ struct Reach {
     Extents extents;
     uint32_t first = UINT32_MAX, last = 0;
 
-    Reach(const std::vector<CopyPair>& pairs, uint32_t CopyPair::*block, bool is_host) : extents(is_host) {
+    Reach(const std::vector<CopyPair>& pairs, uint32_t CopyPair::* block, bool is_host) : extents(is_host) {
         for (const CopyPair& pair : pairs) {
             first = std::min(first, pair.*block);
             last = std::max(last, pair.*block);
@@ -188,9 +188,9 @@ void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
 }
 
 struct HostMemory {
-    bool pinned = true;   // all copied memory is page-locked
-    bool same = true;     // the device uses the host's addresses
-    bool reached = true;  // kernels reach every view by its first address, shifted
+    bool pinned = true;           // all copied memory is page-locked
+    bool same = true;             // the device uses the host's addresses
+    bool reached = true;          // kernels reach every view by its first address, shifted
     std::vector<int64_t> shifts;  // for each view, the device's address less the host's
 };
 
@@ -260,7 +260,8 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
     const Strategy strategy = strategy_between(tensors, pairs, device, direction, memory);
     if (strategy == Strategy::kKernel || strategy == Strategy::kBulk) {
         const std::vector<CopyTensor> seen =
-            memory.same ? tensors : join(to_host ? src : on_device(src, memory), to_host ? on_device(dst, memory) : dst);
+            memory.same ? tensors
+                        : join(to_host ? src : on_device(src, memory), to_host ? on_device(dst, memory) : dst);
         check_cuda(copy_by_kernel(seen, independent(pairs), strategy, direction, device, stream),
                    "copying blocks between host and device by a kernel");
         return;

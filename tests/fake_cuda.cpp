@@ -1,7 +1,7 @@
-// The CUDA runtime and driver over memory of the CPU, as far as Blockyard calls them, with the library's own dispatch on
-// top. Tensors of the CPU stand for a device's. It refuses what the real ones refuse: pieces of a batch that leave their
-// registration or mapping, copies of memory that is page-locked in part, registration while a capture forbids it, the
-// legacy stream. What a device would not survive is counted as a fault.
+// The CUDA runtime and driver over memory of the CPU, as far as Blockyard calls them, with the library's own dispatch
+// on top. Tensors of the CPU stand for a device's. It refuses what the real ones refuse: pieces of a batch that leave
+// their registration or mapping, copies of memory that is page-locked in part, registration while a capture forbids it,
+// the legacy stream. What a device would not survive is counted as a fault.
 
 #include <cuda.h>
 
@@ -65,7 +65,8 @@ uintptr_t number(const void* pointer) { return reinterpret_cast<uintptr_t>(point
 cudaError_t failed(cudaError_t error) { return last_error = error; }
 
 const Range* find(const std::vector<Range>& ranges, uintptr_t address, size_t bytes) {
-    const auto found = std::find_if(ranges.begin(), ranges.end(), [&](auto& range) { return range.holds(address, bytes); });
+    const auto found =
+        std::find_if(ranges.begin(), ranges.end(), [&](auto& range) { return range.holds(address, bytes); });
     return found == ranges.end() ? nullptr : &*found;
 }
 
@@ -170,8 +171,9 @@ bool is_forbidden() {
     bool forbidden = false;
     for (Capture& capture : captures) {
         const bool own = capture.thread == std::this_thread::get_id();
-        const bool strict = own ? capture.mode != cudaStreamCaptureModeRelaxed
-                                : capture.mode == cudaStreamCaptureModeGlobal && interaction == cudaStreamCaptureModeGlobal;
+        const bool strict =
+            own ? capture.mode != cudaStreamCaptureModeRelaxed
+                : capture.mode == cudaStreamCaptureModeGlobal && interaction == cudaStreamCaptureModeGlobal;
         if (interaction == cudaStreamCaptureModeRelaxed || !strict) continue;
         capture.valid = false;
         forbidden = true;

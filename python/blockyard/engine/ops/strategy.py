@@ -32,8 +32,12 @@ ALLOWED: Final[dict[str, tuple[StrategyName, ...]]] = {
     "d2d": ("kernel", "bulk"),
 }
 MOST: Final = 2**62
+# Of one batched call, where nothing was calibrated; as kBatchPieces in cuda/strategy.h. Longer batches than the most
+# crashed drivers.
+BATCH_PIECES: Final = 1024
+MOST_BATCH_PIECES: Final = 2048
 # Goes into every file: tables of another version must be measured again.
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,13 @@ class StrategyTable:
         device: the device's name.
         torch_cuda: CUDA release of the torch it was measured with.
         rules: the first that holds decides; see `ALLOWED` where none does.
+        batch_pieces: pieces of one batched call.
     """
 
     device: str
     torch_cuda: str
     rules: tuple[Rule, ...]
+    batch_pieces: int = BATCH_PIECES
 
     def strategy(self, direction: Direction, num_bytes: int, count: int) -> StrategyName:
         """Give the strategy for `count` pieces of `num_bytes` each."""
@@ -89,7 +95,9 @@ def read_table(path: Path) -> StrategyTable | None:
             and max(rule.max_bytes, rule.max_count) <= MOST
             for rule in rules
         )
-        return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules) if known else None
+        batch_pieces = written["batch_pieces"]
+        known = known and isinstance(batch_pieces, int) and 1 <= batch_pieces <= MOST_BATCH_PIECES
+        return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules, batch_pieces) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -122,9 +130,15 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
         torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 4))
 
 
+def use_batch_pieces(index: int, most: int) -> None:
+    """Set the most pieces of one batched call of a device, 1 to `MOST_BATCH_PIECES`."""
+    if op_library().loaded:
+        torch.ops.blockyard.set_batch_pieces(index, most)
+
+
 @cache
 def use_cached(index: int) -> StrategyTable | None:
-    """Set the rules that were calibrated for a device's kind, once per process.
+    """Set what was calibrated for a device's kind, once per process.
 
     Returns:
         The table; None if there is none, or it was measured with another CUDA release.
@@ -133,6 +147,7 @@ def use_cached(index: int) -> StrategyTable | None:
     if table is None or table.torch_cuda != str(torch.version.cuda):
         return None
     use_rules(index, table.rules)
+    use_batch_pieces(index, table.batch_pieces)
     return table
 
 
