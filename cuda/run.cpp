@@ -140,6 +140,8 @@ struct Pieces {
 
     // Cuts the pieces from index `from` on where an extent ends; those of up to `safe` bytes lie within one.
     void cut(size_t from, size_t safe, Reach& src, Reach& dst) {
+        while (from < sizes.size() && sizes[from] <= safe) ++from;
+        if (from == sizes.size()) return;
         const auto start = static_cast<std::ptrdiff_t>(from);
         const std::vector<void*> to(dsts.begin() + start, dsts.end());
         const std::vector<const void*> of(srcs.begin() + start, srcs.end());

@@ -282,10 +282,14 @@ void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool captur
                 size_t most_pieces) {
     fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, most_pieces, 0, 0, ""};
     last_error = lost = cudaSuccess;
+    blockyard::declared().regions.clear();
+    blockyard::set_batch_pieces(0, 0);
 }
+void fake_host(uintptr_t first, uintptr_t end) { fake.host = {first, end}; }
 void fake_register(uintptr_t first, uintptr_t end, int64_t shift) { fake.registered.push_back({first, end, shift}); }
 void fake_map(uintptr_t first, uintptr_t end) { fake.mapped.push_back({first, end, 0}); }
 void fake_declare(uintptr_t first, size_t bytes, size_t chunk) { blockyard::declare_region(first, bytes, chunk); }
+bool fake_is_declared(uintptr_t first) { return blockyard::declared().regions.count(first) > 0; }
 void fake_fail(int error, bool for_good) { (for_good ? lost : last_error) = static_cast<cudaError_t>(error); }
 void fake_begin_capture(int mode) {
     const std::lock_guard<std::mutex> lock(mutex);

@@ -337,7 +337,7 @@ class FakeRuntime:
 @pytest.fixture
 def runtime(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     made = FakeRuntime(fake)
-    fake.fake_reset(0, 0, *[True] * 4, 1)
+    fake.fake_reset(0, 0, *[True, False, True, True], 1024)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", FakeDevice)
     monkeypatch.setattr(capture, "load_driver", lambda: fake)
@@ -356,6 +356,29 @@ def test_a_pool_is_made_ready_and_closed_while_another_thread_captures(
         assert runtime.codes == [0] * 2 * CHUNKS
     finally:
         assert fake.fake_end_capture() == 0
+
+
+@pytest.mark.usefixtures("runtime")
+def test_blocks_are_copied_across_chunks_and_the_driver_is_not_asked_about_each(
+    fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host_pool, "declare_region", fake.fake_declare)
+    with pool_of(CudaLocker(torch.device("cuda:0"))) as pool:
+        pool.wait(pool.num_blocks)
+        start, size = pool.rows.data_ptr(), CHUNKS * CHUNK
+        device = torch.arange(size // 8).view(torch.uint8).view(-1, BLOCK)
+        fake.fake_host(start, start + size)
+        fake.fake_map(device.data_ptr(), device.data_ptr() + size)
+        fake.fake_strategy(1, 1)
+        fake.fake_batch_pieces(CHUNKS - 1)
+        blocks = torch.arange(pool.num_blocks)
+        pairs = torch.stack((blocks, blocks), 1)
+        torch.ops.blockyard_fake.swap([device], [pool.rows], pairs, True, False)
+        assert torch.equal(pool.rows, device)
+        # One piece a chunk, and questions about both ends of the pool and the device's memory.
+        assert (fake.fake_calls(), fake.fake_questions()) == (b"BB", 3)
+    # Whatever has these addresses next is asked about.
+    assert not fake.fake_is_declared(start)
 
 
 def test_a_thread_is_as_strict_after_it_has_registered_memory_as_before(fake: ctypes.CDLL, runtime: FakeRuntime):

@@ -1,34 +1,26 @@
 """Pieces of a copy end where the memory of one registration or mapping ends, over a driver that refuses others."""
 
 import ctypes
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import BLOCKS, WIDTH, Case, scattered, uncut
+
+from blockyard.engine.ops import compiled
+from blockyard.engine.ops.library import op_library
+from blockyard.errors import LayoutError
 
 BYTES = BLOCKS * WIDTH
 DENSE = np.column_stack((np.arange(BLOCKS), np.arange(BLOCKS)))
 THIRDS = [(0, 12 * WIDTH), (12 * WIDTH, 24 * WIDTH), (24 * WIDTH, BYTES)]
 
 
-@pytest.fixture(autouse=True)
-def _no_regions(fake: ctypes.CDLL) -> Iterator[None]:
-    declared: list[int] = []
-    declare = fake.fake_declare
-    fake.declared = declared
-    yield
-    for first in declared:
-        declare(first, 0, 1)
-
-
 def declare(case: Case, memory: str, num_bytes: int, chunk: int) -> None:
-    first = getattr(case, memory).data_ptr()
-    case.fake.declared.append(first)
-    case.fake.fake_declare(first, num_bytes, chunk)
+    case.fake.fake_declare(getattr(case, memory).data_ptr(), num_bytes, chunk)
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
@@ -96,7 +88,15 @@ def test_the_end_of_declared_memory_is_one_of_page_locked_memory(fake: ctypes.CD
     assert case.go("d2h", "loop", DENSE[1:2]) == "mm"
 
 
-def halves(rows):
+@pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(-1, 1), (8, 0)])
+def test_a_region_of_no_size_is_refused(num_bytes: int, chunk_bytes: int):
+    if not op_library().loaded:
+        pytest.skip(op_library().explain())
+    with pytest.raises(LayoutError, match=f"a region of {num_bytes} bytes in chunks of {chunk_bytes}, wanted at least"):
+        compiled._run(torch.ops.blockyard.set_region, 4096, num_bytes, chunk_bytes)
+
+
+def halves(rows: torch.Tensor) -> list[torch.Tensor]:
     return [rows[:, 8:], rows[:, :8]]
 
 

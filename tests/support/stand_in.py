@@ -34,9 +34,12 @@ def build(folder: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.fake_calls.restype = ctypes.c_char_p
     loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 2, *[ctypes.c_bool] * 4, ctypes.c_size_t]
+    loaded.fake_host.argtypes = [ctypes.c_size_t] * 2
     loaded.fake_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int64]
     loaded.fake_map.argtypes = [ctypes.c_size_t] * 2
     loaded.fake_declare.argtypes = [ctypes.c_size_t] * 3
+    loaded.fake_is_declared.argtypes = [ctypes.c_size_t]
+    loaded.fake_is_declared.restype = ctypes.c_bool
     loaded.fake_fail.argtypes = [ctypes.c_int, ctypes.c_bool]
     loaded.fake_batch_pieces.argtypes = [ctypes.c_size_t]
     loaded.fake_strategy.argtypes = [ctypes.c_int64] * 2
@@ -89,7 +92,6 @@ class Case:
         chosen = {"own_stream": True, "capturing": False, "has_bulk": True, "tells_ranges": True, **flags}
         start, size = self.host.data_ptr(), BLOCKS * width
         fake.fake_reset(start, start + size, *chosen.values(), most_pieces)
-        fake.fake_batch_pieces(0)
         ranges = [(0, pinned * width)] if registered is None else registered
         for place, (first, end) in enumerate(ranges, 1):
             if first < end:
