@@ -304,6 +304,11 @@ int fake_end_capture() {
     captures.erase(own);
     return valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
 }
+// Whether this thread must not make unsafe calls now. The captures that forbid it are lost.
+bool fake_is_forbidden() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return is_forbidden();
+}
 int fake_registered() { return static_cast<int>(fake.registered.size()); }
 int fake_questions() { return fake.questions; }
 void fake_batch_pieces(size_t most) { blockyard::set_batch_pieces(0, most); }

@@ -193,7 +193,7 @@ def test_after_an_error_that_stays_nothing_is_copied(fake: ctypes.CDLL, directio
     assert fake.fake_calls() == b""
 
 
-def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL):
+def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str]):
     # A row that is page-locked by half is more than a copy takes, and the driver does not say where it ends.
     case = Case(fake, registered=[(0, WIDTH // 2), (WIDTH, BLOCKS * WIDTH)], tells_ranges=False)
     with pytest.raises(
@@ -201,6 +201,7 @@ def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL):
     ):
         case.go("h2d", "loop", np.array([[0, 0]]))
     assert case.go("d2d", "kernel", scattered()) == "K"
+    assert not capfd.readouterr().err
 
 
 @given(

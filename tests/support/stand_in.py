@@ -40,6 +40,7 @@ def build(folder: Path) -> ctypes.CDLL:
     loaded.fake_declare.argtypes = [ctypes.c_size_t] * 3
     loaded.fake_is_declared.argtypes = [ctypes.c_size_t]
     loaded.fake_is_declared.restype = ctypes.c_bool
+    loaded.fake_is_forbidden.restype = ctypes.c_bool
     loaded.fake_fail.argtypes = [ctypes.c_int, ctypes.c_bool]
     loaded.fake_batch_pieces.argtypes = [ctypes.c_size_t]
     loaded.fake_strategy.argtypes = [ctypes.c_int64] * 2
