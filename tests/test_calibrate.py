@@ -15,7 +15,6 @@ from forks import in_child
 from blockyard import cli
 from blockyard.engine.cuda import calibrate
 from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_rules
-from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import strategy
 from blockyard.engine.ops.strategy import StrategyTable
 
@@ -125,28 +124,6 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     strategy.use_cached.cache_clear()
     # All was measured: the next calibration begins afresh.
     assert [path.name for path in tmp_path.iterdir()] == ["copy-strategy-card.json"]
-
-
-def test_an_error_is_measured_again_and_a_line_cut_off_is_none(tmp_path: Path):
-    path, key = tmp_path / "deep" / "cases", {"device": "card"}
-
-    def fail() -> dict[str, float]:
-        raise ZeroDivisionError
-
-    journal = Journal(path, key)
-    journal.measure("one", lambda: {"batch": 1.5})
-    with pytest.raises(ZeroDivisionError):
-        journal.measure("two", fail)
-    with path.open("a") as file:
-        file.write('\n["three", {"ba')
-    journal = Journal(path, key)
-    assert journal.measure("one", fail) == {"batch": 1.5}
-    assert journal.measure("two", lambda: {"batch": 2.5}) == {"batch": 2.5}
-    assert journal.measure("three", dict) == {}
-    assert Journal(path, key).measure("two", fail) == {"batch": 2.5}
-    assert Journal(path, {"device": "other"}).measure("one", lambda: {"loop": 3.0}) == {"loop": 3.0}
-    path.write_bytes(b"\xff")
-    assert Journal(path, key).measure("one", lambda: {"loop": 4.0}) == {"loop": 4.0}
 
 
 def gpu_benchmark(repo: Path) -> ModuleType:
