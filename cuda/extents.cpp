@@ -40,25 +40,6 @@ Function find_driver_call(const char* name) {
 // Where nothing is known: this byte alone.
 Extent unknown(uintptr_t address, bool pinned) { return {address, address + 1, pinned, false, 0}; }
 
-Extent ask_host_extent(uintptr_t address) {
-    static const auto get_attributes = find_driver_call<GetAttributes>("cuPointerGetAttributes");
-    unsigned type = 0;
-    CUdeviceptr on_device = 0, start = 0;
-    size_t size = 0;
-    CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
-                                   CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
-    void* values[] = {&type, &on_device, &start, &size};
-    if (get_attributes == nullptr || get_attributes(4, names, values, address) != CUDA_SUCCESS) {
-        return unknown(address, false);
-    }
-    if (type == 0) return {address, UINTPTR_MAX, false, true, 0};
-    const auto shift = static_cast<int64_t>(on_device - address);
-    // The driver counts an allocation in addresses of the device.
-    if (on_device < start || on_device - start >= size) return {address, address + 1, true, false, shift};
-    const uintptr_t first = address - (on_device - start);
-    return {first, first + size, true, true, shift};
-}
-
 Extent ask_device_extent(uintptr_t address) {
     static const auto get_range = find_driver_call<GetRange>("cuMemGetAddressRange");
     CUdeviceptr start = 0;
@@ -89,6 +70,28 @@ bool Extents::in_region(uintptr_t address) {
     if (next->second.first <= address) return false;
     region_ = {next->first, next->second.first, next->second.second};
     return true;
+}
+
+Extent Extents::ask_host_extent(uintptr_t address) {
+    static const auto get_attributes = find_driver_call<GetAttributes>("cuPointerGetAttributes");
+    unsigned type = 0;
+    CUdeviceptr on_device = 0, start = 0;
+    size_t size = 0;
+    CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                                   CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+    void* values[] = {&type, &on_device, &start, &size};
+    const CUresult status =
+        get_attributes == nullptr ? CUDA_ERROR_NOT_FOUND : get_attributes(4, names, values, address);
+    if (status != CUDA_SUCCESS) {
+        error_ = status;
+        return unknown(address, false);
+    }
+    if (type == 0) return {address, UINTPTR_MAX, false, true, 0};
+    const auto shift = static_cast<int64_t>(on_device - address);
+    // The driver counts an allocation in addresses of the device.
+    if (on_device < start || on_device - start >= size) return {address, address + 1, true, false, shift};
+    const uintptr_t first = address - (on_device - start);
+    return {first, first + size, true, true, shift};
 }
 
 Extent Extents::at(uintptr_t address) {

@@ -52,6 +52,9 @@ class Extents {
     // Whether the driver knew every extent so far. Elsewhere a batch cannot be cut to fit.
     bool known() const { return known_; }
 
+    // The driver's code where it has refused a question about memory of the host; 0 if it has not.
+    int error() const { return error_; }
+
   private:
     struct Region {
         uintptr_t first = 0;
@@ -60,9 +63,11 @@ class Extents {
     };
 
     bool in_region(uintptr_t address);
+    Extent ask_host_extent(uintptr_t address);
 
     bool is_host_;
     bool known_ = true;
+    int error_ = 0;
     Region region_;              // the declared memory that was asked about last
     std::vector<Extent> asked_;  // by address
 };

@@ -253,8 +253,13 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(device);
     const cudaStream_t stream = current_stream(device);
+    // The driver's own calls need the device's context, which the guard leaves to the first call of the runtime.
+    check_cuda(cudaSetDevice(device), "entering the device");
     Reach from(pairs, &CopyPair::src, !to_host), to(pairs, &CopyPair::dst, to_host);
     const HostMemory memory = to_host ? ask_host(dst, to) : ask_host(src, from);
+    if (const int error = to_host ? to.extents.error() : from.extents.error(); error != 0) {
+        fail("cuda", "asking what memory ", to_host ? dst.name : src.name, " is of failed: driver error ", error);
+    }
     if (!memory.pinned && is_capturing(stream)) {
         fail("capture", to_host ? dst.name : src.name,
              " is not page-locked: a graph would copy from or to memory that may move before it is replayed");

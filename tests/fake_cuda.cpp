@@ -46,6 +46,7 @@ struct Fake {
     Range host;
     std::vector<Range> registered, mapped;
     bool own_stream = true, capturing = false, has_bulk = true, tells_ranges = true;
+    int answer = 0;  // to questions about memory of the host
     size_t most_pieces = SIZE_MAX;
     int faults = 0, questions = 0;
     // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, U: the bulk
@@ -58,7 +59,8 @@ std::mutex mutex;  // of what the threads of host pools change
 std::vector<Capture> captures;
 thread_local cudaStreamCaptureMode interaction = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
-cudaError_t lost = cudaSuccess;  // what no call clears
+thread_local bool has_context = false;  // the driver's calls need one, the runtime's take one
+cudaError_t lost = cudaSuccess;         // what no call clears
 
 uintptr_t number(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
@@ -130,6 +132,7 @@ CUresult copy_as_batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size
     fake.calls += 'B';
     fake.faults += fake.capturing || num_attributes != 1 || !in_order || count == 0;
     fake.faults += count > fake.most_pieces;  // the process would have crashed
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;
     for (size_t n = 0; n < count; ++n) {
         auto* dst = reinterpret_cast<void*>(dsts[n]);
@@ -141,6 +144,8 @@ CUresult copy_as_batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size
 }
 
 CUresult describe_pointer(unsigned count, CUpointer_attribute* names, void** values, CUdeviceptr address) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    if (fake.answer != 0) return static_cast<CUresult>(fake.answer);
     ++fake.questions;
     const Range* range = find(fake.registered, address, 1);
     for (unsigned n = 0; n < count; ++n) {
@@ -158,6 +163,7 @@ CUresult describe_pointer(unsigned count, CUpointer_attribute* names, void** val
 }
 
 CUresult describe_range(CUdeviceptr* start, size_t* size, CUdeviceptr address) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     ++fake.questions;
     const Range* range = find(fake.mapped, address, 1);
     if (range == nullptr) return CUDA_ERROR_NOT_FOUND;
@@ -193,6 +199,11 @@ cudaError_t cudaGetLastError() { return lost != cudaSuccess ? lost : std::exchan
 cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int) {
+    has_context = true;
+    return lost;
 }
 
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
@@ -280,7 +291,8 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool has_bulk, bool tells_ranges,
                 size_t most_pieces) {
-    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, most_pieces, 0, 0, ""};
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, most_pieces, 0, 0, ""};
+    has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
     blockyard::set_batch_pieces(0, 0);
@@ -311,6 +323,7 @@ bool fake_is_forbidden() {
 }
 int fake_registered() { return static_cast<int>(fake.registered.size()); }
 int fake_questions() { return fake.questions; }
+void fake_answer(int code) { fake.answer = code; }
 void fake_batch_pieces(size_t most) { blockyard::set_batch_pieces(0, most); }
 int fake_faults() { return fake.faults; }
 const char* fake_calls() { return fake.calls.c_str(); }

@@ -1,6 +1,7 @@
 """Pieces of a copy end where the memory of one registration or mapping ends, over a driver that refuses others."""
 
 import ctypes
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -86,6 +87,22 @@ def test_the_end_of_declared_memory_is_one_of_page_locked_memory(fake: ctypes.CD
     declare(case, "host", 192, 96)
     assert case.go("d2h", "batch", DENSE[:3]) == "B"
     assert case.go("d2h", "loop", DENSE[1:2]) == "mm"
+
+
+def test_a_thread_that_has_made_no_call_yet_copies_as_others_do(fake: ctypes.CDLL):
+    case, calls = Case(fake, registered=THIRDS), []
+    thread = threading.Thread(target=lambda: calls.append(case.go("h2d", "batch", DENSE)))
+    thread.start()
+    thread.join(10)
+    assert calls == ["B"]
+
+
+def test_a_driver_that_refuses_to_describe_memory_is_an_error(fake: ctypes.CDLL):
+    case = Case(fake)
+    fake.fake_answer(999)
+    with pytest.raises(RuntimeError, match="cuda: asking what memory src is of failed: driver error 999"):
+        case.go("h2d", "batch", scattered())
+    assert fake.fake_calls() == b""
 
 
 @pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(-1, 1), (8, 0)])
