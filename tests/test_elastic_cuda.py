@@ -5,7 +5,6 @@
 import ctypes
 import gc
 import sys
-import threading
 from collections.abc import Sequence
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.engine.cuda import capture
 from blockyard.engine.elastic import cuda
 from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.elastic.cuda import DeviceMemory, load_driver
@@ -302,37 +300,6 @@ def test_copies_of_an_elastic_cache_end_with_its_chunks(fake: ctypes.CDLL, monke
     del chunks, views
     gc.collect()
     assert not fake.fake_is_declared(start)
-
-
-class WatchedDriver(FakeDriver):
-    """Notes calls that a capture forbids."""
-
-    def __init__(self, fake: ctypes.CDLL) -> None:
-        super().__init__()
-        self.fake, self.forbidden = fake, []
-
-    def __getattribute__(self, name: str) -> object:
-        if name.startswith("cuMem") and self.fake.fake_is_forbidden():
-            self.forbidden.append(name)
-        return super().__getattribute__(name)
-
-
-def test_memory_comes_and_goes_while_another_thread_captures(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(capture, "load_driver", lambda: fake)
-    driver = WatchedDriver(fake)
-
-    def resize() -> None:
-        with cache(driver, 30, 100) as blocks:
-            blocks.resize(60)
-            blocks.resize(10)
-        del blocks
-        gc.collect()
-
-    fake.fake_begin_capture(0)
-    resizing = threading.Thread(target=resize)
-    resizing.start()
-    resizing.join(30)
-    assert (fake.fake_end_capture(), driver.forbidden, driver.used) == (0, [], 0)
 
 
 def test_the_device_has_done_its_work_before_memory_goes():

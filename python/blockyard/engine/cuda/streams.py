@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from blockyard.engine.cuda.capture import relax_thread
 from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import BlockyardError
 
@@ -54,7 +55,8 @@ class CudaStreams:
         self._streams = {
             name: torch.cuda.Stream(device=device, priority=priority) for name, priority in _PRIORITIES.items()
         }
-        self._host = WorkerStreams()
+        # Its thread waits for events of the device, which a capture would forbid.
+        self._host = WorkerStreams(prepare=relax_thread)
         self._closed = False
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
 
 import torch
 
-from blockyard.engine.cuda.capture import relaxed_capture
 from blockyard.engine.elastic.dlpack import tensor_at
 from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
@@ -147,11 +147,9 @@ class _Calls:
         self.access.location = location
         self.access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """Make the device's context the current one for a while; captures of other threads go on."""
-        with relaxed_capture(), torch.cuda.device(self._device) if self._on_cuda else contextlib.nullcontext():
-            yield
+    def context(self) -> AbstractContextManager[object]:
+        """Make the device's context the current one for a while."""
+        return torch.cuda.device(self._device) if self._on_cuda else contextlib.nullcontext()
 
     def synchronize(self) -> None:
         with self.context():
