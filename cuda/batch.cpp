@@ -59,8 +59,16 @@ cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cu
         size_t first = 0;
         const CUresult status =
             batch_copy(dsts.data(), srcs.data(), sizes.data(), count, &attributes, &first, 1, stream);
-        // Both enumerations give the same number to the same error.
-        if (status != CUDA_SUCCESS) return static_cast<cudaError_t>(status);
+        if (status == CUDA_ERROR_INVALID_VALUE) {
+            // A piece leaves its extent, and the driver did not say where that ends. Single copies take it, and what
+            // the batch has copied already is copied once more.
+            const CopyBatch part{batch.dsts + start, batch.srcs + start, batch.sizes + start, count, batch.kind};
+            const cudaError_t copied = copy_one_by_one(part, stream);
+            if (copied != cudaSuccess) return copied;
+        } else if (status != CUDA_SUCCESS) {
+            // Both enumerations give the same number to the same error.
+            return static_cast<cudaError_t>(status);
+        }
     }
     return cudaSuccess;
 }

@@ -103,7 +103,6 @@ Extent Extents::at(uintptr_t address) {
                                         [](uintptr_t sought, const Extent& extent) { return sought < extent.first; });
     if (after != asked_.begin() && address < std::prev(after)->end) return *std::prev(after);
     Extent found = is_host_ ? ask_host_extent(address) : ask_device_extent(address);
-    known_ = known_ && found.known;
     // What is not page-locked ends where the next extent begins that is known here.
     if (!found.pinned && after != asked_.end()) found.end = std::min(found.end, after->first);
     // An answer about pageable memory is of this address on alone: later ones may lie in an extent.

@@ -49,9 +49,6 @@ class Extents {
     // on both sides is not found where all of it lies within one piece.
     size_t room(uintptr_t address, size_t bytes);
 
-    // Whether the driver knew every extent so far. Elsewhere a batch cannot be cut to fit.
-    bool known() const { return known_; }
-
     // The driver's code where it has refused a question about memory of the host; 0 if it has not.
     int error() const { return error_; }
 
@@ -66,7 +63,6 @@ class Extents {
     Extent ask_host_extent(uintptr_t address);
 
     bool is_host_;
-    bool known_ = true;
     int error_ = 0;
     Region region_;              // the declared memory that was asked about last
     std::vector<Extent> asked_;  // by address

@@ -277,10 +277,9 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
     for (const CopyTensor& tensor : tensors) {
         if (tensor.width > 0) pieces.add(tensor, pairs, from, to);
     }
-    const bool in_batches = strategy == Strategy::kBatch && from.extents.known() && to.extents.known();
     const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
-    check_cuda(copy_batch(batch, in_batches ? batch_pieces(device) : 0, stream),
+    check_cuda(copy_batch(batch, strategy == Strategy::kBatch ? batch_pieces(device) : 0, stream),
                "copying blocks between host and device");
 }
 

@@ -56,9 +56,16 @@ def test_a_kernel_does_not_touch_pageable_memory_between_two_registrations(fake:
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_where_the_driver_knows_no_ranges_pieces_go_one_by_one(fake: ctypes.CDLL, direction: str):
+def test_where_the_driver_knows_no_ranges_a_refused_batch_goes_piece_by_piece(fake: ctypes.CDLL, direction: str):
     case = Case(fake, registered=THIRDS, tells_ranges=False)
+    # One piece is no batch, and single copies cross registrations.
     assert case.go(direction, "batch", DENSE) == "m"
+    runs = np.r_[0:20, 21:40]
+    assert case.go(direction, "batch", np.column_stack((runs, runs))) == "Bmm"
+    assert case.go(direction, "batch", scattered()) == "B"
+    fake.fake_batch_pieces(8)
+    # The part that is refused, and no other.
+    assert case.go(direction, "batch", np.concatenate((DENSE[:20:2], DENSE[21:31]))) == "BBmmm"
     assert case.go(direction, "kernel", scattered()) == "F"
 
 
