@@ -95,7 +95,7 @@ class TransferCancelledError(BlockyardError):
 
 
 class ForkedError(BlockyardError):
-    """A copy engine or host pool was made before a fork and is used in the child, which has none of its threads."""
+    """A copy engine or host pool is used in a fork, which has none of its threads and page-locked memory."""
 
 
 class CaptureError(BlockyardError):
