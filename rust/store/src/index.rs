@@ -30,6 +30,8 @@ pub(crate) struct Landed {
     pub(crate) next_generation: u64,
     /// Blocks that have landed, each slot and key once, first to be reused first.
     pub(crate) blocks: Vec<StoredBlock>,
+    /// Slots with an older write of one of these keys.
+    pub(crate) older: Vec<u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -103,10 +105,12 @@ impl Index {
         (generation >= self.floor).then_some((slot, generation))
     }
 
-    /// Makes a slot the last to be reused.
-    pub(crate) fn touch(&mut self, slot: u32) {
-        self.unlink(slot);
-        self.link_newest(slot);
+    /// Makes the slot of a key, if it has one, the last to be reused.
+    pub(crate) fn touch(&mut self, key: &Key) {
+        if let Some((slot, _)) = self.find(key) {
+            self.unlink(slot);
+            self.link_newest(slot);
+        }
     }
 
     /// Gives a key the slot that is next to be reused; what that held is evicted. `None` if there are no slots.
@@ -133,7 +137,8 @@ impl Index {
         (entry.key, entry.generation) = (key, generation);
         self.slots.insert(key, slot);
         self.live += u32::from(generation >= self.floor);
-        self.touch(slot);
+        self.unlink(slot);
+        self.link_newest(slot);
     }
 
     /// Forgets the key that the write of this generation put into a slot, if it is there still; says whether it was.
@@ -246,7 +251,7 @@ mod tests {
         let mut index = Index::new(3, 1);
         let claimed: Vec<_> = (1..=3).map(|n| index.claim(key(n), n.into())).collect();
         assert_eq!(claimed, [Some(0), Some(1), Some(2)]);
-        index.touch(0);
+        index.touch(&key(1));
         assert_eq!(index.claim(key(4), 4), Some(1));
         assert_eq!((index.find(&key(2)), index.find(&key(4)), index.evicted()), (None, Some((1, 4)), 1));
         assert!(index.remove(2, 3, Reuse::Last));
@@ -300,7 +305,7 @@ mod tests {
                     Step::Put(n) | Step::Touch(n) => {
                         if let Some(at) = model.iter().position(|&(held, _)| held == Some(n)) {
                             let entry = model.remove(at);
-                            index.touch(entry.1);
+                            index.touch(&key(n));
                             model.push(entry);
                         }
                     }

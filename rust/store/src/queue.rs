@@ -5,15 +5,16 @@
 //! - `used` counts the bytes of all buffers that belong to an operation or to an uncollected result, and never exceeds
 //!   `limit`;
 //! - a slot is `Valid` only between the reported end of a write and the start of the next;
-//! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails.
+//! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails;
+//! - of a slot that is not suspect, no header on the medium has a key but the one in the index: deletion relies on it.
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::index::{Index, Key, Landed, Reuse, StoredBlock};
 use crate::miss::Miss;
 use crate::ticket::{Outcome, Outcomes, Place, Tickets, deadline};
-use std::collections::VecDeque;
 use std::collections::hash_map::{Entry, HashMap};
+use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 /// Bytes of idle buffers that are kept for reuse.
@@ -49,7 +50,7 @@ enum Op {
     Read(Place),
     /// A key that has a slot already: its write may still be in flight.
     Confirm(Place),
-    /// A deleted key: its header goes, so that no later life finds it.
+    /// A key that was deleted or dropped: its header goes, so that no later life finds it.
     Wipe(Place),
     /// A refused write: the slot no longer holds what the caller expects.
     Void(u32),
@@ -77,6 +78,8 @@ pub(crate) struct Queue {
     slots: Vec<SlotState>,
     /// Without slots in swap space.
     index: Index,
+    /// Slots whose header may have a key that the index has not: an operation failed, and the header is not wiped yet.
+    suspects: HashSet<u32>,
     ready: VecDeque<Op>,
     /// Slots with an operation that is ready or running, and the operations behind it.
     busy: HashMap<u32, VecDeque<Op>>,
@@ -96,6 +99,7 @@ impl Queue {
             stride,
             slots: vec![SlotState::Empty; slots as usize],
             index: Index::new(0, first_generation),
+            suspects: HashSet::new(),
             ready: VecDeque::new(),
             busy: HashMap::new(),
             tickets: Tickets::new(),
@@ -116,6 +120,9 @@ impl Queue {
         for &block in &landed.blocks {
             self.slots[block.slot as usize] = SlotState::Valid { generation: block.generation };
             self.index.restore(block);
+        }
+        for &slot in &landed.older {
+            self.suspect(slot);
         }
     }
 
@@ -166,6 +173,10 @@ impl Queue {
     /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`.
     pub(crate) fn submit_puts(&mut self, keys: &[Key], buffers: Vec<Option<Buffer>>, now: Instant) -> Result<u64> {
         let ticket = self.open_ticket(false, keys.len(), keys.len(), now)?;
+        // What the batch names is not what it evicts.
+        for key in keys {
+            self.index.touch(key);
+        }
         for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
             let place = |slot, generation| Place { ticket, index, slot, key, generation };
             match (self.index.find(&key), buffer) {
@@ -173,7 +184,6 @@ impl Queue {
                     if spare.is_some() {
                         self.release(spare);
                     }
-                    self.index.touch(slot);
                     self.confirm(place(slot, generation));
                 }
                 (None, Some(buffer)) => {
@@ -200,7 +210,7 @@ impl Queue {
             } else if self.reserve_bytes(1) == 0 {
                 self.settle(place, Err(Miss::QueueFull));
             } else {
-                self.index.touch(slot);
+                self.index.touch(&key);
                 self.tickets.remember(place);
                 self.enqueue(slot, Op::Read(place));
             }
@@ -208,7 +218,8 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Takes a batch of keys to delete: no later call finds them, and the ticket ends when no later life will.
+    /// Takes a batch of keys to delete: no later call finds them, and the ticket ends when no later life will. It fails as
+    /// long as there are suspects; those are wiped again.
     pub(crate) fn submit_deletes(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
         let ticket = self.open_ticket(false, keys.len(), keys.len(), now)?;
         for (index, &key) in keys.iter().enumerate() {
@@ -217,8 +228,12 @@ impl Queue {
             if self.index.remove(slot, generation, Reuse::First) {
                 self.enqueue(slot, Op::Wipe(place));
             } else {
-                self.settle(place, Ok(None));
+                self.settle_deletion(place, Ok(()));
             }
+        }
+        let idle: Vec<u32> = self.suspects.iter().copied().filter(|slot| !self.busy.contains_key(slot)).collect();
+        for slot in idle {
+            self.suspect(slot);
         }
         Ok(ticket)
     }
@@ -239,15 +254,16 @@ impl Queue {
         floor
     }
 
-    /// The blocks that have landed, for a later life. `None` in swap space.
+    /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.
     pub(crate) fn landed(&self) -> Option<Landed> {
         let has_landed = |block: &StoredBlock| {
             self.slots[block.slot as usize] == SlotState::Valid { generation: block.generation }
         };
-        (self.index.len() > 0).then(|| Landed {
+        (self.index.len() > 0 && self.suspects.is_empty()).then(|| Landed {
             floor: self.index.floor(),
             next_generation: self.next_generation,
             blocks: self.index.blocks().filter(has_landed).collect(),
+            older: Vec::new(),
         })
     }
 
@@ -349,20 +365,36 @@ impl Queue {
     /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that nobody waits for them again.
     pub(crate) fn take(&mut self, ticket: u64, now: Instant) -> Result<Outcomes> {
         for place in self.tickets.overdue(ticket, now) {
-            self.index.remove(place.slot, place.generation, Reuse::Last);
+            self.drop_key(place, Reuse::Last);
         }
         self.tickets.take(ticket)
+    }
+
+    /// Forgets the key of an operation that failed, and wipes its header.
+    fn drop_key(&mut self, place: Place, reuse: Reuse) {
+        if self.index.remove(place.slot, place.generation, reuse) {
+            self.suspect(place.slot);
+        }
+    }
+
+    /// Wipes the header of a slot, on nobody's ticket.
+    fn suspect(&mut self, slot: u32) {
+        self.suspects.insert(slot);
+        self.enqueue(slot, Op::Wipe(Place { ticket: 0, index: 0, slot, key: [0; 32], generation: 0 }));
     }
 
     /// Ends a write.
     pub(crate) fn finish_write(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
         self.release(Some(buffer));
         let is_wanted = self.settle(place, result.map(|()| None));
+        if result.is_ok() {
+            self.suspects.remove(&place.slot);
+        }
         if is_wanted && result.is_ok() {
             self.stats.written_blocks += 1;
             self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation };
         } else {
-            self.index.remove(place.slot, place.generation, Reuse::Last);
+            self.drop_key(place, Reuse::Last);
         }
         self.advance(place.slot);
     }
@@ -376,7 +408,7 @@ impl Queue {
                 }
             }
             Err(miss) => {
-                self.index.remove(place.slot, place.generation, Reuse::First);
+                self.drop_key(place, Reuse::First);
                 self.settle(place, Err(miss));
                 self.release(Some(buffer));
             }
@@ -384,10 +416,20 @@ impl Queue {
         self.advance(place.slot);
     }
 
-    /// Ends the deletion of a key.
+    /// Ends the wiping of a header.
     pub(crate) fn finish_wipe(&mut self, place: Place, result: std::result::Result<(), Miss>) {
-        self.settle(place, result.map(|()| None));
+        if result.is_ok() {
+            self.suspects.remove(&place.slot);
+        } else {
+            self.suspects.insert(place.slot);
+        }
+        self.settle_deletion(place, result);
         self.advance(place.slot);
+    }
+
+    fn settle_deletion(&mut self, place: Place, result: std::result::Result<(), Miss>) {
+        let result = if self.suspects.is_empty() { result } else { Err(Miss::Io) };
+        self.settle(place, result.map(|()| None));
     }
 
     /// Ends an operation that did not reach the device and had memory set aside.

@@ -60,7 +60,7 @@ impl StoreOptions {
             && XxHash3_128::oneshot(bytes).to_le_bytes() == *checksum;
         let blocks = rest.chunks_exact(BLOCK).map(read_block);
         let blocks = is_whole.then(|| blocks.collect::<Option<Vec<StoredBlock>>>())??;
-        let landed = Landed { floor, next_generation, blocks };
+        let landed = Landed { floor, next_generation, blocks, older: Vec::new() };
         self.is_plausible(&landed).then_some(landed)
     }
 
@@ -102,7 +102,7 @@ mod tests {
 
     fn landed() -> Landed {
         let block = |slot: u8| StoredBlock { slot: slot.into(), key: [slot; 32], generation: 50 + u64::from(slot) };
-        Landed { floor: 50, next_generation: 60, blocks: vec![block(3), block(0), block(7)] }
+        Landed { floor: 50, next_generation: 60, blocks: vec![block(3), block(0), block(7)], older: Vec::new() }
     }
 
     #[test]

@@ -310,6 +310,8 @@ impl SlabStore {
     pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
         let outcomes = self.shared.lock().queue.take(ticket, Instant::now())?;
+        // Keys that missed the deadline are wiped.
+        self.shared.work.notify_all();
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             owner: self.owner,

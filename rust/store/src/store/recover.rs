@@ -33,8 +33,9 @@ impl StoreOptions {
         if before.is_none_or(|page| page.slots != u64::from(self.geometry.slots)) {
             self.write_superblock(device, floor)?;
         }
-        let blocks = hint.map_or_else(|| self.newest_of_each_key(&headers, floor), |landed| landed.blocks);
-        Ok(Landed { floor, next_generation: next.max(floor + 1), blocks })
+        let (blocks, older) =
+            hint.map_or_else(|| self.newest_of_each_key(&headers, floor), |landed| (landed.blocks, landed.older));
+        Ok(Landed { floor, next_generation: next.max(floor + 1), blocks, older })
     }
 
     /// Writes the superblock; returns when it would outlive a loss of power.
@@ -50,17 +51,25 @@ impl StoreOptions {
         scan(device, self.geometry, self.threads, PAGE, read)
     }
 
-    fn newest_of_each_key(&self, headers: &[(u32, Header)], floor: u64) -> Vec<StoredBlock> {
-        let mut newest: HashMap<Key, StoredBlock> = HashMap::new();
-        for &(slot, Header { namespace, key, generation, payload_bytes, .. }) in headers {
-            let is_ours = namespace == self.namespace && payload_bytes == self.geometry.payload_bytes as u64;
-            if is_ours && generation >= floor && newest.get(&key).is_none_or(|block| block.generation < generation) {
-                newest.insert(key, StoredBlock { slot, key, generation });
+    /// The blocks that count, and the slots of those that a newer write of their key replaces.
+    fn newest_of_each_key(&self, headers: &[(u32, Header)], floor: u64) -> (Vec<StoredBlock>, Vec<u32>) {
+        let is_ours = |header: &Header| {
+            header.namespace == self.namespace
+                && header.payload_bytes == self.geometry.payload_bytes as u64
+                && header.generation >= floor
+        };
+        let (mut newest, mut older) = (HashMap::<Key, StoredBlock>::new(), Vec::new());
+        for &(slot, Header { key, generation, .. }) in headers.iter().filter(|(_, header)| is_ours(header)) {
+            let block = StoredBlock { slot, key, generation };
+            let held = newest.entry(key).or_insert(block);
+            if held.slot != slot {
+                let last = if held.generation < generation { std::mem::replace(held, block) } else { block };
+                older.push(last.slot);
             }
         }
         let mut blocks: Vec<_> = newest.into_values().collect();
         blocks.sort_unstable_by_key(|block| block.generation);
-        blocks
+        (blocks, older)
     }
 }
 
