@@ -256,9 +256,8 @@ impl Queue {
 
     /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.
     pub(crate) fn landed(&self) -> Option<Landed> {
-        let has_landed = |block: &StoredBlock| {
-            self.slots[block.slot as usize] == SlotState::Valid { generation: block.generation }
-        };
+        let has_landed =
+            |block: &StoredBlock| self.slots[block.slot as usize] == SlotState::Valid { generation: block.generation };
         (self.index.len() > 0 && self.suspects.is_empty()).then(|| Landed {
             floor: self.index.floor(),
             next_generation: self.next_generation,

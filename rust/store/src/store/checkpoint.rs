@@ -35,14 +35,8 @@ impl StoreOptions {
     }
 
     fn checkpoint_head(&self, floor: u64, next_generation: u64, count: u64) -> Vec<u8> {
-        let numbers = [
-            VERSION,
-            self.geometry.payload_bytes as u64,
-            self.geometry.slots.into(),
-            floor,
-            next_generation,
-            count,
-        ];
+        let numbers =
+            [VERSION, self.geometry.payload_bytes as u64, self.geometry.slots.into(), floor, next_generation, count];
         let numbers = numbers.into_iter().flat_map(u64::to_le_bytes);
         MAGIC.into_iter().chain(numbers).chain(self.namespace).collect()
     }

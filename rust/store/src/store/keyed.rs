@@ -103,7 +103,11 @@ impl SlabStore {
         self.options.write_superblock(&*device, floor).map_err(failed("write the superblock of"))
     }
 
-    fn submit_keys(&self, keys: &[Key], submit: impl FnOnce(&mut Queue, &[Key], Instant) -> Result<u64>) -> Result<u64> {
+    fn submit_keys(
+        &self,
+        keys: &[Key],
+        submit: impl FnOnce(&mut Queue, &[Key], Instant) -> Result<u64>,
+    ) -> Result<u64> {
         self.check_keyed()?;
         let mut state = self.shared.lock();
         let result = submit(&mut state.queue, keys, Instant::now());

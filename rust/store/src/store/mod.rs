@@ -278,8 +278,11 @@ impl SlabStore {
             return Ok(event.as_raw_fd());
         }
         // Tickets may have ended already.
-        let made = eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| Error::Io { action: "make an eventfd for", path: STORE.into(), source: errno.into() })?;
+        let made = eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| Error::Io {
+            action: "make an eventfd for",
+            path: STORE.into(),
+            source: errno.into(),
+        })?;
         Ok(state.event.insert(made).as_raw_fd())
     }
 
