@@ -52,6 +52,12 @@ pub enum Error {
         /// The slab.
         path: PathBuf,
     },
+    /// The file does not begin with an intact superblock.
+    #[error("{} is not a slab, or its superblock is damaged", path.display())]
+    NotASlab {
+        /// The file.
+        path: PathBuf,
+    },
     /// A call by key on a store of swap slots.
     #[error("the store was opened as swap space, which has no keys")]
     NotKeyed,

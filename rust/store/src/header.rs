@@ -78,13 +78,19 @@ impl Expected {
         ];
         match matches.into_iter().find(|(same, _)| !same) {
             Some((_, miss)) => Err(miss),
-            None if XxHash3_128::oneshot(payload) != header.payload_hash => Err(Miss::PayloadChecksum),
+            None if !header.is_of(payload) => Err(Miss::PayloadChecksum),
             None => Ok(()),
         }
     }
 }
 
 impl Header {
+    /// Whether the payload is the one that the header was written for.
+    #[must_use]
+    pub fn is_of(&self, payload: &[u8]) -> bool {
+        self.payload_bytes == payload.len() as u64 && self.payload_hash == XxHash3_128::oneshot(payload)
+    }
+
     /// Writes the header over the first page of a block.
     ///
     /// A block shorter than a page is left as it is; the store never makes one.

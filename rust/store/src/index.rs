@@ -13,7 +13,7 @@ pub(crate) type Key = [u8; 32];
 /// No slot, at the ends of the reuse order.
 const NONE: u32 = u32::MAX;
 
-/// A block in a slab.
+/// A slot and what it holds: a block, or with generation 0 none that the store would find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StoredBlock {
     pub(crate) slot: u32,
@@ -28,7 +28,7 @@ pub(crate) struct Landed {
     pub(crate) floor: u64,
     /// Above every generation that was used.
     pub(crate) next_generation: u64,
-    /// Blocks that have landed, each slot and key once, first to be reused first.
+    /// Blocks that have landed, and slots without one; each slot and key once, first to be reused first.
     pub(crate) blocks: Vec<StoredBlock>,
     /// Slots with an older write of one of these keys.
     pub(crate) older: Vec<u32>,
@@ -125,10 +125,14 @@ impl Index {
         Some(slot)
     }
 
-    /// Takes over a block that a slab already holds, as the last to be reused. Call it once for each slot and key.
+    /// Takes over what a slot already holds, as the last to be reused. Call it once for each slot and key.
     pub(crate) fn restore(&mut self, block: StoredBlock) {
-        self.clear(block.slot);
-        self.set(block);
+        if block.generation > 0 {
+            self.set(block);
+        } else {
+            self.unlink(block.slot);
+            self.link_newest(block.slot);
+        }
     }
 
     fn set(&mut self, block: StoredBlock) {
@@ -167,16 +171,16 @@ impl Index {
         self.floor
     }
 
-    /// Live blocks, least recently used first.
+    /// Every slot, first to be reused first.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = StoredBlock> {
         let mut next = self.oldest;
         std::iter::from_fn(move || {
             let slot = next;
             let entry = self.entries.get(slot as usize)?;
             next = entry.newer;
-            Some(StoredBlock { slot, key: entry.key, generation: entry.generation })
+            let is_live = entry.generation >= self.floor;
+            Some(StoredBlock { slot, key: entry.key, generation: if is_live { entry.generation } else { 0 } })
         })
-        .filter(|block| block.generation >= self.floor)
     }
 
     /// Takes a slot's key away, dead or alive.
@@ -323,8 +327,9 @@ mod tests {
                         model.iter_mut().for_each(|entry| entry.0 = None);
                     }
                 }
-                let live: Vec<_> = model.iter().filter_map(|&(held, slot)| Some((key(held?), slot))).collect();
-                prop_assert_eq!(index.blocks().map(|block| (block.key, block.slot)).collect::<Vec<_>>(), live.clone());
+                let found = |block: StoredBlock| ((block.generation > 0).then_some(block.key[0]), block.slot);
+                prop_assert_eq!(index.blocks().map(found).collect::<Vec<_>>(), model.clone());
+                let live: Vec<_> = model.iter().filter(|(held, _)| held.is_some()).collect();
                 prop_assert_eq!(index.live() as usize, live.len());
                 for n in 0..9 {
                     let slot = model.iter().find(|&&(held, _)| held == Some(n)).map(|&(_, slot)| slot);

@@ -31,5 +31,5 @@ pub use header::{Expected, Header};
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};
-pub use store::{Completion, SlabStore, StoreOptions};
+pub use store::{Completion, SlabReport, SlabStore, StoreOptions};
 pub use ticket::Progress;

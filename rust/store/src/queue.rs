@@ -118,7 +118,9 @@ impl Queue {
         self.index = Index::new(u32::try_from(self.slots.len()).unwrap_or(u32::MAX), landed.floor);
         self.next_generation = landed.next_generation;
         for &block in &landed.blocks {
-            self.slots[block.slot as usize] = SlotState::Valid { generation: block.generation };
+            if block.generation > 0 {
+                self.slots[block.slot as usize] = SlotState::Valid { generation: block.generation };
+            }
             self.index.restore(block);
         }
         for &slot in &landed.older {
@@ -256,12 +258,14 @@ impl Queue {
 
     /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.
     pub(crate) fn landed(&self) -> Option<Landed> {
-        let has_landed =
-            |block: &StoredBlock| self.slots[block.slot as usize] == SlotState::Valid { generation: block.generation };
+        let landed = |block: StoredBlock| {
+            let has_landed = self.slots[block.slot as usize] == SlotState::Valid { generation: block.generation };
+            if has_landed { block } else { StoredBlock { key: [0; 32], generation: 0, ..block } }
+        };
         (self.index.len() > 0 && self.suspects.is_empty()).then(|| Landed {
             floor: self.index.floor(),
             next_generation: self.next_generation,
-            blocks: self.index.blocks().filter(has_landed).collect(),
+            blocks: self.index.blocks().map(landed).collect(),
             older: Vec::new(),
         })
     }

@@ -271,6 +271,26 @@ fn another_namespace_or_length_finds_nothing_and_takes_the_slots() {
 }
 
 #[test]
+fn the_blocks_of_another_namespace_go_after_empty_slots_and_by_age() {
+    for with_checkpoint in [true, false] {
+        let disk = disk();
+        let other = StoreOptions { namespace: [8; 32], ..options() };
+        let store = open(&disk);
+        put(&store, &[0, 1, 2], 0);
+        assert!(store.close(LONG));
+        let store = SlabStore::open_keyed(disk.device(), other).unwrap();
+        put(&store, &[10, 11], 0);
+        assert!(store.close(LONG));
+        let store = open(&disk);
+        put(&store, &[3, 4, 5], 0);
+        let store = reopened(&disk, store, with_checkpoint);
+        // All slots are taken: keys 0 to 2 are the oldest.
+        put(&store, &[6], 0);
+        assert_eq!(contains(&store, &[0, 1, 2, 3, 4, 5, 6]), [false, true, true, true, true, true, true]);
+    }
+}
+
+#[test]
 fn fewer_or_more_slots_keep_the_blocks_that_still_have_one() {
     let disk = disk();
     let store = open(&disk);

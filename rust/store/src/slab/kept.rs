@@ -13,12 +13,12 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-const NAME: &str = "blockyard-prefix.slab";
+pub(super) const NAME: &str = "blockyard-prefix.slab";
 const CHECKPOINT: &str = "blockyard-prefix.checkpoint";
 const UNFINISHED: &str = "blockyard-prefix.checkpoint.new";
 
 /// Never followed if they are links, never inherited, never waited for if they are pipes.
-const CAREFULLY: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+pub(super) const CAREFULLY: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 const PRIVATE: Mode = Mode::RUSR.union(Mode::WUSR);
 
 impl SlabFile {
@@ -106,7 +106,7 @@ fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> 
 }
 
 /// Whether it is a regular file that nobody else can write or read.
-fn is_private(stat: &Stat) -> bool {
+pub(super) fn is_private(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
         && stat.st_uid == rustix::process::geteuid().as_raw()
         && Mode::from_raw_mode(stat.st_mode).intersection(Mode::RWXG | Mode::RWXO).is_empty()

@@ -5,6 +5,9 @@
 //! and anyone may remove it.
 
 mod kept;
+mod plain;
+
+pub(crate) use plain::{Access, PlainFile};
 
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_whole, write_whole};

@@ -64,9 +64,8 @@ impl StoreOptions {
         let generations = landed.floor..landed.next_generation;
         landed.blocks.iter().all(|block| {
             block.slot < self.geometry.slots
-                && generations.contains(&block.generation)
                 && slots.insert(block.slot)
-                && keys.insert(block.key)
+                && (block.generation == 0 || generations.contains(&block.generation) && keys.insert(block.key))
         })
     }
 }
@@ -96,7 +95,8 @@ mod tests {
 
     fn landed() -> Landed {
         let block = |slot: u8| StoredBlock { slot: slot.into(), key: [slot; 32], generation: 50 + u64::from(slot) };
-        Landed { floor: 50, next_generation: 60, blocks: vec![block(3), block(0), block(7)], older: Vec::new() }
+        let free = StoredBlock { slot: 4, key: [0; 32], generation: 0 };
+        Landed { floor: 50, next_generation: 60, blocks: vec![block(3), block(0), free, block(7)], older: Vec::new() }
     }
 
     #[test]
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn a_checkpoint_that_makes_no_sense_is_not_taken() {
         let block = |slot, key, generation| StoredBlock { slot, key: [key; 32], generation };
-        for wrong in [block(8, 9, 55), block(3, 9, 55), block(4, 0, 55), block(4, 9, 49), block(4, 9, 60)] {
+        for wrong in [block(8, 9, 55), block(3, 9, 0), block(5, 0, 55), block(5, 9, 49), block(5, 9, 60)] {
             let mut landed = landed();
             landed.blocks.push(wrong);
             assert_eq!(options().read_checkpoint(&options().checkpoint(&landed), 50), None, "{wrong:?}");

@@ -20,10 +20,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 mod checkpoint;
+mod inspect;
 mod keyed;
 mod recover;
 #[cfg(test)]
 mod schedules;
+
+pub use inspect::SlabReport;
 
 /// How long a store that is dropped without being closed waits for its threads.
 const PARTING: Duration = Duration::from_secs(1);

@@ -51,25 +51,29 @@ impl StoreOptions {
         scan(device, self.geometry, self.threads, PAGE, read)
     }
 
-    /// The blocks that count, and the slots of those that a newer write of their key replaces.
+    /// The blocks that count among slots that others have written, oldest first; and the slots of those that a newer
+    /// write of their key replaces.
     fn newest_of_each_key(&self, headers: &[(u32, Header)], floor: u64) -> (Vec<StoredBlock>, Vec<u32>) {
         let is_ours = |header: &Header| {
-            header.namespace == self.namespace
-                && header.payload_bytes == self.geometry.payload_bytes as u64
-                && header.generation >= floor
+            header.namespace == self.namespace && header.payload_bytes == self.geometry.payload_bytes as u64
         };
         let (mut newest, mut older) = (HashMap::<Key, StoredBlock>::new(), Vec::new());
-        for &(slot, Header { key, generation, .. }) in headers.iter().filter(|(_, header)| is_ours(header)) {
-            let block = StoredBlock { slot, key, generation };
-            let held = newest.entry(key).or_insert(block);
+        let mut order = Vec::new();
+        for &(slot, ref header) in headers.iter().filter(|(_, header)| header.generation >= floor) {
+            let block = StoredBlock { slot, key: header.key, generation: header.generation };
+            if !is_ours(header) {
+                order.push((header.generation, StoredBlock { slot, key: [0; 32], generation: 0 }));
+                continue;
+            }
+            let held = newest.entry(header.key).or_insert(block);
             if held.slot != slot {
-                let last = if held.generation < generation { std::mem::replace(held, block) } else { block };
+                let last = if held.generation < block.generation { std::mem::replace(held, block) } else { block };
                 older.push(last.slot);
             }
         }
-        let mut blocks: Vec<_> = newest.into_values().collect();
-        blocks.sort_unstable_by_key(|block| block.generation);
-        (blocks, older)
+        order.extend(newest.into_values().map(|block| (block.generation, block)));
+        order.sort_unstable_by_key(|(generation, _)| *generation);
+        (order.into_iter().map(|(_, block)| block).collect(), older)
     }
 }
 
