@@ -324,7 +324,9 @@ mod tests {
                     }
                     Step::Forget => {
                         index.forget(generation);
-                        model.iter_mut().for_each(|entry| entry.0 = None);
+                        for entry in &mut model {
+                            entry.0 = None;
+                        }
                     }
                 }
                 let found = |block: StoredBlock| ((block.generation > 0).then_some(block.key[0]), block.slot);

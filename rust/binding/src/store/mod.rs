@@ -316,7 +316,7 @@ fn key_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u8; 32]>> {
     match memory::copied::<u8, Ix2>(value)? {
         Some((bytes, shape)) if shape[1] == 32 => {
             Ok(bytes.chunks_exact(32).filter_map(|key| key.try_into().ok()).collect())
-        },
+        }
         Some(_) => Err(expected("keys", "a uint8 array [n, 32]", value)),
         None => Vec::<[u8; 32]>::read(value, &"keys"),
     }

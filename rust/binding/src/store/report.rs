@@ -33,7 +33,10 @@ pub(crate) struct PySlabReport {
 
 impl PySlabReport {
     fn from_store(report: SlabReport) -> Self {
-        let hex = |namespace: [u8; 32]| namespace.iter().map(|byte| format!("{byte:02x}")).collect();
+        let hex = |namespace: [u8; 32]| {
+            let half = |bytes: &[u8]| bytes.iter().fold(0_u128, |number, byte| number << 8 | u128::from(*byte));
+            format!("{:032x}{:032x}", half(&namespace[..16]), half(&namespace[16..]))
+        };
         Self {
             path: report.path,
             num_slots: report.geometry.slots,
@@ -57,7 +60,7 @@ impl PySlabReport {
 ///     StoreError: it cannot be read, or is no slab.
 #[pyfunction]
 pub(crate) fn inspect_slab(py: Python<'_>, path: PathBuf) -> PyResult<PySlabReport> {
-    let report = py.detach(|| SlabReport::inspect(&path));
+    let report = py.detach(move || SlabReport::inspect(&path));
     report.map(PySlabReport::from_store).map_err(|error| to_py(&error))
 }
 
@@ -71,6 +74,6 @@ pub(crate) fn inspect_slab(py: Python<'_>, path: PathBuf) -> PyResult<PySlabRepo
 #[pyfunction]
 #[pyo3(signature = (path, *, repair=false))]
 pub(crate) fn check_slab(py: Python<'_>, path: PathBuf, repair: bool) -> PyResult<PySlabReport> {
-    let report = py.detach(|| SlabReport::check(&path, repair));
+    let report = py.detach(move || SlabReport::check(&path, repair));
     report.map(PySlabReport::from_store).map_err(|error| to_py(&error))
 }

@@ -58,11 +58,11 @@ impl StoreOptions {
             header.namespace == self.namespace && header.payload_bytes == self.geometry.payload_bytes as u64
         };
         let (mut newest, mut older) = (HashMap::<Key, StoredBlock>::new(), Vec::new());
-        let mut order = Vec::new();
+        let mut by_age = Vec::new();
         for &(slot, ref header) in headers.iter().filter(|(_, header)| header.generation >= floor) {
             let block = StoredBlock { slot, key: header.key, generation: header.generation };
             if !is_ours(header) {
-                order.push((header.generation, StoredBlock { slot, key: [0; 32], generation: 0 }));
+                by_age.push((header.generation, StoredBlock { slot, key: [0; 32], generation: 0 }));
                 continue;
             }
             let held = newest.entry(header.key).or_insert(block);
@@ -71,9 +71,9 @@ impl StoreOptions {
                 older.push(last.slot);
             }
         }
-        order.extend(newest.into_values().map(|block| (block.generation, block)));
-        order.sort_unstable_by_key(|(generation, _)| *generation);
-        (order.into_iter().map(|(_, block)| block).collect(), older)
+        by_age.extend(newest.into_values().map(|block| (block.generation, block)));
+        by_age.sort_unstable_by_key(|(generation, _)| *generation);
+        (by_age.into_iter().map(|(_, block)| block).collect(), older)
     }
 }
 

@@ -100,8 +100,7 @@ impl Disk {
     pub(crate) fn change(&self, change: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.0.lock().unwrap();
         change(&mut state.seen);
-        state.durable = state.seen.clone();
-        state.unsynced.clear();
+        state.settle();
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
@@ -126,6 +125,12 @@ impl Disk {
 }
 
 impl State {
+    /// Makes everything durable.
+    fn settle(&mut self) {
+        self.durable.clone_from(&self.seen);
+        self.unsynced.clear();
+    }
+
     fn call(&mut self) -> io::Result<()> {
         self.calls += 1;
         match self.failing {
@@ -171,8 +176,7 @@ impl BlockDevice for Disk {
     fn sync(&self) -> io::Result<()> {
         let mut state = self.0.lock().unwrap();
         state.call()?;
-        state.durable = state.seen.clone();
-        state.unsynced.clear();
+        state.settle();
         Ok(())
     }
 
