@@ -31,7 +31,7 @@ pub trait BlockDevice: Send + Sync {
         None
     }
 
-    /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, before `discard`.
+    /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, after a sync.
     fn save_checkpoint(&self, _bytes: &[u8]) {}
 
     /// Called once, from a thread of its own, when the store is closed.

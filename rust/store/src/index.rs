@@ -19,6 +19,15 @@ pub(crate) struct StoredBlock {
     pub(crate) slot: u32,
     pub(crate) key: Key,
     pub(crate) generation: u64,
+    /// Whether the payload is known to have landed too: after a crash the header alone is no proof.
+    pub(crate) proven: bool,
+}
+
+impl StoredBlock {
+    /// A slot without a block.
+    pub(crate) fn none(slot: u32) -> Self {
+        Self { slot, key: [0; 32], generation: 0, proven: false }
+    }
 }
 
 /// What one life of a keyed store hands to the next.
@@ -113,30 +122,35 @@ impl Index {
         }
     }
 
-    /// Gives a key the slot that is next to be reused; what that held is evicted. `None` if there are no slots.
-    pub(crate) fn claim(&mut self, key: Key, generation: u64) -> Option<u32> {
+    /// Gives a key the slot that is next to be reused; returns it with the key that it held, which is evicted. `None` if
+    /// there are no slots.
+    pub(crate) fn claim(&mut self, key: Key, generation: u64) -> Option<(u32, Option<Key>)> {
         let slot = self.oldest;
         let entry = *self.entries.get(slot as usize)?;
-        if entry.generation >= self.floor {
-            self.evicted += 1;
-        }
+        let evicted = (entry.generation >= self.floor).then_some(entry.key);
+        self.evicted += u64::from(evicted.is_some());
         self.clear(slot);
-        self.set(StoredBlock { slot, key, generation });
-        Some(slot)
+        self.set(slot, key, generation);
+        Some((slot, evicted))
     }
 
     /// Takes over what a slot already holds, as the last to be reused. Call it once for each slot and key.
     pub(crate) fn restore(&mut self, block: StoredBlock) {
         if block.generation > 0 {
-            self.set(block);
+            self.set(block.slot, block.key, block.generation);
         } else {
             self.unlink(block.slot);
             self.link_newest(block.slot);
         }
     }
 
-    fn set(&mut self, block: StoredBlock) {
-        let StoredBlock { slot, key, generation } = block;
+    /// Gives the slot of a key to another write of it.
+    pub(crate) fn renew(&mut self, slot: u32, key: Key, generation: u64) {
+        self.clear(slot);
+        self.set(slot, key, generation);
+    }
+
+    fn set(&mut self, slot: u32, key: Key, generation: u64) {
         let entry = &mut self.entries[slot as usize];
         (entry.key, entry.generation) = (key, generation);
         self.slots.insert(key, slot);
@@ -171,15 +185,15 @@ impl Index {
         self.floor
     }
 
-    /// Every slot, first to be reused first.
+    /// Every slot, first to be reused first; which blocks are proven is not known here.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = StoredBlock> {
         let mut next = self.oldest;
         std::iter::from_fn(move || {
             let slot = next;
             let entry = self.entries.get(slot as usize)?;
             next = entry.newer;
-            let is_live = entry.generation >= self.floor;
-            Some(StoredBlock { slot, key: entry.key, generation: if is_live { entry.generation } else { 0 } })
+            let block = StoredBlock { slot, key: entry.key, generation: entry.generation, proven: false };
+            Some(if entry.generation >= self.floor { block } else { StoredBlock::none(slot) })
         })
     }
 
@@ -254,14 +268,18 @@ mod tests {
     fn slots_are_filled_in_order_and_then_reused_from_the_least_recently_used() {
         let mut index = Index::new(3, 1);
         let claimed: Vec<_> = (1..=3).map(|n| index.claim(key(n), n.into())).collect();
-        assert_eq!(claimed, [Some(0), Some(1), Some(2)]);
+        assert_eq!(claimed, [0, 1, 2].map(|slot| Some((slot, None))));
         index.touch(&key(1));
-        assert_eq!(index.claim(key(4), 4), Some(1));
+        assert_eq!(index.claim(key(4), 4), Some((1, Some(key(2)))));
         assert_eq!((index.find(&key(2)), index.find(&key(4)), index.evicted()), (None, Some((1, 4)), 1));
         assert!(index.remove(2, 3, Reuse::Last));
-        assert_eq!(index.claim(key(5), 5), Some(0), "a slot that cannot be written is not tried at once again");
+        assert_eq!(
+            index.claim(key(5), 5),
+            Some((0, Some(key(1)))),
+            "a slot that cannot be written is not tried at once again"
+        );
         assert!(index.remove(1, 4, Reuse::First));
-        assert_eq!(index.claim(key(6), 6), Some(1));
+        assert_eq!(index.claim(key(6), 6), Some((1, None)));
     }
 
     #[test]
@@ -302,8 +320,8 @@ mod tests {
                 generation += 1;
                 match step {
                     Step::Put(n) if index.find(&key(n)).is_none() => {
-                        let (_, slot) = model.remove(0);
-                        prop_assert_eq!(index.claim(key(n), generation), Some(slot));
+                        let (held, slot) = model.remove(0);
+                        prop_assert_eq!(index.claim(key(n), generation), Some((slot, held.map(key))));
                         model.push((Some(n), slot));
                     }
                     Step::Put(n) | Step::Touch(n) => {

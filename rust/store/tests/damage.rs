@@ -11,6 +11,30 @@ use blockyard_store::{SlabStore, StoreOptions};
 use disk::{Disk, ERRORS, Random, SECTOR};
 use keyed::{LONG, SLOTS, assert_no_slot_leaked, contains, delete, disk, get, open, options, put, row};
 
+#[test]
+fn a_block_that_a_crash_has_torn_is_written_again_when_it_is_put() {
+    for with_checkpoint in [false, true] {
+        let disk = disk();
+        let store = open(&disk);
+        put(&store, &[1, 2], 0);
+        let torn = disk.killed();
+        let end = usize::try_from(options().geometry.offset(1)).unwrap();
+        torn.change(|bytes| bytes[end - 4000..end - SECTOR].fill(0));
+        let mut store = open(&torn);
+        assert_eq!(contains(&store, &[1, 2]), [true; 2], "a header says nothing of its payload");
+        if with_checkpoint {
+            assert!(store.close(LONG) && torn.has_checkpoint());
+            store = open(&torn);
+        }
+        assert_eq!(put(&store, &[1, 2, 1], 0), [Ok(()); 3]);
+        assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
+        assert_eq!(store.stats().unwrap().written_blocks, 2);
+        assert_eq!(put(&store, &[1, 2], 0), [Ok(()); 2]);
+        assert_eq!(store.stats().unwrap().written_blocks, 2, "proven blocks are not written again");
+        assert_no_slot_leaked(&store, 0);
+    }
+}
+
 /// One way to damage a slab behind the store's back.
 fn damage(disk: &Disk, old: &[u8], other: &[u8], random: &mut Random) {
     let geometry = options().geometry;

@@ -182,6 +182,47 @@ fn a_deletion_that_the_disk_refuses_fails_until_no_header_has_the_key() {
 }
 
 #[test]
+fn the_deletion_of_an_evicted_key_ends_when_its_header_is_replaced() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    let (put_again, deleted) = disk.frozen(|| {
+        // Key 0 gives way to key 8, and comes back in the slot of key 1.
+        let tickets = [submit_put(&store, &[8], 0).unwrap(), submit_put(&store, &[0], 0).unwrap()];
+        let deleted = store.submit_delete(&[key(0), key(1)]).unwrap();
+        assert_eq!(store.wait_for(deleted, Duration::from_millis(50)).unwrap(), Progress::Pending);
+        assert_eq!(contains(&open(&disk.killed()), &[0, 1]), [true; 2], "this is why");
+        (tickets, deleted)
+    });
+    assert_eq!(collect(&store, deleted), [Ok(Vec::new()), Ok(Vec::new())]);
+    assert_eq!(contains(&open(&disk.killed()), &[0, 1, 2]), [false, false, true]);
+    for ticket in put_again {
+        collect(&store, ticket);
+    }
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn what_close_has_left_undone_is_found_again_and_not_taken_for_deleted() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    let tickets = disk.frozen(|| {
+        let tickets = [0, 1, 2, 3].map(|n| store.submit_delete(&[key(n)]).unwrap());
+        assert!(!store.close(Duration::from_millis(20)));
+        tickets
+    });
+    let ends = tickets.map(|ticket| collect(&store, ticket).remove(0));
+    assert!(store.close(LONG));
+    assert!(ends.contains(&Err(Miss::Closed)) && !disk.has_checkpoint());
+    let store = open(&disk);
+    for n in 0..4 {
+        delete_surely(&store, n);
+    }
+    assert_eq!(contains(&open(&disk.killed()), &[0, 1, 2, 3, 4]), [false, false, false, false, true]);
+}
+
+#[test]
 fn a_deleted_key_has_no_older_copy_in_another_slot() {
     let disk = disk();
     let store = open(&disk);

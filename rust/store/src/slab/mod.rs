@@ -233,7 +233,7 @@ impl BlockDevice for SlabFile {
 
     fn save_checkpoint(&self, bytes: &[u8]) {
         // It is a hint: whatever fails, the next opener reads the headers.
-        let _ = self.sync().and_then(|()| kept::save_checkpoint(&self.directory, bytes));
+        let _ = kept::save_checkpoint(&self.directory, bytes);
     }
 
     fn discard(&self) {

@@ -10,9 +10,11 @@ const MAGIC: [u8; 8] = *b"BLKYCKPT";
 const VERSION: u64 = 1;
 /// Magic; version, payload length, slots, floor, next generation, blocks; namespace.
 const HEAD: usize = 8 + 6 * 8 + 32;
-/// Slot, generation, key.
+/// Slot, generation with [`UNPROVEN`], key.
 const BLOCK: usize = 4 + 8 + 32;
 const CHECKSUM: usize = 16;
+/// A bit that no generation has.
+const UNPROVEN: u64 = 1 << 63;
 
 impl StoreOptions {
     /// The checkpoint of these blocks, in bytes.
@@ -21,7 +23,8 @@ impl StoreOptions {
         bytes.extend(self.checkpoint_head(landed.floor, landed.next_generation, landed.blocks.len() as u64));
         for block in &landed.blocks {
             bytes.extend(block.slot.to_le_bytes());
-            bytes.extend(block.generation.to_le_bytes());
+            let mark = if block.proven || block.generation == 0 { 0 } else { UNPROVEN };
+            bytes.extend((block.generation | mark).to_le_bytes());
             bytes.extend(block.key);
         }
         let checksum = XxHash3_128::oneshot(&bytes);
@@ -73,11 +76,9 @@ impl StoreOptions {
 fn read_block(bytes: &[u8]) -> Option<StoredBlock> {
     let (slot, rest) = bytes.split_first_chunk()?;
     let (generation, rest) = rest.split_first_chunk()?;
-    Some(StoredBlock {
-        slot: u32::from_le_bytes(*slot),
-        generation: u64::from_le_bytes(*generation),
-        key: *rest.first_chunk()?,
-    })
+    let (slot, marked, key) = (u32::from_le_bytes(*slot), u64::from_le_bytes(*generation), *rest.first_chunk()?);
+    let generation = marked & !UNPROVEN;
+    Some(StoredBlock { slot, key, generation, proven: generation > 0 && marked == generation })
 }
 
 #[cfg(test)]
@@ -94,9 +95,19 @@ mod tests {
     }
 
     fn landed() -> Landed {
-        let block = |slot: u8| StoredBlock { slot: slot.into(), key: [slot; 32], generation: 50 + u64::from(slot) };
-        let free = StoredBlock { slot: 4, key: [0; 32], generation: 0 };
-        Landed { floor: 50, next_generation: 60, blocks: vec![block(3), block(0), free, block(7)], older: Vec::new() }
+        let block = |slot: u8, proven| StoredBlock {
+            slot: slot.into(),
+            key: [slot; 32],
+            generation: 50 + u64::from(slot),
+            proven,
+        };
+        let free = StoredBlock::none(4);
+        Landed {
+            floor: 50,
+            next_generation: 60,
+            blocks: vec![block(3, true), block(0, false), free, block(7, true)],
+            older: Vec::new(),
+        }
     }
 
     #[test]
@@ -122,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_checkpoint_that_makes_no_sense_is_not_taken() {
-        let block = |slot, key, generation| StoredBlock { slot, key: [key; 32], generation };
+        let block = |slot, key, generation| StoredBlock { slot, key: [key; 32], generation, proven: true };
         for wrong in [block(8, 9, 55), block(3, 9, 0), block(5, 0, 55), block(5, 9, 49), block(5, 9, 60)] {
             let mut landed = landed();
             landed.blocks.push(wrong);

@@ -382,13 +382,13 @@ impl SlabStore {
         state
     }
 
-    /// Discards the device in a thread of its own, since removing a file can hang on a frozen disk. Returns the number
-    /// of threads started.
+    /// Syncs or discards the device in a thread of its own, since either can hang on a frozen disk. Returns the number of
+    /// threads started.
     fn discard_apart(&self, device: Arc<dyn BlockDevice>, checkpoint: Option<Vec<u8>>) -> usize {
-        let shared = Arc::clone(&self.shared);
+        let (shared, is_kept) = (Arc::clone(&self.shared), self.keyed);
         let work = move || {
-            if let Some(bytes) = checkpoint {
-                device.save_checkpoint(&bytes);
+            if is_kept && device.sync().is_ok() {
+                checkpoint.iter().for_each(|bytes| device.save_checkpoint(bytes));
             }
             device.discard();
             drop(device);

@@ -60,9 +60,9 @@ impl StoreOptions {
         let (mut newest, mut older) = (HashMap::<Key, StoredBlock>::new(), Vec::new());
         let mut by_age = Vec::new();
         for &(slot, ref header) in headers.iter().filter(|(_, header)| header.generation >= floor) {
-            let block = StoredBlock { slot, key: header.key, generation: header.generation };
+            let block = StoredBlock { slot, key: header.key, generation: header.generation, proven: false };
             if !is_ours(header) {
-                by_age.push((header.generation, StoredBlock { slot, key: [0; 32], generation: 0 }));
+                by_age.push((header.generation, StoredBlock::none(slot)));
                 continue;
             }
             let held = newest.entry(header.key).or_insert(block);

@@ -52,6 +52,8 @@ enum Op {
     Confirm(Place),
     /// A key that was deleted or dropped: its header goes, so that no later life finds it.
     Wipe(Place),
+    /// The deletion of a key that an earlier write has evicted: it is gone when that write has landed.
+    Gone(Place),
     /// A refused write: the slot no longer holds what the caller expects.
     Void(u32),
 }
@@ -68,7 +70,21 @@ pub(crate) enum Job {
 enum SlotState {
     Empty,
     Lost,
-    Valid { generation: u64 },
+    Valid {
+        generation: u64,
+        /// See [`StoredBlock`].
+        proven: bool,
+    },
+}
+
+impl SlotState {
+    fn holds(self, wanted: u64) -> bool {
+        matches!(self, Self::Valid { generation, .. } if generation == wanted)
+    }
+
+    fn proves(self, wanted: u64) -> bool {
+        matches!(self, Self::Valid { generation, proven: true } if generation == wanted)
+    }
 }
 
 /// The state of a store without its threads and its device. Waiting callers ask `tickets` directly.
@@ -80,6 +96,8 @@ pub(crate) struct Queue {
     index: Index,
     /// Slots whose header may have a key that the index has not: an operation failed, and the header is not wiped yet.
     suspects: HashSet<u32>,
+    /// Keys that gave way to writes which have not ended, with their slots, by the writes' generations.
+    evicting: HashMap<u64, (u32, Key)>,
     ready: VecDeque<Op>,
     /// Slots with an operation that is ready or running, and the operations behind it.
     busy: HashMap<u32, VecDeque<Op>>,
@@ -100,6 +118,7 @@ impl Queue {
             slots: vec![SlotState::Empty; slots as usize],
             index: Index::new(0, first_generation),
             suspects: HashSet::new(),
+            evicting: HashMap::new(),
             ready: VecDeque::new(),
             busy: HashMap::new(),
             tickets: Tickets::new(),
@@ -119,7 +138,8 @@ impl Queue {
         self.next_generation = landed.next_generation;
         for &block in &landed.blocks {
             if block.generation > 0 {
-                self.slots[block.slot as usize] = SlotState::Valid { generation: block.generation };
+                let StoredBlock { generation, proven, .. } = block;
+                self.slots[block.slot as usize] = SlotState::Valid { generation, proven };
             }
             self.index.restore(block);
         }
@@ -166,9 +186,15 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Whether each key has no slot, so that a write of it needs a buffer.
+    /// Whether each key must be written if it is put, and so needs a buffer: it has no slot, or nobody has read its block
+    /// since a crash.
     pub(crate) fn is_new(&self, keys: &[Key]) -> Vec<bool> {
-        keys.iter().map(|key| self.index.find(key).is_none()).collect()
+        keys.iter().map(|key| self.index.find(key).is_none_or(|found| self.is_unproven(found))).collect()
+    }
+
+    fn is_unproven(&self, (slot, generation): (u32, u64)) -> bool {
+        let state = self.slots[slot as usize];
+        state.holds(generation) && !state.proves(generation)
     }
 
     /// Takes a batch of blocks under their keys, each with a buffer where there was one. Keys that have a slot are only
@@ -182,6 +208,12 @@ impl Queue {
         for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
             let place = |slot, generation| Place { ticket, index, slot, key, generation };
             match (self.index.find(&key), buffer) {
+                (Some(found), Some(buffer)) if self.is_unproven(found) => {
+                    let generation = self.take_generation();
+                    self.index.renew(found.0, key, generation);
+                    self.enqueue(found.0, Op::Write(place(found.0, generation), buffer));
+                }
+                (Some(found), None) if self.is_unproven(found) => drop(self.settle(place(0, 0), Err(Miss::QueueFull))),
                 (Some((slot, generation)), spare) => {
                     if spare.is_some() {
                         self.release(spare);
@@ -191,7 +223,10 @@ impl Queue {
                 (None, Some(buffer)) => {
                     let generation = self.take_generation();
                     match self.index.claim(key, generation) {
-                        Some(slot) => self.enqueue(slot, Op::Write(place(slot, generation), buffer)),
+                        Some((slot, evicted)) => {
+                            self.evicting.extend(evicted.map(|key| (generation, (slot, key))));
+                            self.enqueue(slot, Op::Write(place(slot, generation), buffer));
+                        }
                         None => self.finish_unread(place(0, 0), Miss::QueueFull),
                     }
                 }
@@ -244,7 +279,7 @@ impl Queue {
     pub(crate) fn contains(&self, keys: &[Key]) -> Vec<bool> {
         let landed = |key| {
             let found = self.index.find(key);
-            found.is_some_and(|(slot, generation)| self.slots[slot as usize] == SlotState::Valid { generation })
+            found.is_some_and(|(slot, generation)| self.slots[slot as usize].holds(generation))
         };
         keys.iter().map(landed).collect()
     }
@@ -259,8 +294,9 @@ impl Queue {
     /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.
     pub(crate) fn landed(&self) -> Option<Landed> {
         let landed = |block: StoredBlock| {
-            let has_landed = self.slots[block.slot as usize] == SlotState::Valid { generation: block.generation };
-            if has_landed { block } else { StoredBlock { key: [0; 32], generation: 0, ..block } }
+            let state = self.slots[block.slot as usize];
+            let proven = state.proves(block.generation);
+            if state.holds(block.generation) { StoredBlock { proven, ..block } } else { StoredBlock::none(block.slot) }
         };
         (self.index.len() > 0 && self.suspects.is_empty()).then(|| Landed {
             floor: self.index.floor(),
@@ -303,7 +339,7 @@ impl Queue {
     }
 
     fn finish_confirm(&mut self, place: Place) {
-        let landed = self.slots[place.slot as usize] == SlotState::Valid { generation: place.generation };
+        let landed = self.slots[place.slot as usize].holds(place.generation);
         self.settle(place, if landed { Ok(None) } else { Err(Miss::Lost) });
     }
 
@@ -332,6 +368,10 @@ impl Queue {
                     self.slots[place.slot as usize] = SlotState::Lost;
                     return Some(Job::Wipe { place });
                 }
+                Op::Gone(place) => {
+                    self.settle_deletion(place, Ok(()));
+                    self.advance(place.slot);
+                }
                 Op::Write(place, buffer) => {
                     self.slots[place.slot as usize] = SlotState::Lost;
                     if self.tickets.is_open(place) {
@@ -358,8 +398,8 @@ impl Queue {
     fn read_of(&self, place: Place) -> std::result::Result<Place, Miss> {
         match self.slots[place.slot as usize] {
             SlotState::Valid { .. } if !self.tickets.is_open(place) => Err(Miss::Timeout),
-            SlotState::Valid { generation } if place.generation == 0 => Ok(Place { generation, ..place }),
-            SlotState::Valid { generation } if place.generation == generation => Ok(place),
+            SlotState::Valid { generation, .. } if place.generation == 0 => Ok(Place { generation, ..place }),
+            SlotState::Valid { generation, .. } if place.generation == generation => Ok(place),
             SlotState::Empty => Err(Miss::Empty),
             SlotState::Valid { .. } | SlotState::Lost => Err(Miss::Lost),
         }
@@ -390,12 +430,15 @@ impl Queue {
     pub(crate) fn finish_write(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
         self.release(Some(buffer));
         let is_wanted = self.settle(place, result.map(|()| None));
+        let evicted = self.evicting.remove(&place.generation);
         if result.is_ok() {
             self.suspects.remove(&place.slot);
+        } else if let Some((slot, _)) = evicted {
+            self.suspects.insert(slot);
         }
         if is_wanted && result.is_ok() {
             self.stats.written_blocks += 1;
-            self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation };
+            self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: true };
         } else {
             self.drop_key(place, Reuse::Last);
         }
@@ -406,6 +449,7 @@ impl Queue {
     pub(crate) fn finish_read(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
         match result {
             Ok(()) => {
+                self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: true };
                 if self.settle(place, Ok(Some(buffer))) {
                     self.stats.read_blocks += 1;
                 }
@@ -430,7 +474,13 @@ impl Queue {
         self.advance(place.slot);
     }
 
+    /// Ends a deletion, unless another slot's header has the key still and a write is about to replace it.
     fn settle_deletion(&mut self, place: Place, result: std::result::Result<(), Miss>) {
+        let evicting = self.evicting.values().find(|(_, key)| *key == place.key && place.ticket > 0);
+        if let Some(&(slot, _)) = evicting.filter(|_| result.is_ok()) {
+            self.enqueue(slot, Op::Gone(Place { slot, ..place }));
+            return;
+        }
         let result = if self.suspects.is_empty() { result } else { Err(Miss::Io) };
         self.settle(place, result.map(|()| None));
     }
@@ -509,11 +559,17 @@ impl Queue {
         for op in waiting {
             match op {
                 Op::Write(place, buffer) => {
+                    // The header that it was to replace stays.
+                    self.suspects.insert(place.slot);
                     self.settle(place, Err(Miss::Closed));
                     self.release(Some(buffer));
                 }
                 Op::Read(place) => self.finish_unread(place, Miss::Closed),
-                Op::Confirm(place) | Op::Wipe(place) => drop(self.settle(place, Err(Miss::Closed))),
+                Op::Wipe(place) => {
+                    self.suspects.insert(place.slot);
+                    self.settle(place, Err(Miss::Closed));
+                }
+                Op::Confirm(place) | Op::Gone(place) => drop(self.settle(place, Err(Miss::Closed))),
                 Op::Void(_) => {}
             }
         }
@@ -536,65 +592,4 @@ impl Queue {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn queue() -> Queue {
-        Queue::new(4, 8192, 4 * 8192, Duration::from_secs(1), 100)
-    }
-
-    fn submit(queue: &mut Queue, slots: &[u32]) -> u64 {
-        let buffers = queue.reserve(slots.len()).into_iter().map(|_| Buffer::new(8192)).collect();
-        queue.submit_writes(slots, buffers, Instant::now()).unwrap()
-    }
-
-    /// Does everything that can be done; returns slots and generations in the order of the work.
-    fn work(queue: &mut Queue) -> Vec<(&'static str, u32, u64)> {
-        let mut done = Vec::new();
-        while let Some(job) = queue.next_job() {
-            match job {
-                Job::Write { place, buffer } => {
-                    done.push(("write", place.slot, place.generation));
-                    queue.finish_write(place, buffer, Ok(()));
-                }
-                Job::Read { place, buffer } => {
-                    done.push(("read", place.slot, place.generation));
-                    queue.finish_read(place, buffer, Ok(()));
-                }
-                Job::Wipe { place } => {
-                    done.push(("wipe", place.slot, place.generation));
-                    queue.finish_wipe(place, Ok(()));
-                }
-            }
-        }
-        done
-    }
-
-    #[test]
-    fn one_slot_is_worked_on_in_order_and_others_beside_it() {
-        let mut queue = queue();
-        submit(&mut queue, &[0]);
-        queue.submit_reads(&[0], Instant::now()).unwrap();
-        submit(&mut queue, &[0, 1]);
-        let Some(Job::Write { place, buffer }) = queue.next_job() else { unreachable!() };
-        assert_eq!(work(&mut queue), [("write", 1, 102)]);
-        queue.finish_write(place, buffer, Ok(()));
-        assert_eq!(work(&mut queue), [("read", 0, 100), ("write", 0, 101)]);
-    }
-
-    #[test]
-    fn work_for_a_ticket_that_was_given_up_is_not_done() {
-        let mut queue = queue();
-        let given_up = submit(&mut queue, &[2]);
-        queue.tickets.take(given_up).unwrap();
-        let read = queue.submit_reads(&[2], Instant::now()).unwrap();
-        assert_eq!(work(&mut queue), []);
-        assert!(matches!(queue.tickets.take(read).unwrap().blocks[..], [Err(Miss::Lost)]));
-        submit(&mut queue, &[3]);
-        assert_eq!(work(&mut queue), [("write", 3, 101)]);
-        let given_up = queue.submit_reads(&[3, 3], Instant::now()).unwrap();
-        queue.tickets.take(given_up).unwrap();
-        assert_eq!(work(&mut queue), []);
-        assert_eq!(queue.stats().pending_bytes, 0);
-    }
-}
+mod tests;
