@@ -7,9 +7,11 @@ mod disk;
 #[path = "common/keyed.rs"]
 mod keyed;
 
-use blockyard_store::{SlabStore, StoreOptions};
+use blockyard_store::{Miss, PAGE, SlabStore, StoreOptions};
 use disk::{Disk, ERRORS, Random, SECTOR};
-use keyed::{LONG, SLOTS, assert_no_slot_leaked, contains, delete, disk, get, open, options, put, row};
+use keyed::{LONG, PAYLOAD, SLOTS, assert_no_slot_leaked, contains, delete, disk, get, key, open, options, put, row};
+use proptest::prelude::*;
+use twox_hash::XxHash3_128;
 
 #[test]
 fn a_block_that_a_crash_has_torn_is_written_again_when_it_is_put() {
@@ -140,6 +142,67 @@ fn no_damaged_read_of_a_million_gives_wrong_bytes() {
     let (reads, misses, wrong) = damaged_reads(1_000_000, 2);
     println!("{reads} reads, {misses} misses, {wrong} wrong");
     assert_eq!(wrong, 0);
+}
+
+/// A page of the format with chosen fields and a checksum that fits.
+fn sealed(magic: &[u8; 8], fields: &[u8]) -> Vec<u8> {
+    let mut page = vec![0; PAGE];
+    page[..8].copy_from_slice(magic);
+    page[8] = 1;
+    page[16..16 + fields.len()].copy_from_slice(fields);
+    let checksum = XxHash3_128::oneshot(&page[..PAGE - 16]);
+    page[PAGE - 16..].copy_from_slice(&checksum.to_le_bytes());
+    page
+}
+
+/// Fields that are often near those of a real page.
+fn fields(wanted: Vec<u64>) -> impl Strategy<Value = Vec<u8>> {
+    let near = |number: u64| prop_oneof![4 => Just(number), 1 => any::<u64>(), 1 => Just(number ^ 1), 1 => Just(0)];
+    let numbers: Vec<_> = wanted.into_iter().map(near).collect();
+    let namespace = prop_oneof![4 => Just([7; 32]), 1 => any::<[u8; 32]>()];
+    (namespace, numbers).prop_map(|(namespace, numbers)| {
+        namespace.into_iter().chain(numbers.into_iter().flat_map(u64::to_le_bytes)).collect()
+    })
+}
+
+/// Headers of one key, whose payload may be another's.
+fn header(slot: u64) -> impl Strategy<Value = Vec<u8>> {
+    let hash = XxHash3_128::oneshot(&row(1, 0)).to_le_bytes();
+    let half = |at: usize| u64::from_le_bytes(hash[at..at + 8].try_into().unwrap());
+    let key: Vec<u64> = key(1).chunks(8).map(|part| u64::from_le_bytes(part.try_into().unwrap())).collect();
+    fields([key, vec![slot, 1 << 40, PAYLOAD as u64, half(0), half(8)]].concat())
+}
+
+fn hostile_slabs() -> impl Strategy<Value = (Vec<u8>, Vec<Vec<u8>>, Vec<u8>)> {
+    let geometry = options().geometry;
+    let (slots, stride) = (u64::from(geometry.slots), geometry.stride() as u64);
+    let superblock = fields(vec![1, slots, stride, PAYLOAD as u64, 1 << 39]);
+    let headers: Vec<_> = (0..3).map(header).collect();
+    (superblock, headers, prop::collection::vec(any::<u8>(), 0..200))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn a_hostile_slab_opens_and_gives_no_wrong_block((superblock, headers, checkpoint) in hostile_slabs()) {
+        let (disk, geometry) = (disk(), options().geometry);
+        disk.change(|bytes| {
+            bytes[..PAGE].copy_from_slice(&sealed(b"BLKYSLAB", &superblock));
+            for (slot, header) in (0..).zip(&headers) {
+                let at = usize::try_from(geometry.offset(slot)).unwrap();
+                bytes[at..at + PAGE].copy_from_slice(&sealed(b"BLKYSLOT", header));
+                let payload = row(1 + u64::from(slot % 2), 0);
+                bytes[at + PAGE..at + PAGE + PAYLOAD].copy_from_slice(&payload);
+            }
+        });
+        disk.device().save_checkpoint(&checkpoint);
+        let store = open(&disk);
+        let found = get(&store, &[1, 2]);
+        prop_assert!(found[0].is_err() || found[0] == Ok(row(1, 0)));
+        prop_assert_eq!(&found[1], &Err(Miss::Absent));
+        assert_no_slot_leaked(&store, 0);
+    }
 }
 
 #[test]

@@ -40,21 +40,25 @@ impl SlabStore {
         if rows.len() != expected {
             return Err(Error::WrongLength { found: rows.len(), slots: keys.len(), payload_bytes, expected });
         }
-        let (is_new, spare) = {
-            let queue = &mut self.shared.lock().queue;
-            let is_new = queue.is_new(keys);
-            let wanted = is_new.iter().filter(|is_new| **is_new).count();
-            (is_new, queue.reserve(wanted))
-        };
-        let reserved = spare.len();
-        let mut spare = spare.into_iter();
-        let filled: Vec<Option<Buffer>> = rows
-            .chunks_exact(payload_bytes)
-            .zip(is_new)
-            .map(|(row, is_new)| if is_new { spare.next().map(|buffer| self.filled(buffer, row)) } else { None })
-            .collect();
+        let mut rows: Vec<Row> = rows.chunks_exact(payload_bytes).map(Row::Unread).collect();
         let mut state = self.shared.lock();
-        let result = state.queue.submit_puts(keys, filled, Instant::now());
+        loop {
+            // Between two rounds other callers may have taken keys away that were there.
+            let is_new = state.queue.is_new(keys);
+            let missing: Vec<usize> = (0..keys.len()).filter(|&i| is_new[i] && rows[i].is_unread()).collect();
+            if missing.is_empty() {
+                break;
+            }
+            let mut spare = state.queue.reserve(missing.len()).into_iter();
+            drop(state);
+            for i in missing {
+                rows[i].read(|row| spare.next().map(|buffer| self.filled(buffer, row)));
+            }
+            state = self.shared.lock();
+        }
+        let buffers: Vec<Option<Buffer>> = rows.into_iter().map(Row::into_buffer).collect();
+        let reserved = buffers.iter().flatten().count();
+        let result = state.queue.submit_puts(keys, buffers, Instant::now());
         if result.is_err() {
             state.queue.unreserve(reserved);
         }
@@ -127,6 +131,33 @@ impl SlabStore {
     fn check_keyed(&self) -> Result<()> {
         self.check_process()?;
         if self.keyed { Ok(()) } else { Err(Error::NotKeyed) }
+    }
+}
+
+/// A payload on its way into a buffer.
+enum Row<'a> {
+    Unread(&'a [u8]),
+    Copied(Buffer),
+    /// There was no memory left.
+    Refused,
+}
+
+impl<'a> Row<'a> {
+    fn is_unread(&self) -> bool {
+        matches!(self, Self::Unread(_))
+    }
+
+    fn read(&mut self, copy: impl FnOnce(&'a [u8]) -> Option<Buffer>) {
+        if let Self::Unread(row) = self {
+            *self = copy(row).map_or(Self::Refused, Self::Copied);
+        }
+    }
+
+    fn into_buffer(self) -> Option<Buffer> {
+        match self {
+            Self::Copied(buffer) => Some(buffer),
+            Self::Unread(_) | Self::Refused => None,
+        }
     }
 }
 

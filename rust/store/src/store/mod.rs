@@ -387,8 +387,9 @@ impl SlabStore {
     fn discard_apart(&self, device: Arc<dyn BlockDevice>, checkpoint: Option<Vec<u8>>) -> usize {
         let (shared, is_kept) = (Arc::clone(&self.shared), self.keyed);
         let work = move || {
-            if is_kept && device.sync().is_ok() {
-                checkpoint.iter().for_each(|bytes| device.save_checkpoint(bytes));
+            let synced = is_kept && device.sync().is_ok();
+            if let Some(bytes) = checkpoint.filter(|_| synced) {
+                device.save_checkpoint(&bytes);
             }
             device.discard();
             drop(device);
