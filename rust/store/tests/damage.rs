@@ -145,9 +145,9 @@ fn no_damaged_read_of_a_million_gives_wrong_bytes() {
 }
 
 /// A page of the format with chosen fields and a checksum that fits.
-fn sealed(magic: &[u8; 8], fields: &[u8]) -> Vec<u8> {
+fn sealed(magic: [u8; 8], fields: &[u8]) -> Vec<u8> {
     let mut page = vec![0; PAGE];
-    page[..8].copy_from_slice(magic);
+    page[..8].copy_from_slice(&magic);
     page[8] = 1;
     page[16..16 + fields.len()].copy_from_slice(fields);
     let checksum = XxHash3_128::oneshot(&page[..PAGE - 16]);
@@ -188,10 +188,10 @@ proptest! {
     fn a_hostile_slab_opens_and_gives_no_wrong_block((superblock, headers, checkpoint) in hostile_slabs()) {
         let (disk, geometry) = (disk(), options().geometry);
         disk.change(|bytes| {
-            bytes[..PAGE].copy_from_slice(&sealed(b"BLKYSLAB", &superblock));
+            bytes[..PAGE].copy_from_slice(&sealed(*b"BLKYSLAB", &superblock));
             for (slot, header) in (0..).zip(&headers) {
                 let at = usize::try_from(geometry.offset(slot)).unwrap();
-                bytes[at..at + PAGE].copy_from_slice(&sealed(b"BLKYSLOT", header));
+                bytes[at..at + PAGE].copy_from_slice(&sealed(*b"BLKYSLOT", header));
                 let payload = row(1 + u64::from(slot % 2), 0);
                 bytes[at + PAGE..at + PAGE + PAYLOAD].copy_from_slice(&payload);
             }
