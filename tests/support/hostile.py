@@ -223,7 +223,6 @@ VALID: dict[str, Any] = {
     "dst_device": lambda: v0_device("CPU"),
     "enabled": True,
     "encoder_tokens": 0,
-    # Counters of a store.
     **dict.fromkeys(("errors", "errors_in_a_row", "evicted_blocks", "pending_bytes", "read_blocks", "read_bytes"), 0),
     **dict.fromkeys(("stored_blocks", "written_blocks", "written_bytes"), 0),
     "eviction": "lru",
