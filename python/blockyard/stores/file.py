@@ -17,7 +17,7 @@ and is locked.
   one to open the directory.
 - Prefix store: one file in the directory, `blockyard-prefix.slab`, which stays and which one store at a time has open.
   Opening it reads the header of each slot, or the checkpoint that the last store wrote when it was closed. Blocks of
-  other namespaces stay until their slots are needed.
+  other namespaces stay until their slots are needed; those of another size are dropped at once.
 
 The formats are `docs/decisions/0002-slab-header.md` and `0021-prefix-store-in-a-slab.md`.
 """
