@@ -1597,8 +1597,8 @@ def inspect_slab(path: str | PathLike[str]) -> SlabReport:
 
 @final
 class SlabStore:
-    """Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are addressed
-    by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
+    """Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are
+    addressed by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
     """
 
     def __new__(
@@ -1657,7 +1657,7 @@ class SlabStore:
     def forget(self) -> None:
         """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
     def event_fd(self) -> int:
-        """File descriptor that is readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
+        """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
     def poll(self) -> list[int]:
         """Tickets that finished or expired since the last call, not collected yet. Never waits."""
     def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:

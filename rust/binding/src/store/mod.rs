@@ -50,8 +50,8 @@ fn invalid(message: String) -> PyErr {
     classes::InvalidArgumentError::new_err(message)
 }
 
-/// Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are addressed
-/// by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
+/// Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are
+/// addressed by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
 #[pyclass(frozen, name = "SlabStore", module = "blockyard._core")]
 pub(crate) struct PySlabStore {
     store: SlabStore,
@@ -205,7 +205,7 @@ impl PySlabStore {
         py.detach(|| self.store.forget()).map_err(|error| to_py(&error))
     }
 
-    /// File descriptor that is readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`.
+    /// File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`.
     fn event_fd(&self) -> PyResult<i32> {
         self.store.event_fd().map_err(|error| to_py(&error))
     }
