@@ -137,11 +137,20 @@ def test_our_errors_end_in_one_line_and_exit_2(
     assert complaint(capsys, "demo") == "blockyard: asked for 9 blocks, 3 are free"
 
 
+def start(command: list[str], temporary: Path) -> subprocess.Popen[bytes]:
+    """Start a command that a hangup ends, also where whoever runs the tests ignores one (`nohup`)."""
+    return subprocess.Popen(
+        ["env", "--default-signal=HUP", *command],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_demo_that_is_stopped_leaves_no_file_behind(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "swap").mkdir()
     command = [*DEMO, "--device", "cpu", "--external-swapper", f"file://{tmp_path}/swap?size=64MiB"]
-    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    process = start(command, tmp_path)
     try:
         while not list(tmp_path.glob("swap/*.slab")):
             assert process.poll() is None
@@ -156,7 +165,7 @@ def test_a_demo_that_is_stopped_leaves_no_file_behind(tmp_path: Path, number: si
 
 def test_a_demo_that_is_stopped_leaves_no_folder_behind(tmp_path: Path) -> None:
     command = [*DEMO, "--device", "cpu"]
-    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    process = start(command, tmp_path)
     try:
         while not list(tmp_path.glob("blockyard-demo-*/*.slab")):
             assert process.poll() is None
