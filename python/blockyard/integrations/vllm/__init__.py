@@ -1,0 +1,35 @@
+"""Blockyard in vLLM 0.32 and 0.33, unpatched: loaded by name from the configuration of its `OffloadingConnector`.
+
+    {"spec_module_path": "blockyard.integrations.vllm", "spec_name": "BlockyardSpec", "host_bytes": "64GiB"}
+
+Or within vLLM's own `CPUOffloadingSpec`: `"cache_policy_module_path": "blockyard.integrations.vllm"` with the
+`"eviction_policy"` `S3FIFOPolicy`, `AdaptivePolicy` or `LRUPolicy`.
+
+Importing this fails with an `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
+"""
+
+from blockyard.integrations.vllm.compat import require_fields, require_fit, require_vllm
+
+require_vllm()
+
+from vllm.v1.kv_offload.base import OffloadingEvent, PrepareStoreOutput, TransferResult  # noqa: E402 (checked above)
+
+from blockyard.integrations.vllm.manager import BlockyardManager  # noqa: E402
+from blockyard.integrations.vllm.policy import AdaptivePolicy, LRUPolicy, S3FIFOPolicy  # noqa: E402
+from blockyard.integrations.vllm.spec import BlockyardSpec  # noqa: E402
+from blockyard.integrations.vllm.worker import BlockyardWorker  # noqa: E402
+
+__all__ = [
+    "AdaptivePolicy",
+    "BlockyardManager",
+    "BlockyardSpec",
+    "BlockyardWorker",
+    "LRUPolicy",
+    "S3FIFOPolicy",
+]
+
+for _class in (AdaptivePolicy, BlockyardManager, BlockyardSpec, BlockyardWorker, LRUPolicy, S3FIFOPolicy):
+    require_fit(_class)
+require_fields(OffloadingEvent, "keys", "medium", "removed")
+require_fields(PrepareStoreOutput, "keys_to_store", "store_spec", "evicted_keys")
+require_fields(TransferResult, "job_id", "success", "transfer_size", "transfer_time")
