@@ -87,6 +87,7 @@ test-python: dev
 
 test-all: lint
 	PROPTEST_CASES=4096 cargo test --workspace --locked --no-fail-fast
+	cargo test --release --package blockyard-store --locked --no-fail-fast -- --ignored
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -X dev -m pytest
 	$(MAKE) test-asan
 	$(MAKE) fuzz FUZZ_SECONDS=30

@@ -1,15 +1,25 @@
-"""File tier: GB/s of writing and reading 1 MiB blocks at random slots, of fetching them, and CPU seconds a GB.
+"""File store: GB/s of writing and reading 1 MiB blocks at random slots, of fetching them, and CPU seconds a GB.
 
     python benches/bench_file_tier.py [--url "file:///dir?threads=8"] [--blocks 512]
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
 between numpy and the store's buffers, checksummed and checked. `file_fetch_gb_s` is the rate from the file to a cache
-engine's tensors on the CPU, by `StepExecutor`.
+engine's tensors on the CPU, by `StepExecutor`. A prefix store puts and gets the same blocks by key, and is opened from
+the headers of its slots and from its checkpoint.
+
+Where fio is installed, blocks of 64 KiB, 256 KiB and 2 MiB are written and read by both in turn, with as many threads:
+`file_write_256k_fio_ratio` is our rate over fio's (O_DIRECT, random), `file_write_256k_cpu_over_fio` our CPU seconds a
+GB less fio's.
 """
 
 import argparse
+import hashlib
+import json
+import shutil
+import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 from figures import keep
@@ -23,6 +33,10 @@ from blockyard.stores import ExternalStore, open_store
 BYTES_PER_BLOCK = 1 << 20
 BATCH = 32
 AHEAD = 4
+THREADS = 4
+FIO_SIZES = {"64k": 64 << 10, "256k": 256 << 10, "2m": 2 << 20}
+FIO_BYTES = 256 << 20
+OPEN_SLOTS = 4096
 
 
 def main() -> None:
@@ -37,6 +51,13 @@ def main() -> None:
             figures = measure(store, arguments.blocks, arguments.repeat)
             figures |= fetch(store, arguments.blocks, arguments.repeat)
             print(store)
+        figures |= by_key(folder, arguments.blocks, arguments.repeat)
+        figures |= opening(folder)
+        if shutil.which("fio"):
+            for name, size in FIO_SIZES.items():
+                figures |= beside_fio(folder, name, size, arguments.repeat)
+        else:
+            print("fio is not installed: its ratios are left out")
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
     keep(figures)
@@ -81,6 +102,91 @@ def fetch(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
             if gigabytes / wall > best.get("file_fetch_gb_s", 0.0):
                 best = {"file_fetch_gb_s": gigabytes / wall, "file_fetch_cpu_s_per_gb": cpu / gigabytes}
     return best
+
+
+def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
+    """Put blocks under new keys, which evicts those of the pass before, and get them in another order."""
+    random = np.random.default_rng(0)
+    rows = random.integers(0, 256, (BATCH, BYTES_PER_BLOCK), dtype=np.uint8)
+    best: dict[str, float] = {}
+    with open_store(f"file://{folder}/keys", bytes_per_block=BYTES_PER_BLOCK, num_slots=blocks, use="prefix") as store:
+        for number in range(repeat):
+            keys = random.integers(0, 256, (blocks, 32), dtype=np.uint8)
+            for name, order in (("put", keys), ("get", random.permutation(keys))):
+                wall, tickets = time.perf_counter(), []
+                for batch in np.array_split(order, max(1, blocks // BATCH)):
+                    if len(tickets) == AHEAD:
+                        collect(store, tickets.pop(0))
+                    puts = name == "put"
+                    tickets.append(store.submit_put(batch, rows[: len(batch)]) if puts else store.submit_get(batch))
+                for ticket in tickets:
+                    collect(store, ticket)
+                rate = blocks * BYTES_PER_BLOCK / 1e9 / (time.perf_counter() - wall)
+                best[f"file_{name}_gb_s"] = max(rate, best.get(f"file_{name}_gb_s", 0.0))
+            wall = time.perf_counter()
+            store.contains(keys)
+            best["file_contains_us"] = (time.perf_counter() - wall) / blocks * 1e6
+            assert number + 1 < repeat or store.stats().stored_blocks == blocks
+    return best
+
+
+def opening(folder: str) -> dict[str, float]:
+    """Microseconds a slot to open a full prefix store of 64 KiB blocks."""
+    width, figures = 64 << 10, {}
+    url = f"file://{folder}/open?threads={THREADS}"
+    keys = [hashlib.sha256(n.to_bytes(8, "little")).digest() for n in range(OPEN_SLOTS)]
+    with open_store(url, bytes_per_block=width, num_slots=OPEN_SLOTS, use="prefix") as store:
+        for first in range(0, OPEN_SLOTS, 256):
+            collect(store, store.submit_put(keys[first : first + 256], np.ones((256, width), np.uint8)))
+    for name in ("checkpoint", "headers"):
+        if name == "headers":
+            (Path(folder) / "open" / "blockyard-prefix.checkpoint").unlink()
+        wall = time.perf_counter()
+        with open_store(url, bytes_per_block=width, num_slots=OPEN_SLOTS, use="prefix") as store:
+            figures[f"file_open_{name}_us_per_slot"] = (time.perf_counter() - wall) / OPEN_SLOTS * 1e6
+            assert store.stats().stored_blocks == OPEN_SLOTS
+    return figures
+
+
+def beside_fio(folder: str, name: str, size: int, repeat: int) -> dict[str, float]:
+    """Our rate over fio's and our CPU time less fio's, at blocks of this size; the best of a few rounds in turn."""
+    blocks = FIO_BYTES // size
+    random = np.random.default_rng(0)
+    rows = random.integers(0, 256, (BATCH, size), dtype=np.uint8)
+    best = {(who, what): (0.0, 0.0) for who in ("ours", "fio") for what in ("write", "read")}
+    with open_store(f"file://{folder}/fio?threads={THREADS}", bytes_per_block=size, num_slots=blocks) as store:
+        for _ in range(repeat):
+            batches = np.array_split(random.permutation(blocks), max(1, blocks // BATCH))
+            for what in ("write", "read"):
+                wall, cpu = time.perf_counter(), time.process_time()
+                run(store, batches, rows, write=what == "write")
+                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                best["ours", what] = max(best["ours", what], (FIO_BYTES / 1e9 / wall, cpu / (FIO_BYTES / 1e9)))
+                best["fio", what] = max(best["fio", what], fio(f"{folder}/fio.dat", what, size))
+    figures = {}
+    for what in ("write", "read"):
+        (ours, our_cpu), (theirs, their_cpu) = best["ours", what], best["fio", what]
+        figures[f"file_{what}_{name}_fio_ratio"] = ours / theirs
+        figures[f"file_{what}_{name}_cpu_over_fio"] = our_cpu - their_cpu
+    return figures
+
+
+def fio(path: str, what: str, size: int) -> tuple[float, float]:
+    """GB/s and CPU seconds a GB of fio, which moves the same bytes at random places with as many threads."""
+    command = ["fio", "--name=x", f"--filename={path}", f"--rw=rand{what}", f"--bs={size}", f"--size={FIO_BYTES}"]
+    command += [
+        "--direct=1",
+        "--ioengine=psync",
+        "--thread",
+        f"--numjobs={THREADS}",
+        f"--io_size={FIO_BYTES // THREADS}",
+    ]
+    command += ["--group_reporting", "--norandommap", "--fallocate=posix", "--output-format=json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout)["jobs"][0]
+    # Of the threads alone: fio itself takes as long to start as to move the bytes.
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+    return job[what]["bw_bytes"] / 1e9, cpu / (FIO_BYTES / 1e9)
 
 
 def run(store: ExternalStore, batches: list[np.ndarray], rows: np.ndarray, *, write: bool) -> None:

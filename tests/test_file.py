@@ -21,7 +21,7 @@ from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.file import open_file
 from blockyard.testing.faults import PARTS, corrupt_slots
-from blockyard.testing.store_suite import StoreSuite
+from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 WIDTH = 5000
 HOLDER = """
@@ -481,3 +481,24 @@ def test_a_result_that_memory_has_no_room_for_can_be_collected_later(tmp_path: P
     done = subprocess.run([sys.executable, "-c", SCARCE, url], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == [str(64 << 20)] * 2 + ["True", "True", "0"]
+
+
+class TestPrefix(PrefixStoreSuite):
+    direct = "auto"
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        return open_store(
+            f"file://{self.folder}?direct={self.direct}",
+            bytes_per_block=self.bytes_per_block,
+            num_slots=self.num_slots,
+            namespace=namespace,
+            use="prefix",
+        )
+
+
+class TestPrefixBuffered(TestPrefix):
+    direct = "off"

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.stores import Completion, ExternalStore, StoreStats
-from blockyard.testing.store_suite import StoreSuite
+from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 
 class DictStore(ExternalStore):
@@ -125,3 +125,148 @@ def test_a_wrong_store_is_noticed(store: type[DictStore], test: str):
 
     with pytest.raises(AssertionError):
         getattr(Suite(), test)()
+
+
+class KeyedDictStore(DictStore):
+    """The smallest prefix store: `medium` is what outlives it."""
+
+    num_slots = 16
+
+    def __init__(self, medium: dict[bytes, NDArray[np.uint8]], namespace: bytes) -> None:
+        super().__init__()
+        self.medium, self.namespace = medium, namespace
+
+    def names(self, keys: object) -> list[bytes]:
+        if self.closed:
+            raise StoreError("the store is closed")
+        names = list(keys) if isinstance(keys, (list, np.ndarray)) else [keys]
+        names = [key.tobytes() if isinstance(key, np.ndarray) and key.dtype == np.uint8 else key for key in names]
+        if not all(isinstance(name, bytes) and len(name) == 32 for name in names):
+            raise InvalidArgumentError("a key must have 32 bytes")
+        return [self.namespace + name for name in names]
+
+    def submit_put(self, keys: object, rows: NDArray[np.uint8]) -> int:
+        names = self.names(keys)
+        if rows.dtype != np.uint8 or rows.shape != (len(names), self.bytes_per_block):
+            raise InvalidArgumentError(f"rows are {rows.dtype} {rows.shape}")
+        for name, row in zip(names, rows, strict=True):
+            if name not in self.medium:
+                self.keep(name, row)
+                self.counts["written_blocks"] += 1
+        return self.finish([True] * len(names), np.zeros((0, self.bytes_per_block), np.uint8))
+
+    def keep(self, name: bytes, row: NDArray[np.uint8]) -> None:
+        if len(self.medium) == self.num_slots:
+            del self.medium[next(iter(self.medium))]
+        self.medium[name] = row.copy()
+
+    def submit_get(self, keys: object) -> int:
+        names = self.names(keys)
+        ok = [name in self.medium for name in names]
+        nothing = np.zeros(self.bytes_per_block, np.uint8)
+        rows = np.array([self.medium.get(name, nothing) for name in names]).reshape(-1, self.bytes_per_block)
+        self.counts["read_blocks"] += sum(ok)
+        self.missed += len(ok) - sum(ok)
+        return self.finish(ok, rows.astype(np.uint8))
+
+    def submit_delete(self, keys: object) -> int:
+        names = self.names(keys)
+        for name in names:
+            self.medium.pop(name, None)
+        return self.finish([True] * len(names), np.zeros((0, self.bytes_per_block), np.uint8))
+
+    def contains(self, keys: object) -> NDArray[np.bool_]:
+        return np.array([name in self.medium for name in self.names(keys)], dtype=bool)
+
+    def forget(self) -> None:
+        self.names([])
+        self.medium.clear()
+
+    def stats(self) -> StoreStats:
+        plain = super().stats().as_dict()
+        plain = {name: plain[name] for name in ("written_blocks", "read_blocks", "misses")}
+        return StoreStats(**plain, stored_blocks=len(self.medium))
+
+
+class TestKeyedDictStore(PrefixStoreSuite):
+    @pytest.fixture(autouse=True)
+    def _medium(self) -> None:
+        self.medium: dict[bytes, NDArray[np.uint8]] = {}
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        return KeyedDictStore(self.medium, namespace)
+
+
+class DropsTheNamespace(KeyedDictStore):
+    """Wrong: another model's blocks are hits."""
+
+    def names(self, keys: object) -> list[bytes]:
+        return [name[32:] for name in super().names(keys)]
+
+
+class TruncatesKeys(KeyedDictStore):
+    """Wrong: keys that begin alike are one."""
+
+    def names(self, keys: object) -> list[bytes]:
+        return [name[:33] for name in super().names(keys)]
+
+
+class ForgetsForAWhile(KeyedDictStore):
+    """Wrong: what was forgotten is back after a restart."""
+
+    def forget(self) -> None:
+        self.names([])
+        self.medium = {}
+
+
+class SaysHit(KeyedDictStore):
+    """Wrong: a hit that no read bears out."""
+
+    def contains(self, keys: object) -> NDArray[np.bool_]:
+        return np.ones(len(self.names(keys)), dtype=bool)
+
+
+class GrowsWithoutBound(KeyedDictStore):
+    """Wrong: keeps every block there ever was."""
+
+    def keep(self, name: bytes, row: NDArray[np.uint8]) -> None:
+        self.medium[name] = row.copy()
+
+
+@pytest.mark.parametrize(
+    ("store", "test"),
+    [
+        (DropsTheNamespace, "test_another_namespace_finds_nothing"),
+        (TruncatesKeys, "test_a_full_store_takes_more_and_gives_no_wrong_block"),
+        (ForgetsForAWhile, "test_forgotten_keys_stay_forgotten"),
+        (SaysHit, "test_only_a_block_that_has_landed_is_contained"),
+        (GrowsWithoutBound, "test_a_full_store_takes_more_and_gives_no_wrong_block"),
+    ],
+)
+def test_a_wrong_prefix_store_is_noticed(store: type[KeyedDictStore], test: str):
+    medium: dict[bytes, NDArray[np.uint8]] = {}
+
+    class Suite(PrefixStoreSuite):
+        num_slots = 160
+
+        def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+            return store(medium, namespace)
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)()
+
+
+def test_a_store_without_keys_says_so():
+    store = DictStore()
+    calls = [
+        lambda: store.submit_put([bytes(32)], np.zeros((1, 5000), np.uint8)),
+        lambda: store.submit_get([bytes(32)]),
+        lambda: store.submit_delete([bytes(32)]),
+        lambda: store.contains([bytes(32)]),
+        store.forget,
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="has no keys"):
+            call()
+    with pytest.raises(StoreError, match="call poll"):
+        store.event_fd()

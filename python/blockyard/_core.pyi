@@ -47,6 +47,7 @@ __all__ = [
     "PreparedStore",
     "ResizeProgress",
     "Sequence",
+    "SlabReport",
     "SlabStore",
     "StepDecision",
     "StoreStats",
@@ -60,8 +61,10 @@ __all__ = [
     "V0PrefixCachingBlockAllocator",
     "__version__",
     "chain_keys",
+    "check_slab",
     "expand_span",
     "export_keys",
+    "inspect_slab",
     "v0_hash_blocks",
 ]
 
@@ -1490,7 +1493,10 @@ class StoreStats:
         misses: dict[str, int] | None = None,
         errors: int = 0,
         last_error: str = "",
+        errors_in_a_row: int = 0,
         pending_bytes: int = 0,
+        stored_blocks: int = 0,
+        evicted_blocks: int = 0,
     ) -> StoreStats: ...
     @property
     def written_blocks(self) -> int:
@@ -1514,6 +1520,15 @@ class StoreStats:
     def last_error(self) -> str:
         """The last of those errors, in words."""
     @property
+    def errors_in_a_row(self) -> int:
+        """Operations that the system answered with an error since the last that succeeded: 0 means healthy."""
+    @property
+    def stored_blocks(self) -> int:
+        """Keys that have a block now."""
+    @property
+    def evicted_blocks(self) -> int:
+        """Keys whose block gave way to another."""
+    @property
     def pending_bytes(self) -> int:
         """Bytes of blocks in flight and of results not yet collected."""
     @property
@@ -1529,8 +1544,64 @@ class StoreStats:
     def __ne__(self, value: object, /) -> bool: ...
 
 @final
+class SlabReport:
+    """What the slots of a slab hold."""
+
+    @property
+    def path(self) -> Path:
+        """The slab's file."""
+    @property
+    def num_slots(self) -> int:
+        """Slots of the slab."""
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one slot holds."""
+    @property
+    def pid(self) -> int:
+        """Process that wrote the superblock."""
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Blocks that a store can find, by namespace in hexadecimal digits."""
+    @property
+    def empty(self) -> int:
+        """Slots without a block."""
+    @property
+    def forgotten(self) -> int:
+        """Blocks that were forgotten all at once."""
+    @property
+    def replaced(self) -> int:
+        """Blocks that a newer write of their key replaces."""
+    @property
+    def damaged(self) -> list[tuple[int, str]]:
+        """Damaged slots and the reason that a read would have."""
+    @property
+    def wiped(self) -> int:
+        """Damaged slots that were wiped."""
+
+def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport:
+    """Read every block of a slab that no store has open.
+
+    Args:
+        path: the file, or the directory of a prefix store.
+        repair: wipe damaged slots.
+    Raises:
+        StoreError: it cannot be read or written, is no slab, or is in use.
+    """
+
+def inspect_slab(path: str | PathLike[str]) -> SlabReport:
+    """Read the headers of a slab, which a store may have open.
+
+    Args:
+        path: the file, or the directory of a prefix store.
+    Raises:
+        StoreError: it cannot be read, or is no slab.
+    """
+
+@final
 class SlabStore:
-    """Slot-addressed swap space in one preallocated file; `blockyard.stores.open_store` opens it by URL."""
+    """Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are
+    addressed by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
+    """
 
     def __new__(
         cls,
@@ -1544,10 +1615,11 @@ class SlabStore:
         memory: int = 1073741824,
         deadline: float = 10.0,
         namespace: bytes = ...,
+        use: str = "swap",
     ) -> SlabStore: ...
     @property
     def num_slots(self) -> int:
-        """Slots, numbered from 0."""
+        """Blocks that the store can hold; in swap space its slots, numbered from 0."""
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one slot holds for the caller."""
@@ -1574,6 +1646,20 @@ class SlabStore:
         """
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         """Start to read blocks: `slots` int64 `[n]`. Returns a ticket. See `ExternalStore.submit_read`."""
+    def submit_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+        """Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
+        `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
+        """
+    def submit_get(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
+        """Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`."""
+    def submit_delete(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
+        """Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`."""
+    def contains(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:
+        """Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`."""
+    def forget(self) -> None:
+        """Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`."""
+    def event_fd(self) -> int:
+        """File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`."""
     def poll(self) -> list[int]:
         """Tickets that finished or expired since the last call, not collected yet. Never waits."""
     def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
@@ -1583,8 +1669,8 @@ class SlabStore:
     def stats(self) -> StoreStats:
         """Counters since the store was opened."""
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout`
-        seconds.
+        """Give up what is under way, and remove the file of swap space. Returns False if the disk did not answer within
+        `timeout` seconds.
         """
     def __enter__(self) -> SlabStore: ...
     def __exit__(self, *_details: object) -> None: ...

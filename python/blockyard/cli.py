@@ -1,6 +1,7 @@
 """The `blockyard` command: `demo` runs the whole path, `doctor` describes this installation.
 
-`calibrate` measures the fastest copy strategies of each CUDA device and keeps them.
+`calibrate` measures the fastest copy strategies of each CUDA device and keeps them. `inspect` and `fsck` look at the
+file of a store.
 
 The exit codes are in `EXIT_CODES` and in `blockyard --help`. Torch is imported only after the arguments are parsed.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from blockyard import __version__
+from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.errors import BlockyardError
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -26,6 +28,7 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 EXIT_OK = 0
 EXIT_NOT_IDENTICAL = 1
+EXIT_DAMAGED = 1
 EXIT_BAD_INPUT = 2
 EXIT_OUTPUT = 3
 EXIT_FAULT = 4
@@ -33,7 +36,7 @@ EXIT_INTERRUPTED = 130
 EXIT_CODES = """\
 exit codes:
   0      success
-  1      tokens differ from those of the unpaged run
+  1      tokens differ from those of the unpaged run; or `fsck` found damaged blocks
   2      bad input; one line says what
   3      the output cannot be written: a full disk, a closed pipe
   4      any other error; a traceback says where
@@ -43,6 +46,8 @@ exit codes:
 SABOTAGE_KINDS = ("swap_in", "swap_out", "spill", "fetch", "copy")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 DEFRAG_GOALS = ("max_id", "dense")
+_MOST_SHOWN = 20
+"""Damaged slots that are listed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,6 +138,15 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate", help="measure the fastest copy strategies of each CUDA device once, and keep them"
     )
     calibrate.set_defaults(command=_calibrate)
+    look = commands.add_parser("inspect", help="show what the file of a store holds; the store may be in use")
+    look.add_argument("path", type=Path, help="the directory of a prefix store, or a file *.slab")
+    look.set_defaults(command=_inspect)
+    fsck = commands.add_parser(
+        "fsck", help="read every block of a store's file, which is not in use, and name the damaged"
+    )
+    fsck.add_argument("path", type=Path, help="the directory of a prefix store, or a file *.slab")
+    fsck.add_argument("--repair", action="store_true", help="wipe the slots of damaged blocks")
+    fsck.set_defaults(command=_fsck)
     return parser
 
 
@@ -232,6 +246,33 @@ def _calibrate(_options: argparse.Namespace) -> int:
     from blockyard.engine.cuda.calibrate import run_calibrate  # noqa: PLC0415 - it imports torch
 
     return run_calibrate()
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    _show(inspect_slab(options.path))
+    return EXIT_OK
+
+
+def _fsck(options: argparse.Namespace) -> int:
+    report = check_slab(options.path, repair=options.repair)
+    _show(report)
+    if options.repair and report.damaged:
+        print(f"wiped      {report.wiped} slots")
+    return EXIT_DAMAGED if report.damaged else EXIT_OK
+
+
+def _show(report: SlabReport) -> None:
+    print(f"slab       {report.path}")
+    print(f"slots      {report.num_slots} of {report.bytes_per_block} bytes, {report.empty} empty")
+    for namespace, count in report.blocks.items():
+        print(f"blocks     {count} of namespace {namespace}")
+    print(f"forgotten  {report.forgotten}")
+    print(f"replaced   {report.replaced}")
+    print(f"damaged    {len(report.damaged)}")
+    for slot, reason in report.damaged[:_MOST_SHOWN]:
+        print(f"           slot {slot}: {reason}")
+    if len(report.damaged) > _MOST_SHOWN:
+        print(f"           and {len(report.damaged) - _MOST_SHOWN} more")
 
 
 def _count(least: int) -> Callable[[str], int]:

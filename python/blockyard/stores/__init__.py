@@ -4,6 +4,7 @@
 """
 
 from blockyard.stores.base import Completion, ExternalStore, StoreStats, StoreURL, open_store, parse_size, register
+from blockyard.stores.namespace import store_namespace
 from blockyard.stores.threaded import ThreadedStore
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "open_store",
     "parse_size",
     "register",
+    "store_namespace",
 ]

@@ -1,7 +1,8 @@
-"""What every external tier offers, and how one is opened by URL.
+"""What every external store offers, and how one is opened by URL.
 
-A tier here is swap space: blocks live in numbered slots, which die with the process. It is written and read in batches
-that are submitted and collected by ticket, and a block that does not come back whole is a miss, never an exception.
+A store is swap space, where blocks live in numbered slots that die with the process; or a prefix store, where they are
+found by key and outlive it. It is written and read in batches that are submitted and collected by ticket, and a block
+that does not come back whole is a miss, never an exception.
 
 A plug-in subclasses `ThreadedStore` or `ExternalStore` and passes `blockyard.testing.store_suite.StoreSuite`. It takes
 its URL scheme by `register`, or by an entry point of the group `blockyard.stores` that names a function like
@@ -11,19 +12,19 @@ its URL scheme by `register`, or by an entry point of the group `blockyard.store
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
-from blockyard.errors import InvalidArgumentError, StoreFullError, StoreURLError
+from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,23 +40,28 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate(prefixes, 1)
 }
 
+Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
+Use: TypeAlias = Literal["swap", "prefix"]
 Value = TypeVar("Value")
 Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
 _registered: dict[str, Callable[..., "ExternalStore"]] = {}
 
 
 class ExternalStore(ABC):
-    """Swap space for blocks, addressed by slot.
+    """Storage for blocks: swap space that is addressed by slot, or a prefix store that is addressed by key.
 
-    Batches run in the background. Operations on one slot keep the order in which they were submitted: a read sees the
-    last write submitted before it. Submitting never waits for the storage; a batch beyond the tier's memory for blocks
-    in flight is refused block by block, as misses with the reason `"queue_full"`.
+    Batches run in the background. Operations on one slot or key keep the order in which they were submitted: a read
+    sees the last write submitted before it. Submitting never waits for the storage; a batch beyond the store's memory
+    for blocks in flight is refused block by block, as misses with the reason `"queue_full"`.
+
+    A prefix store keeps blocks until it needs their room, evicts what was not used for longest, and finds its blocks
+    again when it is opened under the same namespace. A store that has no keys raises `StoreError` at those methods.
     """
 
     @property
     @abstractmethod
     def num_slots(self) -> int:
-        """Slots, numbered from 0."""
+        """Blocks that the store can hold; in swap space its slots, numbered from 0."""
 
     @property
     @abstractmethod
@@ -95,6 +101,81 @@ class ExternalStore(ABC):
             StoreError: the store is closed.
         """
 
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (a store with keys has its own)
+        """Start to store blocks under their keys; the bytes are copied before this returns.
+
+        A key that is there already keeps its block, since equal keys stand for equal bytes. Other keys may be evicted.
+
+        Args:
+            keys: uint8 `[n, 32]` or 32 bytes each, as `blockyard.events.export_keys` gives them.
+            rows: the blocks, uint8 `[n, bytes_per_block]`, on the CPU.
+
+        Returns:
+            A ticket for `wait`. A block whose entry is `ok` outlives the process, however that ends.
+
+        Raises:
+            InvalidArgumentError: wrong dtype or shape; nothing was submitted.
+            StoreError: the store is closed, or has no keys.
+        """
+        raise _keyless()
+
+    def submit_get(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
+        """Start to read blocks by key.
+
+        A key without a block is a miss, `"absent"`. A key whose block is damaged, or does not come before the deadline,
+        is absent from then on.
+
+        Args:
+            keys: as for `submit_put`; repeats are allowed.
+
+        Returns:
+            A ticket for `wait`.
+
+        Raises:
+            InvalidArgumentError: wrong dtype or shape; nothing was submitted.
+            StoreError: the store is closed, or has no keys.
+        """
+        raise _keyless()
+
+    def submit_delete(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
+        """Start to delete keys; calls after this one do not find them.
+
+        Args:
+            keys: as for `submit_put`; those that are absent are deleted already.
+
+        Returns:
+            A ticket for `wait`. A key whose entry is `ok` is not found by later processes either, unless power fails.
+
+        Raises:
+            InvalidArgumentError: wrong dtype or shape; nothing was submitted.
+            StoreError: the store is closed, or has no keys.
+        """
+        raise _keyless()
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:  # noqa: ARG002 (a store with keys has its own)
+        """Return whether each key has a block whose write has landed, bool `[n]`.
+
+        Never waits, and reads nothing: a block can be damaged. Only a read that comes back proves a hit.
+        """
+        raise _keyless()
+
+    def forget(self) -> None:
+        """Forget every key at once, also those that are being written; later processes do not find them either.
+
+        It takes the same time however many there are, and waits for the storage.
+
+        Raises:
+            StoreError: the storage failed: later processes may find the keys again. Or the store has no keys.
+        """
+        raise _keyless()
+
+    def event_fd(self) -> int:
+        """Return a file descriptor that is readable while tickets have ended since the last `poll`.
+
+        It belongs to the store. Deadlines do not make it readable: wait on it with a timeout.
+        """
+        raise StoreError("the store has no event descriptor; call poll")
+
     @abstractmethod
     def poll(self) -> list[int]:
         """Return tickets that finished or passed their deadline since the last call, and are not collected yet.
@@ -109,13 +190,13 @@ class ExternalStore(ABC):
         Every ticket must be collected, once: until then it holds memory.
 
         Args:
-            ticket: from `submit_write` or `submit_read`.
+            ticket: from a call `submit_*`.
             timeout: seconds; it can only shorten the ticket's own deadline, which grows with the bytes under way.
             out: rows for the blocks of a read, uint8 `[n, bytes_per_block]`, C-contiguous; those of misses may be left
                 as they are. The result's rows are then these, which saves fresh memory. A plug-in may ignore it.
 
         Returns:
-            One entry a slot, in the order of the batch; what was not done in time is a miss, `"timeout"`.
+            One entry a slot or key, in the order of the batch; what was not done in time is a miss, `"timeout"`.
 
         Raises:
             UnknownTicketError: the ticket was never issued or has been collected.
@@ -146,11 +227,15 @@ class ExternalStore(ABC):
         self.close()
 
 
+def _keyless() -> StoreError:
+    return StoreError("the store is swap space only and has no keys")
+
+
 class Opener(Protocol):
     """What an entry point of the group `blockyard.stores` names."""
 
     def __call__(self, url: str, *, bytes_per_block: int, num_slots: int | None, namespace: bytes) -> ExternalStore:
-        """Open the store that the URL names; see `open_store`."""
+        """Open the store that the URL names; see `open_store`. It is given `use` only if that is not `"swap"`."""
 
 
 def register(scheme: str) -> Callable[[Maker], Maker]:
@@ -184,20 +269,28 @@ def _full_name(make: Callable[..., ExternalStore]) -> tuple[str, str]:
 
 
 def open_store(
-    url: str, *, bytes_per_block: int, num_slots: int | None = None, namespace: bytes = bytes(32)
+    url: str,
+    *,
+    bytes_per_block: int,
+    num_slots: int | None = None,
+    namespace: bytes = bytes(32),
+    use: Use = "swap",
 ) -> ExternalStore:
-    """Open the external tier that a URL names.
+    """Open the external store that a URL names.
 
     Args:
         url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; or a plug-in's scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
-        num_slots: slots wanted; as many as fit if None.
-        namespace: 32-byte digest of all that decides the bytes; a block of another namespace is a miss.
+        num_slots: blocks to hold; as many as fit if None.
+        namespace: 32-byte digest of all that decides the bytes, see `store_namespace`; a block of another namespace is
+            a miss.
+        use: `"swap"` for blocks that are addressed by slot and die with the process, `"prefix"` for blocks that are
+            found by key and outlive it.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
         StoreFullError: the storage, or the size in the URL, cannot hold what was asked for.
-        StoreError: the storage cannot be opened.
+        StoreError: the storage cannot be opened, or has no keys.
         InvalidArgumentError: another argument is out of range.
 
     Example:
@@ -211,6 +304,8 @@ def open_store(
         >>> bool(written.ok.all()), int(read.rows.sum())
         (True, 8192)
     """
+    if use not in {"swap", "prefix"}:
+        raise InvalidArgumentError(f"use is {use!r}, must be 'swap' or 'prefix'")
     for name, value in (("bytes_per_block", bytes_per_block), ("num_slots", num_slots)):
         if value is not None and value < 1:
             raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
@@ -218,21 +313,26 @@ def open_store(
         raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
     scheme = _scheme(url)
     if scheme in _registered:
-        return _made(
-            _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace), url, num_slots or 1
-        )
+        store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace)
+        return _checked(store, url, num_slots or 1, use)
     if scheme in _BUILT_IN:
         opener = cast("Opener", import_module(_BUILT_IN[scheme]).open_file)
     else:
         opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
-    return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace)
+    options = {} if use == "swap" else {"use": use}
+    return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, **options)
 
 
-def _made(store: ExternalStore, url: str, wanted: int) -> ExternalStore:
-    """Refuse a store that is too small."""
+def _checked(store: ExternalStore, url: str, wanted: int, use: Use) -> ExternalStore:
+    """Refuse a store that is too small or has no keys."""
+    error: StoreError | None = None
     if store.num_slots < wanted:
+        error = StoreFullError(f"{url!r}: the store has {store.num_slots} slots, must have at least {wanted}")
+    elif use == "prefix" and type(store).submit_put is ExternalStore.submit_put:
+        error = StoreError(f"{url!r}: the store has no keys, use must be 'swap'")
+    if error is not None:
         store.close()
-        raise StoreFullError(f"{url!r}: the store has {store.num_slots} slots, must have at least {wanted}")
+        raise error
     return store
 
 

@@ -1,4 +1,4 @@
-"""The file tier: blocks in one preallocated file per process, read and written by a pool of threads.
+"""The file store: blocks in one preallocated file, read and written by a pool of threads.
 
     file:///dir?size=2GiB&threads=4&direct=auto&memory=1GiB&deadline=10
 
@@ -10,17 +10,23 @@
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
 
-The last component of the directory is made if it is missing, and must not be a symbolic link. The file has mode 0600,
-is locked, and goes when the store is closed; what a killed process left is removed by the next one to open the
-directory.
-Its format is `docs/decisions/0002-slab-header.md`.
+The last component of the directory is made if it is missing, and must not be a symbolic link. The file has mode 0600
+and is locked.
+
+- Swap space: a file for each store. It goes when the store is closed; what a killed process left is removed by the next
+  one to open the directory.
+- Prefix store: one file in the directory, `blockyard-prefix.slab`, which stays and which one store at a time has open.
+  Opening it reads the header of each slot, or the checkpoint that the last store wrote when it was closed. Blocks of
+  other namespaces stay until their slots are needed; those of another size are dropped at once.
+
+The formats are `docs/decisions/0002-slab-header.md` and `0021-prefix-store-in-a-slab.md`.
 """
 
 from typing import NamedTuple, cast
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores.base import ExternalStore, StoreURL, parse_size
+from blockyard.stores.base import ExternalStore, StoreURL, Use, parse_size
 
 __all__ = ["SlabStore", "open_file"]
 
@@ -64,20 +70,26 @@ def read_url(url: str) -> FileURL:
 
 
 def open_file(
-    url: str, *, bytes_per_block: int, num_slots: int | None = None, namespace: bytes = bytes(32)
+    url: str,
+    *,
+    bytes_per_block: int,
+    num_slots: int | None = None,
+    namespace: bytes = bytes(32),
+    use: Use = "swap",
 ) -> ExternalStore:
-    """Open the file tier; `blockyard.stores.open_store` does, for URLs with the scheme `file`.
+    """Open the file store; `blockyard.stores.open_store` does, for URLs with the scheme `file`.
 
     Args:
         url: `file:///dir?size=2GiB`, options as the module describes them.
         bytes_per_block: bytes of one block.
-        num_slots: slots wanted; as many as fit into `size` if None.
+        num_slots: blocks to hold; as many as fit into `size` if None.
         namespace: 32-byte digest of all that decides the bytes.
+        use: `"swap"` or `"prefix"`.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
         StoreFullError: `size` holds too few slots, or the disk has less room than `size`.
-        StoreError: the directory or the file cannot be opened, or `direct=on` is refused.
+        StoreError: the directory or the file cannot be opened, another store has it open, or `direct=on` is refused.
     """
     found = read_url(url)
     parts = found.parts
@@ -94,6 +106,7 @@ def open_file(
             memory=found.memory,
             deadline=found.deadline,
             namespace=namespace,
+            use=use,
         )
     except InvalidArgumentError as error:
         parts.reject(parts.path, f"cannot be opened so: {error}")

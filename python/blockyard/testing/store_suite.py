@@ -1,5 +1,7 @@
 # ruff: noqa: D102 (the names of the tests are sentences)
-"""The shared tier test: what every `ExternalStore` must do, as a class that a plug-in's own tests subclass.
+"""What every `ExternalStore` must do, as classes that a plug-in's own tests subclass.
+
+`StoreSuite` is for swap space, `PrefixStoreSuite` for keys.
 
     from blockyard.testing.store_suite import StoreSuite
 
@@ -7,13 +9,14 @@
         def open_store(self) -> ExternalStore:
             return open_store("mystore://...", bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
 
-It needs no pytest; pytest finds the methods called `test_*`, and so can a loop.
+They need no pytest; pytest finds the methods called `test_*`, and so can a loop.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from typing import cast
 
 import numpy as np
@@ -22,7 +25,7 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.stores.base import Completion, ExternalStore
 
-__all__ = ["StoreSuite"]
+__all__ = ["PrefixStoreSuite", "StoreSuite"]
 
 PATIENCE = 30.0
 
@@ -180,6 +183,167 @@ class StoreSuite(ABC):
             completion = store.wait(ticket, PATIENCE)
             reasons = {reason for ok, reason in zip(completion.ok, completion.reasons, strict=True) if not ok}
             _check(reasons <= {"closed"}, f"reasons must be closed, found {reasons}")
+
+
+class PrefixStoreSuite(ABC):
+    """Tests of an `ExternalStore` whose blocks have keys.
+
+    Attributes:
+        bytes_per_block: of the stores that `open_store` opens; not a multiple of a page, on purpose.
+        num_slots: blocks that they hold, at least 8.
+    """
+
+    bytes_per_block = 5000
+    num_slots = 16
+
+    @abstractmethod
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        """Open the store of this test, which is empty at first and keeps its blocks when it is closed."""
+
+    def keys(self, *numbers: int) -> list[bytes]:
+        """Return a key for each number."""
+        return [sha256(number.to_bytes(8, "little")).digest() for number in numbers]
+
+    def rows(self, *numbers: int) -> NDArray[np.uint8]:
+        """Return the block of each number, uint8 `[n, bytes_per_block]`."""
+        rows = [np.random.default_rng(n).integers(0, 256, self.bytes_per_block, dtype=np.uint8) for n in numbers]
+        return np.array(rows, dtype=np.uint8).reshape(len(numbers), self.bytes_per_block)
+
+    def put(self, store: ExternalStore, *numbers: int) -> None:
+        """Store the blocks of these numbers."""
+        done = store.wait(store.submit_put(self.keys(*numbers), self.rows(*numbers)), PATIENCE)
+        _equal(done.ok.tolist(), [True] * len(numbers), f"puts (reasons {set(done.reasons)})")
+        _equal(done.rows.shape, (0, self.bytes_per_block), "rows of a put")
+
+    def check(self, store: ExternalStore, found: list[int], absent: list[int]) -> None:
+        """Check that a read gives the blocks of these numbers, and misses of zeros for those."""
+        read = store.wait(store.submit_get(self.keys(*found, *absent)), PATIENCE)
+        _equal(read.ok.tolist(), [True] * len(found) + [False] * len(absent), f"gets (reasons {set(read.reasons)})")
+        _check(np.array_equal(read.rows[: len(found)], self.rows(*found)), "a block came back with other bytes")
+        _check(not read.rows[len(found) :].any(), "the rows of misses must be zero")
+        _equal([bool(reason) for reason in read.reasons], [not good for good in read.ok], "reasons")
+
+    def test_blocks_come_back_by_key(self) -> None:
+        with self.open_store() as store:
+            self.put(store, *range(8))
+            self.check(store, [5, 0, 7, 5], [9, 10])
+            keys = np.frombuffer(b"".join(self.keys(3, 4)), np.uint8).reshape(2, 32)
+            _whole(store.wait(store.submit_get(keys), PATIENCE), self.rows(3, 4))
+
+    def test_only_a_block_that_has_landed_is_contained(self) -> None:
+        with self.open_store() as store:
+            _equal(store.contains(self.keys(1, 2)).tolist(), [False, False], "contains in an empty store")
+            self.put(store, 1)
+            _equal(store.contains(self.keys(1, 2)).tolist(), [True, False], "contains")
+
+    def test_bytes_are_copied_before_submit_returns(self) -> None:
+        with self.open_store() as store:
+            rows = self.rows(1, 2)
+            ticket = store.submit_put(self.keys(1, 2), rows)
+            rows[:] = 0
+            store.wait(ticket, PATIENCE)
+            self.check(store, [1, 2], [])
+
+    def test_a_get_sees_the_put_submitted_before_it(self) -> None:
+        with self.open_store() as store:
+            tickets = []
+            for number in range(8):
+                tickets.append(store.submit_put(self.keys(number), self.rows(number)))
+                tickets.append(store.submit_get(self.keys(number)))
+            for number, (put, get) in enumerate(zip(tickets[::2], tickets[1::2], strict=True)):
+                _check(bool(store.wait(put, PATIENCE).ok.all()), f"put {number} failed")
+                _whole(store.wait(get, PATIENCE), self.rows(number))
+
+    def test_a_key_put_again_keeps_its_block(self) -> None:
+        with self.open_store() as store:
+            self.put(store, 1, 2, 1)
+            self.put(store, 2)
+            self.check(store, [1, 2], [])
+
+    def test_a_full_store_takes_more_and_gives_no_wrong_block(self) -> None:
+        with self.open_store() as store:
+            numbers = range(2 * self.num_slots + 3)
+            for number in numbers:
+                self.put(store, number)
+            read = store.wait(store.submit_get(self.keys(*numbers)), PATIENCE)
+            _check(int(np.count_nonzero(read.ok)) <= self.num_slots, "a store must not hold more blocks than slots")
+            _check(bool(read.ok[-1]), "the block that was put last must be there")
+            _check(np.array_equal(read.rows[read.ok], self.rows(*numbers)[read.ok]), "a block has other bytes")
+
+    def test_blocks_outlive_the_store(self) -> None:
+        with self.open_store() as store:
+            self.put(store, 1, 2)
+        with self.open_store() as store:
+            _equal(store.contains(self.keys(1, 2, 3)).tolist(), [True, True, False], "contains after opening again")
+            self.check(store, [2, 1], [3])
+
+    def test_another_namespace_finds_nothing(self) -> None:
+        with self.open_store() as store:
+            self.put(store, 1, 2)
+        with self.open_store(bytes([1] * 32)) as store:
+            _equal(store.contains(self.keys(1, 2)).tolist(), [False, False], "contains in another namespace")
+            self.check(store, [], [1, 2])
+
+    def test_a_deleted_key_stays_deleted(self) -> None:
+        with self.open_store() as store:
+            self.put(store, 1, 2)
+            done = store.wait(store.submit_delete(self.keys(1, 9)), PATIENCE)
+            _equal(done.ok.tolist(), [True, True], "deletions")
+            self.check(store, [2], [1])
+        with self.open_store() as store:
+            self.check(store, [2], [1])
+
+    def test_forgotten_keys_stay_forgotten(self) -> None:
+        with self.open_store() as store:
+            self.put(store, 1, 2)
+            ticket = store.submit_put(self.keys(3), self.rows(3))
+            store.forget()
+            store.wait(ticket, PATIENCE)
+            self.check(store, [], [1, 2, 3])
+            self.put(store, 2)
+        with self.open_store() as store:
+            self.check(store, [2], [1, 3])
+
+    def test_an_empty_batch_is_a_batch(self) -> None:
+        with self.open_store() as store:
+            _equal(store.wait(store.submit_put([], self.rows()), PATIENCE).ok.tolist(), [], "put")
+            _equal(store.wait(store.submit_get([]), PATIENCE).rows.shape, (0, self.bytes_per_block), "get")
+            _equal(store.contains([]).tolist(), [], "contains")
+
+    def test_bad_keys_and_arrays_are_refused(self) -> None:
+        with self.open_store() as store:
+            rows = self.rows(1, 2)
+            wrong: list[object] = [
+                [b"short", b"keys"],
+                np.zeros((2, 31), np.uint8),
+                np.zeros(64, np.uint8),
+                [1, 2],
+                "k",
+            ]
+            for bad in cast("list[list[bytes]]", wrong):
+                _raises(InvalidArgumentError, partial(store.submit_put, bad, rows))
+                _raises(InvalidArgumentError, partial(store.submit_get, bad))
+                _raises(InvalidArgumentError, partial(store.contains, bad))
+            wrong = [rows[:, :-1], rows[:1], rows.view(np.int8), rows[0]]
+            for worse in cast("list[NDArray[np.uint8]]", wrong):
+                _raises(InvalidArgumentError, partial(store.submit_put, self.keys(1, 2), worse))
+            self.check(store, [], [1, 2])
+
+    def test_counters_count(self) -> None:
+        with self.open_store() as store:
+            self.put(store, 1, 2, 3)
+            self.check(store, [1, 2], [9])
+            stats = store.stats()
+            _equal((stats.written_blocks, stats.read_blocks, stats.stored_blocks), (3, 2, 3), "blocks")
+            _equal((stats.errors, stats.errors_in_a_row, sum(stats.misses.values())), (0, 0, 1), "failures")
+
+    def test_a_closed_store_refuses_batches(self) -> None:
+        store = self.open_store()
+        store.close()
+        _raises(StoreError, lambda: store.submit_get(self.keys(1)))
+        _raises(StoreError, lambda: store.submit_put(self.keys(1), self.rows(1)))
+        _raises(StoreError, lambda: store.submit_delete(self.keys(1)))
+        _raises(StoreError, store.forget)
 
 
 def _check(condition: bool, message: str) -> None:  # noqa: FBT001 (reads like an assert statement)

@@ -1,7 +1,7 @@
 //! Memory for direct I/O: address and length are multiples of 4 KiB. Rust owns it, so a thread that hangs in the kernel
 //! never holds the caller's memory.
 
-use crate::header::PAGE;
+use crate::geometry::PAGE;
 
 /// Bytes on a 4 KiB boundary, zero at first.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! Storage that reads and writes at an offset: the slab's file, or a faulty one in tests.
 
-use crate::header::PAGE;
+use crate::geometry::PAGE;
 use std::io;
 
 /// Storage that is addressed by byte offset. Offsets, lengths and addresses are multiples of 4 KiB.
@@ -16,6 +16,23 @@ pub trait BlockDevice: Send + Sync {
     /// # Errors
     /// The system's.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
+
+    /// Makes what was written last through a loss of power.
+    ///
+    /// # Errors
+    /// The system's.
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// The bytes that [`BlockDevice::save_checkpoint`] was last given, once: they are gone before this returns, so no
+    /// later life finds them beside newer blocks. At most `limit` bytes; `None` if there are none. Nobody trusts them.
+    fn take_checkpoint(&self, _limit: u64) -> Option<Vec<u8>> {
+        None
+    }
+
+    /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, after a sync.
+    fn save_checkpoint(&self, _bytes: &[u8]) {}
 
     /// Called once, from a thread of its own, when the store is closed.
     fn discard(&self) {}

@@ -40,6 +40,27 @@ pub enum Error {
         /// The system's reason.
         source: io::Error,
     },
+    /// Another store has the slab open.
+    #[error("{} is in use by another store; close that one, or name another directory", path.display())]
+    InUse {
+        /// The slab.
+        path: PathBuf,
+    },
+    /// Others could have written the slab.
+    #[error("{} is not a file that only this user can read and write; remove it, or name another directory", path.display())]
+    NotPrivate {
+        /// The slab.
+        path: PathBuf,
+    },
+    /// The file does not begin with an intact superblock.
+    #[error("{} is not a slab, or its superblock is damaged", path.display())]
+    NotASlab {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A call by key on a store of swap slots.
+    #[error("the store was opened as swap space, which has no keys")]
+    NotKeyed,
     /// The file system has less room than the slab needs.
     #[error("asked for {asked} bytes in {}, {available} are available", path.display())]
     NoSpace {

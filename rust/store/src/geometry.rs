@@ -1,7 +1,9 @@
 //! Offsets of the slots. All are multiples of 4 KiB, and the user's size covers the whole file.
 
 use crate::error::{Error, Result};
-use crate::header::PAGE;
+
+/// Unit of direct I/O and length of a header, in bytes.
+pub const PAGE: usize = 4096;
 
 /// Slots of one length in a slab: a superblock page, then header page and payload for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,10 @@
 //! The 4 KiB header of every block, and the superblock of the file. Owns the byte format, which
 //! `docs/decisions/0002-slab-header.md` fixes, and the order of the checks.
 
+use crate::buffer::Buffer;
+use crate::geometry::{Geometry, PAGE};
 use crate::miss::Miss;
 use twox_hash::XxHash3_128;
-
-/// Unit of direct I/O and length of a header, in bytes.
-pub const PAGE: usize = 4096;
 
 const VERSION: u32 = 1;
 const SLOT_MAGIC: [u8; 8] = *b"BLKYSLOT";
@@ -79,13 +78,19 @@ impl Expected {
         ];
         match matches.into_iter().find(|(same, _)| !same) {
             Some((_, miss)) => Err(miss),
-            None if XxHash3_128::oneshot(payload) != header.payload_hash => Err(Miss::PayloadChecksum),
+            None if !header.is_of(payload) => Err(Miss::PayloadChecksum),
             None => Ok(()),
         }
     }
 }
 
 impl Header {
+    /// Whether the payload is the one that the header was written for.
+    #[must_use]
+    pub fn is_of(&self, payload: &[u8]) -> bool {
+        self.payload_bytes == payload.len() as u64 && self.payload_hash == XxHash3_128::oneshot(payload)
+    }
+
     /// Writes the header over the first page of a block.
     ///
     /// A block shorter than a page is left as it is; the store never makes one.
@@ -122,7 +127,7 @@ impl Header {
 /// What the first page of a slab says, for whoever inspects or reopens the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
-    /// Digest of everything that decides the bytes.
+    /// Digest of everything that decides the bytes, of the store that wrote this page.
     pub(crate) namespace: [u8; 32],
     /// Process that made the slab.
     pub(crate) pid: u32,
@@ -132,17 +137,46 @@ pub(crate) struct Superblock {
     pub(crate) stride: u64,
     /// Length of a payload in bytes.
     pub(crate) payload_bytes: u64,
+    /// The first generation that counts; blocks of earlier ones are forgotten.
+    pub(crate) floor: u64,
 }
 
 impl Superblock {
-    /// Writes the superblock into a page.
-    pub(crate) fn encode(&self, page: &mut Page) {
+    /// The superblock of a slab of this process.
+    pub(crate) fn new(namespace: [u8; 32], geometry: Geometry, floor: u64) -> Self {
+        let Geometry { slots, payload_bytes } = geometry;
+        let (pid, stride) = (std::process::id(), geometry.stride() as u64);
+        Self { namespace, pid, slots: slots.into(), stride, payload_bytes: payload_bytes as u64, floor }
+    }
+
+    /// The superblock as a page that can be written.
+    pub(crate) fn page(&self) -> Buffer {
+        let mut page = Buffer::new(PAGE);
+        if let Some((page, _)) = page.as_mut_slice().split_first_chunk_mut::<PAGE>() {
+            self.encode(page);
+        }
+        page
+    }
+
+    fn encode(&self, page: &mut Page) {
         let mut out = Writer::new(page, SLAB_MAGIC);
         out.put(&self.namespace);
-        for value in [u64::from(self.pid), self.slots, self.stride, self.payload_bytes] {
+        for value in [u64::from(self.pid), self.slots, self.stride, self.payload_bytes, self.floor] {
             out.put(&value.to_le_bytes());
         }
         out.seal();
+    }
+
+    /// Reads the first page of a slab.
+    ///
+    /// # Errors
+    /// `Magic`, `Version` or `HeaderChecksum`, whichever is wrong first.
+    pub(crate) fn decode(page: &Page) -> Result<Self, Miss> {
+        let mut fields = Reader::open(page, SLAB_MAGIC)?;
+        let namespace = fields.take();
+        let mut next = || u64::from_le_bytes(fields.take());
+        let (pid, slots, stride, payload_bytes, floor) = (next(), next(), next(), next(), next());
+        Ok(Self { namespace, pid: u32::try_from(pid).unwrap_or(0), slots, stride, payload_bytes, floor })
     }
 }
 
@@ -267,11 +301,12 @@ mod tests {
     }
 
     #[test]
-    fn a_superblock_is_not_taken_for_a_slot() {
+    fn a_superblock_comes_back_and_is_not_taken_for_a_slot() {
         let mut page = [0; PAGE];
-        Superblock { namespace: [0; 32], pid: 1, slots: 2, stride: 8192, payload_bytes: 4096 }.encode(&mut page);
+        let block = Superblock { namespace: [4; 32], pid: 1, slots: 2, stride: 8192, payload_bytes: 4096, floor: 9 };
+        block.encode(&mut page);
         assert_eq!(Header::decode(&page), Err(Miss::Magic));
-        assert!(Reader::open(&page, SLAB_MAGIC).is_ok());
+        assert_eq!(Superblock::decode(&page), Ok(block));
     }
 
     proptest! {

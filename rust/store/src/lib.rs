@@ -1,12 +1,13 @@
 //! I/O of the external tiers: only this crate has threads and file system calls.
 //!
 //! ```text
-//! header, geometry, buffer -> device -> slab; ticket -> queue -> store
+//! geometry, buffer, header -> device -> slab; index, ticket -> queue -> store
 //! ```
 //!
-//! A [`SlabStore`] keeps blocks in the slots of one preallocated file. Callers submit writes and reads in batches, a
-//! thread pool carries them out, and callers collect them by ticket. Every read is checked against the last write: a
-//! mismatch is a [`Miss`], never wrong bytes. The format is in `docs/decisions/0002-slab-header.md`.
+//! A [`SlabStore`] keeps blocks in the slots of one preallocated file: swap space that is addressed by slot and dies with
+//! the process, or blocks under keys that outlive it. Callers submit batches, a thread pool carries them out, and callers
+//! collect them by ticket. Every read is checked against the write: a mismatch is a [`Miss`], never wrong bytes. The format
+//! is in `docs/decisions/0002-slab-header.md`, that of keyed slabs in `0021-prefix-store-in-a-slab.md`.
 #![forbid(unsafe_code)]
 
 mod buffer;
@@ -14,6 +15,7 @@ mod device;
 mod error;
 mod geometry;
 mod header;
+mod index;
 mod miss;
 mod queue;
 mod slab;
@@ -24,10 +26,10 @@ mod ticket;
 pub use buffer::Buffer;
 pub use device::BlockDevice;
 pub use error::{Error, Result};
-pub use geometry::Geometry;
-pub use header::{Expected, Header, PAGE};
+pub use geometry::{Geometry, PAGE};
+pub use header::{Expected, Header};
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};
-pub use store::{Completion, SlabStore, StoreOptions};
+pub use store::{Completion, SlabReport, SlabStore, StoreOptions};
 pub use ticket::Progress;

@@ -8,6 +8,8 @@ pub enum Miss {
     Empty,
     /// The last write to the slot failed, was given up or was refused.
     Lost,
+    /// The store has no block under the key.
+    Absent,
     /// The header does not start with the magic bytes.
     Magic,
     /// The header has another format version.
@@ -40,9 +42,10 @@ pub enum Miss {
 
 impl Miss {
     /// All reasons, in the order of the type.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Empty,
         Self::Lost,
+        Self::Absent,
         Self::Magic,
         Self::Version,
         Self::HeaderChecksum,
@@ -65,6 +68,7 @@ impl Miss {
         match self {
             Self::Empty => "empty",
             Self::Lost => "lost",
+            Self::Absent => "absent",
             Self::Magic => "magic",
             Self::Version => "version",
             Self::HeaderChecksum => "header_checksum",

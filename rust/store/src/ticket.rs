@@ -4,6 +4,7 @@
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
+use crate::index::Key;
 use crate::miss::Miss;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -30,18 +31,24 @@ pub enum Progress {
     Pending,
 }
 
-/// Which block of which batch.
+/// Which block of which batch, and what its slot must hold.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub(crate) ticket: u64,
     pub(crate) index: usize,
     pub(crate) slot: u32,
+    /// Zero in swap space.
+    pub(crate) key: Key,
+    /// Of the write that this is, or that put the key into the slot. 0 for reads of swap space, which want the last.
+    pub(crate) generation: u64,
 }
 
 #[derive(Debug)]
 struct Ticket {
     reads: bool,
     blocks: Vec<Option<Outcome>>,
+    /// Reads by key, whose keys are forgotten if they miss the deadline.
+    gets: Vec<Place>,
     open: usize,
     deadline: Instant,
     reported: bool,
@@ -70,8 +77,23 @@ impl Tickets {
         outcomes.resize_with(accepted, || None);
         outcomes.resize_with(blocks, || Some(Err(Miss::QueueFull)));
         self.misses[Miss::QueueFull.index()] += (blocks - accepted) as u64;
-        self.entries.insert(ticket, Ticket { reads, blocks: outcomes, open: accepted, deadline, reported: false });
+        self.ended |= accepted == 0;
+        let entry = Ticket { reads, blocks: outcomes, gets: Vec::new(), open: accepted, deadline, reported: false };
+        self.entries.insert(ticket, entry);
         ticket
+    }
+
+    /// Keeps where a block is read by key, for [`Tickets::overdue`].
+    pub(crate) fn remember(&mut self, place: Place) {
+        if let Some(ticket) = self.entries.get_mut(&place.ticket) {
+            ticket.gets.push(place);
+        }
+    }
+
+    /// Reads by key that have missed their deadline.
+    pub(crate) fn overdue(&self, ticket: u64, now: Instant) -> Vec<Place> {
+        let Some(entry) = self.entries.get(&ticket).filter(|entry| now >= entry.deadline) else { return Vec::new() };
+        entry.gets.iter().filter(|place| entry.blocks[place.index].is_none()).copied().collect()
     }
 
     /// Whether the block still needs an outcome.
@@ -166,7 +188,7 @@ mod tests {
     use super::*;
 
     fn place(ticket: u64, index: usize) -> Place {
-        Place { ticket, index, slot: 0 }
+        Place { ticket, index, slot: 0, key: [0; 32], generation: 0 }
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! The slab's file: its format on disk, its lock and what is left when making it fails.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
-use blockyard_store::{BlockDevice, DirectMode, Error, Geometry, SlabFile, SlabOptions, SlabStore, StoreOptions};
+use blockyard_store::{
+    BlockDevice, DirectMode, Error, Geometry, Miss, SlabFile, SlabOptions, SlabReport, SlabStore, StoreOptions,
+};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
@@ -117,4 +119,136 @@ fn buffered_and_direct_slabs_hold_the_same() {
         assert!(store.close(Duration::from_secs(20)));
         assert!(names(folder.path()).is_empty());
     }
+}
+
+fn keyed(options: &SlabOptions) -> SlabStore {
+    let slab = SlabFile::open_kept(options).unwrap();
+    let store = StoreOptions {
+        geometry: options.geometry,
+        namespace: options.namespace,
+        threads: 2,
+        memory_bytes: 1 << 20,
+        patience: Duration::from_secs(20),
+    };
+    SlabStore::open_keyed(Arc::new(slab), store).unwrap()
+}
+
+fn put(store: &SlabStore, key: u8) {
+    let ticket = store.submit_put(&[[key; 32]], &vec![key; store.geometry().payload_bytes]).unwrap();
+    store.wait_for(ticket, Duration::from_secs(20)).unwrap();
+    assert_eq!(store.take(ticket).unwrap().blocks().next(), Some(Ok(None)));
+}
+
+#[test]
+fn a_kept_slab_is_private_and_stays_with_its_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = options(&folder.path().join("kv"));
+    let store = keyed(&options);
+    put(&store, 1);
+    assert!(store.close(Duration::from_secs(20)));
+    let mut found = names(&options.directory);
+    found.sort();
+    assert_eq!(found, ["blockyard-prefix.checkpoint", "blockyard-prefix.slab"]);
+    for name in found {
+        assert_eq!(fs::metadata(options.directory.join(name)).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+    assert_eq!(fs::metadata(&options.directory).unwrap().permissions().mode() & 0o777, 0o700);
+    let store = keyed(&options);
+    assert_eq!(names(&options.directory), ["blockyard-prefix.slab"]);
+    assert_eq!(store.contains(&[[1; 32], [2; 32]]).unwrap(), [true, false]);
+}
+
+#[test]
+fn a_kept_slab_has_one_store_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = options(folder.path());
+    let store = keyed(&options);
+    let error = SlabFile::open_kept(&options).unwrap_err();
+    assert!(error.to_string().contains("blockyard-prefix.slab is in use by another store"), "{error}");
+    assert!(matches!(SlabReport::check(folder.path(), false), Err(Error::InUse { .. })));
+    assert_eq!(SlabReport::inspect(folder.path()).unwrap().empty, 4);
+    drop(store);
+    SlabFile::open_kept(&options).unwrap();
+}
+
+#[test]
+fn a_kept_slab_that_others_could_have_written_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("blockyard-prefix.slab");
+    fs::write(&path, b"").unwrap();
+    for mode in [0o640, 0o602] {
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        assert!(matches!(SlabFile::open_kept(&options(folder.path())), Err(Error::NotPrivate { .. })));
+    }
+    fs::remove_file(&path).unwrap();
+    symlink(folder.path().join("elsewhere"), &path).unwrap();
+    assert!(matches!(SlabFile::open_kept(&options(folder.path())), Err(Error::SymbolicLink { .. })));
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert!(SlabFile::open_kept(&options(folder.path())).is_err());
+    assert_eq!(names(folder.path()), ["blockyard-prefix.slab"]);
+}
+
+#[test]
+fn a_checkpoint_that_is_a_link_is_not_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = options(folder.path());
+    put(&keyed(&options), 1);
+    let (path, moved) = (folder.path().join("blockyard-prefix.checkpoint"), folder.path().join("moved"));
+    fs::rename(&path, &moved).unwrap();
+    symlink(&moved, &path).unwrap();
+    assert!(keyed(&options).contains(&[[1; 32]]).unwrap()[0], "the headers tell");
+    assert!(moved.exists());
+}
+
+#[test]
+fn a_kept_slab_takes_another_size_and_keeps_its_blocks() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(folder.path());
+    let path = folder.path().join("blockyard-prefix.slab");
+    put(&keyed(&options), 1);
+    for slots in [9, 2, 4] {
+        options.geometry.slots = slots;
+        let store = keyed(&options);
+        assert_eq!(fs::metadata(&path).unwrap().len(), options.geometry.total());
+        assert!(store.contains(&[[1; 32]]).unwrap()[0]);
+    }
+    options.geometry.slots = u32::MAX;
+    options.geometry.payload_bytes = 1 << 30;
+    assert!(matches!(SlabFile::open_kept(&options), Err(Error::NoSpace { .. })));
+    assert_eq!(fs::metadata(&path).unwrap().len(), 4096 + 4 * 12288, "what does not fit changes nothing");
+}
+
+#[test]
+fn a_check_names_what_is_damaged_and_a_repair_wipes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = options(folder.path());
+    let store = keyed(&options);
+    put(&store, 1);
+    put(&store, 2);
+    put(&store, 3);
+    drop(store);
+    let other = SlabOptions { namespace: [8; 32], ..options.clone() };
+    put(&keyed(&other), 9);
+    let path = folder.path().join("blockyard-prefix.slab");
+    let mut bytes = fs::read(&path).unwrap();
+    let slot = |n: u32| usize::try_from(options.geometry.offset(n)).unwrap();
+    bytes[slot(1) + 4096 + 4999] ^= 1;
+    bytes[slot(2) + 50] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    let inspected = SlabReport::inspect(&path).unwrap();
+    assert_eq!(inspected.damaged, [(2, Miss::HeaderChecksum)], "payloads are not read");
+    assert_eq!(fs::read(&path).unwrap(), bytes);
+    let report = SlabReport::check(folder.path(), true).unwrap();
+    assert_eq!(report.damaged, [(1, Miss::PayloadChecksum), (2, Miss::HeaderChecksum)]);
+    let blocks: Vec<_> = report.blocks.into_iter().collect();
+    assert_eq!((report.wiped, report.empty, blocks), (2, 0, vec![([7; 32], 1), ([8; 32], 1)]));
+    let report = SlabReport::check(folder.path(), false).unwrap();
+    assert_eq!((report.wiped, report.empty, report.damaged.len()), (0, 2, 0));
+    keyed(&options).forget().unwrap();
+    let report = SlabReport::check(folder.path(), false).unwrap();
+    assert_eq!((report.empty, report.forgotten, report.blocks.len()), (2, 2, 0));
+    bytes[0] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    assert!(matches!(SlabReport::inspect(&path), Err(Error::NotASlab { .. })));
 }

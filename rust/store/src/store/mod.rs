@@ -1,5 +1,5 @@
 //! The store: a queue, a device and the threads between them. No thread touches the caller's memory, and no call waits
-//! for the device longer than its timeout.
+//! for the device longer than its timeout, but for opening a keyed store and [`SlabStore::forget`].
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
 //! `done` wakes callers. A thread that hangs in the kernel keeps its own buffer and its share of the device, and is
@@ -8,20 +8,31 @@
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_whole, write_whole};
 use crate::error::{Error, Result};
-use crate::geometry::Geometry;
+use crate::geometry::{Geometry, PAGE};
 use crate::header::Expected;
 use crate::miss::Miss;
 use crate::queue::{Job, Queue, Stats};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, thread};
-use crate::ticket::{Outcomes, Progress};
+use crate::ticket::{Outcomes, Place, Progress};
+use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashSet;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+mod checkpoint;
+mod inspect;
+mod keyed;
+mod recover;
 #[cfg(test)]
 mod schedules;
 
+pub use inspect::SlabReport;
+
 /// How long a store that is dropped without being closed waits for its threads.
 const PARTING: Duration = Duration::from_secs(1);
+
+/// Path in messages about a store that is no file.
+const STORE: &str = "the external store";
 
 /// Longest time that close waits.
 const LONGEST: Duration = Duration::from_secs(86_400);
@@ -60,14 +71,24 @@ impl StoreOptions {
         }
         Ok(())
     }
+
+    fn queue(&self, first_generation: u64) -> Queue {
+        let Self { geometry, memory_bytes, patience, .. } = *self;
+        Queue::new(geometry.slots, geometry.stride(), memory_bytes, patience, first_generation)
+    }
 }
 
-/// Slot-addressed swap space over a device.
+/// Blocks on a device: swap space that is addressed by slot ([`SlabStore::open`]), or blocks under keys that outlive
+/// the process ([`SlabStore::open_keyed`]).
 #[derive(Debug)]
 pub struct SlabStore {
     options: StoreOptions,
     shared: Arc<Shared>,
     owner: u32,
+    /// Whether blocks are addressed by key.
+    keyed: bool,
+    /// Held while the superblock is written.
+    superblock: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -82,6 +103,8 @@ struct State {
     /// Taken on close, so that the last thread that uses the device drops it.
     device: Option<Arc<dyn BlockDevice>>,
     threads: usize,
+    /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
+    event: Option<OwnedFd>,
 }
 
 impl std::fmt::Debug for State {
@@ -95,21 +118,31 @@ impl Shared {
         // A device that panicked did so outside the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn wake_callers(&self, state: &State) {
+        self.done.notify_all();
+        if let Some(event) = &state.event {
+            // A full counter is readable too.
+            let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+        }
+    }
 }
 
 impl SlabStore {
-    /// Starts the threads of a store over a device.
+    /// Starts the threads of a store of swap slots over a device.
     ///
     /// # Errors
     /// `InvalidOption` for options out of range, `Io` if a thread cannot be started.
     pub fn open(device: Arc<dyn BlockDevice>, options: StoreOptions) -> Result<Self> {
         options.check()?;
-        let stride = options.geometry.stride();
-        let slots = options.geometry.slots;
-        let queue = Queue::new(slots, stride, options.memory_bytes, options.patience, first_generation());
-        let state = Mutex::new(State { queue, device: Some(device), threads: 0 });
+        let queue = options.queue(first_generation());
+        Self::start(device, options, queue, false)
+    }
+
+    fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
+        let state = Mutex::new(State { queue, device: Some(device), threads: 0, event: None });
         let shared = Arc::new(Shared { state, work: Condvar::new(), done: Condvar::new() });
-        let store = Self { options, shared, owner: std::process::id() };
+        let store = Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()) };
         for _ in 0..store.options.threads {
             store.start_thread()?;
         }
@@ -128,7 +161,7 @@ impl SlabStore {
         let name = "blockyard-store".to_owned();
         thread::Builder::new().name(name).spawn(move || worker.run()).map_err(|source| Error::Io {
             action: "start a thread for",
-            path: "the file tier".into(),
+            path: STORE.into(),
             source,
         })?;
         state.threads += 1;
@@ -145,6 +178,12 @@ impl SlabStore {
     #[must_use]
     pub fn options(&self) -> &StoreOptions {
         &self.options
+    }
+
+    /// Slots that can be addressed by number: none if blocks are addressed by key.
+    #[must_use]
+    pub fn swap_slots(&self) -> u32 {
+        if self.keyed { 0 } else { self.options.geometry.slots }
     }
 
     /// Writes blocks: `rows` holds one payload a slot, back to back. The bytes are copied before this returns.
@@ -167,16 +206,8 @@ impl SlabStore {
             return Err(Error::RepeatedSlot { slot });
         }
         let buffers = self.shared.lock().queue.reserve(slots.len());
-        let stride = self.options.geometry.stride();
-        let filled: Vec<Buffer> = buffers
-            .into_iter()
-            .zip(rows.chunks_exact(payload_bytes))
-            .map(|(buffer, row)| {
-                let mut buffer = buffer.unwrap_or_else(|| Buffer::new(stride));
-                buffer.fill_payload(row);
-                buffer
-            })
-            .collect();
+        let rows = rows.chunks_exact(payload_bytes);
+        let filled: Vec<Buffer> = buffers.into_iter().zip(rows).map(|(buffer, row)| self.filled(buffer, row)).collect();
         let mut state = self.shared.lock();
         let count = filled.len();
         let result = state.queue.submit_writes(&checked, filled, Instant::now());
@@ -186,6 +217,13 @@ impl SlabStore {
         drop(state);
         self.shared.work.notify_all();
         result
+    }
+
+    /// A buffer that holds a payload: this one, if there is one.
+    fn filled(&self, buffer: Option<Buffer>, row: &[u8]) -> Buffer {
+        let mut buffer = buffer.unwrap_or_else(|| Buffer::new(self.options.geometry.stride()));
+        buffer.fill_payload(row);
+        buffer
     }
 
     /// Reads blocks; a slot may be named more than once. A read sees the last write submitted before it.
@@ -201,7 +239,7 @@ impl SlabStore {
     }
 
     fn check_slots(&self, slots: &[i64]) -> Result<Vec<u32>> {
-        let count = self.options.geometry.slots;
+        let count = self.swap_slots();
         let check = |&slot: &i64| match u32::try_from(slot) {
             Ok(found) if found < count => Ok(found),
             _ => Err(Error::SlotOutOfRange { slot, slots: count }),
@@ -223,7 +261,32 @@ impl SlabStore {
     /// `Forked`.
     pub fn poll(&self) -> Result<Vec<u64>> {
         self.check_process()?;
-        Ok(self.shared.lock().queue.tickets.poll(Instant::now()))
+        let mut state = self.shared.lock();
+        if let Some(event) = &state.event {
+            // Nothing to read if no ticket has ended.
+            let _ = rustix::io::read(event, &mut [0; 8]);
+        }
+        Ok(state.queue.tickets.poll(Instant::now()))
+    }
+
+    /// A file descriptor that becomes readable when a ticket ends, and stays so until [`SlabStore::poll`] is called. It
+    /// belongs to the store. Deadlines do not make it readable.
+    ///
+    /// # Errors
+    /// `Io` if there is none left, `Forked`.
+    pub fn event_fd(&self) -> Result<i32> {
+        self.check_process()?;
+        let mut state = self.shared.lock();
+        if let Some(event) = &state.event {
+            return Ok(event.as_raw_fd());
+        }
+        // Tickets may have ended already.
+        let made = eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| Error::Io {
+            action: "make an eventfd for",
+            path: STORE.into(),
+            source: errno.into(),
+        })?;
+        Ok(state.event.insert(made).as_raw_fd())
     }
 
     /// Waits until a ticket is finished, its deadline has passed, or `timeout` has.
@@ -252,7 +315,9 @@ impl SlabStore {
     /// `UnknownTicket`, `Forked`.
     pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
-        let outcomes = self.shared.lock().queue.tickets.take(ticket)?;
+        let outcomes = self.shared.lock().queue.take(ticket, Instant::now())?;
+        // Keys that missed the deadline are wiped.
+        self.shared.work.notify_all();
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             owner: self.owner,
@@ -291,23 +356,41 @@ impl SlabStore {
         let mut state = self.shared.lock();
         state.queue.close();
         self.shared.work.notify_all();
-        if let Some(device) = state.device.take() {
-            state.threads += self.discard_apart(device);
+        let mut device = state.device.take();
+        if !self.keyed {
+            state.threads += device.take().map_or(0, |device| self.discard_apart(device, None));
         }
+        state = self.wait_for_threads(state, until);
+        if let Some(device) = device {
+            // Which keys have landed is known only when the threads have ended.
+            let landed = state.queue.landed().filter(|_| state.threads == 0);
+            let checkpoint = landed.map(|landed| self.options.checkpoint(&landed));
+            state.threads += self.discard_apart(device, checkpoint);
+            state = self.wait_for_threads(state, until);
+        }
+        state.queue.tickets.abandon();
+        self.shared.wake_callers(&state);
+        state.threads == 0
+    }
+
+    /// Waits until all threads have ended, or until a point in time.
+    fn wait_for_threads<'a>(&'a self, mut state: MutexGuard<'a, State>, until: Instant) -> MutexGuard<'a, State> {
         while state.threads > 0 {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else { break };
             state = self.shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.queue.tickets.abandon();
-        self.shared.done.notify_all();
-        state.threads == 0
+        state
     }
 
-    /// Discards the device in a thread of its own, since removing a file can hang on a frozen disk. Returns the number
-    /// of threads started.
-    fn discard_apart(&self, device: Arc<dyn BlockDevice>) -> usize {
-        let shared = Arc::clone(&self.shared);
+    /// Syncs or discards the device in a thread of its own, since either can hang on a frozen disk. Returns the number of
+    /// threads started.
+    fn discard_apart(&self, device: Arc<dyn BlockDevice>, checkpoint: Option<Vec<u8>>) -> usize {
+        let (shared, is_kept) = (Arc::clone(&self.shared), self.keyed);
         let work = move || {
+            let synced = is_kept && device.sync().is_ok();
+            if let Some(bytes) = checkpoint.filter(|_| synced) {
+                device.save_checkpoint(&bytes);
+            }
             device.discard();
             drop(device);
             shared.lock().threads -= 1;
@@ -397,21 +480,29 @@ impl Worker {
 
     fn carry_out(&self, job: Job) {
         match job {
-            Job::Write { place, generation, mut buffer } => {
-                let header = self.expected(place.slot, generation).header(buffer.payload(self.geometry.payload_bytes));
+            Job::Write { place, mut buffer } => {
+                let header = self.expected(place).header(buffer.payload(self.geometry.payload_bytes));
                 header.encode(buffer.as_mut_slice());
                 let result = write_whole(&*self.device, buffer.as_slice(), self.geometry.offset(place.slot));
                 let mut state = self.shared.lock();
-                let result = outcome(&mut state.queue, "write", place.slot, result);
-                state.queue.finish_write(place, generation, buffer, result);
+                let result = outcome(&mut state.queue, "write of", place.slot, result);
+                state.queue.finish_write(place, buffer, result);
                 self.wake_callers(&mut state);
             }
-            Job::Read { place, generation, mut buffer } => {
+            Job::Read { place, mut buffer } => {
                 let result = read_whole(&*self.device, buffer.as_mut_slice(), self.geometry.offset(place.slot));
-                let checked = result.map(|()| self.expected(place.slot, generation).check(buffer.as_slice()));
+                let checked = result.map(|()| self.expected(place).check(buffer.as_slice()));
                 let mut state = self.shared.lock();
-                let result = outcome(&mut state.queue, "read", place.slot, checked).and_then(|checked| checked);
+                let result = outcome(&mut state.queue, "read of", place.slot, checked).and_then(|checked| checked);
                 state.queue.finish_read(place, buffer, result);
+                self.wake_callers(&mut state);
+            }
+            Job::Wipe { place } => {
+                let page = Buffer::new(PAGE);
+                let result = write_whole(&*self.device, page.as_slice(), self.geometry.offset(place.slot));
+                let mut state = self.shared.lock();
+                let result = outcome(&mut state.queue, "deletion from", place.slot, result);
+                state.queue.finish_wipe(place, result);
                 self.wake_callers(&mut state);
             }
         }
@@ -419,16 +510,16 @@ impl Worker {
 
     fn wake_callers(&self, state: &mut State) {
         if state.queue.tickets.take_ended() {
-            self.shared.done.notify_all();
+            self.shared.wake_callers(state);
         }
     }
 
-    fn expected(&self, slot: u32, generation: u64) -> Expected {
+    fn expected(&self, place: Place) -> Expected {
         Expected {
             namespace: self.namespace,
-            key: [0; 32],
-            slot: slot.into(),
-            generation,
+            key: place.key,
+            slot: place.slot.into(),
+            generation: place.generation,
             payload_bytes: self.geometry.payload_bytes,
         }
     }
@@ -436,13 +527,10 @@ impl Worker {
 
 /// Turns a system error into a miss and keeps its message.
 fn outcome<T>(queue: &mut Queue, what: &str, slot: u32, result: std::io::Result<T>) -> std::result::Result<T, Miss> {
-    result.map_err(|error| {
-        if error.kind() == std::io::ErrorKind::UnexpectedEof {
-            return Miss::Truncated;
-        }
-        queue.note_error(format!("{what} of slot {slot}: {error}"));
-        Miss::Io
-    })
+    let truncated = |error: &std::io::Error| error.kind() == std::io::ErrorKind::UnexpectedEof;
+    let error = result.as_ref().err().filter(|error| !truncated(error));
+    queue.note_answer(error.map(|error| format!("{what} slot {slot}: {error}")));
+    result.map_err(|error| if truncated(&error) { Miss::Truncated } else { Miss::Io })
 }
 
 /// Nanoseconds since 1970, so that no two lives of a slab share a generation.

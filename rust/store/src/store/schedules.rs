@@ -5,6 +5,8 @@ use super::{SlabStore, StoreOptions};
 use crate::device::BlockDevice;
 use crate::error::Error;
 use crate::geometry::Geometry;
+use crate::index::Landed;
+use crate::miss::Miss;
 use crate::ticket::Progress;
 use shuttle::{check_pct, check_random, thread};
 use std::io;
@@ -67,6 +69,54 @@ fn two_callers() {
 fn callers_find_what_they_wrote_whatever_the_schedule() {
     check_random(two_callers, 200);
     check_pct(two_callers, 200, 3);
+}
+
+/// A keyed store of two slots, as an empty slab would give it.
+fn keyed() -> Arc<SlabStore> {
+    let geometry = Geometry::fit(BYTES, None, Some(2)).unwrap();
+    let options = StoreOptions { geometry, namespace: [0; 32], threads: 2, memory_bytes: 1 << 20, patience: LONG };
+    let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
+    let mut queue = options.queue(1);
+    queue.restore(&Landed { floor: 1, next_generation: 2, blocks: Vec::new(), older: Vec::new() });
+    Arc::new(SlabStore::start(Arc::new(memory), options, queue, true).unwrap())
+}
+
+/// What became of each block of a ticket; a block that was read must be that of its key.
+fn ends(store: &SlabStore, ticket: u64, keys: &[u8]) -> Vec<Result<(), Miss>> {
+    assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Finished);
+    let done = store.take(ticket).unwrap();
+    let end = |(block, key): (Result<Option<&[u8]>, Miss>, &u8)| {
+        block.map(|bytes| assert!(bytes.is_none_or(|bytes| bytes == [*key; BYTES])))
+    };
+    done.blocks().zip(keys).map(end).collect()
+}
+
+fn callers_by_key() {
+    let store = keyed();
+    let other = Arc::clone(&store);
+    let caller = thread::spawn(move || {
+        let put = other.submit_put(&[[1; 32], [2; 32]], &[[1; BYTES], [2; BYTES]].concat()).unwrap();
+        let deleted = other.submit_delete(&[[1; 32]]).unwrap();
+        assert_eq!(ends(&other, put, &[1, 2]), [Ok(()); 2]);
+        assert_eq!(ends(&other, deleted, &[1]), [Ok(())]);
+    });
+    // Key 3 takes the slot of one of the others, or they take its slot.
+    let put = store.submit_put(&[[3; 32], [1; 32]], &[[3; BYTES], [1; BYTES]].concat()).unwrap();
+    let get = store.submit_get(&[[1; 32], [2; 32], [3; 32]]).unwrap();
+    let get = ends(&store, get, &[1, 2, 3]);
+    assert!(get.iter().all(|end| matches!(end, Ok(()) | Err(Miss::Absent | Miss::Lost))), "{get:?}");
+    assert_eq!(ends(&store, put, &[3, 1]), [Ok(()); 2]);
+    caller.join().unwrap();
+    let held = store.contains(&[[1; 32], [2; 32], [3; 32]]).unwrap().into_iter().filter(|held| *held).count() as u64;
+    let stats = store.stats().unwrap();
+    assert_eq!((stats.stored_blocks, stats.pending_bytes), (held, 0));
+    assert!(held > 0 && store.close(LONG));
+}
+
+#[test]
+fn callers_by_key_find_right_blocks_whatever_the_schedule() {
+    check_random(callers_by_key, 400);
+    check_pct(callers_by_key, 400, 3);
 }
 
 /// Whoever waits while another closes is told; nobody is left behind.

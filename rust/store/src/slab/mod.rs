@@ -1,14 +1,19 @@
-//! The file of a slab: locked, preallocated, and removed when the store is closed or by the next opener if its process
-//! dies.
+//! The file of a slab: locked and preallocated. That of swap space is removed when the store is closed, or by the next
+//! opener if its process dies; that of keyed blocks is kept.
 //!
-//! Invariant: the holder of the `flock` of a named slab owns it. A slab whose lock is free belongs to a dead process,
+//! Invariant: the holder of the `flock` of a named slab owns it. Swap space whose lock is free belongs to a dead process,
 //! and anyone may remove it.
+
+mod kept;
+mod plain;
+
+pub(crate) use plain::{Access, PlainFile};
 
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_whole, write_whole};
 use crate::error::{Error, Result};
-use crate::geometry::Geometry;
-use crate::header::{PAGE, Superblock};
+use crate::geometry::{Geometry, PAGE};
+use crate::header::Superblock;
 use rustix::fs::{self, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
@@ -48,7 +53,7 @@ pub struct SlabOptions {
     pub direct: DirectMode,
 }
 
-/// An open, locked and preallocated slab of swap slots. Its name goes when it is discarded or dropped.
+/// An open, locked and preallocated slab. The name of swap space goes when it is discarded or dropped.
 #[derive(Debug)]
 pub struct SlabFile {
     file: File,
@@ -58,11 +63,12 @@ pub struct SlabFile {
     owner: u32,
     direct: bool,
     notes: Vec<String>,
+    /// Set from the start for a file that is kept.
     unlinked: AtomicBool,
 }
 
 impl SlabFile {
-    /// Creates a slab. It first removes slabs that dead processes left in the directory.
+    /// Creates a slab for swap space. It first removes those that dead processes left in the directory.
     ///
     /// # Errors
     /// `NoSpace` or `FileTooLarge` if the slab does not fit, `DirectRefused` if direct I/O is required and not
@@ -84,7 +90,7 @@ impl SlabFile {
         check_space(&directory, options)?;
         let mut slab = Self::claim(directory, &options.directory)?;
         slab.preallocate(options)?;
-        slab.choose_direct(options)?;
+        slab.choose_direct(options, Self::prove_by_writing)?;
         Ok(slab)
     }
 
@@ -133,12 +139,14 @@ impl SlabFile {
         }
     }
 
-    /// Turns direct I/O on if wanted, tests it on the superblock, and turns it off if that fails.
-    fn choose_direct(&mut self, options: &SlabOptions) -> Result<()> {
-        let mut page = Buffer::new(PAGE);
-        superblock(options, self.owner, &mut page);
+    /// Turns direct I/O on if wanted, proves it, and turns it off if that fails.
+    fn choose_direct(
+        &mut self,
+        options: &SlabOptions,
+        prove: impl Fn(&Self, &SlabOptions) -> io::Result<()>,
+    ) -> Result<()> {
         if options.direct != DirectMode::Off {
-            let reason = match self.set_direct(true).and_then(|()| self.prove(&page)) {
+            let reason = match self.set_direct(true).and_then(|()| prove(self, options)) {
                 Ok(()) => {
                     self.direct = true;
                     return Ok(());
@@ -151,7 +159,7 @@ impl SlabFile {
             self.notes.push(format!("buffered: the file system refuses direct I/O ({reason})"));
             self.set_direct(false).map_err(|source| self.error("turn direct I/O off for", source))?;
         }
-        self.prove(&page).map_err(|source| self.error("write the superblock of", source))
+        prove(self, options).map_err(|source| self.error("use the superblock of", source))
     }
 
     fn set_direct(&self, on: bool) -> io::Result<()> {
@@ -160,8 +168,9 @@ impl SlabFile {
         Ok(fs::fcntl_setfl(&self.file, flags)?)
     }
 
-    /// Writes the page and reads it back.
-    fn prove(&self, page: &Buffer) -> io::Result<()> {
+    /// Writes a superblock and reads it back.
+    fn prove_by_writing(&self, options: &SlabOptions) -> io::Result<()> {
+        let page = Superblock::new(options.namespace, options.geometry, 0).page();
         write_whole(self, page.as_slice(), 0)?;
         let mut back = Buffer::new(PAGE);
         read_whole(self, back.as_mut_slice(), 0)?;
@@ -212,6 +221,19 @@ impl BlockDevice for SlabFile {
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
         FileExt::write_at(&self.file, bytes, offset)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(fs::fdatasync(&self.file)?)
+    }
+
+    fn take_checkpoint(&self, limit: u64) -> Option<Vec<u8>> {
+        kept::take_checkpoint(&self.directory, limit)
+    }
+
+    fn save_checkpoint(&self, bytes: &[u8]) {
+        // It is a hint: whatever fails, the next opener reads the headers.
+        let _ = kept::save_checkpoint(&self.directory, bytes);
     }
 
     fn discard(&self) {
@@ -284,20 +306,6 @@ fn available(directory: &OwnedFd) -> Option<u64> {
 fn file_size_limit() -> String {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
     limit.map_or_else(|| "set by the file system".to_owned(), |limit| format!("{limit} (RLIMIT_FSIZE)"))
-}
-
-fn superblock(options: &SlabOptions, pid: u32, page: &mut Buffer) {
-    let Geometry { slots, payload_bytes, .. } = options.geometry;
-    let block = Superblock {
-        namespace: options.namespace,
-        pid,
-        slots: slots.into(),
-        stride: options.geometry.stride() as u64,
-        payload_bytes: payload_bytes as u64,
-    };
-    if let Some((page, _)) = page.as_mut_slice().split_first_chunk_mut::<PAGE>() {
-        block.encode(page);
-    }
 }
 
 fn failed(action: &'static str, path: &Path) -> impl FnOnce(Errno) -> Error {

@@ -1,16 +1,21 @@
-//! `SlabStore`, `Completion` and `StoreStats`: the file tier as Python sees it.
+//! `SlabStore`: the file store as Python sees it; what its batches come to is in `results`, its file in `report`.
+
+mod report;
+mod results;
+
+pub(crate) use report::{PySlabReport, check_slab, inspect_slab};
+pub(crate) use results::{PyCompletion, PyTierStats};
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays::Ticket;
 use crate::convert::memory;
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore, Stats,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore,
     StoreOptions,
 };
-use numpy::{PyArray1, PyArray2, get_array_module};
+use numpy::{Ix2, PyArray1};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
-use std::collections::BTreeMap;
+use pyo3::types::PyTuple;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,183 +50,8 @@ fn invalid(message: String) -> PyErr {
     classes::InvalidArgumentError::new_err(message)
 }
 
-/// What became of one batch.
-#[pyclass(frozen, name = "Completion", module = "blockyard._core")]
-pub(crate) struct PyCompletion {
-    /// The ticket that was collected.
-    #[pyo3(get)]
-    ticket: u64,
-    ok: Py<PyArray1<bool>>,
-    rows: Py<PyArray2<u8>>,
-    reasons: Py<PyTuple>,
-}
-
-#[pymethods]
-impl PyCompletion {
-    #[new]
-    fn new(
-        #[pyo3(from_py_with = args::ticket)] ticket: u64,
-        ok: &Bound<'_, PyAny>,
-        rows: &Bound<'_, PyAny>,
-        reasons: &Bound<'_, PyAny>,
-    ) -> PyResult<Self> {
-        let ok = ok.cast::<PyArray1<bool>>().map_err(|_| expected("ok", "a bool array [n]", ok))?;
-        let rows =
-            rows.cast::<PyArray2<u8>>().map_err(|_| expected("rows", "a uint8 array [n, bytes_per_block]", rows))?;
-        let reasons = PyTuple::new(reasons.py(), Vec::<String>::read(reasons, &"reasons")?)?;
-        Ok(Self { ticket, ok: ok.clone().unbind(), rows: rows.clone().unbind(), reasons: reasons.unbind() })
-    }
-
-    /// Whether each block came back or went in, bool `[n]`.
-    #[getter]
-    fn ok(&self, py: Python<'_>) -> Py<PyArray1<bool>> {
-        self.ok.clone_ref(py)
-    }
-
-    /// The blocks that were read, uint8 `[n, bytes_per_block]`; rows of misses hold nothing of use. `[0,
-    /// bytes_per_block]` for writes.
-    #[getter]
-    fn rows(&self, py: Python<'_>) -> Py<PyArray2<u8>> {
-        self.rows.clone_ref(py)
-    }
-
-    /// Why a block is a miss, one string a block; empty where it is not.
-    #[getter]
-    fn reasons(&self, py: Python<'_>) -> Py<PyTuple> {
-        self.reasons.clone_ref(py)
-    }
-
-    fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        (self.ticket, &self.ok, &self.rows, &self.reasons).into_pyobject(py)
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let ok = self.ok.bind(py).as_any();
-        let done = get_array_module(py)?.call_method1("count_nonzero", (ok,))?;
-        Ok(format!("Completion(ticket={}, ok={done} of {})", self.ticket, ok.len()?))
-    }
-}
-
-/// Counters of a tier since it was opened.
-#[pyclass(frozen, eq, get_all, name = "StoreStats", module = "blockyard._core")]
-#[derive(Clone, Default, PartialEq, Eq)]
-pub(crate) struct PyTierStats {
-    /// Blocks whose write completed.
-    written_blocks: u64,
-    /// Bytes of those, headers not counted.
-    written_bytes: u64,
-    /// Blocks whose read was checked and accepted.
-    read_blocks: u64,
-    /// Bytes of those, headers not counted.
-    read_bytes: u64,
-    /// Blocks that did not come back or go in, by reason.
-    misses: BTreeMap<String, u64>,
-    /// Operations that the system answered with an error.
-    errors: u64,
-    /// The last of those errors, in words.
-    last_error: String,
-    /// Bytes of blocks in flight and of results not yet collected.
-    pending_bytes: u64,
-}
-
-#[pymethods]
-impl PyTierStats {
-    #[new]
-    #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
-                        last_error="", pending_bytes=0))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a counter")]
-    fn new(
-        #[pyo3(from_py_with = args::written_blocks)] written_blocks: u64,
-        #[pyo3(from_py_with = args::written_bytes)] written_bytes: u64,
-        #[pyo3(from_py_with = args::read_blocks)] read_blocks: u64,
-        #[pyo3(from_py_with = args::read_bytes)] read_bytes: u64,
-        #[pyo3(from_py_with = args::misses)] misses: Option<BTreeMap<String, u64>>,
-        #[pyo3(from_py_with = args::errors)] errors: u64,
-        last_error: &str,
-        #[pyo3(from_py_with = args::pending_bytes)] pending_bytes: u64,
-    ) -> Self {
-        let last_error = last_error.to_owned();
-        let misses = misses.unwrap_or_default();
-        Self { written_blocks, written_bytes, read_blocks, read_bytes, misses, errors, last_error, pending_bytes }
-    }
-
-    /// Reads whose header or payload checksum did not match.
-    #[getter]
-    fn checksum_failures(&self) -> u64 {
-        self.sum(&[Miss::HeaderChecksum, Miss::PayloadChecksum])
-    }
-
-    /// Reads that came back from storage and were refused, for any reason.
-    #[getter]
-    fn damaged_blocks(&self) -> u64 {
-        self.sum(&[
-            Miss::Magic,
-            Miss::Version,
-            Miss::HeaderChecksum,
-            Miss::Namespace,
-            Miss::Key,
-            Miss::Slot,
-            Miss::Generation,
-            Miss::Length,
-            Miss::PayloadChecksum,
-            Miss::Truncated,
-        ])
-    }
-
-    /// All counters, for JSON.
-    fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        for (name, value) in [
-            ("written_blocks", self.written_blocks),
-            ("written_bytes", self.written_bytes),
-            ("read_blocks", self.read_blocks),
-            ("read_bytes", self.read_bytes),
-            ("checksum_failures", self.checksum_failures()),
-            ("damaged_blocks", self.damaged_blocks()),
-            ("errors", self.errors),
-            ("pending_bytes", self.pending_bytes),
-        ] {
-            dict.set_item(name, value)?;
-        }
-        dict.set_item("last_error", &self.last_error)?;
-        dict.set_item("misses", &self.misses)?;
-        Ok(dict)
-    }
-
-    /// What the constructor takes, by name.
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((), Bound<'py, PyDict>)> {
-        let counters = self.as_dict(py)?;
-        counters.del_item("checksum_failures")?;
-        counters.del_item("damaged_blocks")?;
-        Ok(((), counters))
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("StoreStats({})", self.as_dict(py)?.repr()?))
-    }
-}
-
-impl PyTierStats {
-    fn from_store(stats: Stats, bytes_per_block: u64) -> Self {
-        let seen = Miss::ALL.into_iter().map(|miss| (miss.name().to_owned(), stats.misses[miss.index()]));
-        Self {
-            written_blocks: stats.written_blocks,
-            written_bytes: stats.written_blocks * bytes_per_block,
-            read_blocks: stats.read_blocks,
-            read_bytes: stats.read_blocks * bytes_per_block,
-            misses: seen.filter(|(_, count)| *count > 0).collect(),
-            errors: stats.errors,
-            last_error: stats.last_error,
-            pending_bytes: stats.pending_bytes,
-        }
-    }
-
-    fn sum(&self, misses: &[Miss]) -> u64 {
-        misses.iter().filter_map(|miss| self.misses.get(miss.name())).sum()
-    }
-}
-
-/// Slot-addressed swap space in one preallocated file; `blockyard.stores.open_store` opens it by URL.
+/// Blocks in one preallocated file; `blockyard.stores.open_store` opens it by URL. With `use="swap"` they are
+/// addressed by slot and die with the process, with `use="prefix"` they are found by key and outlive it.
 #[pyclass(frozen, name = "SlabStore", module = "blockyard._core")]
 pub(crate) struct PySlabStore {
     store: SlabStore,
@@ -234,7 +64,7 @@ pub(crate) struct PySlabStore {
 impl PySlabStore {
     #[new]
     #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
-                        memory=1_073_741_824, deadline=10.0, namespace=[0; 32]))]
+                        memory=1_073_741_824, deadline=10.0, namespace=[0; 32], r#use="swap"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one an option of the URL")]
     fn new(
         py: Python<'_>,
@@ -247,7 +77,13 @@ impl PySlabStore {
         #[pyo3(from_py_with = args::memory)] memory: u64,
         #[pyo3(from_py_with = args::deadline)] deadline: f64,
         #[pyo3(from_py_with = args::namespace)] namespace: [u8; 32],
+        r#use: &str,
     ) -> PyResult<Self> {
+        let is_keyed = match r#use {
+            "swap" => false,
+            "prefix" => true,
+            other => return Err(invalid(format!("use is '{other}', must be 'swap' or 'prefix'"))),
+        };
         let direct = match direct {
             "auto" => DirectMode::Auto,
             "on" => DirectMode::On,
@@ -259,15 +95,17 @@ impl PySlabStore {
             let geometry = Geometry::fit(bytes_per_block, size, num_slots)?;
             let options = StoreOptions { geometry, namespace, threads, memory_bytes: memory, patience };
             options.check()?;
-            let slab = SlabFile::create(&SlabOptions { directory, geometry, namespace, direct })?;
+            let file = SlabOptions { directory, geometry, namespace, direct };
+            let slab = if is_keyed { SlabFile::open_kept(&file)? } else { SlabFile::create(&file)? };
             let (path, direct, notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());
             let device: Arc<dyn BlockDevice> = Arc::new(slab);
-            Ok(Self { store: SlabStore::open(device, options)?, path, direct, notes })
+            let open = if is_keyed { SlabStore::open_keyed } else { SlabStore::open };
+            Ok(Self { store: open(device, options)?, path, direct, notes })
         })
         .map_err(|error| to_py(&error))
     }
 
-    /// Slots, numbered from 0.
+    /// Blocks that the store can hold; in swap space its slots, numbered from 0.
     #[getter]
     fn num_slots(&self) -> u32 {
         self.store.geometry().slots
@@ -333,6 +171,45 @@ impl PySlabStore {
         py.detach(|| self.store.submit_read(&slots)).map_err(|error| to_py(&error))
     }
 
+    /// Start to store blocks under their keys: `keys` uint8 `[n, 32]` or 32 bytes each, `rows` uint8
+    /// `[n, bytes_per_block]`. The bytes are copied before this returns a ticket. See `ExternalStore.submit_put`.
+    fn submit_put(&self, keys: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let keys = key_array(keys)?;
+        let shape = [keys.len(), self.bytes_per_block()];
+        let submitted = memory::lend_rows(rows, shape, |bytes| self.store.submit_put(&keys, bytes))?;
+        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
+        submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
+    }
+
+    /// Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`.
+    fn submit_get(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let keys = key_array(keys)?;
+        py.detach(|| self.store.submit_get(&keys)).map_err(|error| to_py(&error))
+    }
+
+    /// Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`.
+    fn submit_delete(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let keys = key_array(keys)?;
+        py.detach(|| self.store.submit_delete(&keys)).map_err(|error| to_py(&error))
+    }
+
+    /// Whether each key has a block, bool `[n]`; nothing is read. See `ExternalStore.contains`.
+    fn contains<'py>(&self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<bool>>> {
+        let keys = key_array(keys)?;
+        let found = self.store.contains(&keys).map_err(|error| to_py(&error))?;
+        memory::array(py, &found, |found| *found)
+    }
+
+    /// Forget every key, now and for later processes; waits for the disk. See `ExternalStore.forget`.
+    fn forget(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.store.forget()).map_err(|error| to_py(&error))
+    }
+
+    /// File descriptor, readable while tickets have ended since the last `poll`. See `ExternalStore.event_fd`.
+    fn event_fd(&self) -> PyResult<i32> {
+        self.store.event_fd().map_err(|error| to_py(&error))
+    }
+
     /// Tickets that finished or expired since the last call, not collected yet. Never waits.
     fn poll(&self) -> PyResult<Vec<u64>> {
         self.store.poll().map_err(|error| to_py(&error))
@@ -375,8 +252,8 @@ impl PySlabStore {
         Ok(PyTierStats::from_store(stats, self.bytes_per_block() as u64))
     }
 
-    /// Give up what is under way and remove the file. Returns False if the disk did not answer within `timeout`
-    /// seconds.
+    /// Give up what is under way, and remove the file of swap space. Returns False if the disk did not answer within
+    /// `timeout` seconds.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, #[pyo3(from_py_with = args::timeout)] timeout: f64) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
@@ -432,6 +309,17 @@ fn collect(found: &Completion, out: &mut [u8], width: usize, reasons: &mut Vec<&
 
 fn slot_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     memory::listed(value)?.ok_or_else(|| expected("slots", "an int64 array [n]", value))
+}
+
+/// Keys of 32 bytes, from an array or one by one.
+fn key_array(value: &Bound<'_, PyAny>) -> PyResult<Vec<[u8; 32]>> {
+    match memory::copied::<u8, Ix2>(value)? {
+        Some((bytes, shape)) if shape[1] == 32 => {
+            Ok(bytes.chunks_exact(32).filter_map(|key| key.try_into().ok()).collect())
+        }
+        Some(_) => Err(expected("keys", "a uint8 array [n, 32]", value)),
+        None => Vec::<[u8; 32]>::read(value, &"keys"),
+    }
 }
 
 /// The error for an argument that is not the array it must be; says what it is.

@@ -1,0 +1,79 @@
+//! `SlabReport`: what a slab holds, for `blockyard inspect` and `blockyard fsck`.
+
+use super::to_py;
+use blockyard_store::SlabReport;
+use pyo3::prelude::*;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// What the slots of a slab hold.
+#[pyclass(frozen, get_all, name = "SlabReport", module = "blockyard._core")]
+pub(crate) struct PySlabReport {
+    /// The slab's file.
+    path: PathBuf,
+    /// Slots of the slab.
+    num_slots: u32,
+    /// Bytes that one slot holds.
+    bytes_per_block: usize,
+    /// Process that wrote the superblock.
+    pid: u32,
+    /// Blocks that a store can find, by namespace in hexadecimal digits.
+    blocks: BTreeMap<String, u64>,
+    /// Slots without a block.
+    empty: u64,
+    /// Blocks that were forgotten all at once.
+    forgotten: u64,
+    /// Blocks that a newer write of their key replaces.
+    replaced: u64,
+    /// Damaged slots and the reason that a read would have.
+    damaged: Vec<(u32, &'static str)>,
+    /// Damaged slots that were wiped.
+    wiped: u64,
+}
+
+impl PySlabReport {
+    fn from_store(report: SlabReport) -> Self {
+        let hex = |namespace: [u8; 32]| {
+            let half = |bytes: &[u8]| bytes.iter().fold(0_u128, |number, byte| number << 8 | u128::from(*byte));
+            format!("{:032x}{:032x}", half(&namespace[..16]), half(&namespace[16..]))
+        };
+        Self {
+            path: report.path,
+            num_slots: report.geometry.slots,
+            bytes_per_block: report.geometry.payload_bytes,
+            pid: report.pid,
+            blocks: report.blocks.into_iter().map(|(namespace, count)| (hex(namespace), count)).collect(),
+            empty: report.empty,
+            forgotten: report.forgotten,
+            replaced: report.replaced,
+            damaged: report.damaged.into_iter().map(|(slot, miss)| (slot, miss.name())).collect(),
+            wiped: report.wiped,
+        }
+    }
+}
+
+/// Read the headers of a slab, which a store may have open.
+///
+/// Args:
+///     path: the file, or the directory of a prefix store.
+/// Raises:
+///     StoreError: it cannot be read, or is no slab.
+#[pyfunction]
+pub(crate) fn inspect_slab(py: Python<'_>, path: PathBuf) -> PyResult<PySlabReport> {
+    let report = py.detach(move || SlabReport::inspect(&path));
+    report.map(PySlabReport::from_store).map_err(|error| to_py(&error))
+}
+
+/// Read every block of a slab that no store has open.
+///
+/// Args:
+///     path: the file, or the directory of a prefix store.
+///     repair: wipe damaged slots.
+/// Raises:
+///     StoreError: it cannot be read or written, is no slab, or is in use.
+#[pyfunction]
+#[pyo3(signature = (path, *, repair=false))]
+pub(crate) fn check_slab(py: Python<'_>, path: PathBuf, repair: bool) -> PyResult<PySlabReport> {
+    let report = py.detach(move || SlabReport::check(&path, repair));
+    report.map(PySlabReport::from_store).map_err(|error| to_py(&error))
+}

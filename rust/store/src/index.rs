@@ -1,0 +1,362 @@
+//! Which slot holds which key, and in which order slots are reused: least recently used first.
+//!
+//! Invariants:
+//! - `slots` has one entry for each live key, and the entry's slot has that key;
+//! - a slot is live if its generation is at least `floor`; so raising the floor forgets every key in O(1);
+//! - the reuse order links every slot once.
+
+use std::collections::HashMap;
+
+/// Full key of a block.
+pub(crate) type Key = [u8; 32];
+
+/// No slot, at the ends of the reuse order.
+const NONE: u32 = u32::MAX;
+
+/// A slot and what it holds: a block, or with generation 0 none that the store would find.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StoredBlock {
+    pub(crate) slot: u32,
+    pub(crate) key: Key,
+    pub(crate) generation: u64,
+    /// Whether the payload is known to have landed too: after a crash the header alone is no proof.
+    pub(crate) proven: bool,
+}
+
+impl StoredBlock {
+    /// A slot without a block.
+    pub(crate) fn none(slot: u32) -> Self {
+        Self { slot, key: [0; 32], generation: 0, proven: false }
+    }
+}
+
+/// What one life of a keyed store hands to the next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Landed {
+    /// The first generation that counts.
+    pub(crate) floor: u64,
+    /// Above every generation that was used.
+    pub(crate) next_generation: u64,
+    /// Blocks that have landed, and slots without one; each slot and key once, first to be reused first.
+    pub(crate) blocks: Vec<StoredBlock>,
+    /// Slots with an older write of one of these keys.
+    pub(crate) older: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    key: Key,
+    /// Of the write that put the key here; 0 without a key.
+    generation: u64,
+    newer: u32,
+    older: u32,
+}
+
+/// Where a slot that has lost its key goes in the reuse order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reuse {
+    First,
+    /// For slots that could not be written: others come first.
+    Last,
+}
+
+/// The keys of a store. A store of swap slots has an index of no slots.
+#[derive(Debug)]
+pub(crate) struct Index {
+    entries: Vec<Entry>,
+    slots: HashMap<Key, u32>,
+    newest: u32,
+    oldest: u32,
+    floor: u64,
+    live: u32,
+    evicted: u64,
+}
+
+impl Index {
+    /// An index of `slots` slots without keys; generations below `floor`, which is at least 1, count for nothing.
+    pub(crate) fn new(slots: u32, floor: u64) -> Self {
+        let entry = |slot: u32| Entry {
+            key: [0; 32],
+            generation: 0,
+            newer: if slot + 1 < slots { slot + 1 } else { NONE },
+            older: slot.checked_sub(1).unwrap_or(NONE),
+        };
+        Self {
+            entries: (0..slots).map(entry).collect(),
+            slots: HashMap::new(),
+            newest: slots.checked_sub(1).unwrap_or(NONE),
+            oldest: if slots > 0 { 0 } else { NONE },
+            floor: floor.max(1),
+            live: 0,
+            evicted: 0,
+        }
+    }
+
+    /// Slots of the index.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Keys that have a slot.
+    pub(crate) fn live(&self) -> u32 {
+        self.live
+    }
+
+    /// Keys that gave way to others.
+    pub(crate) fn evicted(&self) -> u64 {
+        self.evicted
+    }
+
+    /// Slot and generation of a key.
+    pub(crate) fn find(&self, key: &Key) -> Option<(u32, u64)> {
+        let slot = *self.slots.get(key)?;
+        let generation = self.entries[slot as usize].generation;
+        (generation >= self.floor).then_some((slot, generation))
+    }
+
+    /// Makes the slot of a key, if it has one, the last to be reused.
+    pub(crate) fn touch(&mut self, key: &Key) {
+        if let Some((slot, _)) = self.find(key) {
+            self.unlink(slot);
+            self.link_newest(slot);
+        }
+    }
+
+    /// Gives a key the slot that is next to be reused; returns it with the key that it held, which is evicted. `None` if
+    /// there are no slots.
+    pub(crate) fn claim(&mut self, key: Key, generation: u64) -> Option<(u32, Option<Key>)> {
+        let slot = self.oldest;
+        let entry = *self.entries.get(slot as usize)?;
+        let evicted = (entry.generation >= self.floor).then_some(entry.key);
+        self.evicted += u64::from(evicted.is_some());
+        self.clear(slot);
+        self.set(slot, key, generation);
+        Some((slot, evicted))
+    }
+
+    /// Takes over what a slot already holds, as the last to be reused. Call it once for each slot and key.
+    pub(crate) fn restore(&mut self, block: StoredBlock) {
+        if block.generation > 0 {
+            self.set(block.slot, block.key, block.generation);
+        } else {
+            self.unlink(block.slot);
+            self.link_newest(block.slot);
+        }
+    }
+
+    /// Gives the slot of a key to another write of it.
+    pub(crate) fn renew(&mut self, slot: u32, key: Key, generation: u64) {
+        self.clear(slot);
+        self.set(slot, key, generation);
+    }
+
+    fn set(&mut self, slot: u32, key: Key, generation: u64) {
+        let entry = &mut self.entries[slot as usize];
+        (entry.key, entry.generation) = (key, generation);
+        self.slots.insert(key, slot);
+        self.live += u32::from(generation >= self.floor);
+        self.unlink(slot);
+        self.link_newest(slot);
+    }
+
+    /// Forgets the key that the write of this generation put into a slot, if it is there still; says whether it was.
+    pub(crate) fn remove(&mut self, slot: u32, generation: u64, reuse: Reuse) -> bool {
+        let held = self.entries.get(slot as usize).map_or(0, |entry| entry.generation);
+        if held != generation || held < self.floor {
+            return false;
+        }
+        self.clear(slot);
+        self.unlink(slot);
+        match reuse {
+            Reuse::First => self.link_oldest(slot),
+            Reuse::Last => self.link_newest(slot),
+        }
+        true
+    }
+
+    /// Forgets every key whose generation is below the new floor, which must be above all of them.
+    pub(crate) fn forget(&mut self, floor: u64) {
+        self.floor = floor;
+        self.live = 0;
+    }
+
+    /// The first generation that counts.
+    pub(crate) fn floor(&self) -> u64 {
+        self.floor
+    }
+
+    /// Every slot, first to be reused first; which blocks are proven is not known here.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = StoredBlock> {
+        let mut next = self.oldest;
+        std::iter::from_fn(move || {
+            let slot = next;
+            let entry = self.entries.get(slot as usize)?;
+            next = entry.newer;
+            let block = StoredBlock { slot, key: entry.key, generation: entry.generation, proven: false };
+            Some(if entry.generation >= self.floor { block } else { StoredBlock::none(slot) })
+        })
+    }
+
+    /// Takes a slot's key away, dead or alive.
+    fn clear(&mut self, slot: u32) {
+        let entry = &mut self.entries[slot as usize];
+        if entry.generation == 0 {
+            return;
+        }
+        self.live -= u32::from(entry.generation >= self.floor);
+        entry.generation = 0;
+        // A dead key may have another slot by now.
+        if self.slots.get(&entry.key) == Some(&slot) {
+            self.slots.remove(&entry.key);
+        }
+    }
+
+    fn unlink(&mut self, slot: u32) {
+        let Entry { newer, older, .. } = self.entries[slot as usize];
+        match self.entries.get_mut(newer as usize) {
+            Some(entry) => entry.older = older,
+            None => self.newest = older,
+        }
+        match self.entries.get_mut(older as usize) {
+            Some(entry) => entry.newer = newer,
+            None => self.oldest = newer,
+        }
+    }
+
+    fn link_newest(&mut self, slot: u32) {
+        let older = std::mem::replace(&mut self.newest, slot);
+        match self.entries.get_mut(older as usize) {
+            Some(entry) => entry.newer = slot,
+            None => self.oldest = slot,
+        }
+        let entry = &mut self.entries[slot as usize];
+        (entry.newer, entry.older) = (NONE, older);
+    }
+
+    fn link_oldest(&mut self, slot: u32) {
+        let newer = std::mem::replace(&mut self.oldest, slot);
+        match self.entries.get_mut(newer as usize) {
+            Some(entry) => entry.older = slot,
+            None => self.newest = slot,
+        }
+        let entry = &mut self.entries[slot as usize];
+        (entry.newer, entry.older) = (newer, NONE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SLOTS: u32 = 5;
+
+    fn key(n: u8) -> Key {
+        [n; 32]
+    }
+
+    #[test]
+    fn a_store_of_swap_slots_has_no_keys() {
+        let mut index = Index::new(0, 7);
+        assert_eq!((index.claim(key(1), 9), index.find(&key(1)), index.len()), (None, None, 0));
+        assert!(!index.remove(3, 9, Reuse::First));
+        index.forget(10);
+        assert_eq!(index.blocks().count(), 0);
+    }
+
+    #[test]
+    fn slots_are_filled_in_order_and_then_reused_from_the_least_recently_used() {
+        let mut index = Index::new(3, 1);
+        let claimed: Vec<_> = (1..=3).map(|n| index.claim(key(n), n.into())).collect();
+        assert_eq!(claimed, [0, 1, 2].map(|slot| Some((slot, None))));
+        index.touch(&key(1));
+        assert_eq!(index.claim(key(4), 4), Some((1, Some(key(2)))));
+        assert_eq!((index.find(&key(2)), index.find(&key(4)), index.evicted()), (None, Some((1, 4)), 1));
+        assert!(index.remove(2, 3, Reuse::Last));
+        assert_eq!(
+            index.claim(key(5), 5),
+            Some((0, Some(key(1)))),
+            "a slot that cannot be written is not tried at once again"
+        );
+        assert!(index.remove(1, 4, Reuse::First));
+        assert_eq!(index.claim(key(6), 6), Some((1, None)));
+    }
+
+    #[test]
+    fn a_late_failure_does_not_take_the_key_of_a_newer_write() {
+        let mut index = Index::new(1, 1);
+        index.claim(key(1), 1);
+        index.claim(key(1), 2);
+        assert!(!index.remove(0, 1, Reuse::First));
+        assert_eq!(index.find(&key(1)), Some((0, 2)));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Put(u8),
+        Touch(u8),
+        Remove(u8, bool),
+        Forget,
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            6 => (0u8..9).prop_map(Step::Put),
+            3 => (0u8..9).prop_map(Step::Touch),
+            2 => (0u8..9, any::<bool>()).prop_map(|(n, last)| Step::Remove(n, last)),
+            1 => Just(Step::Forget),
+        ];
+        prop::collection::vec(step, 0..60)
+    }
+
+    proptest! {
+        /// The model is a list of keys with their slots, least recently used first.
+        #[test]
+        fn a_random_history_gives_what_a_plain_list_gives(steps in steps()) {
+            let mut index = Index::new(SLOTS, 1);
+            let mut model: Vec<(Option<u8>, u32)> = (0..SLOTS).map(|slot| (None, slot)).collect();
+            let mut generation = 1;
+            for step in steps {
+                generation += 1;
+                match step {
+                    Step::Put(n) if index.find(&key(n)).is_none() => {
+                        let (held, slot) = model.remove(0);
+                        prop_assert_eq!(index.claim(key(n), generation), Some((slot, held.map(key))));
+                        model.push((Some(n), slot));
+                    }
+                    Step::Put(n) | Step::Touch(n) => {
+                        if let Some(at) = model.iter().position(|&(held, _)| held == Some(n)) {
+                            let entry = model.remove(at);
+                            index.touch(&key(n));
+                            model.push(entry);
+                        }
+                    }
+                    Step::Remove(n, last) => {
+                        if let Some(at) = model.iter().position(|&(held, _)| held == Some(n)) {
+                            let (_, slot) = model.remove(at);
+                            let found = index.find(&key(n)).unwrap();
+                            let reuse = if last { Reuse::Last } else { Reuse::First };
+                            prop_assert!(index.remove(slot, found.1, reuse));
+                            model.insert(if last { model.len() } else { 0 }, (None, slot));
+                        }
+                    }
+                    Step::Forget => {
+                        index.forget(generation);
+                        for entry in &mut model {
+                            entry.0 = None;
+                        }
+                    }
+                }
+                let found = |block: StoredBlock| ((block.generation > 0).then_some(block.key[0]), block.slot);
+                prop_assert_eq!(index.blocks().map(found).collect::<Vec<_>>(), model.clone());
+                let live: Vec<_> = model.iter().filter(|(held, _)| held.is_some()).collect();
+                prop_assert_eq!(index.live() as usize, live.len());
+                for n in 0..9 {
+                    let slot = model.iter().find(|&&(held, _)| held == Some(n)).map(|&(_, slot)| slot);
+                    prop_assert_eq!(index.find(&key(n)).map(|(slot, _)| slot), slot);
+                }
+            }
+            prop_assert!(index.slots.len() <= SLOTS as usize);
+        }
+    }
+}

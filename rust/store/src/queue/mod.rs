@@ -1,0 +1,595 @@
+//! Requests and the order in which they may run. No I/O and no threads: the store calls this under its one lock.
+//!
+//! Invariants:
+//! - operations on one slot run one at a time, in the order in which they were submitted;
+//! - `used` counts the bytes of all buffers that belong to an operation or to an uncollected result, and never exceeds
+//!   `limit`;
+//! - a slot is `Valid` only between the reported end of a write and the start of the next;
+//! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails;
+//! - of a slot that is not suspect, no header on the medium has a key but the one in the index: deletion relies on it.
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::index::{Index, Key, Landed, Reuse, StoredBlock};
+use crate::miss::Miss;
+use crate::ticket::{Outcome, Outcomes, Place, Tickets, deadline};
+use std::collections::hash_map::{Entry, HashMap};
+use std::collections::{HashSet, VecDeque};
+use std::time::{Duration, Instant};
+
+/// Bytes of idle buffers that are kept for reuse.
+const KEPT: usize = 64 << 20;
+
+/// Counters since the store was opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks whose write completed.
+    pub written_blocks: u64,
+    /// Blocks whose read was checked and accepted.
+    pub read_blocks: u64,
+    /// Misses by [`Miss::index`].
+    pub misses: [u64; Miss::ALL.len()],
+    /// Operations that the system answered with an error.
+    pub errors: u64,
+    /// The last of those errors, in words; empty if there was none.
+    pub last_error: String,
+    /// Operations that the system answered with an error since the last that succeeded.
+    pub errors_in_a_row: u64,
+    /// Bytes of blocks in flight and of results not yet collected, headers included.
+    pub pending_bytes: u64,
+    /// Keys that have a block now.
+    pub stored_blocks: u64,
+    /// Keys whose block gave way to another.
+    pub evicted_blocks: u64,
+}
+
+/// One operation on a slot.
+#[derive(Debug)]
+enum Op {
+    Write(Place, Buffer),
+    Read(Place),
+    /// A key that has a slot already: its write may still be in flight.
+    Confirm(Place),
+    /// A key that was deleted or dropped: its header goes, so that no later life finds it.
+    Wipe(Place),
+    /// The deletion of a key that an earlier write has evicted: it is gone when that write has landed.
+    Gone(Place),
+    /// A refused write: the slot no longer holds what the caller expects.
+    Void(u32),
+}
+
+/// Work for a thread.
+#[derive(Debug)]
+pub(crate) enum Job {
+    Write { place: Place, buffer: Buffer },
+    Read { place: Place, buffer: Buffer },
+    Wipe { place: Place },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SlotState {
+    Empty,
+    Lost,
+    Valid {
+        generation: u64,
+        /// See [`StoredBlock`].
+        proven: bool,
+    },
+}
+
+impl SlotState {
+    fn holds(self, wanted: u64) -> bool {
+        matches!(self, Self::Valid { generation, .. } if generation == wanted)
+    }
+
+    fn proves(self, wanted: u64) -> bool {
+        matches!(self, Self::Valid { generation, proven: true } if generation == wanted)
+    }
+}
+
+/// The state of a store without its threads and its device. Waiting callers ask `tickets` directly.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    stride: usize,
+    slots: Vec<SlotState>,
+    /// Without slots in swap space.
+    index: Index,
+    /// Slots whose header may have a key that the index has not: an operation failed, and the header is not wiped yet.
+    suspects: HashSet<u32>,
+    /// Keys that gave way to writes which have not ended, with their slots, by the writes' generations.
+    evicting: HashMap<u64, (u32, Key)>,
+    ready: VecDeque<Op>,
+    /// Slots with an operation that is ready or running, and the operations behind it.
+    busy: HashMap<u32, VecDeque<Op>>,
+    pub(crate) tickets: Tickets,
+    next_generation: u64,
+    limit: u64,
+    used: u64,
+    patience: Duration,
+    idle: Vec<Buffer>,
+    stats: Stats,
+    closing: bool,
+}
+
+impl Queue {
+    pub(crate) fn new(slots: u32, stride: usize, limit: u64, patience: Duration, first_generation: u64) -> Self {
+        Self {
+            stride,
+            slots: vec![SlotState::Empty; slots as usize],
+            index: Index::new(0, first_generation),
+            suspects: HashSet::new(),
+            evicting: HashMap::new(),
+            ready: VecDeque::new(),
+            busy: HashMap::new(),
+            tickets: Tickets::new(),
+            next_generation: first_generation,
+            limit,
+            used: 0,
+            patience,
+            idle: Vec::new(),
+            stats: Stats::default(),
+            closing: false,
+        }
+    }
+
+    /// Makes this a queue of keys, with the blocks that the slab holds.
+    pub(crate) fn restore(&mut self, landed: &Landed) {
+        self.index = Index::new(u32::try_from(self.slots.len()).unwrap_or(u32::MAX), landed.floor);
+        self.next_generation = landed.next_generation;
+        for &block in &landed.blocks {
+            if block.generation > 0 {
+                let StoredBlock { generation, proven, .. } = block;
+                self.slots[block.slot as usize] = SlotState::Valid { generation, proven };
+            }
+            self.index.restore(block);
+        }
+        for &slot in &landed.older {
+            self.suspect(slot);
+        }
+    }
+
+    /// Reserves memory for up to `wanted` blocks; returns a buffer for each that fits.
+    pub(crate) fn reserve(&mut self, wanted: usize) -> Vec<Option<Buffer>> {
+        let count = self.reserve_bytes(wanted);
+        (0..count).map(|_| self.idle.pop()).collect()
+    }
+
+    fn reserve_bytes(&mut self, wanted: usize) -> usize {
+        let room = (self.limit - self.used) / self.stride as u64;
+        let count = usize::try_from(room).unwrap_or(usize::MAX).min(wanted);
+        self.used += (count * self.stride) as u64;
+        count
+    }
+
+    /// Takes a batch of writes. Slots without a buffer are refused: `QueueFull`, and what they held is lost.
+    pub(crate) fn submit_writes(&mut self, slots: &[u32], buffers: Vec<Buffer>, now: Instant) -> Result<u64> {
+        let accepted = buffers.len();
+        let ticket = self.open_ticket(false, slots.len(), accepted, now)?;
+        for (index, (&slot, buffer)) in slots.iter().zip(buffers).enumerate() {
+            let generation = self.take_generation();
+            self.enqueue(slot, Op::Write(Place { ticket, index, slot, key: [0; 32], generation }, buffer));
+        }
+        for &slot in &slots[accepted..] {
+            self.void(slot);
+        }
+        Ok(ticket)
+    }
+
+    /// Takes a batch of reads. Those that the memory limit does not allow are refused: `QueueFull`.
+    pub(crate) fn submit_reads(&mut self, slots: &[u32], now: Instant) -> Result<u64> {
+        self.check_open()?;
+        let accepted = self.reserve_bytes(slots.len());
+        let ticket = self.open_ticket(true, slots.len(), accepted, now)?;
+        for (index, &slot) in slots[..accepted].iter().enumerate() {
+            self.enqueue(slot, Op::Read(Place { ticket, index, slot, key: [0; 32], generation: 0 }));
+        }
+        Ok(ticket)
+    }
+
+    /// Whether each key must be written if it is put, and so needs a buffer: it has no slot, or nobody has read its block
+    /// since a crash.
+    pub(crate) fn is_new(&self, keys: &[Key]) -> Vec<bool> {
+        keys.iter().map(|key| self.index.find(key).is_none_or(|found| self.is_unproven(found))).collect()
+    }
+
+    fn is_unproven(&self, (slot, generation): (u32, u64)) -> bool {
+        let state = self.slots[slot as usize];
+        state.holds(generation) && !state.proves(generation)
+    }
+
+    /// Takes a batch of blocks under their keys, each with a buffer where there was one. Keys that have a slot are only
+    /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`.
+    pub(crate) fn submit_puts(&mut self, keys: &[Key], buffers: Vec<Option<Buffer>>, now: Instant) -> Result<u64> {
+        let ticket = self.open_ticket(false, keys.len(), keys.len(), now)?;
+        // What the batch names is not what it evicts.
+        for key in keys {
+            self.index.touch(key);
+        }
+        for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
+            let place = |slot, generation| Place { ticket, index, slot, key, generation };
+            match (self.index.find(&key), buffer) {
+                (Some(found), Some(buffer)) if self.is_unproven(found) => {
+                    let generation = self.take_generation();
+                    self.index.renew(found.0, key, generation);
+                    self.enqueue(found.0, Op::Write(place(found.0, generation), buffer));
+                }
+                (Some(found), None) if self.is_unproven(found) => drop(self.settle(place(0, 0), Err(Miss::QueueFull))),
+                (Some((slot, generation)), spare) => {
+                    if spare.is_some() {
+                        self.release(spare);
+                    }
+                    self.confirm(place(slot, generation));
+                }
+                (None, Some(buffer)) => {
+                    let generation = self.take_generation();
+                    match self.index.claim(key, generation) {
+                        Some((slot, evicted)) => {
+                            self.evicting.extend(evicted.map(|key| (generation, (slot, key))));
+                            self.enqueue(slot, Op::Write(place(slot, generation), buffer));
+                        }
+                        None => self.finish_unread(place(0, 0), Miss::QueueFull),
+                    }
+                }
+                (None, None) => drop(self.settle(place(0, 0), Err(Miss::QueueFull))),
+            }
+        }
+        Ok(ticket)
+    }
+
+    /// Takes a batch of reads by key. Keys without a block are misses at once, `Absent`.
+    pub(crate) fn submit_gets(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
+        let ticket = self.open_ticket(true, keys.len(), keys.len(), now)?;
+        for (index, &key) in keys.iter().enumerate() {
+            let (slot, generation) = self.index.find(&key).unwrap_or_default();
+            let place = Place { ticket, index, slot, key, generation };
+            if generation == 0 {
+                self.settle(place, Err(Miss::Absent));
+            } else if self.reserve_bytes(1) == 0 {
+                self.settle(place, Err(Miss::QueueFull));
+            } else {
+                self.index.touch(&key);
+                self.tickets.remember(place);
+                self.enqueue(slot, Op::Read(place));
+            }
+        }
+        Ok(ticket)
+    }
+
+    /// Takes a batch of keys to delete: no later call finds them, and the ticket ends when no later life will. It fails as
+    /// long as there are suspects; those are wiped again.
+    pub(crate) fn submit_deletes(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
+        let ticket = self.open_ticket(false, keys.len(), keys.len(), now)?;
+        for (index, &key) in keys.iter().enumerate() {
+            let (slot, generation) = self.index.find(&key).unwrap_or_default();
+            let place = Place { ticket, index, slot, key, generation };
+            if self.index.remove(slot, generation, Reuse::First) {
+                self.enqueue(slot, Op::Wipe(place));
+            } else {
+                self.settle_deletion(place, Ok(()));
+            }
+        }
+        let idle: Vec<u32> = self.suspects.iter().copied().filter(|slot| !self.busy.contains_key(slot)).collect();
+        for slot in idle {
+            self.suspect(slot);
+        }
+        Ok(ticket)
+    }
+
+    /// Whether each key has a block whose write has landed.
+    pub(crate) fn contains(&self, keys: &[Key]) -> Vec<bool> {
+        let landed = |key| {
+            let found = self.index.find(key);
+            found.is_some_and(|(slot, generation)| self.slots[slot as usize].holds(generation))
+        };
+        keys.iter().map(landed).collect()
+    }
+
+    /// Forgets every key, also those whose writes are in flight; returns the first generation that counts from now on.
+    pub(crate) fn forget(&mut self) -> u64 {
+        let floor = self.take_generation();
+        self.index.forget(floor);
+        floor
+    }
+
+    /// The blocks that have landed, for a later life. `None` in swap space, and with suspects: only the headers tell then.
+    pub(crate) fn landed(&self) -> Option<Landed> {
+        let landed = |block: StoredBlock| {
+            let state = self.slots[block.slot as usize];
+            let proven = state.proves(block.generation);
+            if state.holds(block.generation) { StoredBlock { proven, ..block } } else { StoredBlock::none(block.slot) }
+        };
+        (self.index.len() > 0 && self.suspects.is_empty()).then(|| Landed {
+            floor: self.index.floor(),
+            next_generation: self.next_generation,
+            blocks: self.index.blocks().map(landed).collect(),
+            older: Vec::new(),
+        })
+    }
+
+    fn take_generation(&mut self) -> u64 {
+        self.next_generation += 1;
+        self.next_generation - 1
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closing { Err(Error::Closed) } else { Ok(()) }
+    }
+
+    fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, now: Instant) -> Result<u64> {
+        self.check_open()?;
+        Ok(self.tickets.open(reads, blocks, accepted, deadline(now, self.patience, self.used)))
+    }
+
+    fn enqueue(&mut self, slot: u32, op: Op) {
+        match self.busy.entry(slot) {
+            Entry::Occupied(mut behind) => behind.get_mut().push_back(op),
+            Entry::Vacant(free) => {
+                free.insert(VecDeque::new());
+                self.ready.push_back(op);
+            }
+        }
+    }
+
+    /// Settles a block that was put again, in its turn.
+    fn confirm(&mut self, place: Place) {
+        match self.busy.get_mut(&place.slot) {
+            Some(behind) => behind.push_back(Op::Confirm(place)),
+            None => self.finish_confirm(place),
+        }
+    }
+
+    fn finish_confirm(&mut self, place: Place) {
+        let landed = self.slots[place.slot as usize].holds(place.generation);
+        self.settle(place, if landed { Ok(None) } else { Err(Miss::Lost) });
+    }
+
+    /// Forgets what a slot holds, in its turn. At most one such mark stands behind each operation.
+    fn void(&mut self, slot: u32) {
+        match self.busy.get_mut(&slot) {
+            None => self.slots[slot as usize] = SlotState::Lost,
+            Some(behind) if matches!(behind.back(), Some(Op::Void(_))) => {}
+            Some(behind) => behind.push_back(Op::Void(slot)),
+        }
+    }
+
+    /// The next operation that needs the device; those that need none are settled on the way.
+    pub(crate) fn next_job(&mut self) -> Option<Job> {
+        while let Some(op) = self.ready.pop_front() {
+            match op {
+                Op::Void(slot) => {
+                    self.slots[slot as usize] = SlotState::Lost;
+                    self.advance(slot);
+                }
+                Op::Confirm(place) => {
+                    self.finish_confirm(place);
+                    self.advance(place.slot);
+                }
+                Op::Wipe(place) => {
+                    self.slots[place.slot as usize] = SlotState::Lost;
+                    return Some(Job::Wipe { place });
+                }
+                Op::Gone(place) => {
+                    self.settle_deletion(place, Ok(()));
+                    self.advance(place.slot);
+                }
+                Op::Write(place, buffer) => {
+                    self.slots[place.slot as usize] = SlotState::Lost;
+                    if self.tickets.is_open(place) {
+                        return Some(Job::Write { place, buffer });
+                    }
+                    self.finish_write(place, buffer, Err(Miss::Timeout));
+                }
+                Op::Read(place) => match self.read_of(place) {
+                    Ok(place) => {
+                        let buffer = self.idle.pop().unwrap_or_else(|| Buffer::new(self.stride));
+                        return Some(Job::Read { place, buffer });
+                    }
+                    Err(miss) => {
+                        self.finish_unread(place, miss);
+                        self.advance(place.slot);
+                    }
+                },
+            }
+        }
+        None
+    }
+
+    /// A read with the generation that its slot must have, if the slot has anything for it.
+    fn read_of(&self, place: Place) -> std::result::Result<Place, Miss> {
+        match self.slots[place.slot as usize] {
+            SlotState::Valid { .. } if !self.tickets.is_open(place) => Err(Miss::Timeout),
+            SlotState::Valid { generation, .. } if place.generation == 0 => Ok(Place { generation, ..place }),
+            SlotState::Valid { generation, .. } if place.generation == generation => Ok(place),
+            SlotState::Empty => Err(Miss::Empty),
+            SlotState::Valid { .. } | SlotState::Lost => Err(Miss::Lost),
+        }
+    }
+
+    /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that nobody waits for them again.
+    pub(crate) fn take(&mut self, ticket: u64, now: Instant) -> Result<Outcomes> {
+        for place in self.tickets.overdue(ticket, now) {
+            self.drop_key(place, Reuse::Last);
+        }
+        self.tickets.take(ticket)
+    }
+
+    /// Forgets the key of an operation that failed, and wipes its header.
+    fn drop_key(&mut self, place: Place, reuse: Reuse) {
+        if self.index.remove(place.slot, place.generation, reuse) {
+            self.suspect(place.slot);
+        }
+    }
+
+    /// Wipes the header of a slot, on nobody's ticket.
+    fn suspect(&mut self, slot: u32) {
+        self.suspects.insert(slot);
+        self.enqueue(slot, Op::Wipe(Place { ticket: 0, index: 0, slot, key: [0; 32], generation: 0 }));
+    }
+
+    /// Ends a write.
+    pub(crate) fn finish_write(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
+        self.release(Some(buffer));
+        let is_wanted = self.settle(place, result.map(|()| None));
+        let evicted = self.evicting.remove(&place.generation);
+        if result.is_ok() {
+            self.suspects.remove(&place.slot);
+        } else if let Some((slot, _)) = evicted {
+            self.suspects.insert(slot);
+        }
+        if is_wanted && result.is_ok() {
+            self.stats.written_blocks += 1;
+            self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: true };
+        } else {
+            self.drop_key(place, Reuse::Last);
+        }
+        self.advance(place.slot);
+    }
+
+    /// Ends a read. The key of one that failed is forgotten.
+    pub(crate) fn finish_read(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
+        match result {
+            Ok(()) => {
+                self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: true };
+                if self.settle(place, Ok(Some(buffer))) {
+                    self.stats.read_blocks += 1;
+                }
+            }
+            Err(miss) => {
+                self.drop_key(place, Reuse::First);
+                self.settle(place, Err(miss));
+                self.release(Some(buffer));
+            }
+        }
+        self.advance(place.slot);
+    }
+
+    /// Ends the wiping of a header.
+    pub(crate) fn finish_wipe(&mut self, place: Place, result: std::result::Result<(), Miss>) {
+        if result.is_ok() {
+            self.suspects.remove(&place.slot);
+        } else {
+            self.suspects.insert(place.slot);
+        }
+        self.settle_deletion(place, result);
+        self.advance(place.slot);
+    }
+
+    /// Ends a deletion, unless another slot's header has the key still and a write is about to replace it.
+    fn settle_deletion(&mut self, place: Place, result: std::result::Result<(), Miss>) {
+        let evicting = self.evicting.values().find(|(_, key)| *key == place.key && place.ticket > 0);
+        if let Some(&(slot, _)) = evicting.filter(|_| result.is_ok()) {
+            self.enqueue(slot, Op::Gone(Place { slot, ..place }));
+            return;
+        }
+        let result = if self.suspects.is_empty() { result } else { Err(Miss::Io) };
+        self.settle(place, result.map(|()| None));
+    }
+
+    /// Ends an operation that did not reach the device and had memory set aside.
+    fn finish_unread(&mut self, place: Place, miss: Miss) {
+        self.settle(place, Err(miss));
+        self.release(None);
+    }
+
+    /// Notes what the system answered, for whoever asks why blocks are missing.
+    pub(crate) fn note_answer(&mut self, error: Option<String>) {
+        self.stats.errors_in_a_row = if error.is_some() { self.stats.errors_in_a_row + 1 } else { 0 };
+        if let Some(what) = error {
+            self.stats.errors += 1;
+            self.stats.last_error = what;
+        }
+    }
+
+    /// Records the outcome of a block; returns whether its ticket still needs it. If not, a block that was read gives its
+    /// memory back.
+    fn settle(&mut self, place: Place, outcome: Outcome) -> bool {
+        match self.tickets.settle(place, outcome) {
+            Ok(()) => true,
+            Err(Ok(Some(buffer))) => {
+                self.release(Some(buffer));
+                false
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Lets the next operation on the slot go ahead.
+    fn advance(&mut self, slot: u32) {
+        match self.busy.get_mut(&slot).and_then(VecDeque::pop_front) {
+            Some(op) => self.ready.push_back(op),
+            None => {
+                self.busy.remove(&slot);
+            }
+        }
+    }
+
+    /// Gives one block's memory back; its buffer is kept for the next if there is one.
+    fn release(&mut self, buffer: Option<Buffer>) {
+        self.used -= self.stride as u64;
+        if let Some(buffer) = buffer {
+            self.keep(buffer);
+        }
+    }
+
+    fn keep(&mut self, buffer: Buffer) {
+        if (self.idle.len() + 1) * self.stride <= KEPT {
+            self.idle.push(buffer);
+        }
+    }
+
+    /// Gives the memory of collected blocks back.
+    pub(crate) fn take_back(&mut self, outcomes: &mut Outcomes) {
+        for buffer in outcomes.blocks.drain(..).flatten().flatten() {
+            self.release(Some(buffer));
+        }
+    }
+
+    /// Gives memory back that was set aside for blocks which were never submitted.
+    pub(crate) fn unreserve(&mut self, count: usize) {
+        self.used -= (count * self.stride) as u64;
+    }
+
+    /// Refuses new batches and settles what no thread has begun.
+    pub(crate) fn close(&mut self) {
+        self.closing = true;
+        let mut waiting: Vec<Op> = self.ready.drain(..).collect();
+        for (_, behind) in self.busy.drain() {
+            waiting.extend(behind);
+        }
+        for op in waiting {
+            match op {
+                Op::Write(place, buffer) => {
+                    // The header that it was to replace stays.
+                    self.suspects.insert(place.slot);
+                    self.settle(place, Err(Miss::Closed));
+                    self.release(Some(buffer));
+                }
+                Op::Read(place) => self.finish_unread(place, Miss::Closed),
+                Op::Wipe(place) => {
+                    self.suspects.insert(place.slot);
+                    self.settle(place, Err(Miss::Closed));
+                }
+                Op::Confirm(place) | Op::Gone(place) => drop(self.settle(place, Err(Miss::Closed))),
+                Op::Void(_) => {}
+            }
+        }
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    /// Counters, with the present memory use.
+    pub(crate) fn stats(&self) -> Stats {
+        Stats {
+            misses: self.tickets.misses(),
+            pending_bytes: self.used,
+            stored_blocks: self.index.live().into(),
+            evicted_blocks: self.index.evicted(),
+            ..self.stats.clone()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

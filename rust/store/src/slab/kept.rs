@@ -1,0 +1,141 @@
+//! The file of a keyed store, which outlives its process, and the checkpoint in the same directory.
+
+use super::{SlabFile, SlabOptions, available, failed, open_directory};
+use crate::buffer::Buffer;
+use crate::device::read_whole;
+use crate::error::{Error, Result};
+use crate::geometry::PAGE;
+use rustix::fs::{self, AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+pub(super) const NAME: &str = "blockyard-prefix.slab";
+const CHECKPOINT: &str = "blockyard-prefix.checkpoint";
+const UNFINISHED: &str = "blockyard-prefix.checkpoint.new";
+
+/// Never followed if they are links, never inherited, never waited for if they are pipes.
+pub(super) const CAREFULLY: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+const PRIVATE: Mode = Mode::RUSR.union(Mode::WUSR);
+
+impl SlabFile {
+    /// Opens the keyed slab of a directory, or creates it, and gives it the size that the options say. Slots of the same
+    /// length keep their blocks.
+    ///
+    /// # Errors
+    /// `InUse` if another store has it open, `NotPrivate` if other users could have written it, `SymbolicLink` if the
+    /// name is a link; and as [`SlabFile::create`].
+    pub fn open_kept(options: &SlabOptions) -> Result<Self> {
+        let path: PathBuf = options.directory.components().collect();
+        let (directory, made) = open_directory(&path)?;
+        let result = Self::open_kept_in(directory, options);
+        if result.is_err() && made {
+            let _ = fs::unlinkat(CWD, &path, AtFlags::REMOVEDIR);
+        }
+        result
+    }
+
+    fn open_kept_in(directory: OwnedFd, options: &SlabOptions) -> Result<Self> {
+        let path = options.directory.join(NAME);
+        let file = open_locked(&directory, &path, OFlags::RDWR | OFlags::CREATE)?;
+        let before = fs::fstat(&file).map_err(failed("examine", &path))?;
+        let notes = Vec::new();
+        // Nothing is to be unlinked.
+        let unlinked = AtomicBool::new(true);
+        let name = NAME.to_owned();
+        let mut slab = Self { file, directory, name, path, owner: std::process::id(), direct: false, notes, unlinked };
+        let result = slab.resize(&before, options).and_then(|()| slab.choose_direct(options, Self::prove_by_reading));
+        if result.is_err() && before.st_size == 0 {
+            let _ = fs::unlinkat(&slab.directory, NAME, AtFlags::empty());
+        }
+        result.map(|()| slab)
+    }
+
+    /// Gives the file its size, if the disk has room for what is missing.
+    fn resize(&mut self, before: &Stat, options: &SlabOptions) -> Result<()> {
+        let asked = options.geometry.total();
+        let size = u64::try_from(before.st_size).unwrap_or(0);
+        if size > asked {
+            rustix::io::retry_on_intr(|| fs::ftruncate(&self.file, asked)).map_err(failed("shorten", &self.path))?;
+        }
+        let allocated = u64::try_from(before.st_blocks).unwrap_or(0).saturating_mul(512).min(size);
+        let missing = asked.saturating_sub(allocated);
+        match available(&self.directory) {
+            Some(available) if available < missing => {
+                Err(Error::NoSpace { path: options.directory.clone(), asked: missing, available })
+            }
+            _ => self.preallocate(options),
+        }
+    }
+
+    fn prove_by_reading(&self, _options: &SlabOptions) -> io::Result<()> {
+        read_whole(self, Buffer::new(PAGE).as_mut_slice(), 0)
+    }
+}
+
+/// Opens a slab whose name stays as it is, and locks it.
+fn open_locked(directory: &OwnedFd, path: &Path, flags: OFlags) -> Result<File> {
+    loop {
+        let file = match fs::openat(directory, NAME, flags | CAREFULLY, PRIVATE) {
+            Err(Errno::LOOP) => return Err(Error::SymbolicLink { path: path.to_owned() }),
+            other => File::from(other.map_err(failed("open", path))?),
+        };
+        let stat = fs::fstat(&file).map_err(failed("examine", path))?;
+        if !is_private(&stat) {
+            return Err(Error::NotPrivate { path: path.to_owned() });
+        }
+        match rustix::io::retry_on_intr(|| fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Err(Error::InUse { path: path.to_owned() }),
+            Err(errno) => {
+                if stat.st_size == 0 {
+                    let _ = fs::unlinkat(directory, NAME, AtFlags::empty());
+                }
+                return Err(Error::NoLocks { path: path.to_owned(), source: errno.into() });
+            }
+        }
+        // It may have been removed between opening and locking.
+        let named = fs::statat(directory, NAME, AtFlags::SYMLINK_NOFOLLOW);
+        if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (stat.st_dev, stat.st_ino)) {
+            return Ok(file);
+        }
+    }
+}
+
+/// Whether it is a regular file that nobody else can write or read.
+pub(super) fn is_private(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+        && stat.st_uid == rustix::process::geteuid().as_raw()
+        && Mode::from_raw_mode(stat.st_mode).intersection(Mode::RWXG | Mode::RWXO).is_empty()
+}
+
+/// The checkpoint of the directory, whose name is gone when this returns.
+pub(super) fn take_checkpoint(directory: &OwnedFd, limit: u64) -> Option<Vec<u8>> {
+    let _ = fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
+    let opened = fs::openat(directory, CHECKPOINT, OFlags::RDONLY | CAREFULLY, Mode::empty());
+    match fs::unlinkat(directory, CHECKPOINT, AtFlags::empty()) {
+        Ok(()) => {}
+        // A checkpoint that stays would be taken for that of a later life.
+        Err(_) => return None,
+    }
+    let file = File::from(opened.ok()?);
+    fs::fstat(&file).ok().filter(is_private)?;
+    let mut bytes = Vec::new();
+    file.take(limit).read_to_end(&mut bytes).ok()?;
+    Some(bytes)
+}
+
+/// Writes the checkpoint under another name first, so that it is whole under its own.
+pub(super) fn save_checkpoint(directory: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | CAREFULLY;
+    let mut file = File::from(fs::openat(directory, UNFINISHED, flags, PRIVATE)?);
+    let written = file.write_all(bytes).and_then(|()| file.sync_all());
+    if written.is_err() {
+        let _ = fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
+    }
+    written?;
+    Ok(fs::renameat(directory, UNFINISHED, directory, CHECKPOINT)?)
+}

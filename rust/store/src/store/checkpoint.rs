@@ -1,0 +1,164 @@
+//! The checkpoint of a keyed store: what lies in its slots, so that the next opener need not read every header. It is a
+//! hint. Each read is checked all the same, and without a checkpoint the headers say it all.
+
+use super::StoreOptions;
+use crate::index::{Landed, StoredBlock};
+use std::collections::HashSet;
+use twox_hash::XxHash3_128;
+
+const MAGIC: [u8; 8] = *b"BLKYCKPT";
+const VERSION: u64 = 1;
+/// Magic; version, payload length, slots, floor, next generation, blocks; namespace.
+const HEAD: usize = 8 + 6 * 8 + 32;
+/// Slot, generation with [`UNPROVEN`], key.
+const BLOCK: usize = 4 + 8 + 32;
+const CHECKSUM: usize = 16;
+/// A bit that no generation has.
+const UNPROVEN: u64 = 1 << 63;
+
+impl StoreOptions {
+    /// The checkpoint of these blocks, in bytes.
+    pub(super) fn checkpoint(&self, landed: &Landed) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEAD + landed.blocks.len() * BLOCK + CHECKSUM);
+        bytes.extend(self.checkpoint_head(landed.floor, landed.next_generation, landed.blocks.len() as u64));
+        for block in &landed.blocks {
+            bytes.extend(block.slot.to_le_bytes());
+            let mark = if block.proven || block.generation == 0 { 0 } else { UNPROVEN };
+            bytes.extend((block.generation | mark).to_le_bytes());
+            bytes.extend(block.key);
+        }
+        let checksum = XxHash3_128::oneshot(&bytes);
+        bytes.extend(checksum.to_le_bytes());
+        bytes
+    }
+
+    /// Bytes of the checkpoint of a full store.
+    pub(super) fn longest_checkpoint(&self) -> u64 {
+        (HEAD + CHECKSUM) as u64 + u64::from(self.geometry.slots) * BLOCK as u64
+    }
+
+    fn checkpoint_head(&self, floor: u64, next_generation: u64, count: u64) -> Vec<u8> {
+        let numbers =
+            [VERSION, self.geometry.payload_bytes as u64, self.geometry.slots.into(), floor, next_generation, count];
+        let numbers = numbers.into_iter().flat_map(u64::to_le_bytes);
+        MAGIC.into_iter().chain(numbers).chain(self.namespace).collect()
+    }
+
+    /// Reads a checkpoint; `None` if it is damaged, of another version, or of another store. `floor` is the superblock's.
+    pub(super) fn read_checkpoint(&self, bytes: &[u8], floor: u64) -> Option<Landed> {
+        let (bytes, checksum) = bytes.split_last_chunk::<CHECKSUM>()?;
+        let (head, rest) = bytes.split_at_checked(HEAD)?;
+        let next_generation = u64::from_le_bytes(*head.get(40..)?.first_chunk()?);
+        let count = rest.len() / BLOCK;
+        let expected = self.checkpoint_head(floor, next_generation, count as u64);
+        let is_whole = head == expected
+            && count * BLOCK == rest.len()
+            && count <= self.geometry.slots as usize
+            && XxHash3_128::oneshot(bytes).to_le_bytes() == *checksum;
+        let blocks = rest.chunks_exact(BLOCK).map(read_block);
+        let blocks = is_whole.then(|| blocks.collect::<Option<Vec<StoredBlock>>>())??;
+        let landed = Landed { floor, next_generation, blocks, older: Vec::new() };
+        self.is_plausible(&landed).then_some(landed)
+    }
+
+    /// A checksum says that the bytes are those that were written, not that they make sense.
+    fn is_plausible(&self, landed: &Landed) -> bool {
+        let (mut slots, mut keys) = (HashSet::new(), HashSet::new());
+        let generations = landed.floor..landed.next_generation;
+        landed.blocks.iter().all(|block| {
+            block.slot < self.geometry.slots
+                && slots.insert(block.slot)
+                && (block.generation == 0 || generations.contains(&block.generation) && keys.insert(block.key))
+        })
+    }
+}
+
+fn read_block(bytes: &[u8]) -> Option<StoredBlock> {
+    let (slot, rest) = bytes.split_first_chunk()?;
+    let (generation, rest) = rest.split_first_chunk()?;
+    let (slot, marked, key) = (u32::from_le_bytes(*slot), u64::from_le_bytes(*generation), *rest.first_chunk()?);
+    let generation = marked & !UNPROVEN;
+    Some(StoredBlock { slot, key, generation, proven: generation > 0 && marked == generation })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::Geometry;
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    fn options() -> StoreOptions {
+        let geometry = Geometry { payload_bytes: 100, slots: 8 };
+        let patience = Duration::from_secs(1);
+        StoreOptions { geometry, namespace: [3; 32], threads: 2, memory_bytes: 1 << 20, patience }
+    }
+
+    fn landed() -> Landed {
+        let block = |slot: u8, proven| StoredBlock {
+            slot: slot.into(),
+            key: [slot; 32],
+            generation: 50 + u64::from(slot),
+            proven,
+        };
+        let free = StoredBlock::none(4);
+        Landed {
+            floor: 50,
+            next_generation: 60,
+            blocks: vec![block(3, true), block(0, false), free, block(7, true)],
+            older: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_comes_back_in_its_order() {
+        let bytes = options().checkpoint(&landed());
+        assert_eq!(options().read_checkpoint(&bytes, 50), Some(landed()));
+        let none = Landed { blocks: Vec::new(), ..landed() };
+        assert_eq!(options().read_checkpoint(&options().checkpoint(&none), 50), Some(none));
+    }
+
+    #[test]
+    fn the_checkpoint_of_another_store_is_not_taken() {
+        let bytes = options().checkpoint(&landed());
+        assert_eq!(options().read_checkpoint(&bytes, 51), None, "after keys were forgotten");
+        for other in [
+            StoreOptions { namespace: [4; 32], ..options() },
+            StoreOptions { geometry: Geometry { payload_bytes: 101, slots: 8 }, ..options() },
+            StoreOptions { geometry: Geometry { payload_bytes: 100, slots: 9 }, ..options() },
+        ] {
+            assert_eq!(other.read_checkpoint(&bytes, 50), None);
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_that_makes_no_sense_is_not_taken() {
+        let block = |slot, key, generation| StoredBlock { slot, key: [key; 32], generation, proven: true };
+        for wrong in [block(8, 9, 55), block(3, 9, 0), block(5, 0, 55), block(5, 9, 49), block(5, 9, 60)] {
+            let mut landed = landed();
+            landed.blocks.push(wrong);
+            assert_eq!(options().read_checkpoint(&options().checkpoint(&landed), 50), None, "{wrong:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_damaged_checkpoint_is_not_taken(at in any::<prop::sample::Index>(), mask in 1u8.., cut in any::<bool>()) {
+            let mut bytes = options().checkpoint(&landed());
+            let at = at.index(bytes.len());
+            if cut { bytes.truncate(at) } else { bytes[at] ^= mask }
+            prop_assert_eq!(options().read_checkpoint(&bytes, 50), None);
+        }
+
+        #[test]
+        fn any_bytes_are_read_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), floor in any::<u64>()) {
+            let mut bytes = bytes;
+            let head = options().checkpoint_head(floor, u64::MAX, bytes.len() as u64 / BLOCK as u64);
+            prop_assert_eq!(options().read_checkpoint(&bytes, floor), None);
+            bytes.splice(..0, head);
+            let checksum = XxHash3_128::oneshot(&bytes);
+            bytes.extend(checksum.to_le_bytes());
+            let _ = options().read_checkpoint(&bytes, floor);
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Blocks under keys: a store that evicts what was not used for longest, and finds its blocks again in the next life.
+
+use super::{STORE, SlabStore, StoreOptions};
+use crate::buffer::Buffer;
+use crate::device::BlockDevice;
+use crate::error::{Error, Result};
+use crate::index::Key;
+use crate::queue::Queue;
+use crate::sync::{Arc, PoisonError};
+use std::io;
+use std::time::Instant;
+
+impl SlabStore {
+    /// Starts a store of blocks under keys, with those that the device holds from earlier lives under the same namespace.
+    ///
+    /// Reads the checkpoint, or without one the header of each slot.
+    ///
+    /// # Errors
+    /// `InvalidOption` for options out of range, `Io` if the superblock cannot be read or written, or a thread cannot be
+    /// started.
+    pub fn open_keyed(device: Arc<dyn BlockDevice>, options: StoreOptions) -> Result<Self> {
+        options.check()?;
+        let landed = options.recover(&*device).map_err(failed("recover the blocks of"))?;
+        let mut queue = options.queue(landed.next_generation);
+        queue.restore(&landed);
+        Self::start(device, options, queue, true)
+    }
+
+    /// Stores blocks under their keys: `rows` holds one payload a key, back to back. The bytes are copied before this
+    /// returns. A key that is there already keeps its block; equal keys must stand for equal bytes.
+    ///
+    /// Other keys are evicted, least recently used first. Blocks beyond the memory limit are refused (`QueueFull`).
+    ///
+    /// # Errors
+    /// `WrongLength`, `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
+    pub fn submit_put(&self, keys: &[Key], rows: &[u8]) -> Result<u64> {
+        self.check_keyed()?;
+        let payload_bytes = self.options.geometry.payload_bytes;
+        let expected = keys.len().saturating_mul(payload_bytes);
+        if rows.len() != expected {
+            return Err(Error::WrongLength { found: rows.len(), slots: keys.len(), payload_bytes, expected });
+        }
+        let mut rows: Vec<Row> = rows.chunks_exact(payload_bytes).map(Row::Unread).collect();
+        let mut state = self.shared.lock();
+        loop {
+            // Between two rounds other callers may have taken keys away that were there.
+            let is_new = state.queue.is_new(keys);
+            let missing: Vec<usize> = (0..keys.len()).filter(|&i| is_new[i] && rows[i].is_unread()).collect();
+            if missing.is_empty() {
+                break;
+            }
+            let mut spare = state.queue.reserve(missing.len()).into_iter();
+            drop(state);
+            for i in missing {
+                rows[i].read(|row| spare.next().map(|buffer| self.filled(buffer, row)));
+            }
+            state = self.shared.lock();
+        }
+        let buffers: Vec<Option<Buffer>> = rows.into_iter().map(Row::into_buffer).collect();
+        let reserved = buffers.iter().flatten().count();
+        let result = state.queue.submit_puts(keys, buffers, Instant::now());
+        if result.is_err() {
+            state.queue.unreserve(reserved);
+        }
+        self.submitted(state, result)
+    }
+
+    /// Reads blocks by key; a key may be named more than once. A key without a block is a miss (`Absent`), and a key whose
+    /// read fails has no block from then on.
+    ///
+    /// # Errors
+    /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
+    pub fn submit_get(&self, keys: &[Key]) -> Result<u64> {
+        self.submit_keys(keys, Queue::submit_gets)
+    }
+
+    /// Deletes keys. No later call finds them; once the ticket has ended without misses, no later life does.
+    ///
+    /// # Errors
+    /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
+    pub fn submit_delete(&self, keys: &[Key]) -> Result<u64> {
+        self.submit_keys(keys, Queue::submit_deletes)
+    }
+
+    /// Whether each key has a block whose write has landed. Nothing is read: only a get proves the bytes.
+    ///
+    /// # Errors
+    /// `NotKeyed`, `Forked`.
+    pub fn contains(&self, keys: &[Key]) -> Result<Vec<bool>> {
+        self.check_keyed()?;
+        Ok(self.shared.lock().queue.contains(keys))
+    }
+
+    /// Forgets every key, in this life at once and for later ones when it returns. Takes the same time for any number of
+    /// keys, and waits for the device. Blocks that are being written are forgotten too.
+    ///
+    /// # Errors
+    /// `Io` if the superblock cannot be written: then a later life may find the keys again. `NotKeyed`, `Closed`, `Forked`.
+    pub fn forget(&self) -> Result<()> {
+        self.check_keyed()?;
+        let _order = self.superblock.lock().unwrap_or_else(PoisonError::into_inner);
+        let (device, floor) = {
+            let mut state = self.shared.lock();
+            let device = Arc::clone(state.device.as_ref().ok_or(Error::Closed)?);
+            (device, state.queue.forget())
+        };
+        self.options.write_superblock(&*device, floor).map_err(failed("write the superblock of"))
+    }
+
+    fn submit_keys(
+        &self,
+        keys: &[Key],
+        submit: impl FnOnce(&mut Queue, &[Key], Instant) -> Result<u64>,
+    ) -> Result<u64> {
+        self.check_keyed()?;
+        let mut state = self.shared.lock();
+        let result = submit(&mut state.queue, keys, Instant::now());
+        self.submitted(state, result)
+    }
+
+    /// Wakes threads for a batch, and callers for one that has ended already.
+    fn submitted(&self, mut state: super::MutexGuard<'_, super::State>, result: Result<u64>) -> Result<u64> {
+        if state.queue.tickets.take_ended() {
+            self.shared.wake_callers(&state);
+        }
+        drop(state);
+        self.shared.work.notify_all();
+        result
+    }
+
+    fn check_keyed(&self) -> Result<()> {
+        self.check_process()?;
+        if self.keyed { Ok(()) } else { Err(Error::NotKeyed) }
+    }
+}
+
+/// A payload on its way into a buffer.
+enum Row<'a> {
+    Unread(&'a [u8]),
+    Copied(Buffer),
+    /// There was no memory left.
+    Refused,
+}
+
+impl<'a> Row<'a> {
+    fn is_unread(&self) -> bool {
+        matches!(self, Self::Unread(_))
+    }
+
+    fn read(&mut self, copy: impl FnOnce(&'a [u8]) -> Option<Buffer>) {
+        if let Self::Unread(row) = self {
+            *self = copy(row).map_or(Self::Refused, Self::Copied);
+        }
+    }
+
+    fn into_buffer(self) -> Option<Buffer> {
+        match self {
+            Self::Copied(buffer) => Some(buffer),
+            Self::Unread(_) | Self::Refused => None,
+        }
+    }
+}
+
+fn failed(action: &'static str) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Io { action, path: STORE.into(), source }
+}

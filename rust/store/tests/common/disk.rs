@@ -1,0 +1,190 @@
+//! A model of a disk and a file system: writes reach the medium at a sync, or in part and in any order when the power goes.
+
+use blockyard_store::BlockDevice;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+pub(crate) const SECTOR: usize = 512;
+
+/// Errors that the disk answers with.
+pub(crate) const ERRORS: [i32; 3] = [5, 28, 30];
+
+#[derive(Clone, Default)]
+struct State {
+    /// What a read finds.
+    seen: Vec<u8>,
+    /// What a loss of power leaves for certain.
+    durable: Vec<u8>,
+    /// Sectors written since, in order: where, and their bytes.
+    unsynced: Vec<(usize, Vec<u8>)>,
+    checkpoint: Option<Vec<u8>>,
+    calls: u64,
+    /// Every call of such a number fails with that error.
+    failing: Option<(u64, i32)>,
+}
+
+/// Storage in memory that loses power, or answers with errors.
+#[derive(Clone, Default)]
+pub(crate) struct Disk(Arc<Mutex<State>>, Arc<Mutex<()>>);
+
+/// A small generator of numbers, the same for the same seed.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x1234_5678_9ABC_DEF1)
+    }
+
+    /// A number below `bound`.
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        // splitmix64
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (z ^ (z >> 31)) % bound
+    }
+
+    pub(crate) fn index(&mut self, bound: usize) -> usize {
+        usize::try_from(self.below(bound as u64)).unwrap()
+    }
+}
+
+impl Disk {
+    pub(crate) fn new(len: u64) -> Self {
+        let disk = Self::default();
+        let zeros = vec![0; usize::try_from(len).unwrap()];
+        *disk.0.lock().unwrap() = State { seen: zeros.clone(), durable: zeros, ..State::default() };
+        disk
+    }
+
+    pub(crate) fn device(&self) -> Arc<dyn BlockDevice> {
+        Arc::new(self.clone())
+    }
+
+    /// Another disk with the same bytes: what one finds after a `kill -9`.
+    pub(crate) fn killed(&self) -> Self {
+        Self(Arc::new(Mutex::new(self.0.lock().unwrap().clone())), Arc::default())
+    }
+
+    /// Another disk with what a loss of power leaves: of the sectors not synced some, in any order.
+    pub(crate) fn without_power(&self, random: &mut Random) -> Self {
+        let mut state = self.0.lock().unwrap().clone();
+        let mut image = state.durable;
+        let mut left = state.unsynced;
+        let kept = random.index(left.len() + 1);
+        for _ in 0..kept {
+            let (at, sector) = left.swap_remove(random.index(left.len()));
+            image[at..at + SECTOR].copy_from_slice(&sector);
+        }
+        match random.below(4) {
+            0 => state.checkpoint = None,
+            1 => {
+                if let Some(bytes) = &mut state.checkpoint {
+                    bytes.truncate(random.index(bytes.len() + 1));
+                }
+            }
+            _ => {}
+        }
+        let state = State { seen: image.clone(), durable: image, unsynced: Vec::new(), failing: None, ..state };
+        Self(Arc::new(Mutex::new(state)), Arc::default())
+    }
+
+    /// Lets every call of a number that `nth` divides fail, or none.
+    pub(crate) fn fail(&self, failing: Option<(u64, i32)>) -> &Self {
+        self.0.lock().unwrap().failing = failing;
+        self
+    }
+
+    /// Changes the bytes behind the store's back, for good.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut state = self.0.lock().unwrap();
+        change(&mut state.seen);
+        state.settle();
+    }
+
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap().seen.clone()
+    }
+
+    /// Calls `work` while no call to the disk returns.
+    pub(crate) fn frozen<T>(&self, work: impl FnOnce() -> T) -> T {
+        let held = self.1.lock().unwrap();
+        let result = work();
+        drop(held);
+        result
+    }
+
+    pub(crate) fn drop_checkpoint(&self) {
+        self.0.lock().unwrap().checkpoint = None;
+    }
+
+    pub(crate) fn has_checkpoint(&self) -> bool {
+        self.0.lock().unwrap().checkpoint.is_some()
+    }
+}
+
+impl State {
+    /// Makes everything durable.
+    fn settle(&mut self) {
+        self.durable.clone_from(&self.seen);
+        self.unsynced.clear();
+    }
+
+    fn call(&mut self) -> io::Result<()> {
+        self.calls += 1;
+        match self.failing {
+            Some((nth, errno)) if self.calls % nth == 0 => Err(io::Error::from_raw_os_error(errno)),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl BlockDevice for Disk {
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        drop(self.1.lock().unwrap());
+        let mut state = self.0.lock().unwrap();
+        state.call()?;
+        let offset = usize::try_from(offset).unwrap().min(state.seen.len());
+        let len = bytes.len().min(state.seen.len() - offset);
+        bytes[..len].copy_from_slice(&state.seen[offset..offset + len]);
+        Ok(len)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        drop(self.1.lock().unwrap());
+        let mut state = self.0.lock().unwrap();
+        let offset = usize::try_from(offset).unwrap();
+        let failed = state.call();
+        // A write that fails may have changed any part before, here the first half; a read-only disk has changed nothing.
+        let len = match &failed {
+            Ok(()) => bytes.len(),
+            Err(error) if error.raw_os_error() == Some(30) => 0,
+            Err(_) => bytes.len() / 2 / SECTOR * SECTOR,
+        };
+        if state.seen.len() < offset + len {
+            state.seen.resize(offset + len, 0);
+            state.durable.resize(offset + len, 0);
+        }
+        state.seen[offset..offset + len].copy_from_slice(&bytes[..len]);
+        for (i, sector) in bytes[..len].chunks(SECTOR).enumerate() {
+            state.unsynced.push((offset + i * SECTOR, sector.to_vec()));
+        }
+        failed.map(|()| len)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        state.call()?;
+        state.settle();
+        Ok(())
+    }
+
+    fn take_checkpoint(&self, _limit: u64) -> Option<Vec<u8>> {
+        self.0.lock().unwrap().checkpoint.take()
+    }
+
+    fn save_checkpoint(&self, bytes: &[u8]) {
+        self.0.lock().unwrap().checkpoint = Some(bytes.to_vec());
+    }
+}

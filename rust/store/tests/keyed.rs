@@ -1,0 +1,508 @@
+//! Blocks under keys: what comes back, what is evicted, what the next life finds, and that nothing wrong ever comes back.
+#![expect(clippy::unwrap_used, reason = "test code")]
+
+#[path = "common/disk.rs"]
+#[expect(dead_code, reason = "shared with other tests")]
+mod disk;
+#[path = "common/keyed.rs"]
+mod keyed;
+
+use blockyard_store::{Error, Geometry, Miss, Progress, SlabStore, StoreOptions};
+use disk::Disk;
+use keyed::{
+    LONG, PAYLOAD, SLOTS, assert_no_slot_leaked, collect, contains, delete, disk, get, key, open, options, put, row,
+    submit_put,
+};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+const ABSENT: Result<Vec<u8>, Miss> = Err(Miss::Absent);
+
+fn reopened(disk: &Disk, store: SlabStore, with_checkpoint: bool) -> SlabStore {
+    assert!(store.close(LONG));
+    drop(store);
+    assert!(disk.has_checkpoint());
+    if !with_checkpoint {
+        disk.drop_checkpoint();
+    }
+    open(disk)
+}
+
+#[test]
+fn a_block_comes_back_under_its_key_and_another_key_is_absent() {
+    let store = open(&disk());
+    assert_eq!(put(&store, &[1, 2, 1], 0), [Ok(()); 3]);
+    assert_eq!(get(&store, &[2, 3, 1, 1]), [Ok(row(2, 0)), ABSENT, Ok(row(1, 0)), Ok(row(1, 0))]);
+    assert_eq!(contains(&store, &[1, 2, 3]), [true, true, false]);
+    let stats = store.stats().unwrap();
+    assert_eq!((stats.written_blocks, stats.stored_blocks, stats.evicted_blocks), (2, 2, 0));
+}
+
+#[test]
+fn a_full_store_evicts_what_was_not_used_for_longest() {
+    let store = open(&disk());
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    get(&store, &[0]);
+    put(&store, &[1, 8, 9], 0);
+    assert_eq!(contains(&store, &[0, 1, 2, 3, 4, 8, 9]), [true, true, false, false, true, true, true]);
+    assert_eq!(store.stats().unwrap().evicted_blocks, 2);
+    assert_eq!(get(&store, &[2]), [ABSENT]);
+}
+
+#[test]
+fn a_batch_does_not_evict_what_it_names() {
+    let store = open(&disk());
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    assert_eq!(put(&store, &[8, 9, 0, 1], 0), [Ok(()); 4]);
+    assert_eq!(contains(&store, &[0, 1, 2, 3, 8, 9]), [true, true, false, false, true, true]);
+}
+
+#[test]
+fn a_slot_that_cannot_be_written_does_not_fail_every_put() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    disk.fail(Some((1, 5)));
+    assert_eq!(put(&store, &[8], 0), [Err(Miss::Io)]);
+    disk.fail(None);
+    // The slot of key 0 has failed; those of the others come first.
+    assert_eq!(put(&store, &[9], 0), [Ok(())]);
+    assert_eq!(contains(&store, &[0, 1, 2, 9]), [false, false, true, true]);
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn the_next_life_finds_the_blocks_with_and_without_a_checkpoint() {
+    for with_checkpoint in [true, false] {
+        let disk = disk();
+        let store = open(&disk);
+        put(&store, &[1, 2, 3], 0);
+        let store = reopened(&disk, store, with_checkpoint);
+        assert_eq!(get(&store, &[3, 4, 1]), [Ok(row(3, 0)), ABSENT, Ok(row(1, 0))]);
+        assert_eq!(store.stats().unwrap().stored_blocks, 3);
+        put(&store, &[4], 0);
+        let store = reopened(&disk, store, with_checkpoint);
+        assert_eq!(contains(&store, &[1, 2, 3, 4]), [true; 4]);
+        assert_no_slot_leaked(&store, 0);
+    }
+}
+
+#[test]
+fn a_checkpoint_is_used_once_and_never_beside_newer_blocks() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1, 2], 0);
+    let store = reopened(&disk, store, true);
+    assert!(!disk.has_checkpoint());
+    put(&store, &[3], 0);
+    let killed = open(&disk.killed());
+    assert_eq!(contains(&killed, &[1, 2, 3]), [true; 3]);
+}
+
+#[test]
+fn a_key_put_twice_waits_for_its_first_write_and_shares_its_end() {
+    let disk = disk();
+    let store = open(&disk);
+    disk.fail(Some((1, 5)));
+    let tickets = [submit_put(&store, &[1], 0).unwrap(), submit_put(&store, &[1], 0).unwrap()];
+    let ends = tickets.map(|ticket| collect(&store, ticket).remove(0));
+    // Either the second came while the first was in flight, or after it had failed.
+    assert_eq!(ends[0], Err(Miss::Io));
+    assert!(matches!(ends[1], Err(Miss::Lost | Miss::Io)), "{ends:?}");
+    disk.fail(None);
+    assert_eq!((contains(&store, &[1]), get(&store, &[1])), (vec![false], vec![ABSENT]));
+    assert_eq!(put(&store, &[1, 1], 0), [Ok(()); 2]);
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn a_key_whose_read_failed_is_absent_at_once_and_can_be_put_again() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1, 2], 0);
+    disk.fail(Some((1, 5)));
+    assert_eq!(get(&store, &[1]), [Err(Miss::Io)]);
+    assert_eq!((contains(&store, &[1, 2]), get(&store, &[1])), (vec![false, true], vec![ABSENT]));
+    assert!(store.stats().unwrap().errors_in_a_row >= 1);
+    disk.fail(None);
+    assert_eq!(put(&store, &[1], 0), [Ok(())]);
+    assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
+    assert_eq!(store.stats().unwrap().errors_in_a_row, 0);
+}
+
+#[test]
+fn a_key_whose_read_missed_its_deadline_is_absent_at_once() {
+    let disk = disk();
+    let store = SlabStore::open_keyed(disk.device(), StoreOptions { patience: Duration::from_secs(1), ..options() });
+    let store = store.unwrap();
+    put(&store, &[1, 2], 0);
+    let late = disk.frozen(|| {
+        let late = store.submit_get(&[key(1)]).unwrap();
+        assert_eq!(store.wait_for(late, LONG).unwrap(), Progress::Expired);
+        collect(&store, late)
+    });
+    assert_eq!(late, [Err(Miss::Timeout)]);
+    assert_eq!((contains(&store, &[1, 2]), get(&store, &[1, 2])), (vec![false, true], vec![ABSENT, Ok(row(2, 0))]));
+    let given_up = store.submit_get(&[key(2)]).unwrap();
+    drop(store.take(given_up).unwrap());
+    assert_eq!(contains(&store, &[2]), [true], "a caller that gives up says nothing about the block");
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn a_deleted_key_is_gone_in_this_life_and_the_next() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1, 2], 0);
+    assert_eq!(delete(&store, &[1, 9, 1]), [Ok(()); 3]);
+    assert_eq!(contains(&store, &[1, 2]), [false, true]);
+    let store = open(&disk.killed());
+    assert_eq!(get(&store, &[1, 2]), [ABSENT, Ok(row(2, 0))]);
+    assert_no_slot_leaked(&store, 0);
+}
+
+/// Deletes a key until the store says that no later life finds it.
+fn delete_surely(store: &SlabStore, n: u64) {
+    assert!((0..1000).any(|_| delete(store, &[n]) == [Ok(())]));
+}
+
+#[test]
+fn a_deletion_that_the_disk_refuses_fails_until_no_header_has_the_key() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1], 0);
+    disk.fail(Some((1, 30)));
+    assert_eq!(delete(&store, &[1]), [Err(Miss::Io)]);
+    assert_eq!((get(&store, &[1]), delete(&store, &[1])), (vec![ABSENT], vec![Err(Miss::Io)]));
+    assert_eq!(contains(&open(disk.killed().fail(None)), &[1]), [true], "this is why");
+    disk.fail(None);
+    delete_surely(&store, 1);
+    assert_eq!(contains(&open(&disk.killed()), &[1]), [false]);
+}
+
+#[test]
+fn the_deletion_of_an_evicted_key_ends_when_its_header_is_replaced() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    let (put_again, deleted) = disk.frozen(|| {
+        // Key 0 gives way to key 8, and comes back in the slot of key 1.
+        let tickets = [submit_put(&store, &[8], 0).unwrap(), submit_put(&store, &[0], 0).unwrap()];
+        let deleted = store.submit_delete(&[key(0), key(1)]).unwrap();
+        assert_eq!(store.wait_for(deleted, Duration::from_millis(50)).unwrap(), Progress::Pending);
+        assert_eq!(contains(&open(&disk.killed()), &[0, 1]), [true; 2], "this is why");
+        (tickets, deleted)
+    });
+    assert_eq!(collect(&store, deleted), [Ok(Vec::new()), Ok(Vec::new())]);
+    assert_eq!(contains(&open(&disk.killed()), &[0, 1, 2]), [false, false, true]);
+    for ticket in put_again {
+        collect(&store, ticket);
+    }
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn what_close_has_left_undone_is_found_again_and_not_taken_for_deleted() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    let tickets = disk.frozen(|| {
+        let tickets = [0, 1, 2, 3].map(|n| store.submit_delete(&[key(n)]).unwrap());
+        assert!(!store.close(Duration::from_millis(20)));
+        tickets
+    });
+    let ends = tickets.map(|ticket| collect(&store, ticket).remove(0));
+    assert!(store.close(LONG));
+    assert!(ends.contains(&Err(Miss::Closed)) && !disk.has_checkpoint());
+    let store = open(&disk);
+    for n in 0..4 {
+        delete_surely(&store, n);
+    }
+    assert_eq!(contains(&open(&disk.killed()), &[0, 1, 2, 3, 4]), [false, false, false, false, true]);
+}
+
+#[test]
+fn a_deleted_key_has_no_older_copy_in_another_slot() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1, 2], 0);
+    disk.fail(Some((1, 5)));
+    assert_eq!(get(&store, &[1]), [Err(Miss::Io)]);
+    // The first slot is taken by another key whose write fails too: its header is still that of key 1.
+    assert_eq!(put(&store, &[3], 0), [Err(Miss::Io)]);
+    disk.fail(None);
+    put(&store, &[1], 0);
+    for store in [store, open(&disk.killed())] {
+        delete_surely(&store, 1);
+        assert!(store.close(LONG));
+    }
+    disk.drop_checkpoint();
+    assert_eq!(contains(&open(&disk), &[1, 2]), [false, true]);
+}
+
+#[test]
+fn forgetting_drops_every_key_with_writes_in_flight_and_lasts() {
+    for with_checkpoint in [true, false] {
+        let disk = disk();
+        let store = open(&disk);
+        put(&store, &[1, 2, 3], 0);
+        let in_flight = submit_put(&store, &[4, 5], 0).unwrap();
+        store.forget().unwrap();
+        collect(&store, in_flight);
+        assert_eq!(contains(&store, &[1, 2, 3, 4, 5]), [false; 5]);
+        assert_eq!(store.stats().unwrap().stored_blocks, 0);
+        put(&store, &[2, 4], 1);
+        assert_eq!(get(&store, &[1, 2, 4]), [ABSENT, Ok(row(2, 1)), Ok(row(4, 1))]);
+        let store = reopened(&disk, store, with_checkpoint);
+        assert_eq!(get(&store, &[1, 2, 3, 4, 5]), [ABSENT, Ok(row(2, 1)), ABSENT, Ok(row(4, 1)), ABSENT]);
+        assert_no_slot_leaked(&store, 1);
+    }
+}
+
+#[test]
+fn forgetting_that_the_disk_refuses_is_an_error_and_holds_for_this_life() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1], 0);
+    disk.fail(Some((1, 5)));
+    assert!(matches!(store.forget(), Err(Error::Io { .. })));
+    disk.fail(None);
+    assert_eq!(get(&store, &[1]), [ABSENT]);
+}
+
+#[test]
+fn without_its_superblock_a_slab_is_empty() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1, 2], 0);
+    drop(store);
+    disk.change(|bytes| bytes[100] ^= 1);
+    let store = open(&disk);
+    assert_eq!(store.stats().unwrap().stored_blocks, 0);
+    assert_eq!(get(&store, &[1]), [ABSENT]);
+    put(&store, &[1], 1);
+    let store = open(&disk.killed());
+    assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 1)), ABSENT]);
+    assert_no_slot_leaked(&store, 1);
+}
+
+#[test]
+fn another_namespace_or_length_finds_nothing_and_takes_the_slots() {
+    let same = options().geometry;
+    let cases = [
+        StoreOptions { namespace: [8; 32], ..options() },
+        StoreOptions { geometry: Geometry { payload_bytes: PAYLOAD - 1, ..same }, ..options() },
+    ];
+    for other in cases {
+        for with_checkpoint in [true, false] {
+            let disk = disk();
+            let store = open(&disk);
+            put(&store, &[1, 2], 0);
+            assert!(store.close(LONG));
+            if !with_checkpoint {
+                disk.drop_checkpoint();
+            }
+            let store = SlabStore::open_keyed(disk.device(), other.clone()).unwrap();
+            assert_eq!((contains(&store, &[1, 2]), store.stats().unwrap().stored_blocks), (vec![false; 2], 0));
+            if other.geometry == same {
+                assert_no_slot_leaked(&store, 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_blocks_of_another_namespace_go_after_empty_slots_and_by_age() {
+    for with_checkpoint in [true, false] {
+        let disk = disk();
+        let other = StoreOptions { namespace: [8; 32], ..options() };
+        let store = open(&disk);
+        put(&store, &[0, 1, 2], 0);
+        assert!(store.close(LONG));
+        let store = SlabStore::open_keyed(disk.device(), other).unwrap();
+        put(&store, &[10, 11], 0);
+        assert!(store.close(LONG));
+        let store = open(&disk);
+        put(&store, &[3, 4, 5], 0);
+        let store = reopened(&disk, store, with_checkpoint);
+        // All slots are taken: keys 0 to 2 are the oldest.
+        put(&store, &[6], 0);
+        assert_eq!(contains(&store, &[0, 1, 2, 3, 4, 5, 6]), [false, true, true, true, true, true, true]);
+    }
+}
+
+#[test]
+fn fewer_or_more_slots_keep_the_blocks_that_still_have_one() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[0, 1, 2, 3, 4, 5, 6, 7], 0);
+    let mut store = reopened(&disk, store, true);
+    for slots in [5, SLOTS] {
+        assert!(store.close(LONG));
+        let geometry = Geometry { slots, ..options().geometry };
+        store = SlabStore::open_keyed(disk.device(), StoreOptions { geometry, ..options() }).unwrap();
+        assert_eq!(contains(&store, &[0, 4]), [true; 2]);
+    }
+    assert_no_slot_leaked(&store, 0);
+}
+
+#[test]
+fn each_use_refuses_the_calls_of_the_other() {
+    let disk = disk();
+    let store = open(&disk);
+    assert!(matches!(store.submit_write(&[0], &row(1, 0)), Err(Error::SlotOutOfRange { slot: 0, slots: 0 })));
+    assert!(matches!(store.submit_put(&[key(1)], &row(1, 0)[1..]), Err(Error::WrongLength { .. })));
+    drop(store);
+    let store = SlabStore::open(disk.device(), options()).unwrap();
+    assert!(matches!(store.submit_get(&[key(1)]), Err(Error::NotKeyed)));
+    assert!(matches!(store.forget(), Err(Error::NotKeyed)));
+}
+
+#[test]
+fn blocks_beyond_the_memory_limit_are_refused_and_evict_nothing() {
+    let disk = disk();
+    let stride = options().geometry.stride() as u64;
+    let options = StoreOptions { memory_bytes: 2 * stride, ..options() };
+    let store = SlabStore::open_keyed(disk.device(), options).unwrap();
+    assert_eq!(put(&store, &[1, 2, 3], 0), [Ok(()), Ok(()), Err(Miss::QueueFull)]);
+    assert_eq!(contains(&store, &[1, 2, 3]), [true, true, false]);
+    assert_eq!(get(&store, &[1, 2, 1]), [Ok(row(1, 0)), Ok(row(2, 0)), Err(Miss::QueueFull)]);
+    assert_eq!(contains(&store, &[1]), [true], "a refused read says nothing about the block");
+    assert_eq!(put(&store, &[1, 2, 3], 0), [Ok(()); 3], "what is there needs no memory");
+    assert_eq!(store.stats().unwrap().pending_bytes, 0);
+}
+
+#[test]
+fn an_event_says_that_tickets_have_ended_until_somebody_polls() {
+    let store = open(&disk());
+    let event = store.event_fd().unwrap();
+    assert_eq!(store.event_fd().unwrap(), event);
+    let readable = |timeout| {
+        // The descriptor's counter.
+        let deadline = std::time::Instant::now() + timeout;
+        loop {
+            let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{event}")).unwrap();
+            let count = text.lines().find_map(|line| line.strip_prefix("eventfd-count:")).unwrap().trim();
+            if u64::from_str_radix(count, 16).unwrap() > 0 {
+                return true;
+            }
+            if std::time::Instant::now() > deadline {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+    };
+    assert!(readable(Duration::ZERO), "tickets may have ended before anybody asked for the event");
+    store.poll().unwrap();
+    assert!(!readable(Duration::ZERO));
+    let ticket = submit_put(&store, &[1], 0).unwrap();
+    assert!(readable(LONG));
+    assert_eq!(store.poll().unwrap(), [ticket]);
+    assert!(!readable(Duration::ZERO));
+    let absent = store.submit_get(&[key(9)]).unwrap();
+    assert!(readable(Duration::ZERO), "a ticket may have ended when it is submitted");
+    assert_eq!(store.poll().unwrap(), [absent]);
+}
+
+/// One step of a random history.
+#[derive(Clone, Debug)]
+enum Step {
+    Put(Vec<u64>),
+    Get(Vec<u64>),
+    Delete(u64),
+    FailingGet(u64),
+    Forget,
+    Reopen(bool),
+    Kill,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    // As many keys as slots: nothing is evicted, so each key's fate is known.
+    let id = 0..u64::from(SLOTS);
+    let ids = prop::collection::vec(id.clone(), 0..6);
+    let step = prop_oneof![
+        5 => ids.clone().prop_map(Step::Put),
+        4 => ids.prop_map(Step::Get),
+        2 => id.clone().prop_map(Step::Delete),
+        1 => id.prop_map(Step::FailingGet),
+        1 => Just(Step::Forget),
+        1 => any::<bool>().prop_map(Step::Reopen),
+        1 => Just(Step::Kill),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+/// The store beside a map from key to epoch.
+struct Pair {
+    disk: Disk,
+    store: SlabStore,
+    model: BTreeMap<u64, u64>,
+    epoch: u64,
+}
+
+impl Pair {
+    fn apply(&mut self, step: Step) {
+        match step {
+            Step::Put(ids) => {
+                assert!(put(&self.store, &ids, self.epoch).iter().all(Result::is_ok));
+                for n in ids {
+                    self.model.entry(n).or_insert(self.epoch);
+                }
+            }
+            Step::Get(ids) => {
+                let expected: Vec<_> =
+                    ids.iter().map(|n| self.model.get(n).map(|&epoch| row(*n, epoch)).ok_or(Miss::Absent)).collect();
+                assert_eq!(get(&self.store, &ids), expected);
+            }
+            Step::Delete(n) => {
+                assert_eq!(delete(&self.store, &[n]), [Ok(())]);
+                self.model.remove(&n);
+            }
+            Step::FailingGet(n) => {
+                self.disk.fail(Some((1, 5)));
+                let expected = if self.model.contains_key(&n) { Miss::Io } else { Miss::Absent };
+                assert_eq!(get(&self.store, &[n]), [Err(expected)]);
+                self.disk.fail(None);
+                self.model.remove(&n);
+                delete_surely(&self.store, n);
+            }
+            Step::Forget => {
+                self.store.forget().unwrap();
+                self.model.clear();
+                self.epoch += 1;
+            }
+            Step::Reopen(with_checkpoint) => {
+                assert!(self.store.close(LONG));
+                if !with_checkpoint {
+                    self.disk.drop_checkpoint();
+                }
+                self.store = open(&self.disk);
+            }
+            Step::Kill => {
+                self.disk = self.disk.killed();
+                self.store = open(&self.disk);
+            }
+        }
+        let all: Vec<u64> = (0..SLOTS.into()).collect();
+        let held: Vec<bool> = all.iter().map(|n| self.model.contains_key(n)).collect();
+        assert_eq!(contains(&self.store, &all), held);
+        assert_eq!(self.store.stats().unwrap().stored_blocks, self.model.len() as u64);
+        assert_eq!(self.store.stats().unwrap().pending_bytes, 0);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn a_random_history_gives_what_a_map_gives(steps in steps()) {
+        let disk = disk();
+        let store = open(&disk);
+        let mut pair = Pair { disk, store, model: BTreeMap::new(), epoch: 0 };
+        for step in steps {
+            pair.apply(step);
+        }
+        assert_no_slot_leaked(&pair.store, pair.epoch);
+    }
+}
