@@ -3,7 +3,8 @@
     {"spec_module_path": "blockyard.integrations.vllm", "spec_name": "BlockyardSpec", "host_bytes": "64GiB"}
 
 Or within vLLM's own `CPUOffloadingSpec`: `"cache_policy_module_path": "blockyard.integrations.vllm"` with the
-`"eviction_policy"` `S3FIFOPolicy`, `AdaptivePolicy` or `LRUPolicy`.
+`"eviction_policy"` `S3FIFOPolicy`, `AdaptivePolicy` or `LRUPolicy`. Or within its `TieringOffloadingSpec`, among the `"secondary_tiers"`:
+`{"type": "BlockyardTier", "module_path": "blockyard.integrations.vllm", "root_dir": "/var/kv", "size": "500GiB"}`.
 
 Importing this fails with an `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
 """
@@ -13,23 +14,27 @@ from blockyard.integrations.vllm.compat import require_fields, require_fit, requ
 require_vllm()
 
 from vllm.v1.kv_offload.base import OffloadingEvent, PrepareStoreOutput, TransferResult  # noqa: E402 (checked above)
+from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: E402
 
 from blockyard.integrations.vllm.manager import BlockyardManager  # noqa: E402
 from blockyard.integrations.vllm.policy import AdaptivePolicy, LRUPolicy, S3FIFOPolicy  # noqa: E402
 from blockyard.integrations.vllm.spec import BlockyardSpec  # noqa: E402
+from blockyard.integrations.vllm.tier import BlockyardTier  # noqa: E402
 from blockyard.integrations.vllm.worker import BlockyardWorker  # noqa: E402
 
 __all__ = [
     "AdaptivePolicy",
     "BlockyardManager",
     "BlockyardSpec",
+    "BlockyardTier",
     "BlockyardWorker",
     "LRUPolicy",
     "S3FIFOPolicy",
 ]
 
-for _class in (AdaptivePolicy, BlockyardManager, BlockyardSpec, BlockyardWorker, LRUPolicy, S3FIFOPolicy):
+for _class in (AdaptivePolicy, BlockyardManager, BlockyardSpec, BlockyardTier, BlockyardWorker, LRUPolicy, S3FIFOPolicy):
     require_fit(_class)
 require_fields(OffloadingEvent, "keys", "medium", "removed")
 require_fields(PrepareStoreOutput, "keys_to_store", "store_spec", "evicted_keys")
 require_fields(TransferResult, "job_id", "success", "transfer_size", "transfer_time")
+require_fields(JobResult, "job_id", "success", "successful_keys", "transfer_time", "transfer_bytes")
