@@ -1,5 +1,6 @@
 """`BlockyardTier`, over vLLM's own abstract class (`VLLM_SOURCE`) or a stand-in of it."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,8 +134,6 @@ def test_a_store_that_fails_is_a_result_and_a_miss(vllm: SimpleNamespace, tmp_pa
 def test_each_job_has_one_result_and_a_key_that_is_being_stored_is_retried(
     vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import threading
-
     tier, hold = Tier(vllm, tmp_path), threading.Event()
     parts = tier.tier._parts
     monkeypatch.setattr(tier.tier, "_parts", lambda count: hold.wait(10) and parts(count))
