@@ -98,9 +98,8 @@ def test_a_scan_does_not_drive_out_what_is_used_again(vllm: SimpleNamespace):
     kept = {}
     for name in POLICIES:
         policy = getattr(vllm.ours, name)(cache_capacity=10)
-        chunks = []
         for n in range(10):
-            chunks.append(add(vllm, policy, KEYS[n], n))
+            add(vllm, policy, KEYS[n], n)
         for _ in range(3):
             policy.touch(KEYS[:2], None)
         for n in range(40):

@@ -1,4 +1,4 @@
-"""vLLM's own CPU and tiering specs with our worker: theirs refuses to run on a CPU. Policy, manager and tiers are theirs."""
+"""vLLM's own CPU and tiering specs with our worker, for theirs refuses to run on a CPU; the managers are theirs."""
 
 from typing import Any
 

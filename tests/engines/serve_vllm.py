@@ -1,6 +1,6 @@
 """Serves a tiny seeded Llama with vLLM on a CPU, and prints tokens and counters as JSON; run by `test_vllm_engine.py`.
 
-    serve_vllm.py MODEL_FOLDER '{"extra": {...}, "sabotage": "", "rounds": 2}'
+serve_vllm.py MODEL_FOLDER '{"extra": {...}, "sabotage": "", "rounds": 2}'
 """
 
 import json

@@ -1,7 +1,7 @@
 """`blockyard.integrations.vllm` over vLLM's own offloading interfaces, or over stand-ins of them where vLLM is missing.
 
-`VLLM_SOURCE` names folders that hold `vllm/v1/kv_offload/base.py`, as unpacked from wheels of vLLM 0.32 and 0.33, with `:`
-between them. The rest of vLLM is not imported.
+`VLLM_SOURCE` names folders that hold `vllm/v1/kv_offload/base.py`, as unpacked from wheels of vLLM 0.32 and 0.33, with
+`:` between them. The rest of vLLM is not imported.
 """
 
 import contextlib

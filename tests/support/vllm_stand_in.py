@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's offloading interfaces, 0.32 and 0.33: names, arguments and abstract methods, nothing that they do."""
+"""Stand-ins for vLLM's offloading interfaces, 0.32 and 0.33: names, arguments and abstract methods, nothing else."""
 
 import ctypes
 import dataclasses
@@ -155,8 +155,8 @@ def configuration() -> Namespace:
         "OffloadingCacheConfig": "tokens_per_hash blocks_per_chunk",
         "OffloadingParallelConfig": "rank world_size tp_size pp_size pcp_size dcp_size data_parallel_index "
         "data_parallel_size data_parallel_rank_local is_parallelism_agnostic",
-        "OffloadingConfig": "groups worker_kv_bytes_per_block enable_kv_cache_events extra_config engine_id model cache "
-        "parallel",
+        "OffloadingConfig": "groups worker_kv_bytes_per_block enable_kv_cache_events extra_config engine_id model "
+        "cache parallel",
     }
     return {name: dataclasses.make_dataclass(name, fields.split()) for name, fields in names.items()}
 

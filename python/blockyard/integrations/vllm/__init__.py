@@ -2,11 +2,10 @@
 
     {"spec_module_path": "blockyard.integrations.vllm", "spec_name": "BlockyardSpec", "host_bytes": "64GiB"}
 
-Or within vLLM's own `CPUOffloadingSpec`: `"cache_policy_module_path": "blockyard.integrations.vllm"` with the
-`"eviction_policy"` `S3FIFOPolicy`, `AdaptivePolicy` or `LRUPolicy`. Or within its `TieringOffloadingSpec`, among the `"secondary_tiers"`:
-`{"type": "BlockyardTier", "module_path": "blockyard.integrations.vllm", "root_dir": "/var/kv", "size": "500GiB"}`.
+Within vLLM's own `CPUOffloadingSpec`, `S3FIFOPolicy`, `AdaptivePolicy` and `LRUPolicy` can be its `eviction_policy`.
+Within its `TieringOffloadingSpec`, `BlockyardTier` can be one of the `secondary_tiers`. `docs/vllm.md` shows each.
 
-Importing this fails with an `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
+Importing this raises `ImportError` where vLLM is missing, or where its interfaces are not those of 0.32 and 0.33.
 """
 
 from blockyard.integrations.vllm.compat import require_fields, require_fit, require_vllm
@@ -32,7 +31,15 @@ __all__ = [
     "S3FIFOPolicy",
 ]
 
-for _class in (AdaptivePolicy, BlockyardManager, BlockyardSpec, BlockyardTier, BlockyardWorker, LRUPolicy, S3FIFOPolicy):
+for _class in (
+    AdaptivePolicy,
+    BlockyardManager,
+    BlockyardSpec,
+    BlockyardTier,
+    BlockyardWorker,
+    LRUPolicy,
+    S3FIFOPolicy,
+):
     require_fit(_class)
 require_fields(OffloadingEvent, "keys", "medium", "removed")
 require_fields(PrepareStoreOutput, "keys_to_store", "store_spec", "evicted_keys")

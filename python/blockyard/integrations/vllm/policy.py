@@ -73,7 +73,7 @@ class _Policy(CachePolicy):
         self._order.touch([*keys])
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Drop `n` chunks that nothing reads and return them; None, and nothing is changed, if there are not so many."""
+        """Drop and return `n` chunks that nothing reads; None, and nothing is changed, if there are not so many."""
         kept = self._idle & protected
         if n > len(self._idle) - len(kept):
             return None

@@ -1,4 +1,4 @@
-"""A secondary tier of vLLM's `TieringOffloadingSpec` over a prefix store: bounded, found again after a restart, verified."""
+"""A secondary tier of vLLM's `TieringOffloadingSpec` over a prefix store: bounded, verified, found after a restart."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class BlockyardTier(SecondaryTierManager):
         begun = time.perf_counter()
         try:
             outcome = work(keys, chunks)
-        except Exception:
+        except Exception:  # noqa: BLE001 (whatever it is, vLLM waits for a result)
             _LOG.exception("job %d failed", job_id)
             outcome = _Outcome([], 0)
         success = len(outcome.done) == len(keys)
@@ -192,7 +192,7 @@ class BlockyardTier(SecondaryTierManager):
                 entry = self._store.wait(self._store.submit_get(digests))
                 ok = entry.ok
                 self._rows[chunks[part][ok]] = entry.rows[ok]
-            except Exception:
+            except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("a load failed")
                 ok = np.zeros(len(digests), np.bool_)
             done += [key for key, good in zip(keys[part], ok, strict=True) if good]
@@ -237,7 +237,9 @@ def _namespace(spec: Any, width: int, revision: str) -> bytes:
         "model": [getattr(model, "name", None), getattr(model, "dtype", None)],
         "cache": [getattr(cache, name, None) for name in ("tokens_per_hash", "blocks_per_chunk")],
         "parallel": [getattr(parallel, name, None) for name in _PARALLEL],
-        "layout": [getattr(config, name, None) for name in ("kv_cache_layout", "replicated_layout", "canonical_layout")],
+        "layout": [
+            getattr(config, name, None) for name in ("kv_cache_layout", "replicated_layout", "canonical_layout")
+        ],
         "groups": [[group.tokens_per_block, *group.layer_names] for group in getattr(config, "groups", None) or ()],
     }
     return hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()

@@ -1,7 +1,7 @@
 """vLLM's offloading worker over Blockyard's copies: blocks of a device, or of CPU tensors, to and from host chunks.
 
-A host chunk holds `blocks_per_chunk` device blocks, those of all tensors side by side. A transfer may begin and end inside
-a chunk: its first and last parts are computed from `block_indices` and `group_sizes`, and nothing else is touched.
+A host chunk holds `blocks_per_chunk` device blocks, those of all tensors side by side. A transfer may begin and end
+inside a chunk: its first and last parts follow from `block_indices` and `group_sizes`, and nothing else is touched.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ class BlockyardWorker(OffloadingWorker):
             block, chunk = block + size, chunk + used
         if (block, chunk) != (len(blocks), len(chunks)):
             raise InvalidArgumentError(
-                f"{len(blocks)} device blocks and {len(chunks)} host chunks are given, the groups use {block} and {chunk}"
+                f"{len(blocks)} device blocks and {len(chunks)} host chunks are given, "
+                f"the groups use {block} and {chunk}"
             )
         return mappings
 
@@ -235,9 +236,7 @@ class BlockyardWorker(OffloadingWorker):
             # vLLM ends the engine for it. That is right: a copy within this machine failed, nothing can be relied on.
             _LOG.error("job %d failed: %s", job_id, job.error)
             return TransferResult(job_id=job_id, success=False)
-        return TransferResult(
-            job_id=job_id, success=True, transfer_size=job.num_bytes, transfer_time=job.seconds()
-        )
+        return TransferResult(job_id=job_id, success=True, transfer_size=job.num_bytes, transfer_time=job.seconds())
 
 
 def _rows(tensor: Tensor, page_bytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""`BlockyardSpec`, its manager and its worker, over vLLM's own abstract classes (`VLLM_SOURCE`) or stand-ins of them."""
+"""`BlockyardSpec`, manager and worker, over vLLM's own abstract classes (`VLLM_SOURCE`) or stand-ins of them."""
 
 import itertools
 import random
@@ -283,11 +283,14 @@ def caches_of(vllm: SimpleNamespace, groups: list[list[tuple[int, int]]], *, pac
 
     whole = random_bytes(sum(PAGES))
     starts = [0, PAGES[0]]
-    tensors = [whole[:, start : start + page] if packed else random_bytes(page) for start, page in zip(starts, PAGES)]
+    places = zip(starts, PAGES, strict=True)
+    tensors = [whole[:, start : start + page] if packed else random_bytes(page) for start, page in places]
     base = vllm.base
     return base.CanonicalKVCaches(
         tensors=[base.CanonicalKVCacheTensor(tensor=t, page_size_bytes=t.shape[1]) for t in tensors],
-        group_data_refs=[[base.CanonicalKVCacheRef(tensor_idx=t, page_size_bytes=page) for t, page in refs] for refs in groups],
+        group_data_refs=[
+            [base.CanonicalKVCacheRef(tensor_idx=t, page_size_bytes=page) for t, page in refs] for refs in groups
+        ],
     )
 
 
