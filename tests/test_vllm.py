@@ -1,16 +1,20 @@
 """`BlockyardSpec`, manager and worker, over vLLM's own abstract classes (`VLLM_SOURCE`) or stand-ins of them."""
 
 import itertools
+import json
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm_modules
@@ -113,6 +117,33 @@ def test_the_labels_are_those_that_the_manager_fills(vllm: SimpleNamespace):
     assert info["blockyard_num_chunks"] == 10
     assert info["blockyard_policy"] == "s3fifo"
     assert spec.get_manager() is spec.get_manager()
+
+
+def documented() -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    return [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+
+
+def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespace, tmp_path: Path):
+    made = set()
+    for transfer in documented():
+        extra = transfer["kv_connector_extra_config"]
+        if extra.get("spec_module_path") == vllm.ours.__name__:
+            block_bytes = 16 * 2 * 32 * 8 * 128 * 2
+            spec = getattr(vllm.ours, extra["spec_name"])(vllm_modules.config(vllm, extra, block_bytes=block_bytes))
+            assert spec.get_manager().num_chunks == 8192
+            made.add("spec")
+        if extra.get("cache_policy_module_path") == vllm.ours.__name__:
+            getattr(vllm.ours, extra["eviction_policy"])(cache_capacity=10)
+            made.add("policy")
+        for options in extra.get("secondary_tiers", []):
+            tier = getattr(vllm.ours, options.pop("type"))
+            assert options.pop("module_path") == vllm.ours.__name__
+            more = options | {"root_dir": str(tmp_path), "size": "1MiB"}
+            spec = SimpleNamespace(config=vllm_modules.config(vllm, {}))
+            tier(spec, memoryview(np.zeros((2, 4096), np.int8)), "BlockyardTier", **more).shutdown()
+            made.add("tier")
+    assert made == {"spec", "policy", "tier"}
 
 
 # ---- the manager ----

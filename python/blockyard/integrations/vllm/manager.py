@@ -107,9 +107,7 @@ class BlockyardManager(OffloadingManager):
         self._storing.update(stored)
         if evicted:
             self._report(evicted, removed=True)
-        return PrepareStoreOutput(
-            keys_to_store=stored, store_spec=CPULoadStoreSpec(store.chunks.tolist()), evicted_keys=evicted
-        )
+        return PrepareStoreOutput(keys_to_store=stored, store_spec=CPULoadStoreSpec(store.chunks), evicted_keys=evicted)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """End stores: their keys become hits, or, after a failure, misses whose chunks are free."""
@@ -131,7 +129,7 @@ class BlockyardManager(OffloadingManager):
         keys = list(keys)
         chunks = self._offload.prepare_load(keys)
         self._loading.update(keys)
-        return CPULoadStoreSpec(chunks.tolist())
+        return CPULoadStoreSpec(chunks)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """End one load of each key.
