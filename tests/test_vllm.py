@@ -245,6 +245,9 @@ def test_after_a_reset_chunks_of_transfers_are_kept_until_they_are_flushed(vllm:
     else:
         # vLLM 0.32 waits for them before the next transfer, and says no more.
         assert sorted(manager.prepare_store(KEYS[:3], context).store_spec.block_ids) == [0, 1, 2]
+    manager.complete_load(KEYS[:1], context)  # late, and of no effect
+    with pytest.raises(InvalidArgumentError, match="not being loaded"):
+        manager.complete_load(KEYS[4:5], context)
 
 
 def test_a_store_that_never_ends_is_a_miss_after_its_deadline(

@@ -64,6 +64,7 @@ class BlockyardManager(OffloadingManager):
         # Transfers that a reset met: their chunks stay out of use until they have ended.
         self._stale_storing: set[OffloadKey] = set()
         self._stale_loading: Counter[OffloadKey] = Counter()
+        self._flushed_loading: set[OffloadKey] = set()
         self._reported_evictions = 0
 
     @property
@@ -132,16 +133,17 @@ class BlockyardManager(OffloadingManager):
         return CPULoadStoreSpec(chunks)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """End one load of each key.
+        """End one load of each key; those that a reset has ended are passed over.
 
         Raises:
             InvalidArgumentError: a key is not being loaded; nothing is changed.
         """
-        counts = Counter(keys)
+        known = [key for key in keys if key in self._loading or key not in self._flushed_loading]
+        counts = Counter(known)
         for key, count in counts.items():
             if self._loading[key] + self._stale_loading[key] < count:
                 raise InvalidArgumentError(f"keys has {key!r}, which is not being loaded")
-        self._offload.complete_load(list(keys)[::-1])
+        self._offload.complete_load(known[::-1])
         for key, count in counts.items():
             stale = min(count, self._stale_loading[key])
             _subtract(self._stale_loading, key, stale)
@@ -171,6 +173,7 @@ class BlockyardManager(OffloadingManager):
         self._offload.complete_store(list(self._stale_storing), success=False)
         self._offload.complete_load(list(self._stale_loading.elements()))
         self._stale_storing.clear()
+        self._flushed_loading = set(self._stale_loading)
         self._stale_loading.clear()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
