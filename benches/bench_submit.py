@@ -32,8 +32,8 @@ from blockyard_build.toolchain import MissingError  # noqa: E402
 VIEWS, WIDTH, BLOCKS, MOVED = 160, 8 << 10, 256, 64
 CALLS = 50
 TO_DEVICE, TO_HOST = 0, 1
-# On a stream of its own, no capture, memory that kernels reach, with a bulk engine.
-FLAGS = (True, False, True, True)
+# On a stream of its own, no capture, with a bulk engine, a driver that tells ranges, and no bound on a batch.
+FLAGS = (True, False, True, True, 2**62)
 
 
 def main() -> None:
@@ -54,7 +54,9 @@ def main() -> None:
         taken = []
         for direction in (TO_DEVICE, TO_HOST):
             end = rows.data_ptr() + rows.numel()
-            fake.fake_reset(rows.data_ptr(), end, end, *FLAGS)
+            fake.fake_reset(rows.data_ptr(), end, *FLAGS)
+            fake.fake_register(rows.data_ptr(), end, 0)
+            fake.fake_map(device[0].data_ptr(), device[0].data_ptr() + rows.numel())
             fake.fake_strategy(direction, STRATEGIES.get(name, 0), 4)
             sides = (host, device) if direction == TO_DEVICE else (device, host)
             taken.append(best(partial(swap, *sides, direction), repeat))

@@ -2,6 +2,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <mutex>
 #include <vector>
 
@@ -39,22 +40,37 @@ BatchCopy find_batch_copy() {
     return found;
 }
 
-cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
+// Submits part after part: the first is copied while the next is submitted, and drivers fail with very long batches.
+cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cudaStream_t stream) {
     // The driver's signature wants integers it may write to.
-    std::vector<CUdeviceptr> dsts(batch.count), srcs(batch.count);
-    std::vector<size_t> sizes(batch.sizes, batch.sizes + batch.count);
-    for (size_t i = 0; i < batch.count; ++i) {
-        dsts[i] = reinterpret_cast<CUdeviceptr>(batch.dsts[i]);
-        srcs[i] = reinterpret_cast<CUdeviceptr>(batch.srcs[i]);
-    }
+    const size_t longest = std::min(most, batch.count);
+    std::vector<CUdeviceptr> dsts(longest), srcs(longest);
+    std::vector<size_t> sizes(longest);
     // Any other order could read a host block before an earlier copy of the same stream has written it.
     CUmemcpyAttributes attributes{};
     attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-    size_t first = 0;
-    const CUresult status =
-        batch_copy(dsts.data(), srcs.data(), sizes.data(), batch.count, &attributes, &first, 1, stream);
-    // Both enumerations give the same number to the same error.
-    return static_cast<cudaError_t>(status);
+    for (size_t start = 0; start < batch.count; start += longest) {
+        const size_t count = std::min(longest, batch.count - start);
+        for (size_t i = 0; i < count; ++i) {
+            dsts[i] = reinterpret_cast<CUdeviceptr>(batch.dsts[start + i]);
+            srcs[i] = reinterpret_cast<CUdeviceptr>(batch.srcs[start + i]);
+            sizes[i] = batch.sizes[start + i];
+        }
+        size_t first = 0;
+        const CUresult status =
+            batch_copy(dsts.data(), srcs.data(), sizes.data(), count, &attributes, &first, 1, stream);
+        if (status == CUDA_ERROR_INVALID_VALUE) {
+            // A piece leaves its extent, and the driver did not say where that ends. Single copies take it, and what
+            // the batch has copied already is copied once more.
+            const CopyBatch part{batch.dsts + start, batch.srcs + start, batch.sizes + start, count, batch.kind};
+            const cudaError_t copied = copy_one_by_one(part, stream);
+            if (copied != cudaSuccess) return copied;
+        } else if (status != CUDA_SUCCESS) {
+            // Both enumerations give the same number to the same error.
+            return static_cast<cudaError_t>(status);
+        }
+    }
+    return cudaSuccess;
 }
 
 cudaError_t prepare(SideStream& side) {
@@ -65,7 +81,7 @@ cudaError_t prepare(SideStream& side) {
     return side.event != nullptr ? cudaSuccess : cudaEventCreateWithFlags(&side.event, cudaEventDisableTiming);
 }
 
-cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStream_t stream) {
+cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cudaStream_t stream) {
     // Never destroyed: at exit the driver may be gone before static objects are.
     static auto* const sides = new SideStream[kMaxDevices];
     int device = 0;
@@ -77,7 +93,7 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, cudaStre
     status = prepare(side);
     if (status == cudaSuccess) status = order(side.event, stream, side.stream);
     if (status != cudaSuccess) return status;
-    status = submit(batch_copy, batch, side.stream);
+    status = submit(batch_copy, batch, most, side.stream);
     // A batch that fails half-way has queued its first half: later work waits for that as well.
     const cudaError_t joined = order(side.event, side.stream, stream);
     return status != cudaSuccess ? status : joined;
@@ -92,7 +108,9 @@ cudaError_t order(cudaEvent_t event, cudaStream_t earlier, cudaStream_t later) {
 
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+    cudaGetLastError();  // Whoever captures gets to know: no later launch of ours.
+    return true;
 }
 
 cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
@@ -103,13 +121,13 @@ cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream) {
+cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream) {
     if (batch.count == 0) return cudaSuccess;
-    const BatchCopy batch_copy = pinned && batch.count > 1 ? find_batch_copy() : nullptr;
+    const BatchCopy batch_copy = most > 0 && batch.count > 1 ? find_batch_copy() : nullptr;
     if (batch_copy == nullptr) return copy_one_by_one(batch, stream);
-    if (stream == nullptr || stream == cudaStreamLegacy) return submit_beside(batch_copy, batch, stream);
+    if (stream == nullptr || stream == cudaStreamLegacy) return submit_beside(batch_copy, batch, most, stream);
     // A graph accepts single copies as nodes, but no batch.
-    return is_capturing(stream) ? copy_one_by_one(batch, stream) : submit(batch_copy, batch, stream);
+    return is_capturing(stream) ? copy_one_by_one(batch, stream) : submit(batch_copy, batch, most, stream);
 }
 
 }  // namespace blockyard

@@ -39,9 +39,10 @@ bool has_bulk(int device);
 cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
                       cudaStream_t stream);
 
-// Copies pieces between host and device by the copy engines: in one batch if the driver has batches and the host memory
-// is page-locked (`pinned`), else with one call a piece. Sources are read in stream order.
-cudaError_t copy_batch(const CopyBatch& batch, bool pinned, cudaStream_t stream);
+// Copies pieces between host and device by the copy engines: in batches of up to `most` pieces if the driver has them,
+// with one call a piece if it has none or `most` is 0. In batches the host memory must be page-locked and have the same
+// addresses on the device. Sources are read in stream order.
+cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream);
 
 // Lets `later` wait for all that was queued on `earlier`. A wait uses the event's last record, so one event serves any
 // number of calls.

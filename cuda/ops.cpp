@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "copy.h"
+#include "extents.h"
 #include "mapping.h"
 #include "run.h"
 #include "strategy.h"
@@ -78,6 +79,19 @@ void set_device_strategies(int64_t device, Tensor rules) {
     set_strategies(static_cast<int32_t>(device), read);
 }
 
+void set_device_batch_pieces(int64_t device, int64_t most) {
+    if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
+    if (most < 1) fail("mapping", "a batch of at most ", most, " pieces, must be at least 1");
+    set_batch_pieces(static_cast<int32_t>(device), static_cast<size_t>(most));
+}
+
+void set_region(int64_t address, int64_t num_bytes, int64_t chunk_bytes) {
+    if (num_bytes < 0 || chunk_bytes < 1) {
+        fail("layout", "a region of ", num_bytes, " bytes in chunks of ", chunk_bytes, ", wanted at least 0 and 1");
+    }
+    declare_region(static_cast<uintptr_t>(address), static_cast<size_t>(num_bytes), static_cast<size_t>(chunk_bytes));
+}
+
 bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device)); }
 
 }  // namespace
@@ -86,6 +100,8 @@ bool has_device_bulk(int64_t device) { return has_bulk(static_cast<int>(device))
 // Whatever selects the device: these say themselves what they cannot take.
 STABLE_TORCH_LIBRARY_IMPL(blockyard, CompositeExplicitAutograd, m) {
     m.impl("has_bulk", TORCH_BOX(&blockyard::has_device_bulk));
+    m.impl("set_batch_pieces", TORCH_BOX(&blockyard::set_device_batch_pieces));
+    m.impl("set_region", TORCH_BOX(&blockyard::set_region));
     m.impl("run_swap", TORCH_BOX(&blockyard::run_swap));
     m.impl("run_steps", TORCH_BOX(&blockyard::run_steps));
     m.impl("run_gather", TORCH_BOX(&blockyard::run_gather));

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "copy.h"
+#include "extents.h"
 #include "staged.h"
 #include "strategy.h"
 
@@ -19,8 +20,24 @@ using torch::stable::accelerator::DeviceGuard;
 
 void check_cuda(cudaError_t status, const char* action) {
     if (status != cudaSuccess) {
+        cudaGetLastError();  // Reported here; the next launch must not find it.
         fail("cuda", action, " failed: ", cudaGetErrorString(status), " (", static_cast<int>(status), ")");
     }
+}
+
+// The check of a launch also finds what earlier calls of this thread left behind: report that before the first launch.
+// An error that cannot be cleared has ended the process's use of the device.
+void report_stale(const char* action) {
+    const cudaError_t stale = cudaGetLastError();
+    if (stale == cudaSuccess) return;
+    if (cudaPeekAtLastError() != cudaSuccess) {
+        fail("cuda", "before ", action, ", nothing was copied: an earlier call failed: ", cudaGetErrorString(stale),
+             " (", static_cast<int>(stale), ")");
+    }
+    std::ostringstream message;
+    message << "a CUDA error from before " << action << " was cleared: " << cudaGetErrorString(stale) << " ("
+            << static_cast<int>(stale) << ")";
+    aoti_torch_warn(__func__, __FILE__, __LINE__, message.str().c_str());
 }
 
 cudaStream_t current_stream(int32_t device) {
@@ -65,13 +82,53 @@ bool is_dense(const CopyTensor& tensor) {
     return tensor.src_stride == tensor.width && tensor.dst_stride == tensor.width;
 }
 
-// Pieces of a copy between host and device; rows that are adjacent on both sides become one piece.
+// The rows that pairs name on one side, and their extents.
+struct Reach {
+    Extents extents;
+    uint32_t first = UINT32_MAX, last = 0;
+
+    Reach(const std::vector<CopyPair>& pairs, uint32_t CopyPair::* block, bool is_host) : extents(is_host) {
+        for (const CopyPair& pair : pairs) {
+            first = std::min(first, pair.*block);
+            last = std::max(last, pair.*block);
+        }
+    }
+
+    uintptr_t start(const unsigned char* base, int64_t stride) const {
+        return reinterpret_cast<uintptr_t>(base) + first * static_cast<uintptr_t>(stride);
+    }
+    uintptr_t end(const unsigned char* base, int64_t stride, int64_t width) const {
+        return reinterpret_cast<uintptr_t>(base) + last * static_cast<uintptr_t>(stride) +
+               static_cast<uintptr_t>(width);
+    }
+    Fit fit(const unsigned char* base, int64_t stride, int64_t width) {
+        return extents.fit(start(base, stride), end(base, stride, width), stride, width);
+    }
+};
+
+// Pieces of a copy between host and device; rows that are adjacent on both sides become one piece, as far as their
+// extents reach.
 struct Pieces {
     std::vector<void*> dsts;
     std::vector<const void*> srcs;
     std::vector<size_t> sizes;
 
-    void add(const CopyTensor& tensor, const std::vector<CopyPair>& pairs) {
+    void add(const CopyTensor& tensor, const std::vector<CopyPair>& pairs, Reach& src, Reach& dst) {
+        const size_t before = sizes.size();
+        merge(tensor, pairs);
+        const Fit fit = std::max(src.fit(tensor.src, tensor.src_stride, tensor.width),
+                                 dst.fit(tensor.dst, tensor.dst_stride, tensor.width));
+        if (fit != Fit::kAll) cut(before, fit == Fit::kRows ? static_cast<size_t>(tensor.width) : 0, src, dst);
+    }
+
+  private:
+    void push(const unsigned char* src, unsigned char* dst, size_t bytes) {
+        srcs.push_back(src);
+        dsts.push_back(dst);
+        sizes.push_back(bytes);
+    }
+
+    void merge(const CopyTensor& tensor, const std::vector<CopyPair>& pairs) {
         const bool dense = is_dense(tensor);
         for (size_t n = 0; n < pairs.size(); ++n) {
             const CopyPair pair = pairs[n];
@@ -79,9 +136,34 @@ struct Pieces {
                 sizes.back() += static_cast<size_t>(tensor.width);
                 continue;
             }
-            srcs.push_back(tensor.src + pair.src * tensor.src_stride);
-            dsts.push_back(tensor.dst + pair.dst * tensor.dst_stride);
-            sizes.push_back(static_cast<size_t>(tensor.width));
+            push(tensor.src + pair.src * tensor.src_stride, tensor.dst + pair.dst * tensor.dst_stride,
+                 static_cast<size_t>(tensor.width));
+        }
+    }
+
+    // Cuts the pieces from index `from` on where an extent ends; those of up to `safe` bytes lie within one.
+    void cut(size_t from, size_t safe, Reach& src, Reach& dst) {
+        while (from < sizes.size() && sizes[from] <= safe) ++from;
+        if (from == sizes.size()) return;
+        const auto start = static_cast<std::ptrdiff_t>(from);
+        const std::vector<void*> to(dsts.begin() + start, dsts.end());
+        const std::vector<const void*> of(srcs.begin() + start, srcs.end());
+        const std::vector<size_t> all(sizes.begin() + start, sizes.end());
+        dsts.resize(from);
+        srcs.resize(from);
+        sizes.resize(from);
+        for (size_t n = 0; n < all.size(); ++n) {
+            const auto* source = static_cast<const unsigned char*>(of[n]);
+            auto* target = static_cast<unsigned char*>(to[n]);
+            for (size_t done = 0; done < all[n];) {
+                size_t bytes = all[n] - done;
+                if (all[n] > safe) {
+                    bytes = src.extents.room(reinterpret_cast<uintptr_t>(source + done), bytes);
+                    bytes = dst.extents.room(reinterpret_cast<uintptr_t>(target + done), bytes);
+                }
+                push(source + done, target + done, bytes);
+                done += bytes;
+            }
         }
     }
 };
@@ -101,6 +183,7 @@ StrategyChoice strategy_of(const std::vector<CopyTensor>& tensors, const std::ve
 }
 
 void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
+    report_stale("copying blocks within the device");
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(dst.device);
     const cudaStream_t stream = current_stream(dst.device);
@@ -110,47 +193,47 @@ void run_on_device(const Side& src, const Side& dst, const Steps& plan) {
 }
 
 struct HostMemory {
-    bool pinned = true;  // all copied memory is page-locked
-    bool mapped = true;  // and kernels reach it by its host address
+    bool pinned = true;           // all copied memory is page-locked
+    bool same = true;             // the device uses the host's addresses
+    bool reached = true;          // kernels reach every view by its first address, shifted
+    std::vector<int64_t> shifts;  // for each view, the device's address less the host's
 };
 
-HostMemory ask_pointer(uintptr_t address) {
-    void* pointer = reinterpret_cast<void*>(address);
-    cudaPointerAttributes attributes{};
-    check_cuda(cudaPointerGetAttributes(&attributes, pointer), "asking what memory a pointer is of");
-    return {attributes.type != cudaMemoryTypeUnregistered, attributes.devicePointer == pointer};
-}
-
-// Asks at both ends of the copied range of each storage. A host pool is page-locked from its start, chunk by chunk.
-HostMemory ask_host(const Side& host, uint32_t first_block, uint32_t last_block) {
+// Asks for the copied range of each storage.
+HostMemory ask_host(const Side& host, Reach& reach) {
     HostMemory found;
+    const size_t num_views = host.views.size();
+    found.shifts.resize(num_views);
     uintptr_t low = 0, high = 0;
-    for (size_t i = 0; i < host.views.size(); ++i) {
+    size_t opened = 0;
+    for (size_t i = 0; i < num_views; ++i) {
         const View& view = host.views[i];
-        const auto start = reinterpret_cast<uintptr_t>(view.data);
-        const uintptr_t first = start + first_block * static_cast<uintptr_t>(view.stride);
-        const uintptr_t end = start + last_block * static_cast<uintptr_t>(view.stride) + view.width;
+        const uintptr_t first = reach.start(view.data, view.stride);
+        const uintptr_t end = reach.end(view.data, view.stride, view.width);
         const bool opens = i == 0 || host.views[i - 1].storage != view.storage;
+        if (opens) opened = i;
         low = opens ? first : std::min(low, first);
         high = opens ? end : std::max(high, end);
-        const bool closes = i + 1 == host.views.size() || host.views[i + 1].storage != view.storage;
+        const bool closes = i + 1 == num_views || host.views[i + 1].storage != view.storage;
         if (!closes || high == low) continue;
-        for (const uintptr_t address : {low, high - 1}) {
-            const HostMemory there = ask_pointer(address);
-            found = {found.pinned && there.pinned, found.mapped && there.mapped};
-        }
+        found.pinned = found.pinned && reach.extents.pinned(low, high);
+        if (!found.pinned) return found;
+        const int64_t shift = reach.extents.shift(low);
+        const bool one = reach.extents.at(low).end >= high;
+        // Neighbours on the host may be strangers on the device.
+        const bool same = shift == 0 && (one || reach.extents.shift(high - 1) == 0);
+        found.same = found.same && same;
+        found.reached = found.reached && (same || one);
+        std::fill(found.shifts.begin() + static_cast<std::ptrdiff_t>(opened),
+                  found.shifts.begin() + static_cast<std::ptrdiff_t>(i) + 1, shift);
     }
     return found;
 }
 
-HostMemory ask_host(const Side& host, const std::vector<CopyPair>& pairs, bool to_host) {
-    uint32_t first = UINT32_MAX, last = 0;
-    for (const CopyPair& pair : pairs) {
-        const uint32_t block = to_host ? pair.dst : pair.src;
-        first = std::min(first, block);
-        last = std::max(last, block);
-    }
-    return ask_host(host, first, last);
+// The views as the device addresses them.
+Side on_device(Side host, const HostMemory& memory) {
+    for (size_t i = 0; i < host.views.size(); ++i) host.views[i].data += memory.shifts[i];
+    return host;
 }
 
 bool is_kernel(Strategy strategy) { return strategy == Strategy::kKernel || strategy == Strategy::kBulk; }
@@ -165,49 +248,63 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
         choice = strategy_of(tensors, pairs, device, direction, false);
     }
     // Narrow accesses would waste most of the link's bandwidth.
-    const bool fits = memory.mapped && misalignment(tensors.data(), tensors.size()) % 16 == 0;
+    const bool fits = memory.reached && misalignment(tensors.data(), tensors.size()) % 16 == 0;
     if (is_kernel(choice.strategy) && !fits) choice.strategy = Strategy::kBatch;
+    // A batch takes addresses of the host for the device's; single copies look them up.
+    if (choice.strategy == Strategy::kBatch && !memory.same) choice.strategy = Strategy::kLoop;
     return choice;
 }
 
-// Copies pieces between host and device by the copy engines.
-cudaError_t copy_pieces(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, bool to_host,
-                        bool batched, cudaStream_t stream) {
+// Copies pieces between host and device by the copy engines, at most so many in one batched call; 0: one by one.
+cudaError_t copy_pieces(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, Reach& from,
+                        Reach& to, bool to_host, size_t most, cudaStream_t stream) {
     Pieces pieces;
-    for (const CopyTensor& tensor : tensors) pieces.add(tensor, pairs);
+    for (const CopyTensor& tensor : tensors) pieces.add(tensor, pairs, from, to);
     const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
-    return copy_batch(batch, batched, stream);
+    return copy_batch(batch, most, stream);
 }
 
 void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
     const bool to_host = dst.device == Side::kHost;
     const Direction direction = to_host ? Direction::kToHost : Direction::kToDevice;
     const int32_t device = to_host ? src.device : dst.device;
+    report_stale("copying blocks between host and device");
     const std::vector<CopyTensor> tensors = join(src, dst);
     const DeviceGuard guard(device);
     const cudaStream_t stream = current_stream(device);
-    const HostMemory memory = ask_host(to_host ? dst : src, pairs, to_host);
+    // The driver's own calls need the device's context, which the guard leaves to the first call of the runtime.
+    check_cuda(cudaSetDevice(device), "entering the device");
+    Reach from(pairs, &CopyPair::src, !to_host), to(pairs, &CopyPair::dst, to_host);
+    const HostMemory memory = to_host ? ask_host(dst, to) : ask_host(src, from);
+    if (const int error = to_host ? to.extents.error() : from.extents.error(); error != 0) {
+        fail("cuda", "asking what memory ", to_host ? dst.name : src.name, " is of failed: driver error ", error);
+    }
     if (!memory.pinned && is_capturing(stream)) {
         fail("capture", to_host ? dst.name : src.name,
              " is not page-locked: a graph would copy from or to memory that may move before it is replayed");
     }
     const StrategyChoice choice = strategy_between(tensors, pairs, device, direction, memory, stream);
     if (is_kernel(choice.strategy)) {
-        check_cuda(copy_by_kernel(tensors, independent(pairs), choice, direction, device, stream),
+        const std::vector<CopyTensor> seen =
+            memory.same ? tensors
+                        : join(to_host ? src : on_device(src, memory), to_host ? on_device(dst, memory) : dst);
+        check_cuda(copy_by_kernel(seen, independent(pairs), choice, direction, device, stream),
                    "copying blocks between host and device by a kernel");
         return;
     }
     if (choice.strategy == Strategy::kStaged) {
+        const size_t most = memory.same ? batch_pieces(device) : 0;
         const CopyRows copy_rows = [&](const CopyTensor& rows, const std::vector<CopyPair>& part, cudaStream_t on) {
-            return copy_pieces({rows}, part, to_host, memory.mapped, on);
+            Reach slot(part, to_host ? &CopyPair::src : &CopyPair::dst, false);
+            return copy_pieces({rows}, part, to_host ? slot : from, to_host ? to : slot, to_host, most, on);
         };
         check_cuda(copy_staged(device, tensors, pairs, to_host, choice.blocks, copy_rows, stream),
                    "copying blocks between host and device through staging");
         return;
     }
-    check_cuda(copy_pieces(tensors, pairs, to_host, choice.strategy == Strategy::kBatch, stream),
-               "copying blocks between host and device");
+    const size_t most = choice.strategy == Strategy::kBatch ? batch_pieces(device) : 0;
+    check_cuda(copy_pieces(tensors, pairs, from, to, to_host, most, stream), "copying blocks between host and device");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ namespace {
 struct Table {
     std::mutex mutex;
     std::array<std::vector<StrategyRule>, kMaxDevices> rules;
+    std::array<size_t, kMaxDevices> batch_pieces{};  // 0: not set
 };
 
 Table& table() {
@@ -23,6 +24,18 @@ Table& table() {
 void set_strategies(int32_t device, std::vector<StrategyRule> rules) {
     const std::lock_guard<std::mutex> lock(table().mutex);
     table().rules.at(static_cast<size_t>(device)) = std::move(rules);
+}
+
+void set_batch_pieces(int32_t device, size_t most) {
+    const std::lock_guard<std::mutex> lock(table().mutex);
+    table().batch_pieces.at(static_cast<size_t>(device)) = most;
+}
+
+size_t batch_pieces(int32_t device) {
+    if (device < 0 || device >= kMaxDevices) return kBatchPieces;
+    const std::lock_guard<std::mutex> lock(table().mutex);
+    const size_t most = table().batch_pieces[static_cast<size_t>(device)];
+    return most > 0 ? most : kBatchPieces;
 }
 
 StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t bytes, int64_t count, bool host_rows) {

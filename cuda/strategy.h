@@ -47,6 +47,14 @@ constexpr int32_t kMaxDevices = 64;
 // Replaces a device's rules; the first that holds decides.
 void set_strategies(int32_t device, std::vector<StrategyRule> rules);
 
+// Pieces of one batched call, unless a device's calibration says otherwise. Some drivers crash with tens of thousands,
+// and a call's pieces start to move once it has returned.
+constexpr size_t kBatchPieces = 1024;
+
+// Sets a device's most pieces of one batched call, at least 1.
+void set_batch_pieces(int32_t device, size_t most);
+size_t batch_pieces(int32_t device);
+
 // Chooses for so many pieces of so many bytes on average; `host_rows`: the host's pieces of a block are contiguous.
 // Without a matching rule: the kernel within a device; between host and device many small pieces are staged, or take
 // the kernel without host rows, and others take the batched call.

@@ -1,5 +1,6 @@
 """Fixtures and settings for all tests: traces, random-case budgets, and tests that need a CUDA device."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def traces() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no traces in {folder}; BLOCKYARD_TRACES names another folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The stand-in for a device, with the op library's dispatch on top."""
+    import stand_in
+
+    from blockyard_build.toolchain import MissingError
+
+    try:
+        return stand_in.build_stand_in(tmp_path_factory.mktemp("fake"))
+    except MissingError as missing:
+        pytest.skip(f"no {missing}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,20 @@
-// The CUDA runtime over memory of the CPU, as far as the op library calls it, with the library's own dispatch on top.
-// For tests/test_run.py: tensors of the CPU stand for a device's, and what a device would not survive is counted as a
-// fault.
+// The CUDA runtime and driver over memory of the CPU, as far as Blockyard calls them, with the library's own dispatch
+// on top. Tensors of the CPU stand for a device's. It refuses what the real ones refuse: pieces of a batch that leave
+// their registration or mapping, copies of memory that is page-locked in part, registration while a capture forbids it,
+// the legacy stream. What a device would not survive is counted as a fault.
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <thread>
 
 #include "../cuda/batch.cpp"
 #include "../cuda/check.cpp"
+#include "../cuda/extents.cpp"
 #include "../cuda/mapping.cpp"
 #include "../cuda/run.cpp"
 #include "../cuda/staged.cpp"
@@ -26,22 +31,27 @@ using blockyard::Side;
 using blockyard::Steps;
 using torch::stable::Tensor;
 
+// What one call registered, mapped or allocated.
 struct Range {
     uintptr_t first = 0, end = 0;
-    bool touches(const void* address, size_t bytes) const {
-        const auto start = reinterpret_cast<uintptr_t>(address);
-        return start < end && first < start + bytes;
-    }
-    bool holds(const void* address, size_t bytes) const {
-        const auto start = reinterpret_cast<uintptr_t>(address);
-        return first <= start && start + bytes <= end;
-    }
+    int64_t shift = 0;  // the device's address less the host's
+    bool touches(uintptr_t start, size_t bytes) const { return start < end && first < start + bytes; }
+    bool holds(uintptr_t start, size_t bytes) const { return first <= start && start + bytes <= end; }
+};
+
+struct Capture {
+    std::thread::id thread;
+    cudaStreamCaptureMode mode;
+    bool valid = true;
 };
 
 struct Fake {
-    Range host, pinned;
-    bool own_stream = true, capturing = false, mapped = true, has_bulk = true;
-    int faults = 0;
+    Range host;
+    std::vector<Range> registered, mapped;
+    bool own_stream = true, capturing = false, has_bulk = true, tells_ranges = true;
+    int answer = 0;  // to questions about memory of the host
+    size_t most_pieces = SIZE_MAX;
+    int faults = 0, questions = 0;
     // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, U: the bulk
     // engine, A: memory is allocated.
     std::string calls;
@@ -50,15 +60,70 @@ struct Fake {
 Fake fake;
 bool is_dry = false;  // nothing is copied: the time of a call is what checks and submission take
 int side_stream;
+std::mutex mutex;  // of what the threads of host pools change
+std::vector<Capture> captures;
+std::vector<Range> allocated;  // for the life of the process, as the rings of staged copies
+thread_local cudaStreamCaptureMode interaction = cudaStreamCaptureModeGlobal;
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local bool has_context = false;  // the driver's calls need one, the runtime's take one
+cudaError_t lost = cudaSuccess;         // what no call clears
 
-bool is_pinned_or_device(const void* address, size_t bytes) {
-    return !fake.host.touches(address, bytes) || fake.pinned.holds(address, bytes);
+uintptr_t number(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+cudaError_t failed(cudaError_t error) { return last_error = error; }
+
+const Range* find(const std::vector<Range>& ranges, uintptr_t address, size_t bytes) {
+    const auto found =
+        std::find_if(ranges.begin(), ranges.end(), [&](auto& range) { return range.holds(address, bytes); });
+    return found == ranges.end() ? nullptr : &*found;
 }
 
-void copy_by_engine(void* dst, const void* src, size_t bytes) {
+size_t pinned_bytes(uintptr_t address, size_t bytes) {
+    size_t count = 0;
+    for (const Range& range : fake.registered) {
+        if (!range.touches(address, bytes)) continue;
+        count += std::min(range.end, address + bytes) - std::max(range.first, address);
+    }
+    return count;
+}
+
+// Single copies cross registrations, but not into memory that is not page-locked.
+bool takes_single(const void* address, size_t bytes) {
+    const size_t pinned = pinned_bytes(number(address), bytes);
+    if (!fake.host.touches(number(address), bytes)) return true;
     // A graph would copy from there long after.
-    if (fake.capturing) fake.faults += !is_pinned_or_device(src, bytes) + !is_pinned_or_device(dst, bytes);
-    if (!is_dry) std::memcpy(dst, src, bytes);
+    if (fake.capturing) fake.faults += pinned != bytes;
+    return pinned == 0 || pinned == bytes;
+}
+
+// What holds an address of a device: a mapping, or what one call allocated.
+const Range* find_on_device(uintptr_t address, size_t bytes) {
+    const Range* range = find(fake.mapped, address, bytes);
+    return range != nullptr ? range : find(allocated, address, bytes);
+}
+
+// A batch takes what lies in one registration or mapping.
+bool takes_batched(const void* address, size_t bytes) {
+    const bool is_host = fake.host.touches(number(address), bytes);
+    const Range* range =
+        is_host ? find(fake.registered, number(address), bytes) : find_on_device(number(address), bytes);
+    if (range == nullptr) return false;
+    // It takes the host's address for the device's, and fails when nobody looks.
+    if (range->shift != 0) lost = cudaErrorIllegalAddress;
+    return true;
+}
+
+// The memory behind an address that a kernel uses.
+unsigned char* reach(const unsigned char* address, size_t bytes) {
+    const uintptr_t start = number(address);
+    for (const Range& range : fake.registered) {
+        if (range.shift != 0 && range.first + range.shift <= start && start + bytes <= range.end + range.shift) {
+            return const_cast<unsigned char*>(address - range.shift);
+        }
+        fake.faults += range.shift != 0 && range.touches(start, bytes);
+    }
+    fake.faults += fake.host.touches(start, bytes) && pinned_bytes(start, bytes) != bytes;
+    return const_cast<unsigned char*>(address);
 }
 
 void copy_steps(const CopyTensor* tensors, size_t num_tensors, const Steps& plan) {
@@ -74,10 +139,7 @@ void copy_steps(const CopyTensor* tensors, size_t num_tensors, const Steps& plan
         for (const CopyPair& step : plan.steps) {
             const unsigned char* src = step.src == kAside ? aside.data() : tensor.src + step.src * tensor.src_stride;
             unsigned char* dst = step.dst == kAside ? aside.data() : tensor.dst + step.dst * tensor.dst_stride;
-            // A kernel cannot touch memory of the host that is not page-locked, or has another address there.
-            fake.faults += !is_pinned_or_device(src, width) + !is_pinned_or_device(dst, width);
-            fake.faults += !fake.mapped && (fake.host.touches(src, width) || fake.host.touches(dst, width));
-            std::memmove(dst, src, width);
+            std::memmove(reach(dst, width), reach(src, width), width);
         }
     }
 }
@@ -85,12 +147,62 @@ void copy_steps(const CopyTensor* tensors, size_t num_tensors, const Steps& plan
 CUresult copy_as_batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count,
                        CUmemcpyAttributes* attributes, size_t*, size_t num_attributes, CUstream stream) {
     const bool in_order = attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-    fake.faults += stream == nullptr || fake.capturing || num_attributes != 1 || !in_order || count == 0;
     fake.calls += 'B';
+    fake.faults += fake.capturing || num_attributes != 1 || !in_order || count == 0;
+    fake.faults += count > fake.most_pieces;  // the process would have crashed
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;
     for (size_t n = 0; n < count; ++n) {
-        copy_by_engine(reinterpret_cast<void*>(dsts[n]), reinterpret_cast<void*>(srcs[n]), sizes[n]);
+        auto* dst = reinterpret_cast<void*>(dsts[n]);
+        auto* src = reinterpret_cast<void*>(srcs[n]);
+        if (!takes_batched(dst, sizes[n]) || !takes_batched(src, sizes[n])) return CUDA_ERROR_INVALID_VALUE;
+        if (!is_dry) std::memcpy(dst, src, sizes[n]);
     }
     return CUDA_SUCCESS;
+}
+
+CUresult describe_pointer(unsigned count, CUpointer_attribute* names, void** values, CUdeviceptr address) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    if (fake.answer != 0) return static_cast<CUresult>(fake.answer);
+    ++fake.questions;
+    const Range* range = find(fake.registered, address, 1);
+    for (unsigned n = 0; n < count; ++n) {
+        if (names[n] == CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
+            *static_cast<unsigned*>(values[n]) = range == nullptr ? 0 : CU_MEMORYTYPE_HOST;
+        } else if (names[n] == CU_POINTER_ATTRIBUTE_DEVICE_POINTER) {
+            *static_cast<CUdeviceptr*>(values[n]) = range == nullptr ? 0 : address + range->shift;
+        } else if (names[n] == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) {
+            *static_cast<CUdeviceptr*>(values[n]) = range == nullptr ? 0 : range->first + range->shift;
+        } else if (names[n] == CU_POINTER_ATTRIBUTE_RANGE_SIZE) {
+            *static_cast<size_t*>(values[n]) = range == nullptr || !fake.tells_ranges ? 0 : range->end - range->first;
+        }
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult describe_range(CUdeviceptr* start, size_t* size, CUdeviceptr address) {
+    if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    ++fake.questions;
+    const Range* range = find_on_device(address, 1);
+    if (range == nullptr) return CUDA_ERROR_NOT_FOUND;
+    *start = range->first;
+    *size = range->end - range->first;
+    return CUDA_SUCCESS;
+}
+
+// Whether a capture forbids this thread what may be unsafe; such a capture is lost then.
+bool is_forbidden() {
+    bool forbidden = false;
+    for (Capture& capture : captures) {
+        const bool own = capture.thread == std::this_thread::get_id();
+        const bool strict =
+            own ? capture.mode != cudaStreamCaptureModeRelaxed
+                : capture.mode == cudaStreamCaptureModeGlobal && interaction == cudaStreamCaptureModeGlobal;
+        if (interaction == cudaStreamCaptureModeRelaxed || !strict) continue;
+        capture.valid = false;
+        forbidden = true;
+    }
+    return forbidden;
 }
 
 }  // namespace
@@ -100,49 +212,83 @@ CUresult copy_as_batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size
 extern "C" {
 
 const char* cudaGetErrorString(cudaError_t) { return "as the test wants it"; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return lost != cudaSuccess ? lost : last_error; }
+cudaError_t cudaGetLastError() { return lost != cudaSuccess ? lost : std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-    *mode = cudaStreamCaptureModeGlobal;
+    std::swap(*mode, interaction);
     return cudaSuccess;
 }
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (is_forbidden()) return failed(cudaErrorStreamCaptureUnsupported);
     fake.faults += fake.capturing;
     fake.calls += 'A';
     *memory = std::malloc(bytes);
-    return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+    if (*memory == nullptr) return failed(cudaErrorMemoryAllocation);
+    allocated.push_back({number(*memory), number(*memory) + bytes, 0});
+    return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
     std::free(memory);
     return cudaSuccess;
 }
 
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
-    *attributes = {};
-    const bool is_host = fake.pinned.holds(pointer, 1);
-    attributes->type = is_host ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-    attributes->devicePointer = is_host && fake.mapped ? const_cast<void*>(pointer) : nullptr;
+cudaError_t cudaSetDevice(int) {
+    has_context = true;
+    return lost;
+}
+
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (is_forbidden()) return failed(cudaErrorStreamCaptureUnsupported);
+    if (pinned_bytes(number(pointer), bytes) > 0) return failed(cudaErrorHostMemoryAlreadyRegistered);
+    fake.registered.push_back({number(pointer), number(pointer) + bytes, 0});
     return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void* pointer) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (is_forbidden()) return failed(cudaErrorStreamCaptureUnsupported);
+    const auto found = std::find_if(fake.registered.begin(), fake.registered.end(),
+                                    [&](auto& range) { return range.first == number(pointer); });
+    if (found == fake.registered.end()) return failed(cudaErrorHostMemoryNotRegistered);
+    fake.registered.erase(found);
+    return cudaSuccess;
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+    const auto before = static_cast<CUstreamCaptureMode>(interaction);
+    interaction = static_cast<cudaStreamCaptureMode>(*mode);
+    *mode = before;
+    return CUDA_SUCCESS;
 }
 
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
     if (kind != cudaMemcpyDefault) {
-        const bool to_host = fake.host.holds(dst, bytes);
+        const bool to_host = fake.host.holds(number(dst), bytes);
         fake.faults += kind != (to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice);
     }
     fake.calls += 'm';
-    copy_by_engine(dst, src, bytes);
+    if (lost != cudaSuccess) return lost;
+    if (!takes_single(src, bytes) || !takes_single(dst, bytes)) return failed(cudaErrorInvalidValue);
+    if (!is_dry) std::memcpy(dst, src, bytes);
     return cudaSuccess;
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-    *function = reinterpret_cast<void*>(&copy_as_batch);
-    *result = cudaDriverEntryPointSuccess;
+    const std::string wanted = name;
+    *function = wanted == "cuMemcpyBatchAsync"       ? reinterpret_cast<void*>(&copy_as_batch)
+                : wanted == "cuPointerGetAttributes" ? reinterpret_cast<void*>(&describe_pointer)
+                : wanted == "cuMemGetAddressRange"   ? reinterpret_cast<void*>(&describe_range)
+                                                     : nullptr;
+    *result = *function == nullptr ? cudaDriverEntryPointSymbolNotFound : cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
 
@@ -181,12 +327,44 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 // ---- what the test sets and reads ----
 
-void fake_reset(uintptr_t host, uintptr_t host_end, uintptr_t pinned_end, bool own_stream, bool capturing, bool mapped,
-                bool has_bulk) {
-    fake = {{host, host_end}, {host, pinned_end}, own_stream, capturing, mapped, has_bulk, 0, "", 0};
+void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool has_bulk, bool tells_ranges,
+                size_t most_pieces) {
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, has_bulk, tells_ranges, 0, most_pieces, 0, 0, "", 0};
+    has_context = false;
+    last_error = lost = cudaSuccess;
+    blockyard::declared().regions.clear();
+    blockyard::set_batch_pieces(0, 0);
 }
 unsigned fake_blocks() { return fake.blocks; }
 void fake_dry(bool dry) { is_dry = dry; }
+void fake_host(uintptr_t first, uintptr_t end) { fake.host = {first, end}; }
+void fake_register(uintptr_t first, uintptr_t end, int64_t shift) { fake.registered.push_back({first, end, shift}); }
+void fake_map(uintptr_t first, uintptr_t end) { fake.mapped.push_back({first, end, 0}); }
+void fake_declare(uintptr_t first, size_t bytes, size_t chunk) { blockyard::declare_region(first, bytes, chunk); }
+bool fake_is_declared(uintptr_t first) { return blockyard::declared().regions.count(first) > 0; }
+void fake_fail(int error, bool for_good) { (for_good ? lost : last_error) = static_cast<cudaError_t>(error); }
+void fake_begin_capture(int mode) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    captures.push_back({std::this_thread::get_id(), static_cast<cudaStreamCaptureMode>(mode)});
+}
+// Ends the capture of this thread.
+int fake_end_capture() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto own = std::find_if(captures.begin(), captures.end(),
+                                  [](auto& capture) { return capture.thread == std::this_thread::get_id(); });
+    const bool valid = own->valid;
+    captures.erase(own);
+    return valid ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
+}
+// Whether this thread must not make unsafe calls now. The captures that forbid it are lost.
+bool fake_is_forbidden() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return is_forbidden();
+}
+int fake_registered() { return static_cast<int>(fake.registered.size()); }
+int fake_questions() { return fake.questions; }
+void fake_answer(int code) { fake.answer = code; }
+void fake_batch_pieces(size_t most) { blockyard::set_batch_pieces(0, most); }
 int fake_faults() { return fake.faults; }
 const char* fake_calls() { return fake.calls.c_str(); }
 // Strategy 0 leaves the choice to the rule without a table.
@@ -207,7 +385,7 @@ bool has_bulk(int) { return fake.has_bulk; }
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t) {
     fake.calls += 'K';
     copy_steps(tensors, num_tensors, plan);
-    return cudaSuccess;
+    return cudaGetLastError();
 }
 
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
@@ -216,7 +394,7 @@ cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, cons
     fake.blocks = blocks;
     fake.faults += !is_independent(plan);
     copy_steps(tensors, num_tensors, plan);
-    return cudaSuccess;
+    return cudaGetLastError();
 }
 
 cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks, cudaStream_t) {
@@ -224,7 +402,7 @@ cudaError_t copy_bulk(const CopyTensor* tensors, size_t num_tensors, const Steps
     fake.blocks = blocks;
     fake.faults += !is_independent(plan) || !fake.has_bulk || !fits_bulk(tensors, num_tensors);
     copy_steps(tensors, num_tensors, plan);
-    return cudaSuccess;
+    return cudaGetLastError();
 }
 
 }  // namespace blockyard

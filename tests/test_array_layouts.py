@@ -28,7 +28,7 @@ from blockyard.stores import open_store
 Array = np.ndarray[Any, Any]
 
 
-def books() -> tuple[BlockManager, Array]:
+def new_manager() -> tuple[BlockManager, Array]:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0)
     handles = manager.allocate(counts=[3, 5, 6])
     manager.complete(manager.take_decision().ticket)
@@ -64,7 +64,7 @@ def prompt(tokens: Array, call: Callable[[BlockManager, Array], Any]) -> object:
 
 
 def with_state(handles: Array, call: Callable[[BlockManager, Array], Any]) -> object:
-    manager, _ = books()
+    manager, _ = new_manager()
     return np.asarray(call(manager, handles)).tolist()
 
 
@@ -75,7 +75,7 @@ def stored(slots: Array, rows: Array, tmp_path: Any) -> object:
         return found.rows.tobytes(), store.wait(store.submit_read(slots)).rows.tobytes()
 
 
-HANDLES = books()[1]
+HANDLES = new_manager()[1]
 IDS = np.array([5, 2, 1, 3], np.int64)
 PAIRS = np.array([[4, 6], [5, 7], [0, 3]], np.int64)
 TOKENS = np.array([0, 1, 2, 3, 9, 8], np.uint32)
@@ -155,7 +155,7 @@ def test_pairs_whose_array_was_changed_are_counted_and_refused() -> None:
         pairs.ids.dtype = np.complex128
         pairs.ids.shape = ()
     assert len(pairs) == 0
-    manager, handles = books()
+    manager, handles = new_manager()
     with pytest.raises(InvalidArgumentError, match="must be ints"):
         manager.fail(1, [pairs])
     assert manager.num_tokens(int(handles[0])) == 3

@@ -17,30 +17,30 @@ from blockyard.types import Fit, Sequence
 
 
 @pytest.fixture
-def books() -> BlockManager:
+def manager() -> BlockManager:
     manager = BlockManager(block_size=4, device_blocks=16, host_blocks=4)
     manager.allocate(counts=[3, 3])
     manager.complete(manager.take_decision().ticket)
     return manager
 
 
-def handles(books: BlockManager) -> np.ndarray:
+def handles(manager: BlockManager) -> np.ndarray:
     """The two sequences of the fixture, whose rows are 0 and 1."""
     return np.array([1 << 32, 1 << 32 | 1], dtype=np.uint64)
 
 
-def test_sequences_may_be_an_array_a_strided_array_a_list_or_one_int(books: BlockManager) -> None:
-    both = handles(books)
+def test_sequences_may_be_an_array_a_strided_array_a_list_or_one_int(manager: BlockManager) -> None:
+    both = handles(manager)
     strided = np.repeat(both, 2)[::2]
     for sequences in (both, strided, [int(h) for h in both], tuple(int(h) for h in both)):
-        assert books.can_append(sequences, 2).blocks == 2
-    assert books.can_append(int(both[0]), 2).blocks == 1
+        assert manager.can_append(sequences, 2).blocks == 2
+    assert manager.can_append(int(both[0]), 2).blocks == 1
 
 
-def test_counts_may_be_one_int_an_array_or_a_list(books: BlockManager) -> None:
-    both = handles(books)
+def test_counts_may_be_one_int_an_array_or_a_list(manager: BlockManager) -> None:
+    both = handles(manager)
     for counts in (2, np.array([2, 2], dtype=np.uint32), [2, 2]):
-        assert books.can_append(both, counts).blocks == 2
+        assert manager.can_append(both, counts).blocks == 2
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])
@@ -52,9 +52,9 @@ def test_a_list_of_tokens_has_the_keys_of_the_array(length: int) -> None:
     assert export_keys(tokens.tolist(), block_size=1) == export_keys(mixed, block_size=1) == keys
 
 
-def test_one_numpy_number_is_a_handle_and_a_count(books: BlockManager) -> None:
-    both = handles(books)
-    assert books.can_append(both[0], np.uint32(2)).blocks == 1
+def test_one_numpy_number_is_a_handle_and_a_count(manager: BlockManager) -> None:
+    both = handles(manager)
+    assert manager.can_append(both[0], np.uint32(2)).blocks == 1
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 70, 1.5, "a", None])
@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
         lambda m, h: m.slot_mapping(int(h[0]), 0, 9),
     ),
     "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.pool("gpu").num_free),  # type: ignore[arg-type]
-    "more forks than the books hold": (
+    "more forks than the manager holds": (
         InvalidArgumentError,
         "number of new sequences is 4000000000",
         lambda m, h: m.fork(int(h[0]), 4_000_000_000),
@@ -167,14 +167,14 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_input_is_a_named_error_and_changes_nothing(books: BlockManager, what: str) -> None:
+def test_bad_input_is_a_named_error_and_changes_nothing(manager: BlockManager, what: str) -> None:
     error, message, call = REFUSED[what]
-    free = books.pool().num_free
+    free = manager.pool().num_free
     with pytest.raises(error, match=message):
-        call(books, handles(books))
-    assert (books.pool().num_free, books.stats().sequences) == (free, 2)
-    assert [books.num_tokens(int(h)) for h in handles(books)] == [3, 3]
-    books.check()
+        call(manager, handles(manager))
+    assert (manager.pool().num_free, manager.stats().sequences) == (free, 2)
+    assert [manager.num_tokens(int(h)) for h in handles(manager)] == [3, 3]
+    manager.check()
 
 
 @pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], ((1, 2), (3, 4)), np.array([[1, 2], [3, 4]], np.uint8)], ids=type)
@@ -229,12 +229,12 @@ def test_a_copied_decision_shares_no_pairs() -> None:
     assert other != value
 
 
-def test_slots_that_cannot_be_written_are_refused(books: BlockManager) -> None:
+def test_slots_that_cannot_be_written_are_refused(manager: BlockManager) -> None:
     slots = np.zeros(2, np.int64)
     slots.flags.writeable = False
     with pytest.raises(InvalidArgumentError, match="cannot be written"):
-        books.append(handles(books), out=slots)
-    books.check()
+        manager.append(handles(manager), out=slots)
+    manager.check()
 
 
 def test_a_status_is_no_number() -> None:

@@ -1,18 +1,23 @@
 """Calibration without a device: what rules follow from measured times, and what the command says."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from forks import in_child
 
 from blockyard import cli
 from blockyard.engine.cuda import calibrate
-from blockyard.engine.cuda.calibrate import choose_blocks
+from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_blocks
+from blockyard.engine.ops import strategy
 from blockyard.engine.ops.strategy import StrategyTable
 from blockyard.errors import BlockyardError
 
@@ -122,6 +127,85 @@ def test_no_more_memory_is_asked_for_than_there_may_be():
     rules = choose_rules("h2d", measure, calibrate.PIECE_BYTES, calibrate.COUNTS)
     assert max(asked) <= 1 << 30
     assert StrategyTable("", "", rules).strategy("h2d", 1 << 20, 50_000) == "batch"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"),
+    [((1.0, 1.0, 1.0), 512), ((1.0, 0.99, 0.9), 2048), ((1.0, 0.9, 0.89), 1024), ((None, 1.0, 1.0), 1024)],
+)
+def test_batches_are_longer_only_where_that_is_faster(seconds: tuple[float | None, ...], most: int):
+    taken = dict(zip(BATCH_SIZES, seconds, strict=True))
+    assert choose_batch_pieces(lambda size: {} if taken[size] is None else {"batch": taken[size]}) == most
+    assert choose_batch_pieces(lambda _: {}) == 512
+
+
+def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured: list[tuple[str, int, int]] = []
+    lines: list[str] = []
+
+    def measure(_index: int, direction: str, size: int, count: int, blocks: dict[str, int]) -> dict[str, float]:
+        assert blocks == {"kernel": 3}
+        measured.append((direction, size, count))
+        if crashes and size == 4096:
+            os._exit(0)
+        return {"kernel": 1.0} if direction == "d2d" else {"batch": 2.0, "kernel": 1.0}
+
+    monkeypatch.setenv("BLOCKYARD_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    monkeypatch.setattr(calibrate, "measure_strategies", measure)
+    monkeypatch.setattr(calibrate, "measure_blocks", lambda *_: {"kernel": 3})
+    monkeypatch.setattr(calibrate, "measure_batches", lambda _index, most: 1.0 / most)
+    monkeypatch.setattr(calibrate, "PIECE_BYTES", SIZES)
+    monkeypatch.setattr(calibrate, "COUNTS", COUNTS)
+    crashes = True
+    in_child(lambda: pytest.fail(str(calibrate.calibrate_device(0, lines.append))))
+    crashes = False
+    table = calibrate.calibrate_device(0, lines.append)
+    # The case that crashed is not tried again, nor those before it.
+    assert measured[0] == ("h2d", 16384, 16)
+    assert "h2d 4096 x 16: the process ended while it was measured, it is left out" in lines
+    assert [table.strategy("h2d", size, 16) for size in (1024, 4096, 16384)] == ["kernel", "batch", "kernel"]
+    assert table.batch_pieces == 2048
+    assert strategy.read_table(strategy.table_path("card")) == table
+    strategy.use_cached.cache_clear()
+    # All was measured: the next calibration begins afresh.
+    assert [path.name for path in tmp_path.iterdir()] == ["copy-strategy-card.json"]
+
+
+def gpu_benchmark(repo: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_transfer", repo / "benches/gpu/bench_transfer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_crash_costs_the_gpu_benchmark_the_case_under_way(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    bench, path = gpu_benchmark(repo), tmp_path / "gpu.json"
+
+    class Case:
+        def __init__(self, direction: str, size: int, count: int, _device: int) -> None:
+            self.figures = {"direction": direction, "piece_bytes": size, "count": count}
+
+        def measure(self, _repeat: int, _table: StrategyTable | None) -> dict[str, object]:
+            if self.figures["direction"] == "both":
+                raise ZeroDivisionError
+            return self.figures
+
+    for name, result in (("is_available", True), ("current_device", 0), ("get_device_name", "card")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setattr(bench, "Case", Case)
+    monkeypatch.setattr(bench, "use_cached", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["bench", "--no-calibrate", "--json", str(path)])
+    with pytest.raises(ZeroDivisionError):
+        bench.main()
+    written = json.loads(path.read_text())
+    assert [result["direction"] for result in written["results"]] == ["d2h", "h2d"]
+    assert written["device"] == "card"
 
 
 def test_the_command_says_that_there_is_nothing_to_calibrate(

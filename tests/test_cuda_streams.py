@@ -1,5 +1,6 @@
 """CUDA streams without a device: what is queued where, in front of a stand-in for torch's streams and events."""
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from blockyard.engine import engine
+from blockyard.engine.cuda import capture
 from blockyard.engine.cuda.streams import CudaEvent, CudaStreams, with_index
 from blockyard.engine.host_pool import CudaLocker
 from blockyard.engine.ops import fallback
@@ -74,6 +76,20 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStreams]:
 
 def name_of(streams: CudaStreams, stream: str) -> str:
     return streams._streams[stream].name
+
+
+def test_host_copies_wait_for_the_device_while_another_thread_captures(
+    fake: ctypes.CDLL, streams: CudaStreams, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(capture, "load_driver", lambda: fake)
+    forbidden: list[bool] = []
+    monkeypatch.setattr(Event, "synchronize", lambda _: forbidden.append(fake.fake_is_forbidden()))
+    fence = streams.fence()
+    fake.fake_begin_capture(0)
+    event = streams.launch("host", lambda: None, [fence])
+    event.synchronize()
+    assert (event.error, forbidden) == (None, [False])
+    assert fake.fake_end_capture() == 0
 
 
 def test_work_is_queued_on_its_stream_after_the_events_it_waits_for(streams: CudaStreams):

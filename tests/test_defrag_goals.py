@@ -68,25 +68,25 @@ class Memory:
     """Bytes behind a foreign allocator's ids: one number a block."""
 
     def __init__(self, blocks: int) -> None:
-        self.books = BlockObserver(blocks)
+        self.manager = BlockObserver(blocks)
         self.blocks = np.full(blocks, -1, np.int64)
 
     def use(self, ids: list[int]) -> None:
-        self.books.use_ids(ids)
-        self.blocks[self.books.resolve(np.array(ids, np.int64))] = ids
+        self.manager.use_ids(ids)
+        self.blocks[self.manager.resolve(np.array(ids, np.int64))] = ids
 
     def run(self, goals, **options) -> int:
-        plan = self.books.plan_all(goals, **options)
+        plan = self.manager.plan_all(goals, **options)
         for source, hole in plan.move:
             self.blocks[hole] = self.blocks[source]
         for a, b in plan.exchange:
             self.blocks[[a, b]] = self.blocks[[b, a]]
-        self.books.commit(plan)
-        self.books.check()
+        self.manager.commit(plan)
+        self.manager.check()
         return len(plan)
 
     def holds(self, ids: list[int]) -> bool:
-        return bool((self.blocks[self.books.resolve(np.array(ids, np.int64))] == ids).all())
+        return bool((self.blocks[self.manager.resolve(np.array(ids, np.int64))] == ids).all())
 
 
 GOALS = st.one_of(
@@ -100,16 +100,16 @@ def test_bytes_follow_their_ids_through_several_goals(ids: list[int], used: int,
     memory = Memory(50)
     memory.use(ids[:used])
     tables = [ids[: used // 2], ids[: used // 4] + ids[used // 2 : used]]
-    memory.books.forget_ids(data.draw(st.lists(st.sampled_from(ids[used:]))) if used < 49 else [])
+    memory.manager.forget_ids(data.draw(st.lists(st.sampled_from(ids[used:]))) if used < 49 else [])
     leased = data.draw(st.lists(st.integers(1, 49), max_size=3))
-    memory.books.lease(leased)
-    before = memory.books.resolve(np.array(leased, np.int64)).tolist()
+    memory.manager.lease(leased)
+    before = memory.manager.resolve(np.array(leased, np.int64)).tolist()
     moves = data.draw(st.integers(1, 60))
     for _ in range(200):
         if not memory.run(goals, sequences=tables, hot=ids[: used // 4], moves=moves):
             break
         assert memory.holds(ids[:used])
-        assert memory.books.resolve(np.array(leased, np.int64)).tolist() == before
+        assert memory.manager.resolve(np.array(leased, np.int64)).tolist() == before
     else:
         pytest.fail(f"{goals} never end")
 
@@ -119,11 +119,11 @@ def test_scattered_sequences_become_one_run_each_and_the_prefix_counts_once():
     ids = rng.sample(range(1, 300), 120)
     tables = [ids[:60], ids[:20] + ids[60:100], ids[100:]]
     memory.use(ids)
-    before = memory.books.fragmentation(tables).runs
+    before = memory.manager.fragmentation(tables).runs
     memory.run([("contiguous", 1)], sequences=tables)
     # The second goes on from the shared blocks elsewhere than the first.
-    assert memory.books.fragmentation(tables).runs == 3
-    assert [memory.books.fragmentation([table]).runs for table in tables] == [1, 2, 1]
+    assert memory.manager.fragmentation(tables).runs == 3
+    assert [memory.manager.fragmentation([table]).runs for table in tables] == [1, 2, 1]
     assert before > 100
     assert memory.holds(ids)
     assert memory.run([("contiguous", 2)], sequences=tables) == 0
@@ -136,74 +136,74 @@ def test_an_earlier_goal_is_not_undone():
     low = [("dense", 0), ("contiguous", 1)]
     while memory.run(low, sequences=[ids]):
         pass
-    assert memory.books.gap == 0
+    assert memory.manager.gap == 0
     assert memory.holds(ids)
     memory = Memory(200)
     memory.use([*ids, 150])
     while memory.run(low[::-1], sequences=[ids]):
         pass
-    assert memory.books.fragmentation([ids]).runs == 1
+    assert memory.manager.fragmentation([ids]).runs == 1
     assert memory.holds([*ids, 150])
 
 
 def test_a_budget_of_bytes_counts_an_exchange_twice():
     memory = Memory(100)
     memory.use(list(range(90, 100)))
-    memory.books.forget_ids([1, 2, 3])
-    plan = memory.books.plan_all([("dense", 0)], num_bytes=8 * 4096 - 1, bytes_per_block=4096)
+    memory.manager.forget_ids([1, 2, 3])
+    plan = memory.manager.plan_all([("dense", 0)], num_bytes=8 * 4096 - 1, bytes_per_block=4096)
     assert (len(plan.move), len(plan.exchange), plan.left) == (3, 2, 5)
     with pytest.raises(InvalidArgumentError, match="bytes_per_block is 0"):
-        memory.books.plan_all([("dense", 0)], num_bytes=4096)
+        memory.manager.plan_all([("dense", 0)], num_bytes=4096)
 
 
 def test_running_sequences_move_last():
     memory = Memory(100)
     memory.use([90, 91, 92, 93])
-    plan = memory.books.plan_all([("dense", 0)], hot=[93, 92], moves=3)
+    plan = memory.manager.plan_all([("dense", 0)], hot=[93, 92], moves=3)
     assert plan.pairs[:, 0].tolist() == [90, 91, 93]
 
 
 def test_goals_are_named_with_their_numbers():
-    books = BlockObserver(10)
+    manager = BlockObserver(10)
     for goals, message in [
         ([("tidy", 1)], "tidy"),
         ([("contiguous", 0)], "runs is 0"),
         ([("dense",)], r"a goal is .*tuple.*, must be \(name, number\) or \(name, number, slack\)"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
-            books.plan_all(goals)
+            manager.plan_all(goals)
     with pytest.raises(InvalidArgumentError, match="block is 10"):
-        books.plan_all([("contiguous", 1)], sequences=[[10]])
+        manager.plan_all([("contiguous", 1)], sequences=[[10]])
 
 
 def test_a_budget_cuts_a_plan_and_slack_delays_it():
-    books = BlockObserver(20)
-    books.use_ids([12, 13, 14, 15])
-    books.forget_ids(list(range(1, 12)))
-    plan = books.plan("free_tail", 10, moves=3)
+    manager = BlockObserver(20)
+    manager.use_ids([12, 13, 14, 15])
+    manager.forget_ids(list(range(1, 12)))
+    plan = manager.plan("free_tail", 10, moves=3)
     assert (len(plan), plan.left, plan.stuck) == (3, 1, 0)
     assert (np.diff(plan.pairs, axis=0) == 1).all()
     assert len(plan.move) == 3
     assert len(plan.exchange) == 0
     assert repr(plan) == "MovePlan(move=3, exchange=0, left=1, stuck=0)"
-    books = BlockObserver(5)
-    books.use_ids([1, 2, 3])
-    full = books.plan("max_id", 1)
+    manager = BlockObserver(5)
+    manager.use_ids([1, 2, 3])
+    full = manager.plan("max_id", 1)
     assert (len(full), full.stuck) == (0, 2)
-    books = BlockObserver(20)
-    books.use_ids([5])
-    assert len(books.plan("dense", 0, slack=4)) == 0
-    assert len(books.plan("dense", 0, slack=3)) == 1
+    manager = BlockObserver(20)
+    manager.use_ids([5])
+    assert len(manager.plan("dense", 0, slack=4)) == 0
+    assert len(manager.plan("dense", 0, slack=3)) == 1
 
 
 def test_a_plan_that_no_longer_fits_is_refused():
-    books = BlockObserver(20)
-    books.use_ids([5, 6])
-    plan = books.plan("dense", 0)
-    books.use_ids([2])
+    manager = BlockObserver(20)
+    manager.use_ids([5, 6])
+    plan = manager.plan("dense", 0)
+    manager.use_ids([2])
     with pytest.raises(InvalidArgumentError, match="destination is 2, must be a hole"):
-        books.commit(plan)
-    assert books.forward.tolist() == list(range(20))
+        manager.commit(plan)
+    assert manager.forward.tolist() == list(range(20))
 
 
 def test_goals_without_meaning_are_refused():
@@ -302,21 +302,21 @@ def test_the_goals_of_a_defragmenter_must_have_a_meaning():
 
 @pytest.mark.parametrize("goals", [[("empty_pages", 16)], [("dense", 0)], [("dense", 64), ("empty_pages", 16)]])
 def test_a_pool_with_more_than_512_new_blocks_a_step_converges(goals):
-    books, rng = BlockObserver(6000), random.Random(5)
+    manager, rng = BlockObserver(6000), random.Random(5)
     free, live = list(range(1, 6000)), []
     for _ in range(12):
         rng.shuffle(free)
         if len(live) == 3:
             ended = live.pop(0)
-            books.release_ids(ended)
+            manager.release_ids(ended)
             free += ended
         new, free = free[:700], free[700:]
-        books.use_ids(new)
+        manager.use_ids(new)
         live.append(new)
-        books.commit(books.plan_all(goals))
+        manager.commit(manager.plan_all(goals))
         used = sum(map(len, live)) + 1
         if goals[0][0] == "dense":
-            assert books.gap <= goals[0][1]
+            assert manager.gap <= goals[0][1]
         if goals[-1][0] == "empty_pages":
-            used_pages = 6000 // 16 - books.fragmentation(page_blocks=16).empty_pages
+            used_pages = 6000 // 16 - manager.fragmentation(page_blocks=16).empty_pages
             assert used_pages <= -(-used // 16) + (goals[0][0] == "dense") * 4

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802 - the names are the driver's
 
+import ctypes
 import gc
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blockyard.engine.elastic import cuda
 from blockyard.engine.elastic.cache import ElasticCache, plane_spans
 from blockyard.engine.elastic.cuda import DeviceMemory, choose_chunk, load_driver
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
@@ -302,6 +304,34 @@ def test_groups_of_other_shapes_come_and_go_with_their_blocks():
             assert view[:30].eq(number + 1).all()
             assert not view[30:60].any()
     assert driver.used == 0
+
+
+def test_copies_of_an_elastic_cache_end_with_its_chunks(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "declare_region", fake.fake_declare)
+    fake.fake_reset(0, 0, *[True, False, True, True], 1024)
+    driver = FakeDriver()
+    chunks = memory(driver)
+    chunks.commit(0, 8)
+    start, size = chunks.tensor.data_ptr(), 8 * UNIT
+    host = torch.arange(size // 8).view(torch.uint8)
+    fake.fake_host(host.data_ptr(), host.data_ptr() + size)
+    fake.fake_register(host.data_ptr(), host.data_ptr() + size, 0)
+    for address in driver.mapped:
+        fake.fake_map(address, address + UNIT)
+    # Blocks of three quarters of a chunk.
+    width = 3 * UNIT // 4
+    views = [tensor[: 10 * width].view(10, width) for tensor in (host, chunks.tensor)]
+    pairs = torch.arange(10).repeat(2, 1).T.contiguous()
+    for strategy, calls in ((1, b"B"), (2, b"Bmmmmmmmm")):
+        fake.fake_strategy(0, strategy, 12)
+        chunks.tensor.zero_()
+        torch.ops.blockyard_fake.swap([views[0]], [views[1]], pairs, False, True)
+        assert torch.equal(*views)
+        assert fake.fake_calls() == calls
+    assert (fake.fake_faults(), fake.fake_questions()) == (0, 2)
+    del chunks, views
+    gc.collect()
+    assert not fake.fake_is_declared(start)
 
 
 def test_the_device_has_done_its_work_before_memory_goes():

@@ -244,24 +244,24 @@ def test_execute_waits_for_all_pieces_and_names_what_did_not_land(engine: CacheE
 
 
 def test_a_sequence_keeps_its_bytes_through_every_tier(engine: CacheEngine, store: ExternalStore):
-    books = BlockManager(block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, external_blocks=BLOCKS)
+    manager = BlockManager(block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, external_blocks=BLOCKS)
     executor = StepExecutor(engine, store)
 
     def step() -> None:
-        decision = books.take_decision()
+        decision = manager.take_decision()
         assert executor.execute(decision) == []
-        books.complete(decision.ticket)
+        manager.complete(decision.ticket)
 
-    a, b = books.allocate(counts=[12, 8])
+    a, b = manager.allocate(counts=[12, 8])
     step()
-    rows = content(0)[books.block_table(a).astype(np.int64)]
-    spill = partial(books.swap_out, to="external")
-    for move in (books.swap_out, spill, books.swap_in, spill, books.swap_in):
+    rows = content(0)[manager.block_table(a).astype(np.int64)]
+    spill = partial(manager.swap_out, to="external")
+    for move in (manager.swap_out, spill, manager.swap_in, spill, manager.swap_in):
         move([a])
-        if move == books.swap_out:
-            books.free([b])
+        if move == manager.swap_out:
+            manager.free([b])
         step()
-    assert np.array_equal(engine.read("device", books.block_table(a).astype(np.int64)), rows)
+    assert np.array_equal(engine.read("device", manager.block_table(a).astype(np.int64)), rows)
 
 
 def test_blocks_that_there_are_not_lose_the_whole_decision(engine: CacheEngine):
@@ -458,8 +458,8 @@ class Decoder:
 
 @pytest.mark.parametrize("host_blocks", [0, 5])
 def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
-    books = BlockManager(block_size=4, device_blocks=12, host_blocks=host_blocks, external_blocks=40, watermark=0.0)
-    scheduler = Scheduler(books, preemption_mode="swap", overlap_io=True)
+    manager = BlockManager(block_size=4, device_blocks=12, host_blocks=host_blocks, external_blocks=40, watermark=0.0)
+    scheduler = Scheduler(manager, preemption_mode="swap", overlap_io=True)
     random = np.random.default_rng(5)
     requests = [
         Request(f"r{i}", random.integers(0, 97, random.integers(2, 9)).tolist(), 16, n=1 + i % 2) for i in range(9)
@@ -484,14 +484,14 @@ def test_tokens_are_those_of_endless_memory(tmp_path: Path, host_blocks: int):
     assert outputs == {request.request_id: reference_tokens(request) for request in requests}
     assert scheduler.stats.resumed_fetch > 0
     assert bool(scheduler.stats.resumed_swap) == bool(host_blocks)
-    assert all(books.pool(tier).num_free == books.pool(tier).num_blocks for tier in ("device", "host", "external"))
+    assert all(manager.pool(tier).num_free == manager.pool(tier).num_blocks for tier in ("device", "host", "external"))
 
 
 @pytest.mark.parametrize("cached", ["move", "drop", "exchange"])
 def test_prompts_find_their_bytes_while_sequences_are_made_contiguous_among_cached_blocks(cached: str):
     """Prompts of few families come and go in a pool full of cached blocks; the bytes of each block tell its tokens."""
     rng = np.random.default_rng(7)
-    books = BlockManager(block_size=4, device_blocks=24, prefix_caching=True)
+    manager = BlockManager(block_size=4, device_blocks=24, prefix_caching=True)
     moved = hit = 0
 
     def bytes_of(family: int, blocks: int) -> np.ndarray:
@@ -504,27 +504,27 @@ def test_prompts_find_their_bytes_while_sequences_are_made_contiguous_among_cach
         for _ in range(400):
             family, blocks = int(rng.integers(9)), int(rng.integers(1, 6))
             prompt, started = [family] * (4 * blocks + 1), None
-            if len(live) > 3 or books.can_allocate(prompt).blocks > books.pool("device").num_free:
+            if len(live) > 3 or manager.can_allocate(prompt).blocks > manager.pool("device").num_free:
                 ended = list(live)[int(rng.integers(len(live)))]
                 del live[ended]
-                books.free([ended])
+                manager.free([ended])
             else:
-                (started,), (found,) = (each.tolist() for each in allocate_prompts(books, [prompt]))
+                (started,), (found,) = (each.tolist() for each in allocate_prompts(manager, [prompt]))
                 hit += found
-            books.defrag.run("contiguous", 1, cached=cached, max_moves=6)
-            decision = books.take_decision()
+            manager.defrag.run("contiguous", 1, cached=cached, max_moves=6)
+            decision = manager.take_decision()
             moved += sum(len(pairs.ids) for pairs in decision.move)
             assert executor.execute(decision) == []
-            books.complete(decision.ticket)
+            manager.complete(decision.ticket)
             if started is not None:
-                table = books.block_table(started).astype(np.int64)
+                table = manager.block_table(started).astype(np.int64)
                 first = found // 4
                 engine.write("device", table[first:blocks], bytes_of(family, blocks)[first:])
-                books.mark_computed([started])
+                manager.mark_computed([started])
                 live[started] = (family, blocks)
             for handle, (owner, count) in live.items():
-                table = books.block_table(handle).astype(np.int64)[:count]
+                table = manager.block_table(handle).astype(np.int64)[:count]
                 assert np.array_equal(engine.read("device", table), bytes_of(owner, count))
-            books.check()
+            manager.check()
     assert moved > 0
     assert hit > 0

@@ -28,7 +28,7 @@ DEVICE, HOST, EXTERNAL = 8, 4, 4
 
 
 class Bench:
-    """Books, caches and a file, with three device blocks filled by hand."""
+    """A manager, caches and a file, with three device blocks filled by hand."""
 
     def __init__(self, folder: Path) -> None:
         self.engine = CacheEngine(LAYOUT, device_blocks=DEVICE, host_blocks=HOST)

@@ -84,7 +84,7 @@ class Served:
     """Sequences of a manager of groups over the groups' own tensors: a token's cells say whose it is and where."""
 
     def __init__(self, seed: int, *, by_layer: bool) -> None:
-        self.books = BlockManager(block_size=SIZE, device_blocks=24, host_blocks=20, watermark=0.0, groups=GROUPS)
+        self.manager = BlockManager(block_size=SIZE, device_blocks=24, host_blocks=20, watermark=0.0, groups=GROUPS)
         streams = SimulatedStreams(seed) if seed % 2 else None
         self.engine = CacheEngine(LAYERS, device_blocks=24, host_blocks=20, streams=streams)
         self.executor = StepExecutor(self.engine)
@@ -102,28 +102,28 @@ class Served:
                 yield group, len(tensors[name]), flat
 
     def write(self, sequence: int, first: int) -> None:
-        last = self.books.num_tokens(sequence)
+        last = self.manager.num_tokens(sequence)
         for group, _, cells in self.cells():
-            slots = self.books.slot_mapping(sequence, first, last, group=group)
+            slots = self.manager.slot_mapping(sequence, first, last, group=group)
             tokens = np.array(self.names[sequence][first:last])
             cells[:, slots[slots >= SIZE]] = tokens[slots >= SIZE] * 8 + group
 
     def step(self) -> None:
-        decision = self.books.take_decision()
+        decision = self.manager.take_decision()
         self.executor.submit(decision, by_layer=self.by_layer)
         for layer in range(LAYERS.num_layers if self.by_layer else 0):
             self.executor.wait_for_layer(decision.ticket, layer)
         assert self.executor.wait(decision.ticket).lost == ()
         self.moved += len(decision)
-        self.books.complete(decision.ticket)
-        self.books.check()
+        self.manager.complete(decision.ticket)
+        self.manager.check()
 
     def check(self) -> None:
         for sequence, tokens in self.names.items():
-            if self.books.tier(sequence) != "device":
+            if self.manager.tier(sequence) != "device":
                 continue
             for group, _, cells in self.cells():
-                table = self.books.block_table(sequence, group)
+                table = self.manager.block_table(sequence, group)
                 at = np.arange(len(tokens))
                 at = at[table[at // SIZE] > 0]
                 slots = table[at // SIZE].astype(np.int64) * SIZE + at % SIZE
@@ -131,16 +131,16 @@ class Served:
 
     def turn(self, random: np.random.Generator) -> None:
         sequence = int(random.choice(list(self.names)))
-        if self.books.tier(sequence) == "host":
-            if self.books.can_swap_in([sequence]).status == AllocStatus.OK:
-                self.books.swap_in([sequence])
-        elif random.random() < 0.3 and self.books.can_swap_out([sequence]):
-            self.books.swap_out([sequence])
+        if self.manager.tier(sequence) == "host":
+            if self.manager.can_swap_in([sequence]).status == AllocStatus.OK:
+                self.manager.swap_in([sequence])
+        elif random.random() < 0.3 and self.manager.can_swap_out([sequence]):
+            self.manager.swap_out([sequence])
         elif random.random() < 0.2 and len(self.names) < 5:
-            child = self.books.fork(sequence)
+            child = self.manager.fork(sequence)
             self.names[int(child)] = list(self.names[sequence])
-        elif self.books.can_append([sequence]):
-            self.books.append([sequence])
+        elif self.manager.can_append([sequence]):
+            self.manager.append([sequence])
             self.names[sequence].append(int(random.integers(1_000_000)))
             self.step()
             self.write(sequence, len(self.names[sequence]) - 1)
@@ -153,7 +153,7 @@ def test_each_groups_cells_follow_their_sequences_through_swaps_and_copies(seed:
     random = np.random.default_rng(seed)
     served = Served(seed, by_layer=seed % 3 == 0)
     for length in (11, 6):
-        (sequence,) = served.books.allocate(counts=[length])
+        (sequence,) = served.manager.allocate(counts=[length])
         served.names[int(sequence)] = random.integers(1_000_000, size=length).tolist()
         served.step()
         served.write(int(sequence), 0)

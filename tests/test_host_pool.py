@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.engine import host_pool
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.host_pool import CudaLocker, HostPool, blocks_per_chunk
-from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
+from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.layout.kv import KVLayout
 
 PAGE = mmap.PAGESIZE
@@ -308,6 +309,82 @@ def test_cuda_says_why_it_does_not_lock(monkeypatch: pytest.MonkeyPatch):
         pool.wait(4)
         assert pool.pinned_blocks == 0
         assert "cudaHostRegister says " in pool.problem
+
+
+def mapping_of(address: int) -> tuple[str, str]:
+    """Access and flags of the mapping that an address lies in, as the system sees it."""
+    text = Path("/proc/self/smaps").read_text(encoding="ascii")
+    access = found = ""
+    for line in text.splitlines():
+        words = line.split()
+        first, dash, end = words[0].partition("-")
+        if dash and int(first, 16) <= address < int(end, 16):
+            access = words[1]
+        elif words[0] == "VmFlags:" and access and not found:
+            found = " ".join(words[1:])
+    return access, found
+
+
+def test_a_fork_does_not_inherit_page_locked_memory():
+    locker = StepLocker()
+    pool = pool_of(locker)
+    pool.wait(pool.num_blocks)
+    pool.rows.fill_(7)
+    address = pool.rows.data_ptr()
+    assert "dc" in mapping_of(address)[1].split()
+
+    def check() -> None:
+        for use in (lambda: pool.rows, lambda: pool.wait(1), lambda: pool.wait(pool.num_blocks)):
+            with pytest.raises(ForkedError, match="a host pool was made by process"):
+                use()
+        # Nobody else gets the addresses, which go with the pool.
+        assert [mapping_of(address + chunk * CHUNK)[0] for chunk in range(CHUNKS)] == ["---p"] * CHUNKS
+        pool.close()
+
+    in_child(check)
+    assert pool.rows.eq(7).all()
+    rows = pool.rows
+    pool.close()
+    # Ordinary memory again.
+    assert "dc" not in mapping_of(address)[1].split()
+    # torch's threads are not in the child.
+    in_child(lambda: (rows.numpy() == 7).all() or pytest.fail("other bytes"))
+
+
+def test_a_fork_inherits_memory_that_is_not_page_locked():
+    def check() -> None:
+        pool.wait(pool.num_blocks)
+        assert (pool.rows.numpy() == 7).all()
+
+    for locker in (None, StepLocker(fails_at=0)):
+        pool = pool_of(locker, on_failure="unpinned")
+        pool.wait(pool.num_blocks)
+        pool.rows.fill_(7)
+        in_child(check)
+        pool.close()
+
+
+def test_an_engine_in_a_fork_says_whose_its_memory_is(monkeypatch: pytest.MonkeyPatch):
+    def for_device(rows: int, size: int, _device: torch.device, *, on_failure: host_pool.OnFailure) -> HostPool:
+        return HostPool(rows, size, locker=StepLocker(), on_failure=on_failure)
+
+    monkeypatch.setattr(HostPool, "for_device", for_device)
+    layout = KVLayout("kv_first", 2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    with CacheEngine(layout, device_blocks=4, host_blocks=9) as engine:
+        engine.run("swap_out", np.array([[1, 8]]))
+
+        def check() -> None:
+            uses = (
+                lambda: engine.read("host", np.array([8])),
+                lambda: engine.run("swap_in", np.array([[8, 1]])),
+                lambda: engine.submit("swap_in", np.array([[8, 1]])),
+            )
+            for use in uses:
+                with pytest.raises(ForkedError):
+                    use()
+            engine.close()
+
+        in_child(check)
 
 
 def test_what_follows_a_failure_is_one_of_two_words():

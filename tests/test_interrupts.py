@@ -34,11 +34,11 @@ class Rig:
         self.engine = engine
         self.polls = polls
         self.executor = StepExecutor(engine, store, chunk_bytes=LAYOUT.bytes_per_block)
-        self.books = BlockManager(
+        self.manager = BlockManager(
             block_size=4, device_blocks=BLOCKS, host_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0
         )
-        self.live = [int(handle) for handle in self.books.allocate(counts=[12, 8])]
-        self.books.complete(self.books.take_decision().ticket)
+        self.live = [int(handle) for handle in self.manager.allocate(counts=[12, 8])]
+        self.manager.complete(self.manager.take_decision().ticket)
         self.rows = {}
         for seed, handle in enumerate(self.live):
             blocks = self.blocks(handle)
@@ -47,33 +47,33 @@ class Rig:
             engine.write("device", blocks, self.rows[handle])
 
     def blocks(self, handle: int) -> np.ndarray:
-        return self.books.block_table(handle).astype(np.int64)
+        return self.manager.block_table(handle).astype(np.int64)
 
     def run(self, interrupt: Interrupt) -> None:
         """Move both to every tier and back, with one interrupt; what is interrupted is called again."""
         first, second = self.live
-        spill, swap_in = partial(self.books.swap_out, to="external"), self.books.swap_in
+        spill, swap_in = partial(self.manager.swap_out, to="external"), self.manager.swap_in
         for moves in (
-            ((spill, first), (self.books.swap_out, second)),
+            ((spill, first), (self.manager.swap_out, second)),
             ((swap_in, first), (swap_in, second)),
-            ((self.books.swap_out, first), (spill, second)),
+            ((self.manager.swap_out, first), (spill, second)),
             ((swap_in, first), (swap_in, second)),
         ):
             for move, handle in moves:
                 if handle in self.live:
                     move([handle])
-            self.carry_out(self.books.take_decision(), interrupt)
-            self.books.check()
+            self.carry_out(self.manager.take_decision(), interrupt)
+            self.manager.check()
 
     def carry_out(self, decision: StepDecision, interrupt: Interrupt) -> None:
         lost = self.polled(decision, interrupt) if self.polls else self.executed(decision, interrupt)
         assert not self.executor.is_open(decision.ticket)
         if not lost:
-            self.books.complete(decision.ticket)
+            self.manager.complete(decision.ticket)
             return
-        for handle in self.books.fail(decision.ticket, lost).tolist():
+        for handle in self.manager.fail(decision.ticket, lost).tolist():
             self.live.remove(handle)
-            self.books.free([handle])
+            self.manager.free([handle])
 
     def executed(self, decision: StepDecision, interrupt: Interrupt) -> list[Pairs]:
         try:
@@ -101,11 +101,11 @@ class Rig:
         assert (self.executor.num_in_flight, self.executor.staged_bytes) == (0, 0)
         assert self.executor.poll() == []
         for handle in self.live:
-            assert self.books.tier(handle) == "device"
+            assert self.manager.tier(handle) == "device"
             assert np.array_equal(self.engine.read("device", self.blocks(handle)), self.rows[handle])
-        self.books.free(self.live)
-        self.books.check()
-        assert all(self.books.pool(tier).num_free == self.books.pool(tier).num_blocks for tier in TIERS)
+        self.manager.free(self.live)
+        self.manager.check()
+        assert all(self.manager.pool(tier).num_free == self.manager.pool(tier).num_blocks for tier in TIERS)
 
 
 @contextmanager

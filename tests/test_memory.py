@@ -63,7 +63,7 @@ class Case:
         return self.call(**{**self.written, **self.read, **other})
 
 
-def books() -> tuple[BlockManager, Array]:
+def new_manager() -> tuple[BlockManager, Array]:
     manager = BlockManager(block_size=4, device_blocks=64, watermark=0.0)
     handles = manager.allocate(counts=[3, 5, 6])
     manager.complete(manager.take_decision().ticket)
@@ -71,7 +71,7 @@ def books() -> tuple[BlockManager, Array]:
 
 
 def append(new: Guarded) -> Case:
-    manager, handles = books()
+    manager, handles = new_manager()
 
     def call(handles: Array, counts: Array, out: Array) -> list[int]:
         manager.append(handles, counts, out=out)
@@ -97,13 +97,13 @@ def append_with_tables(new: Guarded) -> Case:
 
 
 def block_tables(new: Guarded) -> Case:
-    manager, handles = books()
+    manager, handles = new_manager()
     call = lambda handles, out: forget(manager.block_tables(handles, out))  # noqa: E731
     return Case(call, {"out": new((3, 4), np.int32)}, {"handles": handles})
 
 
 def slot_mapping(new: Guarded) -> Case:
-    manager, handles = books()
+    manager, handles = new_manager()
     return Case(lambda out: forget(manager.slot_mapping(int(handles[1]), 0, 5, out)), {"out": new(5, np.int64)})
 
 
@@ -268,7 +268,7 @@ class Kept:
     """Block tables and slots that a caller keeps from append to append, in guarded arrays."""
 
     def __init__(self) -> None:
-        self.manager, self.handles = books()
+        self.manager, self.handles = new_manager()
         self.new = Guarded()
         self.table, self.slots = self.new((4, 8), np.int32), self.new(3, np.int64)
         self.count = 2
@@ -357,7 +357,7 @@ def test_what_is_read_may_lie_in_what_is_written(writer: str) -> None:
 
 @pytest.mark.parametrize("owners", ["one", "two"])
 def test_two_arrays_to_write_may_not_share_memory(owners: str) -> None:
-    manager, handles = books()
+    manager, handles = new_manager()
     memory = bytearray(256)
     first = np.frombuffer(memory, np.int32)
     other = first if owners == "one" else np.frombuffer(memory, np.int32)
@@ -416,7 +416,7 @@ def test_a_prompt_that_another_prompt_changes_is_refused_or_read_within_its_byte
 
 
 def test_handles_that_the_counts_change_are_those_that_were_handed_over() -> None:
-    manager, handles = books()
+    manager, handles = new_manager()
     mine = handles.copy()
     counts = [Meddler(1, lambda: mine.fill(7)), 1, Meddler(1, lambda: mine.resize(0, refcheck=False))]
     manager.append(mine, counts)
@@ -433,7 +433,7 @@ def test_a_list_that_its_own_items_change_is_read_as_python_reads_it() -> None:
 
 
 def test_an_out_that_the_counts_change_is_refused() -> None:
-    manager, handles = books()
+    manager, handles = new_manager()
     new = Guarded()
     out = new(3, np.int64)
     before = new.bytes()

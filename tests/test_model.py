@@ -64,58 +64,58 @@ def test_sizes_out_of_range_are_refused(bad: dict[str, float]):
 
 
 def test_the_model_gives_out_the_lowest_blocks_and_counts_what_is_left():
-    books = model()
-    a, b = books.allocate(counts=[5, 4])
-    assert (books.block_table(a).tolist(), books.block_table(b).tolist()) == ([0, 1], [2])
-    books.free([a])
-    assert books.pool("device").num_free == 7
+    manager = model()
+    a, b = manager.allocate(counts=[5, 4])
+    assert (manager.block_table(a).tolist(), manager.block_table(b).tolist()) == ([0, 1], [2])
+    manager.free([a])
+    assert manager.pool("device").num_free == 7
     with pytest.raises(OutOfBlocksError, match="asked for 8 device blocks, 7 of 8 are free"):
-        books.allocate(counts=[32])
-    assert books.can_allocate(32).status == AllocStatus.LATER
+        manager.allocate(counts=[32])
+    assert manager.can_allocate(32).status == AllocStatus.LATER
 
 
 def test_the_model_refuses_what_the_manager_refuses():
-    books = model()
-    (a,) = books.allocate(counts=[5])
-    ticket = books.take_decision().ticket
+    manager = model()
+    (a,) = manager.allocate(counts=[5])
+    ticket = manager.take_decision().ticket
     with pytest.raises(UnknownSequenceError):
-        books.free([99])
+        manager.free([99])
     with pytest.raises(InvalidArgumentError, match="named twice"):
-        books.append([a, a])
+        manager.append([a, a])
     with pytest.raises(SequenceStateError):
-        books.swap_in([a])
+        manager.swap_in([a])
     with pytest.raises(UnknownTicketError):
-        books.complete(ticket + 1)
-    books.swap_out([a])
-    decision = books.take_decision()
+        manager.complete(ticket + 1)
+    manager.swap_out([a])
+    decision = manager.take_decision()
     with pytest.raises(MappingError):
-        books.fail(ticket, list(decision.swap_out))
+        manager.fail(ticket, list(decision.swap_out))
 
 
 def test_the_model_notices_a_broken_table():
-    books = model()
-    (a,) = books.allocate(counts=[5])
-    books._get(a).table[1] = 0
+    manager = model()
+    (a,) = manager.allocate(counts=[5])
+    manager._get(a).table[1] = 0
     with pytest.raises(InvariantError):
-        books.check()
-    books._get(a).table[1] = 8
+        manager.check()
+    manager._get(a).table[1] = 8
     with pytest.raises(InvariantError):
-        books.check()
+        manager.check()
 
 
 def test_a_copy_of_a_lost_block_is_lost_even_after_the_copy_has_ended():
-    books = model()
-    (a,) = books.allocate(counts=[6])
-    books.complete(books.take_decision().ticket)
-    books.swap_out([a], to="external")
-    books.complete(books.take_decision().ticket)
-    books.swap_in([a])
-    books.append([a], 1)
-    load = books.take_decision()
-    b = books.fork(a)
-    books.append([b], 1)
-    copy = books.take_decision()
+    manager = model()
+    (a,) = manager.allocate(counts=[6])
+    manager.complete(manager.take_decision().ticket)
+    manager.swap_out([a], to="external")
+    manager.complete(manager.take_decision().ticket)
+    manager.swap_in([a])
+    manager.append([a], 1)
+    load = manager.take_decision()
+    b = manager.fork(a)
+    manager.append([b], 1)
+    copy = manager.take_decision()
     assert len(copy.copy) == 1
-    books.complete(copy.ticket)
+    manager.complete(copy.ticket)
     lost = load.fetch[0]
-    assert sorted(books.fail(load.ticket, [lost]).tolist()) == sorted(np.array([a, b]).tolist())
+    assert sorted(manager.fail(load.ticket, [lost]).tolist()) == sorted(np.array([a, b]).tolist())

@@ -15,7 +15,7 @@ from blockyard.types import DefragReport
 SIZE = 4
 
 
-def books(device: int = 16, **options: bool) -> BlockManager:
+def new_manager(device: int = 16, **options: bool) -> BlockManager:
     return BlockManager(block_size=SIZE, device_blocks=device, watermark=0.0, **options)  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def holey(manager: BlockManager) -> int:
 
 
 def test_blocks_move_once_their_ticket_is_completed() -> None:
-    manager = books()
+    manager = new_manager()
     sequence = holey(manager)
     report = manager.defrag.run("max_id", 3)
     assert (report.planned, report.left, report.stuck, report.held, report.dropped) == (4, 0, 0, 0, 0)
@@ -52,7 +52,7 @@ def test_blocks_move_once_their_ticket_is_completed() -> None:
 
 
 def test_the_budget_takes_the_highest_blocks_first_and_says_what_is_left() -> None:
-    manager = books()
+    manager = new_manager()
     sequence = holey(manager)
     report = manager.defrag.run("free_tail", 12, max_moves=1)
     assert repr(report) == "DefragReport(planned=1, left=3, stuck=0, held=0, dropped=0)"
@@ -61,7 +61,7 @@ def test_the_budget_takes_the_highest_blocks_first_and_says_what_is_left() -> No
 
 
 def test_a_failed_move_leaves_its_block_where_it_was() -> None:
-    manager = books()
+    manager = new_manager()
     sequence = holey(manager)
     manager.defrag.run("max_id", 3)
     decision = manager.take_decision()
@@ -74,7 +74,7 @@ def test_a_failed_move_leaves_its_block_where_it_was() -> None:
 
 
 def test_a_sequence_that_ends_meanwhile_gives_both_blocks_back() -> None:
-    manager = books()
+    manager = new_manager()
     sequence = holey(manager)
     manager.defrag.run("max_id", 3)
     decision = manager.take_decision()
@@ -86,7 +86,7 @@ def test_a_sequence_that_ends_meanwhile_gives_both_blocks_back() -> None:
 
 
 def test_cached_blocks_are_found_where_they_have_moved() -> None:
-    manager = books(prefix_caching=True)
+    manager = new_manager(prefix_caching=True)
     tokens = list(range(3 * SIZE + 1))
     other, _ = allocate_prompts(manager, [[99] * 5])
     handles, _ = allocate_prompts(manager, [tokens])
@@ -110,7 +110,7 @@ def cached_below(manager: BlockManager) -> int:
 
 
 def test_cached_blocks_in_the_way_are_dropped_where_they_may_be() -> None:
-    manager = books(5, prefix_caching=True)
+    manager = new_manager(5, prefix_caching=True)
     sequence = cached_below(manager)
     assert manager.defrag.run("max_id", 1).stuck == 3
     report = manager.defrag.run("max_id", 1, cached="drop")
@@ -139,7 +139,7 @@ def hits(manager: BlockManager) -> list[int]:
 
 
 def test_a_table_becomes_contiguous_in_a_pool_that_is_full_of_cached_blocks() -> None:
-    manager = books(8, prefix_caching=True)
+    manager = new_manager(8, prefix_caching=True)
     sequence = between_cached(manager)
     assert (manager.block_table(sequence).tolist(), hits(manager)) == ([0, 3, 4, 7], [2, 2])
     assert len(manager.defrag.run("contiguous", 1)) == 0
@@ -151,7 +151,7 @@ def test_a_table_becomes_contiguous_in_a_pool_that_is_full_of_cached_blocks() ->
 
 
 def test_a_cached_block_that_is_exchanged_is_found_again_once_it_has_landed() -> None:
-    manager = books(10, prefix_caching=True)
+    manager = new_manager(10, prefix_caching=True)
     sequence = between_cached(manager)
     report = manager.defrag.run("contiguous", 1, cached="exchange")
     assert (report.planned, report.dropped) == (4, 0)
@@ -169,7 +169,7 @@ def test_a_cached_block_that_is_exchanged_is_found_again_once_it_has_landed() ->
 
 
 def test_what_a_failed_exchange_was_to_keep_is_lost_and_the_table_stays() -> None:
-    manager = books(10, prefix_caching=True)
+    manager = new_manager(10, prefix_caching=True)
     sequence = between_cached(manager)
     before = manager.block_table(sequence).tolist()
     manager.defrag.run("contiguous", 1, cached="exchange")
@@ -181,7 +181,7 @@ def test_what_a_failed_exchange_was_to_keep_is_lost_and_the_table_stays() -> Non
 
 
 def test_an_exchange_that_is_not_needed_any_more_leaves_the_cached_block_where_it_is() -> None:
-    manager = books(10, prefix_caching=True)
+    manager = new_manager(10, prefix_caching=True)
     sequence = between_cached(manager)
     manager.defrag.run("contiguous", 1, cached="exchange")
     manager.free([sequence])
@@ -191,7 +191,7 @@ def test_an_exchange_that_is_not_needed_any_more_leaves_the_cached_block_where_i
 
 
 def test_a_cached_block_that_moves_keeps_its_turn_to_be_evicted() -> None:
-    manager = books(8, prefix_caching=True)
+    manager = new_manager(8, prefix_caching=True)
     first, _ = manager.allocate(counts=[3 * SIZE, 0])
     old, _ = allocate_prompts(manager, [[1] * (SIZE + 1)])
     young, _ = allocate_prompts(manager, [[2] * (SIZE + 1)])
@@ -207,7 +207,7 @@ def test_a_cached_block_that_moves_keeps_its_turn_to_be_evicted() -> None:
 
 
 def test_fragmentation_says_how_blocks_lie() -> None:
-    manager = books()
+    manager = new_manager()
     assert repr(manager.defrag.fragmentation()) == (
         "Fragmentation(max_id=None, gap=0, holes=16, empty_pages=0, tables=0, runs=0)"
     )
@@ -224,18 +224,18 @@ def test_fragmentation_says_how_blocks_lie() -> None:
 
 def test_what_becomes_of_cached_blocks_has_a_name() -> None:
     with pytest.raises(InvalidArgumentError, match='cached is "burn", must be "move", "drop" or "exchange"'):
-        books().defrag.run("dense", 0, cached="burn")  # type: ignore[arg-type]
+        new_manager().defrag.run("dense", 0, cached="burn")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("goal", "number"), [("tidy", 1), ("empty_pages", 0), ("max_id", -1)])
 def test_goals_that_are_none_are_refused(goal: str, number: int) -> None:
     with pytest.raises(InvalidArgumentError):
-        books().defrag.run(goal, number)  # type: ignore[arg-type]
+        new_manager().defrag.run(goal, number)  # type: ignore[arg-type]
 
 
 def test_reports_compare_by_their_numbers() -> None:
-    assert isinstance(books().defrag.run("dense", 0), DefragReport)
-    assert books().defrag.run("dense", 0) == books().defrag.run("max_id", 3)
+    assert isinstance(new_manager().defrag.run("dense", 0), DefragReport)
+    assert new_manager().defrag.run("dense", 0) == new_manager().defrag.run("max_id", 3)
 
 
 def scattered(manager: BlockManager) -> list[int]:
@@ -253,7 +253,7 @@ def tables(manager: BlockManager, handles: Iterable[int]) -> list[list[int]]:
 
 
 def test_a_scattered_sequence_becomes_one_run_once_its_ticket_is_completed() -> None:
-    manager = books()
+    manager = new_manager()
     handles = scattered(manager)
     report = manager.defrag.run("contiguous", 1, sequences=handles[1:2])
     assert (report.planned, report.left, report.held) == (4, 0, 0)
@@ -266,7 +266,7 @@ def test_a_scattered_sequence_becomes_one_run_once_its_ticket_is_completed() -> 
 
 
 def test_all_sequences_on_the_device_are_put_in_order_where_none_are_named() -> None:
-    manager = books()
+    manager = new_manager()
     scattered(manager)
     assert manager.defrag.fragmentation().runs == 5
     while manager.defrag.run("contiguous", 1):
@@ -293,7 +293,7 @@ def test_tables_of_all_groups_are_put_in_order_without_their_null_blocks() -> No
 
 
 def test_of_two_goals_that_contradict_each_other_the_first_is_met() -> None:
-    manager = books()
+    manager = new_manager()
     scattered(manager)
     # Four neighbours are free from block 12 on only.
     assert manager.defrag.run([("max_id", 11), ("contiguous", 1)]).planned == 0
@@ -307,7 +307,7 @@ def test_of_two_goals_that_contradict_each_other_the_first_is_met() -> None:
 
 
 def test_the_budget_counts_bytes_too() -> None:
-    manager = books()
+    manager = new_manager()
     sequence = holey(manager)
     report = manager.defrag.run("max_id", 3, max_bytes=2 * 4096 + 4095, block_bytes=4096)
     assert (report.planned, report.left) == (2, 2)
@@ -318,7 +318,7 @@ def test_the_budget_counts_bytes_too() -> None:
 
 
 def test_sequences_that_run_now_move_last() -> None:
-    manager = books()
+    manager = new_manager()
     old, resting, running = manager.allocate(counts=[4 * SIZE, 2 * SIZE, SIZE])
     for _ in range(3):
         end(manager)
@@ -335,7 +335,7 @@ def test_sequences_that_run_now_move_last() -> None:
 
 
 def test_a_slack_lets_a_goal_be_missed_by_so_much_until_it_is_missed_by_more() -> None:
-    manager = books()
+    manager = new_manager()
     holey(manager)
     assert manager.defrag.run([("max_id", 3, 4)]).planned == 0
     goals = [("max_id", 3, 3)]

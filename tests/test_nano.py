@@ -48,169 +48,169 @@ def test_what_fits_is_true_also_without_a_cached_block():
 
 
 def test_a_sequence_gets_blocks_and_gives_them_back():
-    books, seq = BlockManager(BLOCKS, SIZE), Sequence([1] * 9)
+    manager, seq = BlockManager(BLOCKS, SIZE), Sequence([1] * 9)
     table = seq.block_table
-    books.allocate(seq, 0)
+    manager.allocate(seq, 0)
     assert table == [0, 1, 2]
-    assert books.used_block_ids == {0, 1, 2}
+    assert manager.used_block_ids == {0, 1, 2}
     seq.num_cached_tokens = 9
-    books.deallocate(seq)
+    manager.deallocate(seq)
     assert seq.block_table is table
     assert (table, seq.num_cached_tokens) == ([], 0)
-    books.deallocate(seq)
-    assert books.free_block_ids == list(range(BLOCKS))
+    manager.deallocate(seq)
+    assert manager.free_block_ids == list(range(BLOCKS))
     empty = Sequence([])
-    books.allocate(empty)
-    books.deallocate(empty)
-    assert books.stats.sequences == 0
+    manager.allocate(empty)
+    manager.deallocate(empty)
+    assert manager.stats.sequences == 0
 
 
 def test_blocks_in_use_that_are_shared_cost_nothing():
-    books, prompt = BlockManager(4, SIZE), list(range(13))
+    manager, prompt = BlockManager(4, SIZE), list(range(13))
     first, second = Sequence(prompt), Sequence([*prompt[:12], 99])
-    books.allocate(first, 0)
-    assert books.can_allocate(second) == -1, "nothing is computed yet, and no block is free"
-    books.deallocate(first)
-    books = BlockManager(5, SIZE)
-    books.allocate(first, 0)
+    manager.allocate(first, 0)
+    assert manager.can_allocate(second) == -1, "nothing is computed yet, and no block is free"
+    manager.deallocate(first)
+    manager = BlockManager(5, SIZE)
+    manager.allocate(first, 0)
     first.num_scheduled_tokens = 13
-    books.hash_blocks(first)
-    assert books.can_allocate(second) == 3
-    books.allocate(second, 3)
+    manager.hash_blocks(first)
+    assert manager.can_allocate(second) == 3
+    manager.allocate(second, 3)
     assert second.num_cached_tokens == 12
     assert second.block_table[:3] == first.block_table[:3]
 
 
 def test_a_block_computed_twice_becomes_one():
-    books, prompt = BlockManager(BLOCKS, SIZE), list(range(6))
+    manager, prompt = BlockManager(BLOCKS, SIZE), list(range(6))
     pair = [Sequence(prompt), Sequence(prompt)]
     for seq in pair:
-        books.allocate(seq, 0)
+        manager.allocate(seq, 0)
         seq.num_scheduled_tokens = 6
     assert pair[0].block_table[0] != pair[1].block_table[0]
     for seq in pair:
-        books.hash_blocks(seq)
+        manager.hash_blocks(seq)
     assert pair[0].block_table[0] == pair[1].block_table[0]
     assert pair[0].block_table[1] != pair[1].block_table[1]
-    assert books.stats.merged_blocks == 1
+    assert manager.stats.merged_blocks == 1
 
 
 def test_what_was_never_run_is_never_found():
-    books, prompt = BlockManager(BLOCKS, SIZE), list(range(9))
+    manager, prompt = BlockManager(BLOCKS, SIZE), list(range(9))
     aborted, seq = Sequence(prompt), Sequence(prompt)
-    books.allocate(aborted)
-    books.deallocate(aborted)
-    assert books.can_allocate(seq) == 0
-    books.allocate(seq)
+    manager.allocate(aborted)
+    manager.deallocate(aborted)
+    assert manager.can_allocate(seq) == 0
+    manager.allocate(seq)
     seq.token_ids.append(5)
-    books.deallocate(seq)
-    assert books.can_allocate(Sequence(prompt)) == 2, "a token was sampled behind the prompt"
+    manager.deallocate(seq)
+    assert manager.can_allocate(Sequence(prompt)) == 2, "a token was sampled behind the prompt"
 
 
 def test_of_a_prompt_in_chunks_only_those_computed_are_found():
-    books, prompt = BlockManager(BLOCKS, SIZE), list(range(17))
+    manager, prompt = BlockManager(BLOCKS, SIZE), list(range(17))
     seq = Sequence(prompt)
-    books.allocate(seq, 0)
+    manager.allocate(seq, 0)
     seq.num_scheduled_tokens = 9
-    books.hash_blocks(seq)
+    manager.hash_blocks(seq)
     seq.num_cached_tokens += 9
-    assert books.can_allocate(Sequence(prompt)) == 2
+    assert manager.can_allocate(Sequence(prompt)) == 2
     seq.num_scheduled_tokens = 8
-    books.hash_blocks(seq)
-    assert books.can_allocate(Sequence(prompt)) == 4
+    manager.hash_blocks(seq)
+    assert manager.can_allocate(Sequence(prompt)) == 4
 
 
 def test_a_block_that_a_token_evicts_is_on_the_host_first():
-    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), host_blocks=HOST)
+    manager = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), host_blocks=HOST)
     gone, seq = Sequence([0] * 9), Sequence([1] * (BLOCKS - 2) * SIZE)
     for one in (gone, seq):
-        books.allocate(one)
+        manager.allocate(one)
         one.token_ids.append(7)
-        books.may_append(one)
+        manager.may_append(one)
         if one is gone:
-            books.deallocate(gone)
+            manager.deallocate(gone)
     assert len(seq.block_table) == BLOCKS - 1
-    assert books.stats.swapped_out_blocks == 1
-    assert books.can_allocate(Sequence([0] * 4)) == 0
-    books.deallocate(seq)
-    assert books.can_allocate(gone) == 2
+    assert manager.stats.swapped_out_blocks == 1
+    assert manager.can_allocate(Sequence([0] * 4)) == 0
+    manager.deallocate(seq)
+    assert manager.can_allocate(gone) == 2
 
 
 def test_blocks_move_down_between_steps_and_their_tables_follow():
     kv_cache = kv_tensor()
-    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_cache, moves=0)
+    manager = BlockManager(BLOCKS, SIZE, kv_cache=kv_cache, moves=0)
     low, high = Sequence([0] * 9), Sequence([1] * 10)
     for seq in (low, high):
-        books.allocate(seq, 0)
+        manager.allocate(seq, 0)
     table = high.block_table
     assert table == [3, 4, 5]
     kv_cache[:, :, table] = torch.arange(48.0).view(2, 1, 3, SIZE, 1, 2)
     before = kv_cache[:, :, table].clone()
-    books.deallocate(low)
-    assert books.defragment() == 3
+    manager.deallocate(low)
+    assert manager.defragment() == 3
     assert high.block_table is table
     assert sorted(table) == [0, 1, 2]
     assert torch.equal(kv_cache[:, :, table], before)
-    assert books.defragment() == 0
-    assert books.stats.moved_blocks == 3
-    books.manager.check()
+    assert manager.defragment() == 0
+    assert manager.stats.moved_blocks == 3
+    manager.manager.check()
 
 
 def test_a_block_that_is_being_filled_moves_like_others():
-    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), moves=0)
+    manager = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), moves=0)
     low, seq = Sequence([0] * 4), Sequence([1] * 8)
     for one in (low, seq):
-        books.allocate(one, 0)
+        manager.allocate(one, 0)
     seq.num_scheduled_tokens = 8
-    books.hash_blocks(seq)
+    manager.hash_blocks(seq)
     seq.token_ids.append(1)
-    books.may_append(seq)
+    manager.may_append(seq)
     assert seq.block_table == [1, 2, 3]
-    books.deallocate(low)
-    assert books.defragment() == 1
+    manager.deallocate(low)
+    assert manager.defragment() == 1
     assert seq.block_table == [1, 2, 0]
 
 
 def test_blocks_move_by_themselves_when_a_sequence_leaves_as_many_as_allowed():
-    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), moves=2)
+    manager = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), moves=2)
     sequences = [Sequence([i] * 12) for i in range(4)]
     for seq in sequences:
-        books.allocate(seq, 0)
-    books.deallocate(sequences[0])
-    assert books.stats.moved_blocks == 2
-    assert max(books.used_block_ids) == 9
+        manager.allocate(seq, 0)
+    manager.deallocate(sequences[0])
+    assert manager.stats.moved_blocks == 2
+    assert max(manager.used_block_ids) == 9
 
 
 def test_errors_change_nothing():
-    books, seq = BlockManager(4, SIZE), Sequence([1] * 9)
+    manager, seq = BlockManager(4, SIZE), Sequence([1] * 9)
     with pytest.raises(OutOfBlocksError, match="5 device blocks, 4 of 4 are free"):
-        books.allocate(Sequence([1] * 17))
+        manager.allocate(Sequence([1] * 17))
     with pytest.raises(InvalidArgumentError, match="num_cached_blocks is 1, 0 are cached"):
-        books.allocate(seq, 1)
-    assert books.free_block_ids == [0, 1, 2, 3]
-    for call in (books.can_append, books.may_append, books.hash_blocks):
+        manager.allocate(seq, 1)
+    assert manager.free_block_ids == [0, 1, 2, 3]
+    for call in (manager.can_append, manager.may_append, manager.hash_blocks):
         with pytest.raises(UnknownSequenceError, match="9 tokens has no blocks from here"):
             call(seq)
-    books.allocate(seq)
+    manager.allocate(seq)
     with pytest.raises(InvalidArgumentError, match="has 3 blocks already"):
-        books.allocate(seq)
+        manager.allocate(seq)
     seq.num_scheduled_tokens = 10
     with pytest.raises(InvalidArgumentError, match="10 tokens are computed, the sequence has blocks for 9"):
-        books.hash_blocks(seq)
+        manager.hash_blocks(seq)
     del seq.token_ids[8:]
     with pytest.raises(InvalidArgumentError, match="has 8 tokens, it had 9"):
-        books.may_append(seq)
+        manager.may_append(seq)
     seq.token_ids += [1] * 9
-    assert not books.can_append(seq)
+    assert not manager.can_append(seq)
     with pytest.raises(OutOfBlocksError):
-        books.may_append(seq)
+        manager.may_append(seq)
     assert seq.block_table == [0, 1, 2]
     stranger = Sequence([1] * 5)
     stranger.block_table = [2, 3]
     with pytest.raises(UnknownSequenceError):
-        books.deallocate(stranger)
+        manager.deallocate(stranger)
     assert stranger.block_table == [2, 3]
-    books.manager.check()
+    manager.manager.check()
 
 
 def test_sequences_that_count_blocks_of_another_size_are_refused():
@@ -227,12 +227,12 @@ def test_a_kv_tensor_that_does_not_fit_is_refused():
         BlockManager(BLOCKS, SIZE, host_blocks=3)
     with pytest.raises(InvalidArgumentError, match="moves is -1"):
         BlockManager(BLOCKS, SIZE).attach(kv_tensor(), moves=-1)
-    books = BlockManager(BLOCKS, SIZE)
+    manager = BlockManager(BLOCKS, SIZE)
     with pytest.raises(SequenceStateError, match="no KV tensor is attached"):
-        books.defragment()
-    books.allocate(Sequence([1]))
+        manager.defragment()
+    manager.allocate(Sequence([1]))
     with pytest.raises(SequenceStateError, match="1 sequences have blocks"):
-        books.attach(kv_tensor())
+        manager.attach(kv_tensor())
 
 
 class Failing:
@@ -252,21 +252,21 @@ class Failing:
 
 @pytest.mark.parametrize("error", [True, False])
 def test_a_load_that_fails_leaves_the_sequence_without_blocks(error: bool):
-    books = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), host_blocks=HOST)
+    manager = BlockManager(BLOCKS, SIZE, kv_cache=kv_tensor(), host_blocks=HOST)
     for first in (0, 1):
         seq = Sequence([first] * (BLOCKS * SIZE - 1))
-        books.allocate(seq)
+        manager.allocate(seq)
         seq.token_ids.append(7)
-        books.deallocate(seq)
-    assert books.stats.swapped_out_blocks == BLOCKS - 1
-    inner, books.executor = books.executor, Failing(books.executor, error=error)
+        manager.deallocate(seq)
+    assert manager.stats.swapped_out_blocks == BLOCKS - 1
+    inner, manager.executor = manager.executor, Failing(manager.executor, error=error)
     seq = Sequence([0] * 9)
     with pytest.raises(RuntimeError if error else SequenceStateError):
-        books.allocate(seq)
-    assert (seq.block_table, books.used_block_ids) == ([], set())
-    assert (books.stats.sequences, books.stats.open_tickets) == (0, [])
-    assert books.can_allocate(seq) == 0, "what could not be brought back is not tried again"
-    books.manager.check()
-    books.executor = inner
-    books.allocate(seq)
+        manager.allocate(seq)
+    assert (seq.block_table, manager.used_block_ids) == ([], set())
+    assert (manager.stats.sequences, manager.stats.open_tickets) == (0, [])
+    assert manager.can_allocate(seq) == 0, "what could not be brought back is not tried again"
+    manager.manager.check()
+    manager.executor = inner
+    manager.allocate(seq)
     assert len(seq.block_table) == 3

@@ -110,8 +110,8 @@ class Engine:
 
     seats = 4
 
-    def __init__(self, books: BlockManager, kv_cache: torch.Tensor) -> None:
-        self.books, self.kv_cache = books, kv_cache
+    def __init__(self, manager: BlockManager, kv_cache: torch.Tensor) -> None:
+        self.manager, self.kv_cache = manager, kv_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preempted = self.prefix_hits = 0
@@ -128,19 +128,19 @@ class Engine:
         batch, queue = [], deque(self.running)
         while queue:
             seq = queue.popleft()
-            while not self.books.can_append(seq) and queue:
+            while not self.manager.can_append(seq) and queue:
                 self.preempt(queue.pop())
-            if not self.books.can_append(seq):
+            if not self.manager.can_append(seq):
                 self.preempt(seq)
                 continue
-            self.books.may_append(seq)
+            self.manager.may_append(seq)
             seq.num_scheduled_tokens = 1
             batch.append(seq)
         return batch
 
     def preempt(self, seq: Sequence) -> None:
         self.preempted += 1
-        self.books.deallocate(seq)
+        self.manager.deallocate(seq)
         self.running.remove(seq)
         self.waiting.appendleft(seq)
 
@@ -157,7 +157,7 @@ class Engine:
     def sampled(self, seq: Sequence, token: int) -> None:
         seq.token_ids.append(token)
         if len(answer(seq)) == seq.max_tokens:
-            self.books.deallocate(seq)
+            self.manager.deallocate(seq)
             self.running.remove(seq)
 
     def prefill(self) -> list[Sequence]:
@@ -175,9 +175,9 @@ class Older(Engine):
 
     def prefill(self) -> list[Sequence]:
         batch: list[Sequence] = []
-        while self.waiting and len(self.running) < self.seats and self.books.can_allocate(self.waiting[0]):
+        while self.waiting and len(self.running) < self.seats and self.manager.can_allocate(self.waiting[0]):
             seq = self.waiting.popleft()
-            self.books.allocate(seq)
+            self.manager.allocate(seq)
             self.prefix_hits += seq.num_cached_tokens // SIZE
             batch.append(seq)
             self.running.append(seq)
@@ -206,10 +206,10 @@ class Newer(Engine):
         while self.waiting and left and len(self.running) < self.seats:
             seq = self.waiting[0]
             if not seq.block_table:
-                cached = self.books.can_allocate(seq)
+                cached = self.manager.can_allocate(seq)
                 if cached == -1:
                     break
-                self.books.allocate(seq, cached)
+                self.manager.allocate(seq, cached)
                 self.prefix_hits += cached
             seq.num_scheduled_tokens = min(left, len(seq) - seq.num_cached_tokens)
             left -= seq.num_scheduled_tokens
@@ -228,7 +228,7 @@ class Newer(Engine):
             self.sampled(seq, token)
 
     def note(self, seq: Sequence) -> None:
-        self.books.hash_blocks(seq)
+        self.manager.hash_blocks(seq)
         seq.num_cached_tokens += seq.num_scheduled_tokens
 
 
@@ -237,16 +237,16 @@ class Reordered(Newer):
 
     def note(self, seq: Sequence) -> None:
         seq.num_cached_tokens += seq.num_scheduled_tokens
-        self.books.hash_blocks(seq)
+        self.manager.hash_blocks(seq)
 
 
 class Original(Engine):
     """nano-vllm's own scheduler, whose block manager was replaced by one assignment."""
 
-    def __init__(self, books: BlockManager, kv_cache: torch.Tensor) -> None:
-        super().__init__(books, kv_cache)
+    def __init__(self, manager: BlockManager, kv_cache: torch.Tensor) -> None:
+        super().__init__(manager, kv_cache)
         self.module = sys.modules["nanovllm.engine.scheduler"]
-        self.module.BlockManager = lambda *_sizes: books  # type: ignore[attr-defined]
+        self.module.BlockManager = lambda *_sizes: manager  # type: ignore[attr-defined]
         self.module.Sequence.block_size = SIZE
         self.chunked = "is_prefill" in inspect.signature(self.module.Scheduler.postprocess).parameters
         budget = 20 if self.chunked else BLOCKS * SIZE
@@ -294,14 +294,14 @@ def serve(engine: Engine, requests: list[Request], *, every: int = 2) -> list[tu
 
 
 def check(engine: Engine) -> None:
-    books = engine.books
-    books.manager.check()
-    for entry in books._running.values():
-        assert entry.sequence.block_table == books.manager.block_table(entry.handle).tolist()
+    manager = engine.manager
+    manager.manager.check()
+    for entry in manager._running.values():
+        assert entry.sequence.block_table == manager.manager.block_table(entry.handle).tolist()
     holders = [seq for seq in [*engine.running, *engine.waiting] if seq.block_table]
-    assert {block for seq in holders for block in seq.block_table} == books.used_block_ids
-    assert len(books.free_block_ids) == books.manager.pool().num_free == BLOCKS - len(books.used_block_ids)
-    assert books.manager.stats().sequences == len(holders)
+    assert {block for seq in holders for block in seq.block_table} == manager.used_block_ids
+    assert len(manager.free_block_ids) == manager.manager.pool().num_free == BLOCKS - len(manager.used_block_ids)
+    assert manager.manager.stats().sequences == len(holders)
 
 
 def wanted(requests: list[Request]) -> list[tuple[int, ...]]:
@@ -325,10 +325,10 @@ REQUESTS = families(np.random.default_rng(11), 40)
 
 def engine_of(kind: type[Engine], *, host: int = HOST, moves: int = 4, attached: bool = True) -> Engine:
     kv_cache = kv_tensor()
-    books = BlockManager(BLOCKS, SIZE)
+    manager = BlockManager(BLOCKS, SIZE)
     if attached:
-        books.attach(kv_cache, host_blocks=host, moves=moves)
-    return kind(books, kv_cache)
+        manager.attach(kv_cache, host_blocks=host, moves=moves)
+    return kind(manager, kv_cache)
 
 
 # ---- every token ----
@@ -338,7 +338,7 @@ def engine_of(kind: type[Engine], *, host: int = HOST, moves: int = 4, attached:
 def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engine]):
     engine = engine_of(kind, attached=False)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
-    stats = engine.books.stats
+    stats = engine.manager.stats
     assert engine.preempted > 0
     assert engine.prefix_hits == stats.hit_blocks > 0
     assert (stats.swapped_out_blocks, stats.loaded_blocks, stats.moved_blocks) == (0, 0, 0)
@@ -348,7 +348,7 @@ def test_tokens_are_those_of_the_unpaged_model_without_an_engine(kind: type[Engi
 def test_tokens_are_those_of_the_unpaged_model_with_copies_on_the_host_and_moves(kind: type[Engine]):
     alone, engine = engine_of(kind, attached=False), engine_of(kind)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
-    stats = engine.books.stats
+    stats = engine.manager.stats
     assert engine.preempted > 0
     assert stats.swapped_out_blocks > 0
     assert stats.loaded_blocks > 0
@@ -375,7 +375,7 @@ def test_tokens_are_those_of_the_unpaged_model_under_nano_vllms_own_scheduler(
         importlib.import_module(f"nanovllm.{name}")
     engine = engine_of(Original, attached=attached)
     assert serve(engine, REQUESTS) == wanted(REQUESTS)
-    stats = engine.books.stats
+    stats = engine.manager.stats
     assert stats.hit_blocks > 0
     assert all(count > 0 for count in (stats.loaded_blocks, stats.moved_blocks)) is attached
 
@@ -389,7 +389,7 @@ class Breaking:
 
     def __init__(self, engine: Engine, kind: str, *, how: str) -> None:
         self.engine, self.kind, self.how = engine, kind, how
-        self.inner: Any = engine.books.executor
+        self.inner: Any = engine.manager.executor
         self.broken = 0
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
@@ -422,7 +422,7 @@ class Breaking:
 def test_one_load_or_move_that_goes_wrong_is_noticed(kind: type[Engine], transfer: str, how: str):
     engine = engine_of(kind)
     breaking = Breaking(engine, transfer, how=how)
-    engine.books.executor = breaking
+    engine.manager.executor = breaking
     assert serve(engine, REQUESTS) != wanted(REQUESTS)
     assert breaking.broken == 1
 
@@ -444,4 +444,4 @@ def test_prompts_that_begin_alike_get_the_tokens_they_would_get_alone(
 ):
     engine = engine_of(kind, host=host, moves=moves, attached=attached)
     assert serve(engine, requests, every=every) == wanted(requests)
-    assert engine.books.used_block_ids == set()
+    assert engine.manager.used_block_ids == set()

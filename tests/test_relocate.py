@@ -23,7 +23,7 @@ class Engine:
 
     def __init__(self, device: int = 16, host: int = 16, external: int = 16, watermark: float = 0.0) -> None:
         config = Config(BLOCK, device, host, external, watermark)
-        self.books = BlockManager(**config.arguments())
+        self.manager = BlockManager(**config.arguments())
         self.memory = SimulatedMemory(config)
         self.tokens: dict[int, list[int]] = {}
         self.drawn = 0
@@ -33,28 +33,28 @@ class Engine:
         return list(range(self.drawn - count, self.drawn))
 
     def open(self, count: int) -> int:
-        handle = int(self.books.allocate(counts=[count])[0])
+        handle = int(self.manager.allocate(counts=[count])[0])
         self.tokens[handle] = self.draw(count)
-        self.memory.write(self.books.slot_mapping(handle, 0, count), self.tokens[handle])
+        self.memory.write(self.manager.slot_mapping(handle, 0, count), self.tokens[handle])
         self.step()
         return handle
 
     def fork(self, parent: int, count: int = 1) -> list[int]:
-        children = [int(handle) for handle in self.books.fork(parent, count)]
+        children = [int(handle) for handle in self.manager.fork(parent, count)]
         self.tokens.update({child: list(self.tokens[parent]) for child in children})
         return children
 
     def step(self) -> dict[str, list[list[int]]]:
         """Take the decision, carry it out, end its ticket; returns its pairs by kind."""
-        decision = self.books.take_decision()
+        decision = self.manager.take_decision()
         self.memory.execute(decision)
-        self.books.complete(decision.ticket)
-        self.books.check()
+        self.manager.complete(decision.ticket)
+        self.manager.check()
         return {kind: pairs.ids.tolist() for kind, pairs in decision.transfers()}
 
     def append(self, *handles: int) -> dict[str, list[list[int]]]:
         """Append a token to each, as a step."""
-        slots = self.books.append(list(handles))
+        slots = self.manager.append(list(handles))
         tokens = self.draw(len(handles))
         pairs = self.step()
         self.memory.write(slots, tokens)
@@ -64,12 +64,12 @@ class Engine:
 
     def verify(self) -> None:
         for handle, tokens in self.tokens.items():
-            table, tier = self.books.block_table(handle), self.books.tier(handle)
+            table, tier = self.manager.block_table(handle), self.manager.tier(handle)
             assert self.memory.read(table, len(tokens), tier) == tokens, f"{handle} in {tier} blocks {table}"
 
 
 def refs_free(engine: Engine) -> tuple[int, ...]:
-    return tuple(engine.books.pool(tier).num_free for tier in ("device", "host", "external"))
+    return tuple(engine.manager.pool(tier).num_free for tier in ("device", "host", "external"))
 
 
 # ---- sharing ----
@@ -79,10 +79,10 @@ def test_three_sequences_over_one_block_swap_out_one_block():
     engine = Engine()
     parent = engine.open(3)
     group = [parent, *engine.fork(parent, 2)]
-    engine.books.swap_out(group)
+    engine.manager.swap_out(group)
     assert engine.step() == {"swap_out": [[0, 0]]}
     assert refs_free(engine) == (16, 15, 16)
-    engine.books.swap_in(group)
+    engine.manager.swap_in(group)
     assert engine.step() == {"swap_in": [[0, 0]]}
     engine.append(*group)
     engine.verify()
@@ -92,14 +92,14 @@ def test_a_block_shared_with_a_sequence_that_stays_is_copied_once_and_shared_aga
     engine = Engine()
     stays = engine.open(2 * BLOCK)
     a, b = engine.fork(stays, 2)
-    engine.books.swap_out([a])
+    engine.manager.swap_out([a])
     assert engine.step() == {"swap_out": [[0, 0], [1, 1]]}
-    engine.books.swap_out([b])
+    engine.manager.swap_out([b])
     assert engine.step() == {}, "its bytes are on the host already"
-    assert engine.books.can_swap_in([a, b]).status == AllocStatus.OK
-    engine.books.swap_in([a, b])
+    assert engine.manager.can_swap_in([a, b]).status == AllocStatus.OK
+    engine.manager.swap_in([a, b])
     assert engine.step() == {}, "its bytes are still on the device"
-    assert engine.books.block_table(a).tolist() == engine.books.block_table(stays).tolist()
+    assert engine.manager.block_table(a).tolist() == engine.manager.block_table(stays).tolist()
     assert refs_free(engine) == (14, 16, 16)
     engine.append(a, b, stays)
     engine.verify()
@@ -109,14 +109,14 @@ def test_a_twin_is_forgotten_when_its_block_is_given_to_another():
     engine = Engine(device=3)
     stays = engine.open(BLOCK)
     (leaves,) = engine.fork(stays)
-    engine.books.swap_out([leaves])
+    engine.manager.swap_out([leaves])
     engine.step()
-    engine.books.free([stays])
+    engine.manager.free([stays])
     del engine.tokens[stays]
     other = engine.open(3 * BLOCK)
-    engine.books.swap_out([other])
+    engine.manager.swap_out([other])
     engine.step()
-    engine.books.swap_in([leaves])
+    engine.manager.swap_in([leaves])
     assert engine.step() == {"swap_in": [[0, 0]]}
     engine.verify()
 
@@ -125,10 +125,10 @@ def test_a_partly_filled_block_is_not_shared_with_a_sequence_that_writes_on():
     engine = Engine()
     stays = engine.open(BLOCK + 2)
     (leaves,) = engine.fork(stays)
-    engine.books.swap_out([leaves])
+    engine.manager.swap_out([leaves])
     assert engine.step() == {"swap_out": [[0, 0], [1, 1]]}
     assert engine.append(stays) == {}
-    engine.books.swap_in([leaves])
+    engine.manager.swap_in([leaves])
     assert engine.step() == {"swap_in": [[1, 2]]}, "the full block is shared again, the other has gone on"
     engine.append(leaves, stays)
     engine.verify()
@@ -141,16 +141,16 @@ def test_spilled_sequences_come_back_with_their_tokens(by_host: bool, to_host: b
     parent = engine.open(2 * BLOCK + 1)
     group = [parent, *engine.fork(parent, 1)]
     if by_host:
-        engine.books.swap_out(group)
+        engine.manager.swap_out(group)
         engine.step()
-    engine.books.swap_out(group, to="external")
+    engine.manager.swap_out(group, to="external")
     assert len(engine.step()["spill"]) == 3
-    assert [engine.books.tier(handle) for handle in group] == ["external", "external"]
+    assert [engine.manager.tier(handle) for handle in group] == ["external", "external"]
     engine.verify()
-    engine.books.swap_in(group, to="host" if to_host else "device")
+    engine.manager.swap_in(group, to="host" if to_host else "device")
     assert len(engine.step()["fetch"]) == 3
     if to_host:
-        engine.books.swap_in(group)
+        engine.manager.swap_in(group)
         engine.step()
     engine.append(*group)
     engine.verify()
@@ -164,36 +164,36 @@ def test_a_full_tier_refuses_the_whole_batch_with_the_numbers():
     engine = Engine(host=3, external=2)
     a, b = engine.open(2 * BLOCK), engine.open(2 * BLOCK)
     before = refs_free(engine)
-    assert not engine.books.can_swap_out([a, b])
+    assert not engine.manager.can_swap_out([a, b])
     with pytest.raises(OutOfBlocksError, match="asked for 4 host blocks, 3 of 3 are free") as caught:
-        engine.books.swap_out([a, b])
+        engine.manager.swap_out([a, b])
     assert (caught.value.tier, caught.value.wanted, caught.value.free, caught.value.total) == ("host", 4, 3, 3)
     with pytest.raises(OutOfBlocksError, match="asked for 4 external blocks, 2 of 2 are free"):
-        engine.books.swap_out([a, b], to="external")
+        engine.manager.swap_out([a, b], to="external")
     assert refs_free(engine) == before
-    engine.books.check()
+    engine.manager.check()
 
 
 def test_swapping_in_keeps_the_watermark_and_counts_the_next_token():
     engine = Engine(device=5, watermark=0.2)
     a = engine.open(2 * BLOCK)
-    engine.books.swap_out([a])
+    engine.manager.swap_out([a])
     engine.step()
-    assert engine.books.can_swap_in([a]).status == AllocStatus.OK
-    assert engine.books.can_swap_in([a], lookahead=BLOCK).status == AllocStatus.OK
-    assert engine.books.can_swap_in([a], lookahead=2 * BLOCK).status == AllocStatus.NEVER
+    assert engine.manager.can_swap_in([a]).status == AllocStatus.OK
+    assert engine.manager.can_swap_in([a], lookahead=BLOCK).status == AllocStatus.OK
+    assert engine.manager.can_swap_in([a], lookahead=2 * BLOCK).status == AllocStatus.NEVER
     engine.open(2 * BLOCK)
-    assert engine.books.can_swap_in([a]).status == AllocStatus.LATER
+    assert engine.manager.can_swap_in([a]).status == AllocStatus.LATER
 
 
 def test_a_returning_group_needs_one_copy_less_than_it_has_owners():
     engine = Engine(device=4)
     parent = engine.open(BLOCK + 2)
     group = [parent, *engine.fork(parent, 2)]
-    engine.books.swap_out(group)
+    engine.manager.swap_out(group)
     engine.step()
-    assert engine.books.can_swap_in(group).status == AllocStatus.OK
-    engine.books.swap_in(group)
+    assert engine.manager.can_swap_in(group).status == AllocStatus.OK
+    engine.manager.swap_in(group)
     assert engine.append(*group) == {"swap_in": [[0, 0], [1, 1]], "copy": [[1, 2], [1, 3]]}
     engine.verify()
 
@@ -201,41 +201,41 @@ def test_a_returning_group_needs_one_copy_less_than_it_has_owners():
 def test_a_sequence_in_the_wrong_tier_is_refused_by_name():
     engine = Engine()
     a = engine.open(3)
-    for call in (engine.books.swap_in, partial(engine.books.swap_in, to="host")):
+    for call in (engine.manager.swap_in, partial(engine.manager.swap_in, to="host")):
         with pytest.raises(SequenceStateError, match="is in the device tier"):
             call([a])
-    engine.books.swap_out([a])
+    engine.manager.swap_out([a])
     engine.step()
-    for call in (engine.books.append, engine.books.swap_out, engine.books.block_tables):
+    for call in (engine.manager.append, engine.manager.swap_out, engine.manager.block_tables):
         with pytest.raises(SequenceStateError, match="is in the host tier, the call needs it in device"):
             call([a])
     with pytest.raises(SequenceStateError):
-        engine.books.fork(a, shared_tokens=0, num_tokens=3)
-    assert (bool(engine.books.can_swap_out([a])), engine.books.can_swap_in([a]).status) == (False, AllocStatus.OK)
-    engine.books.check()
+        engine.manager.fork(a, shared_tokens=0, num_tokens=3)
+    assert (bool(engine.manager.can_swap_out([a])), engine.manager.can_swap_in([a]).status) == (False, AllocStatus.OK)
+    engine.manager.check()
 
 
 def test_a_step_moves_nothing_that_it_has_yet_to_write():
     engine = Engine()
-    fresh = int(engine.books.allocate(counts=[3])[0])
-    assert not engine.books.can_swap_out([fresh])
+    fresh = int(engine.manager.allocate(counts=[3])[0])
+    assert not engine.manager.can_swap_out([fresh])
     with pytest.raises(SequenceStateError, match="yet to write"):
-        engine.books.swap_out([fresh])
+        engine.manager.swap_out([fresh])
     engine.step()
-    engine.books.swap_out([fresh])
-    engine.books.check()
+    engine.manager.swap_out([fresh])
+    engine.manager.check()
 
 
 def test_a_moving_sequence_is_not_moved_again_before_its_ticket_ends():
     engine = Engine()
     a = engine.open(3)
-    engine.books.swap_out([a])
-    decision = engine.books.take_decision()
-    assert engine.books.can_swap_in([a]).status == AllocStatus.LATER
+    engine.manager.swap_out([a])
+    decision = engine.manager.take_decision()
+    assert engine.manager.can_swap_in([a]).status == AllocStatus.LATER
     with pytest.raises(SequenceStateError, match=f"still moving .ticket {decision.ticket}"):
-        engine.books.swap_in([a])
-    engine.books.complete(decision.ticket)
-    assert engine.books.can_swap_in([a]).status == AllocStatus.OK
+        engine.manager.swap_in([a])
+    engine.manager.complete(decision.ticket)
+    assert engine.manager.can_swap_in([a]).status == AllocStatus.OK
 
 
 # ---- leases ----
@@ -244,49 +244,52 @@ def test_a_moving_sequence_is_not_moved_again_before_its_ticket_ends():
 def test_blocks_freed_under_a_transfer_stay_leased_until_it_ends():
     engine = Engine(device=4, host=4)
     a = engine.open(2 * BLOCK)
-    engine.books.swap_out([a])
-    decision = engine.books.take_decision()
-    engine.books.free([a])
+    engine.manager.swap_out([a])
+    decision = engine.manager.take_decision()
+    engine.manager.free([a])
     assert refs_free(engine) == (2, 2, 16)
-    engine.books.check()
-    engine.books.complete(decision.ticket)
+    engine.manager.check()
+    engine.manager.complete(decision.ticket)
     assert refs_free(engine) == (4, 4, 16)
 
 
 def test_a_block_being_read_is_given_to_device_work_that_is_ordered_after_the_reader():
     engine = Engine(device=2, host=4)
     a = engine.open(2 * BLOCK)
-    engine.books.swap_out([a])
-    out = engine.books.take_decision()
-    assert (engine.books.pool("device").num_free, engine.books.can_allocate(2 * BLOCK).status) == (0, AllocStatus.OK)
-    engine.books.allocate(counts=[BLOCK])
-    assert engine.books.take_decision().after == (out.ticket,)
-    engine.books.complete(out.ticket)
-    engine.books.allocate(counts=[BLOCK])
-    assert engine.books.take_decision().after == ()
-    engine.books.check()
+    engine.manager.swap_out([a])
+    out = engine.manager.take_decision()
+    assert (engine.manager.pool("device").num_free, engine.manager.can_allocate(2 * BLOCK).status) == (
+        0,
+        AllocStatus.OK,
+    )
+    engine.manager.allocate(counts=[BLOCK])
+    assert engine.manager.take_decision().after == (out.ticket,)
+    engine.manager.complete(out.ticket)
+    engine.manager.allocate(counts=[BLOCK])
+    assert engine.manager.take_decision().after == ()
+    engine.manager.check()
 
 
 def test_a_block_being_read_is_given_to_a_swap_in_of_the_same_step_but_never_to_a_fetch():
     engine = Engine(device=2, host=4, external=4)
     a = engine.open(2 * BLOCK)
-    engine.books.swap_out([a], to="external")
+    engine.manager.swap_out([a], to="external")
     engine.step()
     b = engine.open(2 * BLOCK)
-    engine.books.swap_out([b])
-    assert engine.books.can_swap_in([a]).status != AllocStatus.OK
+    engine.manager.swap_out([b])
+    assert engine.manager.can_swap_in([a]).status != AllocStatus.OK
     with pytest.raises(OutOfBlocksError):
-        engine.books.swap_in([a])
+        engine.manager.swap_in([a])
     engine.step()
-    engine.books.swap_in([a])
+    engine.manager.swap_in([a])
     engine.step()
-    engine.books.swap_out([a], to="external")
-    engine.books.swap_in([b])
-    decision = engine.books.take_decision()
+    engine.manager.swap_out([a], to="external")
+    engine.manager.swap_in([b])
+    decision = engine.manager.take_decision()
     assert decision.after == (decision.ticket,)
     assert [kind for kind, _ in decision.transfers()] == ["spill", "swap_in"]
     engine.memory.execute(decision)
-    engine.books.complete(decision.ticket)
+    engine.manager.complete(decision.ticket)
     engine.verify()
 
 
@@ -294,10 +297,10 @@ def test_writing_in_place_waits_for_a_reader_of_the_block():
     engine = Engine()
     stays = engine.open(2)
     (leaves,) = engine.fork(stays)
-    engine.books.swap_out([leaves])
-    out = engine.books.take_decision()
-    engine.books.append([stays])
-    assert engine.books.take_decision().after == (out.ticket,)
+    engine.manager.swap_out([leaves])
+    out = engine.manager.take_decision()
+    engine.manager.append([stays])
+    assert engine.manager.take_decision().after == (out.ticket,)
 
 
 # ---- losses ----
@@ -305,10 +308,10 @@ def test_writing_in_place_waits_for_a_reader_of_the_block():
 
 def loaded(engine: Engine, *handles: int) -> tuple[int, Pairs]:
     """Spill and fetch sequences; returns the open ticket of the fetch and its pairs."""
-    engine.books.swap_out(list(handles), to="external")
+    engine.manager.swap_out(list(handles), to="external")
     engine.step()
-    engine.books.swap_in(list(handles))
-    decision = engine.books.take_decision()
+    engine.manager.swap_in(list(handles))
+    decision = engine.manager.take_decision()
     return decision.ticket, decision.fetch[0]
 
 
@@ -317,59 +320,59 @@ def test_fail_names_exactly_the_sequences_that_were_hit():
     a, b, c = engine.open(BLOCK), engine.open(BLOCK), engine.open(BLOCK)
     (d,) = engine.fork(c)
     ticket, pairs = loaded(engine, a, b, c, d)
-    hit = engine.books.fail(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
+    hit = engine.manager.fail(ticket, [Pairs("external", "device", pairs.ids[[0, 2]])])
     assert sorted(hit.tolist()) == sorted([a, c, d])
     for handle in (a, c, d):
-        spill = partial(engine.books.swap_out, to="external")
-        for call in (engine.books.append, engine.books.swap_out, engine.books.block_tables, spill):
+        spill = partial(engine.manager.swap_out, to="external")
+        for call in (engine.manager.append, engine.manager.swap_out, engine.manager.block_tables, spill):
             with pytest.raises(SequenceStateError, match="can only be freed"):
                 call([handle])
         with pytest.raises(SequenceStateError):
-            engine.books.fork(handle, 1)
-    engine.books.append([b])
-    engine.books.free([a, c, d])
-    engine.books.check()
+            engine.manager.fork(handle, 1)
+    engine.manager.append([b])
+    engine.manager.free([a, c, d])
+    engine.manager.check()
 
 
 def test_a_copy_made_from_what_did_not_land_is_lost_too():
     engine = Engine()
     a = engine.open(BLOCK + 2)
     (b,) = engine.fork(a)
-    engine.books.swap_out([a, b], to="external")
+    engine.manager.swap_out([a, b], to="external")
     engine.step()
-    engine.books.swap_in([a, b])
-    engine.books.append([a])
-    decision = engine.books.take_decision()
+    engine.manager.swap_in([a, b])
+    engine.manager.append([a])
+    decision = engine.manager.take_decision()
     assert len(decision.copy) == 1
     lost = Pairs("external", "device", decision.fetch[0].ids[1:])
-    assert sorted(engine.books.fail(decision.ticket, [lost]).tolist()) == sorted([a, b])
+    assert sorted(engine.manager.fail(decision.ticket, [lost]).tolist()) == sorted([a, b])
 
 
 def test_a_copy_of_what_did_not_land_is_lost_even_after_the_copy_has_ended():
     engine = Engine()
     a = engine.open(BLOCK + 2)
-    engine.books.swap_out([a], to="external")
+    engine.manager.swap_out([a], to="external")
     engine.step()
-    engine.books.swap_in([a])
-    engine.books.append([a])
-    load = engine.books.take_decision()
+    engine.manager.swap_in([a])
+    engine.manager.append([a])
+    load = engine.manager.take_decision()
     (b,) = engine.fork(a)
-    engine.books.append([b])
-    copy = engine.books.take_decision()
+    engine.manager.append([b])
+    copy = engine.manager.take_decision()
     assert len(copy.copy) == 1
-    engine.books.complete(copy.ticket)
+    engine.manager.complete(copy.ticket)
     lost = Pairs("external", "device", load.fetch[0].ids[1:])
-    assert sorted(engine.books.fail(load.ticket, [lost]).tolist()) == sorted([a, b])
+    assert sorted(engine.manager.fail(load.ticket, [lost]).tolist()) == sorted([a, b])
 
 
 def test_a_lost_copy_is_not_shared_again():
     engine = Engine()
     stays = engine.open(BLOCK)
     a, b = engine.fork(stays, 2)
-    engine.books.swap_out([a], to="external")
-    decision = engine.books.take_decision()
-    assert engine.books.fail(decision.ticket, [decision.spill[0]]).tolist() == [a]
-    engine.books.swap_out([b], to="external")
+    engine.manager.swap_out([a], to="external")
+    decision = engine.manager.take_decision()
+    assert engine.manager.fail(decision.ticket, [decision.spill[0]]).tolist() == [a]
+    engine.manager.swap_out([b], to="external")
     assert len(engine.step()["spill"]) == 1
     del engine.tokens[a]
     engine.verify()
@@ -381,19 +384,19 @@ def test_a_loss_that_is_not_in_the_ticket_is_refused():
     ticket, pairs = loaded(engine, a)
     strange = Pairs("external", "device", pairs.ids + np.array([0, 1]))
     with pytest.raises(MappingError, match=f"ticket {ticket} writes no block 1 in the device tier"):
-        engine.books.fail(ticket, [pairs, strange])
-    engine.books.check()
-    engine.books.complete(ticket)
-    engine.books.append([a])
+        engine.manager.fail(ticket, [pairs, strange])
+    engine.manager.check()
+    engine.manager.complete(ticket)
+    engine.manager.append([a])
 
 
 def test_a_ticket_ends_once():
     engine = Engine()
-    ticket = engine.books.take_decision().ticket
+    ticket = engine.manager.take_decision().ticket
     with pytest.raises(UnknownTicketError):
-        engine.books.complete(ticket + 1)
-    engine.books.complete(ticket)
-    for call in (lambda: engine.books.complete(ticket), lambda: engine.books.fail(ticket, [])):
+        engine.manager.complete(ticket + 1)
+    engine.manager.complete(ticket)
+    for call in (lambda: engine.manager.complete(ticket), lambda: engine.manager.fail(ticket, [])):
         with pytest.raises(UnknownTicketError, match=f"ticket {ticket} is not open"):
             call()
 

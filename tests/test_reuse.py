@@ -7,16 +7,16 @@ from blockyard import BlockManager
 from blockyard.errors import InvalidArgumentError
 
 
-def manager(order: str, host: int = 0) -> BlockManager:
+def new_manager(order: str, host: int = 0) -> BlockManager:
     return BlockManager(block_size=4, device_blocks=6, host_blocks=host, watermark=0.0, reuse_order=order)
 
 
-def one_block_each(books: BlockManager, count: int) -> list[int]:
-    return [int(handle) for handle in books.allocate(counts=np.full(count, 4, dtype=np.uint32))]
+def one_block_each(manager: BlockManager, count: int) -> list[int]:
+    return [int(handle) for handle in manager.allocate(counts=np.full(count, 4, dtype=np.uint32))]
 
 
-def ids(books: BlockManager, limit: int | None = None) -> list[int]:
-    return books.pool("device").free_ids(limit).tolist()
+def ids(manager: BlockManager, limit: int | None = None) -> list[int]:
+    return manager.pool("device").free_ids(limit).tolist()
 
 
 @pytest.mark.parametrize(
@@ -31,27 +31,27 @@ def ids(books: BlockManager, limit: int | None = None) -> list[int]:
     ],
 )
 def test_free_blocks_are_listed_in_the_order_in_which_they_are_taken(order: str, wanted: list[int]) -> None:
-    books = manager(order)
-    handles = one_block_each(books, 4)
+    manager = new_manager(order)
+    handles = one_block_each(manager, 4)
     for i in (3, 0, 2):
-        books.free(handles[i])
-    assert ids(books) == list(iter(books.pool())) == wanted
-    assert ids(books, 2) == wanted[:2]
-    assert ids(books, 0) == []
-    assert [int(books.block_table(handle)[0]) for handle in one_block_each(books, 5)] == wanted
-    assert ids(books) == []
-    books.check()
+        manager.free(handles[i])
+    assert ids(manager) == list(iter(manager.pool())) == wanted
+    assert ids(manager, 2) == wanted[:2]
+    assert ids(manager, 0) == []
+    assert [int(manager.block_table(handle)[0]) for handle in one_block_each(manager, 5)] == wanted
+    assert ids(manager) == []
+    manager.check()
 
 
 def test_pages_in_use_are_filled_before_one_is_opened_also_after_a_restart() -> None:
-    books = BlockManager(block_size=4, device_blocks=32, watermark=0.0, reuse_order="pages:4")
-    handles = one_block_each(books, 16)
+    manager = BlockManager(block_size=4, device_blocks=32, watermark=0.0, reuse_order="pages:4")
+    handles = one_block_each(manager, 16)
     for i in (1, 4, 5, 6, 13, 14):
-        books.free(handles[i])
+        manager.free(handles[i])
     # One block of page 0 is free, two of page 3, three of page 1; the pages from 4 on are not in use.
     wanted = [1, 13, 14, 4, 5, 6, *range(16, 32)]
-    again = BlockManager.restore(books.snapshot())
-    for manager_ in (books, again):
+    again = BlockManager.restore(manager.snapshot())
+    for manager_ in (manager, again):
         assert ids(manager_) == wanted
         assert [int(manager_.block_table(handle)[0]) for handle in one_block_each(manager_, 8)] == wanted[:8]
         manager_.check()
@@ -60,32 +60,32 @@ def test_pages_in_use_are_filled_before_one_is_opened_also_after_a_restart() -> 
 @pytest.mark.parametrize("order", ["pages", "pages:0", "pages:x", "pages:65537"])
 def test_pages_without_a_size_are_refused(order: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f'reuse_order is "{order}", must be one of .* pages:N'):
-        manager(order)
+        new_manager(order)
 
 
 @pytest.mark.parametrize("order", ["lowest", "fifo", "lru", "pages:4"])
 def test_listing_takes_nothing(order: str) -> None:
-    books = manager(order)
-    assert ids(books) == ids(books) == [0, 1, 2, 3, 4, 5]
-    assert books.pool().free_ids().dtype == np.int32
-    assert books.pool().num_free == 6
-    assert len(books.pool("host").free_ids()) == 0
-    assert list(iter(books.pool("host"))) == []
-    assert next(iter(books.pool())) == 0
+    manager = new_manager(order)
+    assert ids(manager) == ids(manager) == [0, 1, 2, 3, 4, 5]
+    assert manager.pool().free_ids().dtype == np.int32
+    assert manager.pool().num_free == 6
+    assert len(manager.pool("host").free_ids()) == 0
+    assert list(iter(manager.pool("host"))) == []
+    assert next(iter(manager.pool())) == 0
     with pytest.raises(InvalidArgumentError):
-        iter(books.pool("tape"))  # type: ignore[arg-type]
+        iter(manager.pool("tape"))  # type: ignore[arg-type]
 
 
 def test_a_transfer_delays_a_block_in_fifo_order_and_not_in_lru_order() -> None:
     last = {}
     for order in ("fifo", "lru"):
-        books = manager(order, host=6)
-        handles = one_block_each(books, 6)
-        books.complete(books.take_decision().ticket)
-        books.swap_out(handles[:1])
-        ticket = books.take_decision().ticket
-        books.free(handles[1:3])
-        books.complete(ticket)
-        books.check()
-        last[order] = ids(books)
+        manager = new_manager(order, host=6)
+        handles = one_block_each(manager, 6)
+        manager.complete(manager.take_decision().ticket)
+        manager.swap_out(handles[:1])
+        ticket = manager.take_decision().ticket
+        manager.free(handles[1:3])
+        manager.complete(ticket)
+        manager.check()
+        last[order] = ids(manager)
     assert last == {"fifo": [1, 2, 0], "lru": [0, 1, 2]}

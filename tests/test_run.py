@@ -1,78 +1,17 @@
 """The op library chooses a copy strategy and makes batches, over a stand-in for a device."""
 
 import ctypes
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_in import build_stand_in
+from stand_in import BLOCKS, DIRECTIONS, WIDTH, Case, scattered
 
 from blockyard._core import Mapping
 from blockyard.engine.ops.strategy import ALLOWED, STRATEGIES
 from blockyard.layout.kv import KVLayout
-from blockyard_build.toolchain import MissingError
-
-BLOCKS, WIDTH = 40, 64
-TO_DEVICE, TO_HOST, WITHIN = range(3)
-DIRECTIONS = {"h2d": TO_DEVICE, "d2h": TO_HOST, "d2d": WITHIN}
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    try:
-        return build_stand_in(tmp_path_factory.mktemp("fake"))
-    except MissingError as missing:
-        pytest.skip(f"no {missing}")
-
-
-class Case:
-    """A memory of the host and one that stands for the device's, with the first blocks of the host page-locked."""
-
-    def __init__(self, fake: ctypes.CDLL, *, width: int = WIDTH, pinned: int = BLOCKS, **options: bool) -> None:
-        random = np.random.default_rng(width)
-        host, device, other = (torch.from_numpy(random.integers(0, 256, BLOCKS * width + 64, np.uint8)) for _ in "hdo")
-        self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
-        start = self.host.data_ptr()
-        chosen = {"own_stream": True, "capturing": False, "mapped": True, "has_bulk": True, **options}
-        fake.fake_reset(start, start + BLOCKS * width, start + pinned * width, *chosen.values())
-        self.fake = fake
-
-    def go(
-        self,
-        direction: str,
-        strategy: str,
-        pairs: np.ndarray,
-        cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda rows: [rows],
-        cut_device: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
-        blocks: int = 12,
-    ) -> str:
-        """Copy, and compare the whole destination; gives the calls that were made."""
-        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES.get(strategy, 0), blocks)
-        src = self.host if direction == "h2d" else self.device
-        dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
-        wanted = dst.clone()
-        sides = direction != "h2d", direction != "d2h"
-        cut_src, cut_dst = ((cut_device or cut) if on_device else cut for on_device in sides)
-        for source, target in zip(cut_src(src), cut_dst(wanted), strict=True):
-            target[pairs[:, 1]] = source[pairs[:, 0]]
-        torch.ops.blockyard_fake.swap(cut_src(src), cut_dst(dst), torch.from_numpy(pairs), *sides)
-        assert torch.equal(dst, wanted)
-        assert self.fake.fake_faults() == 0
-        return str(self.fake.fake_calls(), "ascii")
-
-
-def rows_of(memory: torch.Tensor, width: int) -> torch.Tensor:
-    start = -memory.data_ptr() % 64
-    return memory[start : start + BLOCKS * width].view(BLOCKS, width)
-
-
-def scattered(count: int = 20, below: int = BLOCKS) -> np.ndarray:
-    random = np.random.default_rng(count)
-    return np.column_stack((random.permutation(below)[:count], random.permutation(below)[:count]))
-
 
 CALLS = {"batch": "B", "loop": "m" * 20, "kernel": "F", "bulk": "U"}
 
@@ -130,9 +69,27 @@ def test_blocks_of_a_half_ready_pool_are_copied_by_every_strategy(fake: ctypes.C
     assert Case(fake, pinned=25).go("h2d", strategy, scattered(below=25)) == CALLS[strategy]
 
 
-@pytest.mark.parametrize("strategy", ["kernel", "bulk"])
-def test_memory_with_another_address_on_the_device_goes_by_batch(fake: ctypes.CDLL, strategy: str):
-    assert Case(fake, mapped=False).go("h2d", strategy, scattered()) == "B"
+SHIFT = 1 << 44
+
+
+def test_a_kernel_uses_the_devices_address_of_registered_memory(fake: ctypes.CDLL):
+    assert Case(fake, shift=SHIFT).go("h2d", "kernel", scattered()) == "F"
+    assert Case(fake, shift=SHIFT).go("d2h", "bulk", scattered(), lambda rows: [rows[:, 32:], rows[:, :32]]) == "U"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_memory_with_another_address_on_the_device_goes_by_no_batch(fake: ctypes.CDLL, direction: str):
+    assert Case(fake, shift=SHIFT).go(direction, "batch", scattered()) == "m" * 20
+
+
+@pytest.mark.parametrize("strategy", CALLS)
+def test_neighbours_with_unrelated_addresses_on_the_device_go_by_single_copies(fake: ctypes.CDLL, strategy: str):
+    # What is 64 bytes further on the host is elsewhere on the device: no kernel can go from one to the other.
+    ranges = [(0, 20 * WIDTH), (20 * WIDTH, BLOCKS * WIDTH)]
+    assert Case(fake, registered=ranges, shift=SHIFT).go("h2d", strategy, scattered()) == "m" * 20
+    within_one = scattered(below=20)
+    calls = "m" * 20 if strategy in {"batch", "loop"} else CALLS[strategy]
+    assert Case(fake, registered=ranges, shift=SHIFT).go("h2d", strategy, within_one) == calls
 
 
 def test_a_batch_for_the_default_stream_is_tied_to_it_on_both_sides(fake: ctypes.CDLL):
@@ -170,6 +127,12 @@ def staged(case: Case, direction: str, strategy: str = "staged", pairs: np.ndarr
     return case.go(direction, strategy, scattered() if pairs is None else pairs, of_rows, of_views)
 
 
+def unreached(fake: ctypes.CDLL, **flags: bool) -> Case:
+    """Neighbours on the host that are strangers on the device: no kernel reaches both."""
+    size = BLOCKS * STAGED_WIDTH
+    return Case(fake, width=STAGED_WIDTH, registered=[(0, size // 2), (size // 2, size)], shift=SHIFT, **flags)
+
+
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_rows_of_the_host_are_staged_in_a_few_large_copies(fake: ctypes.CDLL, direction: str):
     calls = staged(Case(fake, width=STAGED_WIDTH), direction)
@@ -194,12 +157,13 @@ def test_without_a_table_small_pieces_are_staged_and_others_batched(fake: ctypes
 def test_a_graph_takes_the_kernel_for_a_staged_copy(fake: ctypes.CDLL, direction: str):
     # It would keep slots that other copies use.
     assert staged(Case(fake, width=STAGED_WIDTH, capturing=True), direction) == "F"
-    assert staged(Case(fake, width=STAGED_WIDTH, capturing=True, mapped=False), direction) == "m" * 20 * VIEWS
+    assert staged(unreached(fake, capturing=True), direction) == "m" * 20 * VIEWS
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_host_memory_that_kernels_do_not_reach_is_staged(fake: ctypes.CDLL, direction: str):
-    assert "F" in staged(Case(fake, width=STAGED_WIDTH, mapped=False), direction)
+    assert "F" in staged(unreached(fake), direction)
+    assert "B" not in fake.fake_calls().decode()
     assert staged(Case(fake, width=STAGED_WIDTH, pinned=0), direction) == "m" * 20 * VIEWS
     assert "F" in staged(Case(fake, width=STAGED_WIDTH, own_stream=False), direction)
 
@@ -239,7 +203,7 @@ def test_no_pairs_and_no_bytes_make_no_call(fake: ctypes.CDLL):
 )
 def test_moves_that_depend_on_one_another_go_by_kernel(fake: ctypes.CDLL, pairs: list[list[int]], calls: str):
     case = Case(fake)
-    fake.fake_strategy(WITHIN, STRATEGIES["bulk"], 12)
+    fake.fake_strategy(DIRECTIONS["d2d"], STRATEGIES["bulk"], 12)
     wanted, ids = case.device.clone(), torch.tensor(pairs)
     wanted[ids[:, 1]] = wanted[ids[:, 0]]
     mapping = Mapping(pairs, src_blocks=BLOCKS, dst_blocks=BLOCKS, rule="move")
@@ -256,19 +220,91 @@ def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
     assert fake.fake_calls() == b"m" * 20
 
 
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_a_batch_of_many_pieces_goes_in_parts(fake: ctypes.CDLL, own_stream: bool):
+    case, pairs = Case(fake, most_pieces=1024, own_stream=own_stream), scattered(BLOCKS)
+    parts = "BBB" if own_stream else "r0w1BBBr1w0"
+    assert case.go("h2d", "batch", pairs, lambda rows: [rows[:, at : at + 1] for at in reversed(range(64))]) == parts
+    # What calibration found holds instead.
+    case = Case(fake, most_pieces=7)
+    fake.fake_batch_pieces(7)
+    assert case.go("d2h", "batch", scattered()) == "B" * 3
+    assert case.go("d2h", "batch", scattered(7)) == "B"
+
+
+INVALID, ILLEGAL_ADDRESS = 1, 700
+
+
+@pytest.mark.parametrize("strategy", CALLS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_an_error_of_an_earlier_call_is_reported_before_the_copy_and_not_blamed_on_it(
+    fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str], direction: str, strategy: str
+):
+    if strategy not in ALLOWED[direction]:
+        return
+    case = Case(fake)
+    fake.fake_fail(INVALID, False)
+    place = "within the device" if direction == "d2d" else "between host and device"
+    case.go(direction, strategy, scattered())
+    # By the log of torch's C++ code.
+    said = capfd.readouterr().err
+    assert f"a CUDA error from before copying blocks {place} was cleared: as the test wants it (1)" in said
+    case.go(direction, strategy, scattered())
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_after_an_error_that_stays_nothing_is_copied(fake: ctypes.CDLL, direction: str):
+    case = Case(fake)
+    fake.fake_fail(ILLEGAL_ADDRESS, True)
+    place = "within the device" if direction == "d2d" else "between host and device"
+    message = rf"blockyard cuda: before copying blocks {place}, nothing was copied: an earlier call failed: .* \(700\)"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            case.go(direction, "kernel", scattered())
+    assert fake.fake_calls() == b""
+
+
+def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str]):
+    # A row that is page-locked by half is more than a copy takes, and the driver does not say where it ends.
+    case = Case(fake, registered=[(0, WIDTH // 2), (WIDTH, BLOCKS * WIDTH)], tells_ranges=False)
+    with pytest.raises(
+        RuntimeError, match=r"copying blocks between host and device failed: as the test wants it \(1\)"
+    ):
+        case.go("h2d", "loop", np.array([[0, 0]]))
+    assert case.go("d2d", "kernel", scattered()) == "K"
+    assert not capfd.readouterr().err
+
+
 @given(
     st.sampled_from([(d, strategy) for d, strategies in ALLOWED.items() for strategy in strategies]),
     st.integers(0, BLOCKS),
     st.lists(st.booleans(), min_size=3, max_size=3),
+    st.sampled_from([0, SHIFT]),
     st.integers(0, 30),
     st.sampled_from([8, 16, 48, 64, 1 << 16]),
     st.integers(0, 99),
 )
 def test_whatever_the_way_and_the_memory_all_bytes_arrive_and_no_kernel_goes_astray(
-    fake: ctypes.CDLL, going: tuple[str, str], pinned: int, flags: list[bool], count: int, width: int, seed: int
+    fake: ctypes.CDLL,
+    going: tuple[str, str],
+    pinned: int,
+    flags: list[bool],
+    shift: int,
+    count: int,
+    width: int,
+    seed: int,
 ):
-    own_stream, mapped, has_bulk = flags
-    case = Case(fake, width=width, pinned=pinned, own_stream=own_stream, mapped=mapped, has_bulk=has_bulk)
+    own_stream, tells_ranges, has_bulk = flags
+    case = Case(
+        fake,
+        width=width,
+        pinned=pinned,
+        own_stream=own_stream,
+        tells_ranges=tells_ranges,
+        has_bulk=has_bulk,
+        shift=shift,
+    )
     random = np.random.default_rng(seed)
     pairs = np.column_stack((random.integers(0, BLOCKS, count), random.permutation(BLOCKS)[:count]))
     case.go(*going, pairs, lambda rows: [rows[:, :8], rows[:, 8:]] if seed % 2 else [rows])

@@ -77,39 +77,39 @@ def finish(executor: StepExecutor, ticket: int, *, polls: bool) -> StepDone:
 def test_every_step_ends_once_and_no_byte_is_wrong_whatever_the_store_does(seed: int):
     random = np.random.default_rng(seed)
     store = UnrulyStore(SimulatedStore(BLOCKS, SIZE, seed=seed), seed=seed, share=0.3)
-    books = BlockManager(block_size=4, device_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0)
+    manager = BlockManager(block_size=4, device_blocks=BLOCKS, external_blocks=BLOCKS, watermark=0.0)
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
         executor = StepExecutor(engine, store, chunk_bytes=2 * SIZE)
         rows: dict[int, NDArray[np.uint8]] = {}
         for _ in range(40):
             for handle in tuple(rows):
-                if books.tier(handle) == "device":
-                    table = books.block_table(handle).astype(np.int64)
+                if manager.tier(handle) == "device":
+                    table = manager.block_table(handle).astype(np.int64)
                     assert np.array_equal(engine.read("device", table), rows[handle])
             while len(rows) < 2:
-                (handle,) = books.allocate(counts=[4 * int(random.integers(1, 4))]).tolist()
-                books.complete(books.take_decision().ticket)
-                table = books.block_table(handle).astype(np.int64)
+                (handle,) = manager.allocate(counts=[4 * int(random.integers(1, 4))]).tolist()
+                manager.complete(manager.take_decision().ticket)
+                table = manager.block_table(handle).astype(np.int64)
                 rows[handle] = random.integers(0, 256, (len(table), SIZE), dtype=np.uint8)
                 engine.write("device", table, rows[handle])
             handle = list(rows)[random.integers(2)]
-            if books.tier(handle) == "device":
-                books.swap_out([handle], to="external")
+            if manager.tier(handle) == "device":
+                manager.swap_out([handle], to="external")
             else:
-                books.swap_in([handle])
-            decision = books.take_decision()
+                manager.swap_in([handle])
+            decision = manager.take_decision()
             executor.submit(decision)
             done = finish(executor, decision.ticket, polls=bool(random.integers(2)))
             if done.lost:
-                for gone in books.fail(done.ticket, done.lost).tolist():
+                for gone in manager.fail(done.ticket, done.lost).tolist():
                     del rows[gone]
-                    books.free([gone])
+                    manager.free([gone])
             else:
-                books.complete(done.ticket)
-            books.check()
+                manager.complete(done.ticket)
+            manager.check()
             assert (executor.num_in_flight, executor.staged_bytes, executor.poll()) == (0, 0, [])
-        books.free(list(rows))
-    assert all(books.pool(tier).num_free == books.pool(tier).num_blocks for tier in TIERS)
+        manager.free(list(rows))
+    assert all(manager.pool(tier).num_free == manager.pool(tier).num_blocks for tier in TIERS)
     assert store.broken > 5
 
 

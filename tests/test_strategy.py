@@ -16,6 +16,7 @@ from blockyard.engine.ops import compiled, strategy
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
     ALLOWED,
+    BATCH_PIECES,
     MOST,
     STRATEGIES,
     Rule,
@@ -26,7 +27,7 @@ from blockyard.engine.ops.strategy import (
 )
 from blockyard.errors import InvalidArgumentError, MappingError
 
-TABLE = StrategyTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")))
+TABLE = StrategyTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")), 512)
 CUDA = Path(__file__).resolve().parent.parent / "cuda"
 SHIM = """
 #include "strategy.h"
@@ -38,6 +39,8 @@ extern "C" void use(const int64_t* rules, int64_t count) {
                         static_cast<unsigned>(rules[4])});
     set_strategies(1, read);
 }
+extern "C" void set_most(int device, uint64_t most) { set_batch_pieces(device, most); }
+extern "C" uint64_t most(int device) { return batch_pieces(device); }
 extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count, bool rows) {
     const StrategyChoice found = choose_strategy(device, static_cast<Direction>(direction), bytes, count, rows);
     return static_cast<int64_t>(found.strategy) * 65536 + found.blocks;
@@ -81,9 +84,12 @@ def with_rule(direction: str, max_bytes: float, strategy: str) -> dict[str, obje
     return {**GOOD, "rules": [{"direction": direction, "max_bytes": max_bytes, "max_count": 1, "strategy": strategy}]}
 
 
-GOOD = {"version": 4, "device": "d", "torch_cuda": "13.0", "rules": []}
+GOOD = {"version": 4, "device": "d", "torch_cuda": "13.0", "rules": [], "batch_pieces": 512}
 BROKEN = {
     "another version": {**GOOD, "version": 3},
+    "no pieces in a batch": {**GOOD, "batch_pieces": 0},
+    "a batch too long for drivers": {**GOOD, "batch_pieces": 2049},
+    "a batch of words": {**GOOD, "batch_pieces": "512"},
     "no rules": {key: value for key, value in GOOD.items() if key != "rules"},
     "an unknown strategy": with_rule("h2d", 1, "magic"),
     "a strategy of another direction": with_rule("d2d", 1, "batch"),
@@ -197,6 +203,30 @@ def test_a_machine_without_a_device_has_no_bulk_engine():
     if not op_library().loaded or torch.cuda.is_available():
         pytest.skip("there is a CUDA device, or no op library")
     assert not any(torch.ops.blockyard.has_bulk(index) for index in (-1, 0, 64))
+
+
+def test_batches_are_bounded_unless_calibration_says_otherwise(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
+    shim.most.restype = ctypes.c_uint64
+    shim.set_most.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    assert [shim.most(device) for device in (-1, 2, 64)] == [BATCH_PIECES] * 3
+    shim.set_most(2, 512)
+    assert [shim.most(device) for device in (1, 2)] == [BATCH_PIECES, 512]
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    monkeypatch.setattr(strategy, "read_table", lambda _: StrategyTable("card", str(torch.version.cuda), (), 2048))
+    monkeypatch.setattr(strategy, "use_batch_pieces", lambda *called: used.append(called))
+    strategy.use_cached.cache_clear()
+    strategy.use_cached(3)
+    strategy.use_cached.cache_clear()
+    assert used == [(3, 2048)]
+
+
+@pytest.mark.parametrize("numbers", [(-1, 512), (64, 512), (0, 0)])
+def test_the_library_refuses_batches_of_nothing_and_unknown_devices(numbers: tuple[int, int]):
+    if not op_library().loaded:
+        pytest.skip(op_library().explain())
+    with pytest.raises(MappingError, match=r"device -1|device 64|at most 0 pieces, must be at least 1"):
+        compiled._run(torch.ops.blockyard.set_batch_pieces, *numbers)
 
 
 SMALL = st.integers(0, 6) | st.sampled_from([31, 32, (28 << 10) - 1, 28 << 10])

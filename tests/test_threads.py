@@ -50,74 +50,74 @@ def hammer(*work: Callable[[], None]) -> None:
     assert len(done) == len(work)
 
 
-def engine(books: BlockManager, *, swap: bool) -> Callable[[], None]:
+def engine(manager: BlockManager, *, swap: bool) -> Callable[[], None]:
     """One engine's life on a shared manager: admit, decode with tables of its own, fork, perhaps swap, free."""
     tables, slots = np.zeros((2, 16), np.int32), np.zeros(2, np.int64)
 
     def once() -> None:
         try:
-            handles = books.allocate(counts=[9, 5])
+            handles = manager.allocate(counts=[9, 5])
         except OutOfBlocksError:
             return
-        books.complete(books.take_decision().ticket)
+        manager.complete(manager.take_decision().ticket)
         for _ in range(5):
             try:
-                books.append(handles, block_tables=tables, out=slots)
+                manager.append(handles, block_tables=tables, out=slots)
             except OutOfBlocksError:
                 break
-            rows = [books.block_table(int(handle)) for handle in handles]
+            rows = [manager.block_table(int(handle)) for handle in handles]
             for i, row in enumerate(rows):
                 assert tables[i, : len(row)].tolist() == row.tolist()
                 assert slots[i] // 4 in row
-        books.complete(books.take_decision().ticket)
-        child = books.fork(int(handles[0]), 1)
-        assert books.block_tables(child).shape[0] == 1
+        manager.complete(manager.take_decision().ticket)
+        child = manager.fork(int(handles[0]), 1)
+        assert manager.block_tables(child).shape[0] == 1
         group = np.concatenate([handles, child])
         if swap:
             # No room, or another thread's step is under way.
             with contextlib.suppress(OutOfBlocksError, SequenceStateError):
-                books.swap_out(group)
-        books.free(group)
-        books.complete(books.take_decision().ticket)
+                manager.swap_out(group)
+        manager.free(group)
+        manager.complete(manager.take_decision().ticket)
 
     return once
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_engines_that_share_a_manager_leave_it_exact(prefix_caching: bool):
-    books = BlockManager(block_size=4, device_blocks=96, host_blocks=32, watermark=0.0, prefix_caching=prefix_caching)
+    manager = BlockManager(block_size=4, device_blocks=96, host_blocks=32, watermark=0.0, prefix_caching=prefix_caching)
 
     def watch() -> None:
-        books.check()
-        books.stats()
-        list(iter(books.pool()))
+        manager.check()
+        manager.stats()
+        list(iter(manager.pool()))
 
-    hammer(*(engine(books, swap=i % 2 == 0) for i in range(THREADS - 1)), watch)
-    books.complete(books.take_decision().ticket)
-    books.check()
-    assert (books.stats().sequences, books.pool().num_free, books.pool("host").num_free) == (0, 96, 32)
+    hammer(*(engine(manager, swap=i % 2 == 0) for i in range(THREADS - 1)), watch)
+    manager.complete(manager.take_decision().ticket)
+    manager.check()
+    assert (manager.stats().sequences, manager.pool().num_free, manager.pool("host").num_free) == (0, 96, 32)
 
 
 def test_tables_that_threads_keep_together_stay_whole():
-    books = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
+    manager = BlockManager(block_size=4, device_blocks=4096, watermark=0.0)
     tables = np.zeros((4, 1024), np.int32)
-    handles = books.allocate(counts=[1, 1, 1, 1])
+    handles = manager.allocate(counts=[1, 1, 1, 1])
     appended: list[None] = []
 
     def append() -> None:
         if len(appended) < 1000:
-            books.append(handles, block_tables=tables)
+            manager.append(handles, block_tables=tables)
             appended.append(None)
 
     def look() -> None:
-        shown = books.block_tables(handles)
+        shown = manager.block_tables(handles)
         assert len(np.unique(shown[shown > 0])) == np.count_nonzero(shown)
 
     hammer(append, append, append, look)
-    books.check()
-    assert [books.num_tokens(int(handle)) for handle in handles] == [1 + len(appended)] * 4
+    manager.check()
+    assert [manager.num_tokens(int(handle)) for handle in handles] == [1 + len(appended)] * 4
     for row, handle in zip(tables, handles, strict=True):
-        table = books.block_table(int(handle))
+        table = manager.block_table(int(handle))
         assert row[: len(table)].tolist() == table.tolist()
 
 

@@ -58,17 +58,20 @@ def main() -> int:
     if not arguments.no_calibrate:
         calibrate_device(device, lambda line: print(f"calibrating {line}"))
     table = use_cached(device)
-    results = []
+    results: list[dict[str, object]] = []
+    figures: dict[str, object] = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    figures["results"] = results
     for size, count in shapes(quick=arguments.quick):
         for direction in DIRECTIONS:
             result = Case(direction, size, count, device).measure(arguments.repeat, table)
             results.append(result)
+            # Now, not at the end: a driver that crashes costs one case.
+            write(arguments.json, figures)
             print(" ".join(f"{name}={show(value)}" for name, value in result.items()), flush=True)
         torch.cuda.empty_cache()
     pool = pool_figures(torch.device("cuda", device))
     print(" ".join(f"{name}={show(value)}" for name, value in pool.items()))
-    name = torch.cuda.get_device_name(device)
-    write(arguments.json, {"device": name, "torch": torch.__version__, "pool": pool, "results": results})
+    write(arguments.json, figures | {"pool": pool})
     return 0
 
 

@@ -117,7 +117,7 @@ class OnlineDefragmenter:
         self.mover: BlockMover | None = None
         self._passes = negative == "pass"
         self._exchange, self._move, self._wrap = exchange, move, wrap
-        self._books = BlockObserver()
+        self._observer = BlockObserver()
         # Generations that are given here never repeat, so that a late report can name no later request.
         self._generations = count()
         self._requests: dict[str, dict[int, list[int]]] = {}
@@ -139,7 +139,7 @@ class OnlineDefragmenter:
 
         views = cache_views(kv_caches, block_size)
         mover = BlockMover(views, exchange=self._exchange, move=self._move, graphed=self.graphed, wrap=self._wrap)
-        self._books.set_limit(mover.num_blocks)
+        self._observer.set_limit(mover.num_blocks)
         self.mover = mover
 
     # ---- what the engine reports ----
@@ -173,7 +173,7 @@ class OnlineDefragmenter:
         ended = self._ended(finished_reqs)
         ended_set = set(ended)
         targets = {key: self._target(key, ended_set) for key in given}
-        self._books.release_ids(
+        self._observer.release_ids(
             list(chain.from_iterable(self._requests[name][generation] for name, generation in ended)),
             fresh=not self.prefix_caching,
         )
@@ -181,8 +181,8 @@ class OnlineDefragmenter:
             self._forget(name, generation)
         said = ids if not self.prefix_caching else fresh or ()
         is_fresh = said if isinstance(said, range) else set(said)
-        self._books.use_ids([b for b in ids if b not in is_fresh])
-        self._books.use_ids([b for b in ids if b in is_fresh], fresh=True)
+        self._observer.use_ids([b for b in ids if b not in is_fresh])
+        self._observer.use_ids([b for b in ids if b in is_fresh], fresh=True)
         for key, blocks in given.items():
             name, generation = targets[key]
             self._requests.setdefault(name, {}).setdefault(generation, []).extend(blocks)
@@ -206,7 +206,7 @@ class OnlineDefragmenter:
         held = self._requests[name][generation]
         given = held if blocks is None else _listed(blocks)
         kept = [] if blocks is None else _without(held, given, request)
-        self._books.release_ids(given, fresh=not self.prefix_caching)
+        self._observer.release_ids(given, fresh=not self.prefix_caching)
         if kept:
             self._requests[name][generation] = kept
         else:
@@ -218,7 +218,7 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
         """
-        self._books.forget_ids(blocks)
+        self._observer.forget_ids(blocks)
 
     def lease(self, blocks: Blocks) -> int:
         """Keep ids where they are, bytes included, for a reader such as a connector, also when their request has ended.
@@ -229,7 +229,7 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: an id is out of range; nothing was changed.
         """
-        return self._books.lease(blocks)
+        return self._observer.lease(blocks)
 
     def end_lease(self, lease: int) -> None:
         """End a lease.
@@ -237,7 +237,7 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: it is not held.
         """
-        self._books.end_lease(lease)
+        self._observer.end_lease(lease)
 
     def generation(self, request_id: str) -> int | None:
         """Give the newest generation of a request that runs, None if there is none."""
@@ -270,7 +270,7 @@ class OnlineDefragmenter:
             move, exchange = plan.move, plan.exchange
             self.mover.exchange(exchange)
             self.mover.move(move)
-            self._books.commit(plan)
+            self._observer.commit(plan)
             self._steps += 1
             self._moves += len(move)
             self._exchanges += len(exchange)
@@ -282,7 +282,7 @@ class OnlineDefragmenter:
         wants_runs = any(goal[0] == "contiguous" for goal in goals)
         running = self._running() if wants_runs else None
         hot_ids = [b for name, generation in self._ended(hot) for b in self._requests[name][generation]]
-        return self._books.plan_all(
+        return self._observer.plan_all(
             goals,
             sequences=running,
             hot=hot_ids or None,
@@ -293,15 +293,15 @@ class OnlineDefragmenter:
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks that nobody refers to or holds, rising; without end as long as `initialize` was not called."""
-        yield from self._books.holes().tolist()
+        yield from self._observer.holes().tolist()
         if self.mover is None:
-            yield from count(len(self._books))
+            yield from count(len(self._observer))
 
     @property
     def stats(self) -> DefragStats:
         """What has been done, and the gap as it is."""
         num_bytes = (self._moves + 2 * self._exchanges) * (self.mover.bytes_per_block if self.mover else 0)
-        return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._books.gap, self._seconds)
+        return DefragStats(self._steps, self._moves, self._exchanges, num_bytes, self._observer.gap, self._seconds)
 
     def fragmentation(self, page_blocks: int = 64) -> Fragmentation:
         """Measure how scattered the blocks in use are, and those of the requests that run; looks at all blocks.
@@ -311,7 +311,7 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: a page has no blocks.
         """
-        return self._books.fragmentation(self._running(), page_blocks=page_blocks)
+        return self._observer.fragmentation(self._running(), page_blocks=page_blocks)
 
     # ---- ids and blocks ----
 
@@ -350,7 +350,7 @@ class OnlineDefragmenter:
             return self._resolve_array(block_table_list, out)
         if not self.enabled:
             return [list(row) for row in block_table_list]
-        return self._books.resolve_rows(block_table_list, pass_negative=self._passes)
+        return self._observer.resolve_rows(block_table_list, pass_negative=self._passes)
 
     def unresolve(self, block_id: int) -> int:
         """Give the id whose bytes lie in a block.
@@ -358,7 +358,7 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: the block is out of range.
         """
-        return self._books.unresolve(block_id)
+        return self._observer.unresolve(block_id)
 
     def update_mapping(self, orig_block: int, new_block: int) -> None:
         """Say that an id's bytes lie in another block; the id that was there gets the place that this one had.
@@ -366,24 +366,24 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: one is out of range, or one of them alone is the null block.
         """
-        self._books.update_mapping(orig_block, new_block)
+        self._observer.update_mapping(orig_block, new_block)
 
     @property
     def fwd_mapping_table(self) -> list[int]:
         """The block of each id known so far."""
-        return list(map(int, self._books.forward))
+        return list(map(int, self._observer.forward))
 
     @property
     def bwd_mapping_table(self) -> list[int]:
         """The id of each block known so far."""
-        return list(map(int, self._books.backward))
+        return list(map(int, self._observer.backward))
 
     # ---- references to blocks (not ids) ----
 
     @property
     def used_blocks(self) -> dict[int, int]:
         """Blocks in use and their references."""
-        return {int(block): int(refs) for block, refs in self._books.used()}
+        return {int(block): int(refs) for block, refs in self._observer.used()}
 
     @property
     def req_blocks(self) -> dict[str, list[int]]:
@@ -392,19 +392,19 @@ class OnlineDefragmenter:
 
     def get_ref_count(self, block_id: int) -> int:
         """Give the references to a block; 0 for one that was never used."""
-        return self._books.refs(block_id)
+        return self._observer.refs(block_id)
 
     def set_ref_count(self, block_id: int, ref_count: int) -> None:
         """Set the references to a block; less than 0 is 0."""
-        self._books.set_refs(block_id, max(ref_count, 0))
+        self._observer.set_refs(block_id, max(ref_count, 0))
 
     def swap_refs(self, block_a: int, block_b: int) -> None:
         """Exchange the references of two blocks."""
-        self._books.swap_refs(block_a, block_b)
+        self._observer.swap_refs(block_a, block_b)
 
     def use_block(self, block_id: int) -> None:
         """Add a reference to a block."""
-        self._books.add_ref(block_id, 1)
+        self._observer.add_ref(block_id, 1)
 
     def free_block(self, block_id: int) -> None:
         """Take a reference from a block.
@@ -412,7 +412,7 @@ class OnlineDefragmenter:
         Raises:
             InvalidArgumentError: it has none; nothing was changed.
         """
-        self._books.add_ref(block_id, -1)
+        self._observer.add_ref(block_id, -1)
 
     def check(self) -> None:
         """Count everything again.
@@ -420,11 +420,11 @@ class OnlineDefragmenter:
         Raises:
             InvariantError: the state contradicts itself, which is a bug in Blockyard.
         """
-        self._books.check()
+        self._observer.check()
 
     def _resolve_array(self, table: _AnyTable, out: _AnyTable | None) -> _AnyTable:
         if self.enabled:
-            return self._books.resolve(table, out=out, pass_negative=self._passes)
+            return self._observer.resolve(table, out=out, pass_negative=self._passes)
         found = np.empty_like(table) if out is None else out
         found[...] = table
         return found
@@ -432,9 +432,9 @@ class OnlineDefragmenter:
     # ---- requests ----
 
     def _check_ids(self, ids: list[int]) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self._books.limit):
-            wrong = next(b for b in ids if not 0 <= b < self._books.limit)
-            raise InvalidArgumentError(f"block is {wrong}, must be 0 to {self._books.limit - 1}")
+        if ids and not (min(ids) >= 0 and max(ids) < self._observer.limit):
+            wrong = next(b for b in ids if not 0 <= b < self._observer.limit)
+            raise InvalidArgumentError(f"block is {wrong}, must be 0 to {self._observer.limit - 1}")
 
     def _running(self) -> list[list[int]]:
         return [ids for generations in self._requests.values() for ids in generations.values()]

@@ -95,11 +95,11 @@ class TransferCancelledError(BlockyardError):
 
 
 class ForkedError(BlockyardError):
-    """A copy engine or host pool was made before a fork and is used in the child, which has none of its threads."""
+    """A copy engine or host pool is used in a fork, which has none of its threads and page-locked memory."""
 
 
 class CaptureError(BlockyardError):
-    """A copy cannot go into a CUDA graph that is being captured; nothing was copied or captured."""
+    """Something cannot be done while a CUDA graph is being captured, such as a copy into it; nothing was done."""
 
 
 class PageLockError(BlockyardError):

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from blockyard.engine import ops
+from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.host_memory import HostMapping
 from blockyard.engine.host_pool import CudaLocker, HostPool
 from blockyard.engine.ops.strategy import STRATEGIES, force_strategy
 from blockyard.errors import PageLockError
@@ -74,6 +76,53 @@ def test_every_strategy_copies_across_chunks(strategy: str, scattered: bool):
             ops.swap_blocks([device], [pool.rows], pairs.flip(1).contiguous())
             torch.cuda.synchronize()
         assert torch.equal(pool.rows, wanted)
+
+
+@pytest.mark.parametrize("registered", [CHUNKS, CHUNKS - 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_that_others_registered_in_parts_is_copied_across_them(strategy: str, registered: int):
+    memory, locker = HostMapping(CHUNKS * CHUNK), CudaLocker(DEVICE)
+    rows = memory.tensor.view(-1, BLOCK)
+    wanted = torch.from_numpy(np.random.default_rng(0).integers(0, 256, tuple(rows.shape), np.uint8))
+    rows.copy_(wanted)
+    # The library asks the driver where each registration ends: nobody has told it.
+    assert [locker.lock(memory.address + n * CHUNK, CHUNK) for n in range(registered)] == [""] * registered
+    try:
+        device, same = torch.zeros_like(rows, device="cuda"), torch.arange(len(rows)).repeat(2, 1).T.contiguous()
+        with force_strategy(torch.cuda.current_device(), strategy):
+            ops.swap_blocks([rows], [device], same)
+            torch.cuda.synchronize()
+            assert torch.equal(device.cpu(), wanted)
+            rows.zero_()
+            ops.swap_blocks([device], [rows], same)
+            torch.cuda.synchronize()
+        assert torch.equal(rows, wanted)
+    finally:
+        assert [locker.unlock(memory.address + n * CHUNK) for n in range(registered)] == [""] * registered
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_elastic_memory_is_copied_across_its_chunks(strategy: str):
+    pytest.importorskip("cuda.bindings.driver", reason="CUDA's bindings are not installed")
+    layout = KVLayout("kv_first", 2, block_size=16, num_kv_heads=8, head_size=120, dtype="float16")
+    blocks = 512
+    with ElasticCache(layout, num_blocks=blocks, max_blocks=blocks, device="cuda") as cache:
+        views = layout.views(cache.tensors)
+        for number, view in enumerate(views):
+            view.copy_((torch.arange(view.numel(), device="cuda") * (number + 1) % 251).view_as(view))
+        host = [torch.empty(view.shape, dtype=torch.uint8, pin_memory=True) for view in views]
+        same = torch.arange(blocks).repeat(2, 1).T.contiguous()
+        with force_strategy(torch.cuda.current_device(), strategy):
+            ops.swap_blocks(views, host, same)
+            torch.cuda.synchronize()
+            before = [view.cpu() for view in views]
+            assert all(map(torch.equal, host, before))
+            for view in views:
+                view.zero_()
+            ops.swap_blocks(host, views, same)
+            torch.cuda.synchronize()
+        assert all(torch.equal(view.cpu(), wanted) for view, wanted in zip(views, before, strict=True))
+        del view, views
 
 
 @pytest.mark.parametrize("at", [0, 2])

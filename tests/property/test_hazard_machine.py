@@ -109,33 +109,33 @@ class FreesUnderCopies:
     """A manager that gives the blocks of a freed sequence out again although a transfer still uses them."""
 
     def __init__(self, config: Config) -> None:
-        self.books = BlockManager(**config.arguments())
+        self.manager = BlockManager(**config.arguments())
         self.open: list[int] = []
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.books, name)
+        return getattr(self.manager, name)
 
     def take_decision(self) -> StepDecision:
-        decision = self.books.take_decision()
+        decision = self.manager.take_decision()
         self.open.append(decision.ticket)
         return decision
 
     def free(self, sequences: object) -> None:
         for ticket in self.open:
-            self.books.complete(ticket)
+            self.manager.complete(ticket)
         self.open.clear()
-        self.books.free(sequences)
+        self.manager.free(sequences)
 
     def complete(self, ticket: int) -> None:
         if ticket in self.open:
             self.open.remove(ticket)
-            self.books.complete(ticket)
+            self.manager.complete(ticket)
 
     def fail(self, ticket: int, lost: Sequence[Pairs]) -> object:
         if ticket not in self.open:
             return []
         self.open.remove(ticket)
-        return self.books.fail(ticket, lost)
+        return self.manager.fail(ticket, lost)
 
 
 def test_freeing_blocks_under_a_copy_in_flight_is_noticed():
@@ -205,10 +205,10 @@ def test_an_executor_that_ignores_the_order_between_tickets_is_noticed():
 # ---- moves in the mix ----
 
 SPARE = 4
-"""Blocks of the device that the books do not know: the holes that blocks move to."""
+"""Blocks of the device that the manager do not know: the holes that blocks move to."""
 
 
-class MovingBooks:
+class MovingManager:
     """A manager whose blocks change places on the device at random.
 
     A move is decided with a step, reads its source and writes a hole while the step is computed from the source, and
@@ -216,21 +216,21 @@ class MovingBooks:
     """
 
     def __init__(self, config: Config) -> None:
-        self.books = BlockManager(**config.arguments())
+        self.manager = BlockManager(**config.arguments())
         self.random = random.Random(str(config))
         self.size = config.block_size
-        self.place = np.arange(config.device_blocks)  # of each block of the books
+        self.place = np.arange(config.device_blocks)  # of each block of the manager
         self.holes = list(range(config.device_blocks, config.device_blocks + SPARE))
         self.resting: list[tuple[set[int], int]] = []  # holes that open tickets may still read
         self.moving: dict[int, dict[int, int]] = {}  # ticket -> block -> hole
-        self.sent: dict[int, dict[tuple[str, str, int, int], list[int]]] = {}  # what pairs are in the books
+        self.sent: dict[int, dict[tuple[str, str, int, int], list[int]]] = {}  # what pairs are in the manager
         self.busy: dict[int, set[int]] = {}  # ticket -> blocks
         self.written: set[int] = set()
         self.batch: list[int] = []
         self.moved = 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.books, name)
+        return getattr(self.manager, name)
 
     # ---- what the engine sees ----
 
@@ -243,13 +243,13 @@ class MovingBooks:
         block_tables: np.ndarray | None = None,
         out: np.ndarray,
     ) -> None:
-        out[:] = self.slots(self.books.append(sequences, num_tokens))
+        out[:] = self.slots(self.manager.append(sequences, num_tokens))
         self.batch = [] if block_tables is not None else self.batch
         if block_tables is not None:
             self.block_tables(sequences, out=block_tables)
 
     def slot_mapping(self, sequence: int, first: int, last: int, out: np.ndarray) -> None:
-        out[:] = self.slots(self.books.slot_mapping(sequence, first, last))
+        out[:] = self.slots(self.manager.slot_mapping(sequence, first, last))
 
     def slots(self, slots: np.ndarray) -> np.ndarray:
         blocks = slots // self.size
@@ -261,15 +261,15 @@ class MovingBooks:
 
     def block_tables(self, sequences: np.ndarray, out: np.ndarray) -> None:
         self.batch += sequences.tolist()
-        tables = self.books.block_tables(sequences)
+        tables = self.manager.block_tables(sequences)
         out[: len(tables), : tables.shape[1]] = self.place[tables]
 
     def free(self, sequences: np.ndarray) -> None:
-        self.books.free(sequences)
+        self.manager.free(sequences)
         self.batch = [handle for handle in self.batch if handle not in set(sequences.tolist())]
 
     def take_decision(self) -> StepDecision:
-        decision = self.books.take_decision()
+        decision = self.manager.take_decision()
         transfers, names, busy = [], {}, set()
         for kind, pairs in decision.transfers():
             for side, tier in enumerate((pairs.src, pairs.dst)):
@@ -300,20 +300,20 @@ class MovingBooks:
 
     def complete(self, ticket: int) -> None:
         self.end(ticket, set())
-        self.books.complete(ticket)
+        self.manager.complete(ticket)
 
     def fail(self, ticket: int, lost: Sequence[Pairs]) -> object:
         names = self.sent[ticket]
-        # A move is not in the books, one that was abandoned neither.
+        # A move is not in the manager, one that was abandoned neither.
         mine = [pairs for pairs in lost if (pairs.src, pairs.dst, *pairs.ids[0].tolist()) not in names]
         rest = [pairs for pairs in lost if pairs not in mine]
         self.end(ticket, {int(hole) for pairs in mine for hole in pairs.ids[:, 1]})
         known = [Pairs(p.src, p.dst, self.before(names, p)) for p in rest]
-        return self.books.fail(ticket, known)
+        return self.manager.fail(ticket, known)
 
     @staticmethod
     def before(names: dict[tuple[str, str, int, int], list[int]], pairs: Pairs) -> np.ndarray:
-        """What pairs that were sent are in the books."""
+        """What pairs that were sent are in the manager."""
         return np.array([names[pairs.src, pairs.dst, first, second] for first, second in pairs.ids.tolist()], np.int64)
 
     # ---- moves ----
@@ -321,8 +321,8 @@ class MovingBooks:
     def choose(self, ticket: int) -> list[tuple[int, int]]:
         """Blocks that this step reads and does not write, and holes for them."""
         taken = self.written.union(*self.busy.values(), *self.moving.values())
-        here = [handle for handle in self.batch if self.books.tier(handle) == "device"]
-        tables = [self.books.block_table(handle).tolist() for handle in here]
+        here = [handle for handle in self.batch if self.manager.tier(handle) == "device"]
+        tables = [self.manager.block_table(handle).tolist() for handle in here]
         free = sorted({block for table in tables for block in table} - taken)
         count = min(len(free), len(self.holes), self.random.choice((0, 0, 1, 1, 2, 3)))
         chosen = self.moving[ticket] = {
@@ -358,20 +358,20 @@ def roomy_engine(layout: KVLayout, *, device_blocks: int, **arguments: object) -
 
 
 def test_every_byte_is_that_of_the_plain_model_while_blocks_move(steps: int):
-    moved: list[MovingBooks] = []
+    moved: list[MovingManager] = []
 
-    def books(config: Config) -> MovingBooks:
-        moved.append(MovingBooks(config))
+    def new_manager(config: Config) -> MovingManager:
+        moved.append(MovingManager(config))
         return moved[-1]
 
-    run_state_machine_as_test(machine(make_manager=books, make_engine=roomy_engine), settings=budget(steps))
+    run_state_machine_as_test(machine(make_manager=new_manager, make_engine=roomy_engine), settings=budget(steps))
     assert sum(made.moved for made in moved) > len(moved)
 
 
-# ---- bugs in the books ----
+# ---- bugs in the manager ----
 
 
-class RewritesTablesEarly(MovingBooks):
+class RewritesTablesEarly(MovingManager):
     """The table names the hole before the bytes are there."""
 
     def choose(self, ticket: int) -> list[tuple[int, int]]:
@@ -381,14 +381,14 @@ class RewritesTablesEarly(MovingBooks):
         return moves
 
 
-class WritesWhatMoves(MovingBooks):
+class WritesWhatMoves(MovingManager):
     """New tokens go to the source of a move, and the move takes effect all the same."""
 
     def note_written(self, blocks: Iterable[int]) -> None:
         return
 
 
-class GivesSourcesOutEarly(MovingBooks):
+class GivesSourcesOutEarly(MovingManager):
     """The source of a move is a hole for the next one, before the first has ended."""
 
     def choose(self, ticket: int) -> list[tuple[int, int]]:
@@ -401,9 +401,9 @@ class GivesSourcesOutEarly(MovingBooks):
         self.holes = sorted(set(self.holes) - set(self.place.tolist()))
 
 
-@pytest.mark.parametrize("books", [RewritesTablesEarly, WritesWhatMoves, GivesSourcesOutEarly])
-def test_managers_that_do_not_wait_for_a_move_are_noticed(books: type[MovingBooks]):
-    assert_noticed(make_manager=books, make_engine=roomy_engine)
+@pytest.mark.parametrize("manager", [RewritesTablesEarly, WritesWhatMoves, GivesSourcesOutEarly])
+def test_managers_that_do_not_wait_for_a_move_are_noticed(manager: type[MovingManager]):
+    assert_noticed(make_manager=manager, make_engine=roomy_engine)
 
 
 # ---- a bug in the executor ----
@@ -431,7 +431,7 @@ def test_a_lost_move_that_is_not_reported_is_noticed():
     # Few transfers are moves: many fail, so that a move does.
     assert_noticed(
         make_streams=lambda seed, **_: SimulatedStreams(seed, fail=0.2),
-        make_manager=MovingBooks,
+        make_manager=MovingManager,
         make_engine=roomy_engine,
         make_executor=ForgetsLostMoves,
     )
@@ -444,20 +444,20 @@ class Defragments:
     """A manager that decides moves of its own with most steps."""
 
     def __init__(self, config: Config) -> None:
-        self.books = BlockManager(**config.arguments())
+        self.manager = BlockManager(**config.arguments())
         self.random = random.Random(str(config))
         self.moved = 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.books, name)
+        return getattr(self.manager, name)
 
     def take_decision(self) -> StepDecision:
         goal = self.random.choice(("max_id", "free_tail", "dense", "empty_pages", ""))
-        blocks = self.books.pool("device").num_blocks
+        blocks = self.manager.pool("device").num_blocks
         if goal:
             number = self.random.randrange(1, max(2, blocks // 2)) if goal != "dense" else 0
-            self.books.defrag.run(goal, number, max_moves=self.random.randrange(1, 5))
-        decision = self.books.take_decision()
+            self.manager.defrag.run(goal, number, max_moves=self.random.randrange(1, 5))
+        decision = self.manager.take_decision()
         self.moved += sum(len(pairs) for pairs in decision.move)
         return decision
 
@@ -465,12 +465,12 @@ class Defragments:
 def test_every_byte_is_that_of_the_plain_model_while_the_manager_defragments(steps: int):
     made: list[Defragments] = []
 
-    def books(config: Config) -> Defragments:
+    def new_manager(config: Config) -> Defragments:
         made.append(Defragments(config))
         return made[-1]
 
-    run_state_machine_as_test(machine(make_manager=books), settings=budget(steps))
-    assert sum(books.moved for books in made) > len(made) // 3
+    run_state_machine_as_test(machine(make_manager=new_manager), settings=budget(steps))
+    assert sum(manager.moved for manager in made) > len(made) // 3
 
 
 class MovesEndEarly(StepExecutor):

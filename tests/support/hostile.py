@@ -32,25 +32,25 @@ HANDLE = 1 << 32
 KEY = b"k" * 32
 
 
-def manager() -> blockyard.BlockManager:
+def new_manager() -> blockyard.BlockManager:
     caching = blockyard.PrefixCaching(host=True, eviction="priority")
-    books = blockyard.BlockManager(
+    manager = blockyard.BlockManager(
         block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=caching
     )
-    books.allocate(list(range(10)))
-    books.complete(books.take_decision().ticket)
-    books.mark_computed([HANDLE])
-    books.pins.pin(HANDLE, 100)
-    return books
+    manager.allocate(list(range(10)))
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed([HANDLE])
+    manager.pins.pin(HANDLE, 100)
+    return manager
 
 
 def stepping() -> blockyard.BlockManager:
     """A manager with a ticket under way."""
-    books = manager()
-    books.allocate(counts=[3])
-    books.swap_out([HANDLE])
-    books.take_decision()
-    return books
+    manager = new_manager()
+    manager.allocate(counts=[3])
+    manager.swap_out([HANDLE])
+    manager.take_decision()
+    return manager
 
 
 def allocator(kind: type) -> Callable[[], Any]:
@@ -104,13 +104,13 @@ def offload_manager() -> Any:
 # What a method is called on. Those that change with the call are made anew for each.
 WORLDS: dict[str, Callable[[], Any]] = {
     "BlockAllocator": allocator(_core.NaiveAllocator),
-    "BlockManager": manager,
+    "BlockManager": new_manager,
     "BlockObserver": observer,
     "CacheGroup": lambda: blockyard.CacheGroup.sliding_window(8),
     "BoundViews": lambda: _core.BoundViews([np.zeros((4, 8), np.uint8)], [np.zeros((4, 8), np.uint8)]),
     "FillMap": lambda: _core.FillMap(4, 4),
     "Mapping": lambda: _core.Mapping(PAIR, src_blocks=4, dst_blocks=4, rule="swap"),
-    "ManagerStats": lambda: manager().stats(),
+    "ManagerStats": lambda: new_manager().stats(),
     "NaiveAllocator": allocator(_core.NaiveAllocator),
     "OffloadManager": offload_manager,
     "OnlineDefragmenter": defrag.OnlineDefragmenter,
@@ -130,10 +130,10 @@ WORLDS: dict[str, Callable[[], Any]] = {
 
 # The facets of a manager: what a call changes is in the manager.
 FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
-    "Defrag": lambda books: books.defrag,
-    "Pins": lambda books: books.pins,
-    "Pool": lambda books: books.pool("host"),
-    "Prefix": lambda books: books.prefix,
+    "Defrag": lambda manager: manager.defrag,
+    "Pins": lambda manager: manager.pins,
+    "Pool": lambda manager: manager.pool("host"),
+    "Prefix": lambda manager: manager.prefix,
 }
 
 # A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
@@ -219,7 +219,7 @@ VALID: dict[str, Any] = {
     "last": 2,
     "last_block": lambda pool: pool.allocate_mutable_block(None, *on_device(pool)),
     "last_error": "",
-    "lease": lambda books: books.lease([1]),
+    "lease": lambda manager: manager.lease([1]),
     "limit": 3,
     "lookahead": 1,
     "lora_id": 1,
@@ -268,7 +268,7 @@ VALID: dict[str, Any] = {
     "per_block": 4,
     "pin": 1,
     "plain": 1,
-    "plan": lambda books: books.plan("max_id", 3),
+    "plan": lambda manager: manager.plan("max_id", 3),
     "prefix_caching": False,
     "prev_block": None,
     "prev_block_hash": None,
@@ -319,7 +319,7 @@ VALID: dict[str, Any] = {
     "BlockManager.fork.num_tokens": None,
     "BlockManager.fork.shared_tokens": None,
     "BlockManager.restore.data": lambda: quiet().snapshot(),
-    "BlockObserver.commit.plan": lambda books: books.plan("max_id", 3),
+    "BlockObserver.commit.plan": lambda manager: manager.plan("max_id", 3),
     "BlockObserver.fragmentation.sequences": [[1, 2]],
     "BlockObserver.plan_all.sequences": [[1, 2]],
     "Defrag.resize.blocks": 12,
@@ -448,11 +448,11 @@ class Attack:
         if not self.is_bound:
             return None, None
         if self.owner in FACETS:
-            books = manager()
-            return FACETS[self.owner](books), books
+            manager = new_manager()
+            return FACETS[self.owner](manager), manager
         if self.name in ("BlockManager.complete", "BlockManager.fail", "BlockManager.submit"):
-            books = stepping()
-            return books, books
+            manager = stepping()
+            return manager, manager
         made = WORLDS[self.owner]()
         return made, made
 

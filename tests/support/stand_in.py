@@ -1,18 +1,27 @@
-"""Builds the op library over a stand-in for the CUDA runtime: CPU tensors stand for a device's."""
+"""A stand-in for a device: `tests/fake_cuda.cpp` with the library's own dispatch, and memories to copy between."""
 
 import ctypes
 import subprocess
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from blockyard.engine.ops.strategy import STRATEGIES
 from blockyard_build.toolchain import find_toolchain
 
 TESTS = Path(__file__).resolve().parent.parent
+BLOCKS, WIDTH = 40, 64
+DIRECTIONS = {"h2d": 0, "d2h": 1, "d2d": 2}
+UNBOUNDED = 2**62
+
+Cut = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
-    """Compile `tests/fake_cuda.cpp` and load its ops, `torch.ops.blockyard_fake`; raises MissingError."""
+    """Compile and load the stand-in, `torch.ops.blockyard_fake`; raises MissingError where there is no toolchain."""
     tools = find_toolchain({})
     library = folder / "fake.so"
     flags = ["-std=c++17", optimize, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DUSE_CUDA"]
@@ -24,7 +33,113 @@ def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
     torch.ops.load_library(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.fake_calls.restype = ctypes.c_char_p
-    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 3, *[ctypes.c_bool] * 4]
+    loaded.fake_reset.argtypes = [*[ctypes.c_size_t] * 2, *[ctypes.c_bool] * 4, ctypes.c_size_t]
+    loaded.fake_host.argtypes = [ctypes.c_size_t] * 2
+    loaded.fake_register.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int64]
+    loaded.fake_map.argtypes = [ctypes.c_size_t] * 2
+    loaded.fake_declare.argtypes = [ctypes.c_size_t] * 3
+    loaded.fake_is_declared.argtypes = [ctypes.c_size_t]
+    loaded.fake_is_declared.restype = ctypes.c_bool
+    loaded.fake_is_forbidden.restype = ctypes.c_bool
+    loaded.fake_fail.argtypes = [ctypes.c_int, ctypes.c_bool]
+    loaded.fake_batch_pieces.argtypes = [ctypes.c_size_t]
     loaded.fake_strategy.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     loaded.fake_dry.argtypes = [ctypes.c_bool]
+    loaded.cudaHostRegister.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint]
+    loaded.cudaHostUnregister.argtypes = [ctypes.c_size_t]
     return loaded
+
+
+def rows_of(memory: torch.Tensor, width: int) -> torch.Tensor:
+    """Blocks of so many bytes, the first at a multiple of 64."""
+    start = -memory.data_ptr() % 64
+    return memory[start : start + BLOCKS * width].view(BLOCKS, width)
+
+
+def uncut(rows: torch.Tensor) -> list[torch.Tensor]:
+    """One view of whole rows."""
+    return [rows]
+
+
+class Case:
+    """A memory of the host and two that stand for the device's.
+
+    Args:
+        fake: the stand-in.
+        width: bytes of a block.
+        pinned: this many blocks of the host are page-locked, by one registration.
+        registered: instead, the registrations: byte offsets into the host's memory, from and to.
+        mapped: the device's memory consists of mappings that end at these byte offsets, and its end.
+        shift: the device's address of registered memory, less the host's, of the first registration; twice that of the
+            second, and so on.
+        most_pieces: a batch of more crashes.
+        flags: of the stand-in.
+    """
+
+    def __init__(
+        self,
+        fake: ctypes.CDLL,
+        *,
+        width: int = WIDTH,
+        pinned: int = BLOCKS,
+        registered: list[tuple[int, int]] | None = None,
+        mapped: tuple[int, ...] = (),
+        shift: int = 0,
+        most_pieces: int = UNBOUNDED,
+        **flags: bool,
+    ) -> None:
+        random = np.random.default_rng(width)
+        host, device, other = (torch.from_numpy(random.integers(0, 256, BLOCKS * width + 64, np.uint8)) for _ in "hdo")
+        self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
+        chosen = {"own_stream": True, "capturing": False, "has_bulk": True, "tells_ranges": True, **flags}
+        start, size = self.host.data_ptr(), BLOCKS * width
+        fake.fake_reset(start, start + size, *chosen.values(), most_pieces)
+        ranges = [(0, pinned * width)] if registered is None else registered
+        for place, (first, end) in enumerate(ranges, 1):
+            if first < end:
+                fake.fake_register(start + first, start + end, place * shift)
+        for memory in (self.device, self.other):
+            bounds = (0, *mapped, size)
+            for first, end in pairwise(bounds):
+                fake.fake_map(memory.data_ptr() + first, memory.data_ptr() + end)
+        self.fake = fake
+
+    def go(
+        self,
+        direction: str,
+        strategy: str,
+        pairs: np.ndarray,
+        cut: Cut = uncut,
+        cut_device: Cut | None = None,
+        blocks: int = 12,
+    ) -> str:
+        """Copy, and compare the whole destination; gives the calls that were made.
+
+        Args:
+            direction: of `DIRECTIONS`.
+            strategy: of `STRATEGIES`, or any other name for what is chosen without a table.
+            pairs: of blocks.
+            cut: the views of a memory.
+            cut_device: those of the device's, where they differ.
+            blocks: of threads.
+        """
+        self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES.get(strategy, 0), blocks)
+        src = self.host if direction == "h2d" else self.device
+        dst = {"h2d": self.device, "d2h": self.host, "d2d": self.other}[direction]
+        wanted = dst.clone()
+        sides = direction != "h2d", direction != "d2h"
+        cut_src, cut_dst = ((cut_device or cut) if on_device else cut for on_device in sides)
+        for source, target in zip(cut_src(src), cut_dst(wanted), strict=True):
+            target[pairs[:, 1]] = source[pairs[:, 0]]
+        before = len(self.fake.fake_calls())
+        torch.ops.blockyard_fake.swap(cut_src(src), cut_dst(dst), torch.from_numpy(pairs), *sides)
+        assert torch.equal(dst, wanted)
+        assert self.fake.fake_faults() == 0
+        assert self.fake.cudaPeekAtLastError() == 0
+        return str(self.fake.fake_calls()[before:], "ascii")
+
+
+def scattered(count: int = 20, below: int = BLOCKS) -> np.ndarray:
+    """Pairs in no order."""
+    random = np.random.default_rng(count)
+    return np.column_stack((random.permutation(below)[:count], random.permutation(below)[:count]))

@@ -19,6 +19,9 @@ from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 _HUGE_PAGE: Final = 2 << 20
 # Linux 5.14; this Python has no name for it.
 _POPULATE_WRITE: Final = 23
+# Linux, on every architecture that CUDA has.
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED: Final = 1
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -96,6 +99,23 @@ class HostMapping:
                 self.num_bytes,
             )
         return not problem
+
+    def inherit(self, *, forks: bool) -> None:
+        """Say whether forks of this process get a copy of the memory, as they do at first.
+
+        Fork copies page-locked memory at once, all of it, while the device may be writing to it.
+        """
+        self._advise(mmap.MADV_DOFORK if forks else mmap.MADV_DONTFORK, 0, self.num_bytes)
+
+    def hold_addresses(self) -> None:
+        """Keep the addresses in a fork that has not inherited the memory: else others would get them.
+
+        The mapping ends with this object, whoever has its addresses by then.
+        """
+        address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self._whole_pages(self.num_bytes))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        # No access: a read must not find zeros where the blocks were.
+        _LIBC.mmap(address, size, 0, flags, -1, ctypes.c_long(0))
 
     def _advise(self, advice: int, first: int, end: int) -> int:
         """Give the error's number; 0 if there is none."""

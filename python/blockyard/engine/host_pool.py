@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import resource
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from blockyard.engine.cuda.capture import relaxed_capture
 from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_memory import HostMapping, node_of_device
-from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError, PageLockError
+from blockyard.engine.ops.regions import declare_region
+from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.workers import Process, start_worker
 
 if TYPE_CHECKING:
@@ -25,20 +31,28 @@ OnFailure = Literal["raise", "unpinned"]
 CHUNK_BYTES: Final = 256 << 20
 # For all contexts, and reached by kernels.
 _REGISTER_FLAGS: Final = 3
+_FORBIDDEN_BY_CAPTURE: Final = 900
+# A capture that forbids registration ends some time.
+_CAPTURE_PATIENCE: Final = 60.0
+_CAPTURE_PAUSE: Final = 0.1
 
 
 class Locker(Protocol):
     """Page-locks memory for a device."""
 
     def lock(self, address: int, num_bytes: int) -> str:
-        """Page-lock a range; gives the reason why it could not be, empty if it was."""
+        """Page-lock a range; gives the reason why it could not be, empty if it was.
+
+        Raises:
+            CaptureError: not now.
+        """
 
     def unlock(self, address: int) -> str:
-        """Undo what `lock` did for the range that starts there."""
+        """Undo what `lock` did for the range that starts there; as `lock`."""
 
 
 class CudaLocker:
-    """Registers memory with CUDA.
+    """Registers memory with CUDA, also while other threads capture graphs.
 
     Args:
         device: the device that reads and writes the memory; all others may, too.
@@ -49,13 +63,13 @@ class CudaLocker:
 
     def lock(self, address: int, num_bytes: int) -> str:
         """Register a range."""
-        with torch.cuda.device(self.device):
+        with relaxed_capture(), torch.cuda.device(self.device):
             error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, _REGISTER_FLAGS)
         return _reason("cudaHostRegister", error)
 
     def unlock(self, address: int) -> str:
         """Take a range out again."""
-        with torch.cuda.device(self.device):
+        with relaxed_capture(), torch.cuda.device(self.device):
             error = torch.cuda.cudart().cudaHostUnregister(address)
         return _reason("cudaHostUnregister", error)
 
@@ -65,7 +79,7 @@ class HostPool:
 
     The first chunk is ready when the constructor returns; a thread makes the others ready, in order. A chunk is ready
     when its memory is there and, with a locker, page-locked; a device must not be sent to blocks that are not. Chunks
-    hold whole blocks.
+    hold whole blocks. Forks do not inherit memory that is page-locked.
 
     Args:
         num_blocks: may be 0.
@@ -79,9 +93,7 @@ class HostPool:
             memory from that chunk on, which copies slowly (`problem` says why).
 
     Attributes:
-        rows: uint8 `[num_blocks, bytes_per_block]`, page-aligned.
         node: where the memory comes from; None if there is no preference, or none that the system accepts.
-        problem: what did not go as asked; empty if all did.
 
     Raises:
         OutOfMemoryError: the system gives no such memory.
@@ -107,7 +119,7 @@ class HostPool:
         if on_failure not in get_args(OnFailure):
             raise InvalidArgumentError(f"on_failure is {on_failure!r}, must be one of {get_args(OnFailure)}")
         mapping = HostMapping(num_blocks * bytes_per_block)
-        self.rows: Tensor = mapping.tensor.view(num_blocks, bytes_per_block)
+        self._rows: Tensor = mapping.tensor.view(num_blocks, bytes_per_block)
         problem = mapping.prefer(node) if node is not None else ""
         self.node = None if problem else node
         chunk_blocks = blocks_per_chunk(bytes_per_block, chunk_bytes)
@@ -150,6 +162,17 @@ class HostPool:
         return cls(num_blocks, bytes_per_block, locker=locker, node=node, on_failure=on_failure)
 
     @property
+    def rows(self) -> Tensor:
+        """The blocks, uint8 `[num_blocks, bytes_per_block]`, page-aligned.
+
+        Raises:
+            ForkedError: this is a fork, and the memory is page-locked for the process that made the pool.
+        """
+        if self._work.lost and len(self._rows):
+            self._work.process.check()
+        return self._rows
+
+    @property
     def problem(self) -> str:
         """What did not go as asked; empty if all did."""
         return self._work.problem
@@ -167,7 +190,7 @@ class HostPool:
     @property
     def num_blocks(self) -> int:
         """All blocks, ready or not; 0 when closed."""
-        return int(self.rows.shape[0])
+        return int(self._rows.shape[0])
 
     def wait(self, num_blocks: int) -> None:
         """Wait until the first so many blocks are ready.
@@ -178,7 +201,7 @@ class HostPool:
         Raises:
             OutOfMemoryError, PageLockError: they will never be.
             InvalidArgumentError: there are not so many.
-            ForkedError: they are not ready, and this is a fork of the process that makes them so.
+            ForkedError: this is a fork of the process that made the pool, and they are not ready or page-locked.
             BlockyardError: the pool is closed.
         """
         if num_blocks > self.num_blocks:
@@ -195,7 +218,7 @@ class HostPool:
         Raises:
             PageLockError: the device does not let go of a chunk.
         """
-        self.rows = self.rows.new_empty((0, self.rows.shape[1]))
+        self._rows = self._rows.new_empty((0, self._rows.shape[1]))
         if not self._finish.detach():
             return
         failed, wanted = self._work.end(), self._work.mapping.num_bytes
@@ -239,6 +262,10 @@ class _Work:
         self.locked: list[int] = []
         self.changed, self.ended = threading.Condition(), False
         self.thread: threading.Thread | None = None
+        self.lost = False  # in a fork, what is page-locked
+        if self.locking:
+            self.mapping.inherit(forks=False)
+            _page_locked.add(self)
 
     def start(self) -> None:
         self.thread = start_worker("blockyard-host-pool", self.run, self.stop)
@@ -284,28 +311,58 @@ class _Work:
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
         if not self.locked:
+            self._inherit()
             return ""
+        declare_region(self.mapping.address, 0, 1)
         # In a thread as locking is: what CUDA remembers of a failure stays there.
         failed: list[str] = []
         unlocking = threading.Thread(target=self._unlock, args=(failed,), name="blockyard-host-pool")
         unlocking.start()
         unlocking.join()
+        if not failed:
+            self._inherit()
         return "; ".join(failed)
+
+    def lose(self) -> None:
+        """Note in a fork that it has not inherited the memory."""
+        self.lost, self.ready_blocks = True, 0
+        self.mapping.hold_addresses()
+
+    def _inherit(self) -> None:
+        """Let forks have the memory, none of which is page-locked any more."""
+        if self in _page_locked:
+            _page_locked.discard(self)
+            self.mapping.inherit(forks=True)
 
     def _unlock(self, failed: list[str]) -> None:
         while self.locked and self.locker is not None:
-            reason = self.locker.unlock(self.locked.pop())
+            reason = self._outlast_captures(partial(self.locker.unlock, self.locked.pop()), even_ended=True)
             if reason:
                 failed.append(reason)
+
+    def _outlast_captures(self, work: Callable[[], str], *, even_ended: bool) -> str:
+        """Do what a capture may forbid, after a while again if it does; gives the reason why it could not be."""
+        until, seconds = time.monotonic() + _CAPTURE_PATIENCE, _CAPTURE_PAUSE
+        while True:
+            try:
+                return work()
+            except CaptureError as error:
+                if time.monotonic() + seconds > until or (self.ended and not even_ended):
+                    return str(error)
+            with self.changed:
+                self.changed.wait_for(lambda: self.ended and not even_ended, seconds)
+            seconds *= 2
 
     def _make_ready(self, chunk: int, first: int, end: int) -> None:
         if self.touch:
             self.mapping.populate(first, end)
         if self.locker is None or not self.locking:
             return
-        reason = self.locker.lock(self.mapping.address + first, end - first)
+        lock = partial(self.locker.lock, self.mapping.address + first, end - first)
+        reason = self._outlast_captures(lock, even_ended=False)
         if not reason:
             self.locked.append(self.mapping.address + first)
+            declare_region(self.mapping.address, end, self.chunk_blocks * self.bytes_per_block)
             return
         total = self.mapping.num_bytes
         message = (
@@ -315,6 +372,20 @@ class _Work:
         if self.on_failure == "raise":
             raise PageLockError(message, total, first)
         self.problem, self.locking = message, False
+        if not self.locked:
+            self._inherit()
+
+
+# Those whose memory forks do not inherit.
+_page_locked: weakref.WeakSet[_Work] = weakref.WeakSet()
+
+
+def _lose_page_locked() -> None:
+    for work in tuple(_page_locked):
+        work.lose()
+
+
+os.register_at_fork(after_in_child=_lose_page_locked)
 
 
 def blocks_per_chunk(bytes_per_block: int, chunk_bytes: int) -> int:
@@ -334,6 +405,12 @@ def _memlock_limit() -> str:
 
 
 def _reason(call: str, error: object) -> str:
-    """Say what a call of CUDA's returned; empty for success."""
+    """Say what a call of CUDA's returned; empty for success.
+
+    Raises:
+        CaptureError: a graph is being captured.
+    """
     code = int(error)  # type: ignore[call-overload]
+    if code == _FORBIDDEN_BY_CAPTURE:
+        raise CaptureError(f"{call} says {torch.cuda.cudart().cudaGetErrorString(error)} ({code})")
     return f"{call} says {torch.cuda.cudart().cudaGetErrorString(error)} ({code})" if code else ""

@@ -124,12 +124,16 @@ class WorkerStreams:
     Of the streams whose next work may run, the first in `STREAMS` is served. Work that waits for an event of another
     device holds all streams up until it fires. When the interpreter ends, what has begun runs to its end and the rest
     is given up. A fork has no such thread: `launch` and events that have not fired raise `ForkedError` there.
+
+    Args:
+        prepare: called by the thread before its first work.
     """
 
     chunk_bytes: int | None = CHUNK_BYTES
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self._process = Process("a worker stream")
+        self._prepare = prepare
         self._changed = threading.Condition()
         self._queues: dict[StreamName, deque[_Item]] = {name: deque() for name in STREAMS}
         self._thread: threading.Thread | None = None
@@ -204,6 +208,8 @@ class WorkerStreams:
 
     def _serve(self) -> None:
         try:
+            if self._prepare is not None:
+                self._prepare()
             while (item := self._next()) is not None:
                 try:
                     for event in item.foreign:

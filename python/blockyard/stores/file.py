@@ -19,7 +19,7 @@ and is locked.
   Opening it reads the header of each slot, or the checkpoint that the last store wrote when it was closed. Blocks of
   other namespaces stay until their slots are needed; those of another size are dropped at once.
 
-The formats are `docs/decisions/0002-slab-header.md` and `0021-prefix-store-in-a-slab.md`.
+The formats are `docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a-slab.md`.
 """
 
 from typing import NamedTuple, cast

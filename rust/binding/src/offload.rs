@@ -34,8 +34,8 @@ impl PyPreparedStore {
 /// The chunks of a host cache, and the keys whose bytes they hold, for an engine's offload manager.
 ///
 /// A key is any bytes. It is pending from `prepare_store` to `complete_store`, a hit from then until it is evicted or
-/// forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk is
-/// given out again only after they have ended.
+/// forgotten. Loads hold their chunks. A key that is forgotten while transfers of it run is a miss at once; its chunk
+/// is given out again only after they have ended.
 ///
 ///     manager = OffloadManager(1024)
 ///     store = manager.prepare_store([b"a", b"b"])
@@ -122,11 +122,11 @@ impl PyOffloadManager {
         PyList::new(py, found)
     }
 
-    /// Give chunks to the keys that have none. Keys that have one count as just used, and none of them is evicted for it.
+    /// Give chunks to the keys that have none. Those that have one count as just used, and none of them is evicted.
     ///
     /// Args:
-    ///     keys: bytes, in any collection. One that was forgotten while it was being stored is left out until that store
-    ///         has ended.
+    ///     keys: bytes, in any collection. One that was forgotten while it was being stored is left out until that
+    ///         store has ended.
     ///     deadline: `expire` at this time or later forgets the keys unless their stores have ended; None for never.
     /// Returns:
     ///     `PreparedStore`; or None, and nothing is changed, if there are too few chunks that no transfer holds.

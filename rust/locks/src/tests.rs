@@ -26,7 +26,7 @@ fn check_random(test: impl Fn() + Send + Sync + 'static, schedules: usize) {
     check(RandomScheduler::new(schedules), test);
 }
 
-fn books(prefix_caching: bool) -> Arc<InnerLock<Manager>> {
+fn new_manager(prefix_caching: bool) -> Arc<InnerLock<Manager>> {
     let config = Config { block_size: 4, blocks: [24, 16, 0], watermark: 0.0, prefix_caching };
     Arc::new(InnerLock::new(Manager::new(config).unwrap()))
 }
@@ -74,7 +74,7 @@ fn storm(manager: &InnerLock<Manager>) {
 }
 
 fn engine_threads(prefix_caching: bool) {
-    let manager = books(prefix_caching);
+    let manager = new_manager(prefix_caching);
     let workers: [fn(&InnerLock<Manager>); 3] = [|manager| decode(manager, 3), |manager| decode(manager, 2), storm];
     let threads = workers.map(|work| {
         let manager = Arc::clone(&manager);
@@ -99,7 +99,7 @@ fn the_state_is_exact_whatever_the_schedule() {
 #[test]
 fn one_block_table_is_shared_by_two_threads() {
     check(DfsScheduler::new(Some(2_000), false), || {
-        let manager = books(false);
+        let manager = new_manager(false);
         let mut sequences = Vec::new();
         manager.lock().allocate(&[4, 4], &mut sequences).unwrap();
         end_step(&mut manager.lock());
@@ -151,7 +151,7 @@ fn an_inversion_is_found_by_the_schedules() {
 fn an_inversion_is_refused_even_where_nobody_waits() {
     check_random(
         || {
-            let (table, manager) = (OuterLock::new(()), books(false));
+            let (table, manager) = (OuterLock::new(()), new_manager(false));
             let _held = manager.lock();
             drop(table.lock());
         },
@@ -165,7 +165,7 @@ fn an_inversion_is_refused_even_where_nobody_waits() {
 fn two_managers_at_once_are_refused() {
     check_random(
         || {
-            let (one, other) = (books(false), books(false));
+            let (one, other) = (new_manager(false), new_manager(false));
             let _held = one.lock();
             drop(other.lock());
         },
@@ -179,7 +179,7 @@ fn two_managers_at_once_are_refused() {
 fn python_under_a_lock_is_noticed() {
     check_random(
         || {
-            let manager = books(false);
+            let manager = new_manager(false);
             let _held = manager.lock();
             debug_assert_none_held();
         },

@@ -9,6 +9,7 @@ from typing import Final, get_args
 import numpy as np
 import torch
 
+from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import swap_blocks
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
@@ -21,6 +22,7 @@ from blockyard.engine.ops.strategy import (
     StrategyTable,
     force_strategy,
     table_path,
+    use_batch_pieces,
     use_cached,
 )
 from blockyard.errors import BlockyardError
@@ -29,6 +31,11 @@ PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
 _MOST_BYTES = 1 << 30
 _REPEAT = 5
+# Pieces of one batched call, and a copy of many small pieces to tell them apart by.
+BATCH_SIZES: Final = (512, 1024, 2048)
+_BATCHED_PIECES, _BATCHED_BYTES = 8192, 8192
+# Fewer are safer with drivers that fail: more must be faster by this.
+_BATCH_GAIN = 1.02
 # A strategy that takes multiprocessors from compute must be this much faster. With the host, both kernels take some all
 # the time, staging some for a small part of it, and a batch none; within a device, `kernel` takes all and `bulk` few.
 _WITH_HOST: Final[dict[StrategyName, float]] = {"batch": 1.0, "staged": 1.03, "kernel": 1.1, "bulk": 1.1}
@@ -60,28 +67,68 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     Raises:
         BlockyardError: a strategy delivers other bytes than a plain copy.
     """
+    name, torch_cuda = torch.cuda.get_device_name(index), str(torch.version.cuda)
+    journal = Journal(table_path(name).with_suffix(".partial"), {"device": name, "torch_cuda": torch_cuda})
     rules: list[Rule] = []
     with torch.cuda.device(index):
+        batch_pieces = choose_batch_pieces(
+            lambda most: journal.measure(f"batches of {most}", lambda: {"batch": measure_batches(index, most)})
+        )
+        say(f"batches of up to {batch_pieces} pieces")
+        use_batch_pieces(index, batch_pieces)
         for direction in _HANDICAP:
-            rules += _measure_direction(index, direction, say)
-    table = StrategyTable(torch.cuda.get_device_name(index), str(torch.version.cuda), tuple(rules))
-    table.save(table_path(table.device))
+            rules += _measure_direction(index, direction, journal, say)
+    table = StrategyTable(name, torch_cuda, tuple(rules), batch_pieces)
+    table.save(table_path(name))
+    journal.close()
     use_cached.cache_clear()
     use_cached(index)
     return table
 
 
-def _measure_direction(index: int, direction: Direction, say: Callable[[str], None]) -> tuple[Rule, ...]:
-    blocks = measure_blocks(index, direction)
+def _measure_direction(
+    index: int, direction: Direction, journal: Journal, say: Callable[[str], None]
+) -> tuple[Rule, ...]:
+    counted = journal.measure(f"{direction} blocks", lambda: dict(measure_blocks(index, direction)))
+    blocks = {strategy: int(count) for strategy, count in counted.items()}
     say(f"{direction} blocks of threads: {blocks}")
 
     def measure(size: int, count: int) -> dict[StrategyName, float]:
-        taken = measure_strategies(index, direction, size, count, blocks)
+        case = f"{direction} {size} x {count}"
+        taken = journal.measure(case, lambda: measure_strategies(index, direction, size, count, blocks))
+        if not taken:
+            say(f"{case}: the process ended while it was measured, it is left out")
+            return {ALLOWED[direction][0]: float("inf")}
         rates = ", ".join(f"{strategy} {size * count / s / 1e9:6.1f} GB/s" for strategy, s in taken.items())
         say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
         return taken
 
     return choose_rules(direction, measure, PIECE_BYTES, COUNTS, blocks)
+
+
+def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> int:
+    """Give the pieces of one batched call: more than the fewest only where that is faster.
+
+    Args:
+        measure: gives the seconds of a copy in batches of so many pieces, nothing where it could not be measured.
+    """
+    chosen, best = BATCH_SIZES[0], float("inf")
+    for most in BATCH_SIZES:
+        seconds = measure(most).get("batch", float("inf"))
+        if seconds * _BATCH_GAIN < best:
+            chosen, best = most, seconds
+    return chosen
+
+
+def measure_batches(index: int, most: int) -> float:
+    """Time many small pieces from page-locked memory to the device in batches of so many; gives the least seconds."""
+    source = torch.zeros((_BATCHED_PIECES, _BATCHED_BYTES), dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(source, device=f"cuda:{index}")
+    random = np.random.default_rng(0)
+    pairs = torch.from_numpy(np.column_stack([random.permutation(_BATCHED_PIECES) for _ in range(2)]))
+    with force_strategy(index, "batch"):
+        use_batch_pieces(index, most)
+        return _best(lambda: swap_blocks([source], [device], pairs))
 
 
 def choose_rules(

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from blockyard.engine.cuda.capture import relax_thread
 from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import BlockyardError
 
@@ -66,7 +67,8 @@ class CudaStreams:
         self._streams = {
             name: torch.cuda.Stream(device=self._device, priority=priority) for name, priority in _PRIORITIES.items()
         }
-        self._host = WorkerStreams()
+        # Its thread waits for events of the device, which a capture would forbid.
+        self._host = WorkerStreams(prepare=relax_thread)
         self._closed = False
 
     def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:

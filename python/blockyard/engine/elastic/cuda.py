@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import torch
 
 from blockyard.engine.elastic.dlpack import tensor_at
+from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
 
 __all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
@@ -59,6 +60,7 @@ class DeviceMemory:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {unit}")
         total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
         self._range = _Range(calls, calls.reserve(total), total)
+        declare_region(self._range.address, total, self.chunk)
         self.tensor = tensor_at(self._range.address, total, device=device, owner=self._range)
 
     def commit(self, first: int, last: int) -> None:
@@ -139,6 +141,7 @@ class _Range:
 
 
 def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None:
+    declare_region(address, 0, 1)
     # At the end of the process the driver may be gone before us, and has then taken everything back.
     with contextlib.suppress(BlockyardError), calls.context():
         calls.synchronize()

@@ -37,6 +37,10 @@ _MOST_BLOCKS: Final = 2**16 - 1
 # Without a table, at least so many pieces of fewer bytes each take a kernel between host and device.
 _LEAST_PIECES: Final = 32
 _LARGE_PIECE: Final = 28 << 10
+# Of one batched call, where nothing was calibrated; as kBatchPieces in cuda/strategy.h. Longer batches than the most
+# crashed drivers.
+BATCH_PIECES: Final = 1024
+MOST_BATCH_PIECES: Final = 2048
 # Goes into every file: tables of another version must be measured again.
 _VERSION = 4
 
@@ -88,11 +92,13 @@ class StrategyTable:
         device: the device's name.
         torch_cuda: CUDA release of the torch it was measured with.
         rules: the first that holds decides; where none does, `default_strategy`.
+        batch_pieces: pieces of one batched call.
     """
 
     device: str
     torch_cuda: str
     rules: tuple[Rule, ...]
+    batch_pieces: int = BATCH_PIECES
 
     def rule(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> Rule:
         """Give the rule that decides for `count` pieces of `num_bytes` each."""
@@ -121,8 +127,10 @@ def read_table(path: Path) -> StrategyTable | None:
         if written["version"] != _VERSION:
             return None
         rules = tuple(Rule(**rule) for rule in written["rules"])
+        batch_pieces = written["batch_pieces"]
         known = all(rule.is_known for rule in rules)
-        return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules) if known else None
+        known = known and isinstance(batch_pieces, int) and 1 <= batch_pieces <= MOST_BATCH_PIECES
+        return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules, batch_pieces) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -158,9 +166,15 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
         torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 5))
 
 
+def use_batch_pieces(index: int, most: int) -> None:
+    """Set the most pieces of one batched call of a device, 1 to `MOST_BATCH_PIECES`."""
+    if op_library().loaded:
+        torch.ops.blockyard.set_batch_pieces(index, most)
+
+
 @cache
 def use_cached(index: int) -> StrategyTable | None:
-    """Set the rules that were calibrated for a device's kind, once per process.
+    """Set what was calibrated for a device's kind, once per process.
 
     Returns:
         The table; None if there is none, or it was measured with another CUDA release.
@@ -169,6 +183,7 @@ def use_cached(index: int) -> StrategyTable | None:
     if table is None or table.torch_cuda != str(torch.version.cuda):
         return None
     use_rules(index, table.rules)
+    use_batch_pieces(index, table.batch_pieces)
     return table
 
 

@@ -1,0 +1,50 @@
+"""Calls that a graph capture of another thread would forbid."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Final
+
+__all__ = ["relax_thread", "relaxed_capture"]
+
+_RELAXED: Final = 2
+
+
+def relax_thread() -> None:
+    """Let this thread register memory, and query and wait for events, while other threads capture graphs.
+
+    A capture in the mode `global`, torch's default, forbids such calls to all threads: they return error 900, and the
+    capture is lost. A thread in the mode `relaxed` is exempt. It must not touch what is being captured.
+    """
+    _exchange(ctypes.c_int(_RELAXED))
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """As `relax_thread`, for a while."""
+    mode = ctypes.c_int(_RELAXED)
+    exchanged = _exchange(mode)
+    try:
+        yield
+    finally:
+        if exchanged:
+            _exchange(mode)
+
+
+def _exchange(mode: ctypes.c_int) -> bool:
+    """Set this thread's mode, and leave the former one in `mode`; gives whether that was possible."""
+    driver = load_driver()
+    # The runtime's own call would make a context on the first device.
+    return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+
+
+@cache
+def load_driver() -> ctypes.CDLL | None:
+    """Load the driver's library; None where there is none, so nobody captures either."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
