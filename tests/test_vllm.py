@@ -250,6 +250,19 @@ def test_after_a_reset_chunks_of_transfers_are_kept_until_they_are_flushed(vllm:
         manager.complete_load(KEYS[4:5], context)
 
 
+def test_loads_from_before_and_after_a_reset_end_apart(vllm: SimpleNamespace, context: Any):
+    manager = manager_of(vllm, 3)
+    store(manager, context, KEYS[:1])
+    manager.prepare_load(KEYS[:1], context)
+    manager.reset_cache()
+    store(manager, context, KEYS[:1])
+    manager.prepare_load(KEYS[:1], context)
+    assert manager.prepare_store(KEYS[1:4], context) is None
+    manager.complete_load(KEYS[:1], context)
+    manager.complete_load(KEYS[:1], context)
+    assert manager.prepare_store(KEYS[1:4], context).keys_to_store == KEYS[1:4]
+
+
 def test_a_store_that_never_ends_is_a_miss_after_its_deadline(
     vllm: SimpleNamespace, context: Any, monkeypatch: pytest.MonkeyPatch
 ):

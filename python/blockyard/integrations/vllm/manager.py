@@ -56,6 +56,7 @@ class BlockyardManager(OffloadingManager):
         info: dict[str, str | int] | None = None,
     ) -> None:
         self._offload = OffloadManager(num_chunks, eviction=policy)
+        self._lookup = self._offload.lookup
         self._lock = threading.RLock()
         self._info = dict(info or {})
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -85,7 +86,7 @@ class BlockyardManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, or is not here."""
-        return _RESULTS[self._offload.lookup([key])[0]]
+        return _RESULTS[self._lookup((key,))[0]]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Hits are loaded from host memory."""
@@ -138,16 +139,26 @@ class BlockyardManager(OffloadingManager):
         Raises:
             InvalidArgumentError: a key is not being loaded; nothing is changed.
         """
-        known = [key for key in keys if key in self._loading or key not in self._flushed_loading]
-        counts = Counter(known)
-        for key, count in counts.items():
-            if self._loading[key] + self._stale_loading[key] < count:
+        known = list(keys)
+        if self._flushed_loading:
+            known = [key for key in known if key in self._loading or key not in self._flushed_loading]
+        left: dict[OffloadKey, int] = {}
+        loading, stale = self._loading, self._stale_loading
+        for key in known:
+            count = left[key] if key in left else loading.get(key, 0) + stale.get(key, 0)
+            if not count:
                 raise InvalidArgumentError(f"keys has {key!r}, which is not being loaded")
+            left[key] = count - 1
         self._offload.complete_load(known[::-1])
-        for key, count in counts.items():
-            stale = min(count, self._stale_loading[key])
-            _subtract(self._stale_loading, key, stale)
-            _subtract(self._loading, key, count - stale)
+        for key, count in left.items():
+            # Those that a reset met end first.
+            if stale and key in stale:
+                stale[key] = max(0, count - loading.get(key, 0))
+                count -= stale[key]  # noqa: PLW2901 (what is left of the others)
+            if count:
+                loading[key] = count
+            else:
+                loading.pop(key, None)
 
     # ---- the rest of a step ----
 
@@ -173,7 +184,7 @@ class BlockyardManager(OffloadingManager):
         self._offload.complete_store(list(self._stale_storing), success=False)
         self._offload.complete_load(list(self._stale_loading.elements()))
         self._stale_storing.clear()
-        self._flushed_loading = set(self._stale_loading)
+        self._flushed_loading = {key for key, count in self._stale_loading.items() if count}
         self._stale_loading.clear()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -226,12 +237,6 @@ class BlockyardManager(OffloadingManager):
 
 def _keys(keys: list[bytes]) -> list[OffloadKey]:
     return keys
-
-
-def _subtract(counter: Counter[OffloadKey], key: OffloadKey, count: int) -> None:
-    counter[key] -= count
-    if counter[key] <= 0:
-        del counter[key]
 
 
 def _now() -> int:
