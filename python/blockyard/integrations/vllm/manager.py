@@ -1,0 +1,247 @@
+"""vLLM's offloading manager over `OffloadManager`: which host chunks hold which keys."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.offload import OffloadManager
+
+__all__ = ["BlockyardManager"]
+
+STORE_DEADLINE_SECONDS: Final = 60.0
+"""A key is a pending hit for no longer than this: a store that never ends keeps nobody waiting."""
+
+_RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING, "miss": LookupResult.MISS}
+# vLLM 0.33 says when the transfers that a reset met have ended; 0.32 waits for them before the next step begins.
+_HAS_FLUSH: Final = hasattr(OffloadingManager, "on_reset_flushed")
+_SAYS_METADATA: Final = "metadata_only" in OffloadingEvent.__dataclass_fields__
+
+
+class BlockyardManager(OffloadingManager):
+    """The scheduler's side: decides which keys have host chunks, which can be loaded, and which are evicted.
+
+    Args:
+        num_chunks: chunks of host memory.
+        policy: which chunk is evicted first, a name as for `blockyard.PrefixCaching`.
+        enable_events: whether `take_events` reports what was stored and removed.
+        info: facts for `config_info`.
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        *,
+        policy: str = "lru",
+        enable_events: bool = False,
+        info: dict[str, str | int] | None = None,
+    ) -> None:
+        self._offload = OffloadManager(num_chunks, eviction=policy)
+        self._lookup = self._offload.lookup
+        self._lock = threading.RLock()
+        self._info = dict(info or {})
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._storing: set[OffloadKey] = set()
+        self._loading: Counter[OffloadKey] = Counter()
+        # Transfers that a reset met: their chunks stay out of use until they have ended.
+        self._stale_storing: set[OffloadKey] = set()
+        self._stale_loading: Counter[OffloadKey] = Counter()
+        self._flushed_loading: set[OffloadKey] = set()
+        self._reported_evictions = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all."""
+        return self._offload.num_chunks
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """What a caller holds over calls that belong together."""
+        return self._lock
+
+    # ---- requests and lookups ----
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Store each chunk once, when it is computed."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether a key can be loaded, is being stored, or is not here."""
+        return _RESULTS[self._lookup((key,))[0]]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        """Hits are loaded from host memory."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 (few managers are asked)
+
+        return CacheHitSource.HOST
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Count keys as just used, the first as the last to be evicted."""
+        self._offload.touch(list(keys))
+
+    # ---- stores ----
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Give chunks to the keys that have none, evicting others; None, and nothing is changed, if that cannot be."""
+        store = self._offload.prepare_store(list(keys), deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
+        if store is None:
+            return None
+        stored, evicted = _keys(store.keys), _keys(store.evicted)
+        self._storing.update(stored)
+        if evicted:
+            self._report(evicted, removed=True)
+        return PrepareStoreOutput(keys_to_store=stored, store_spec=CPULoadStoreSpec(store.chunks), evicted_keys=evicted)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """End stores: their keys become hits, or, after a failure, misses whose chunks are free."""
+        keys = list(keys)
+        # The end of a prefix is of no use without its head: the head counts as used last.
+        stored = _keys(self._offload.complete_store(keys[::-1], success))[::-1]
+        failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
+        self._storing.difference_update(keys)
+        self._stale_storing.difference_update(keys)
+        if stored:
+            self._report(stored, removed=False)
+        if failed and _SAYS_METADATA:
+            self._report(failed, removed=True, metadata_only=True)
+
+    # ---- loads ----
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Hold the chunks of keys, each a hit, until `complete_load` has been called as often as this."""
+        keys = list(keys)
+        chunks = self._offload.prepare_load(keys)
+        self._loading.update(keys)
+        return CPULoadStoreSpec(chunks)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """End one load of each key; those that a reset has ended are passed over.
+
+        Raises:
+            InvalidArgumentError: a key is not being loaded; nothing is changed.
+        """
+        known = list(keys)
+        if self._flushed_loading:
+            known = [key for key in known if key in self._loading or key not in self._flushed_loading]
+        left: dict[OffloadKey, int] = {}
+        loading, stale = self._loading, self._stale_loading
+        for key in known:
+            count = left[key] if key in left else loading.get(key, 0) + stale.get(key, 0)
+            if not count:
+                raise InvalidArgumentError(f"keys has {key!r}, which is not being loaded")
+            left[key] = count - 1
+        self._offload.complete_load(known[::-1])
+        for key, count in left.items():
+            # Those that a reset met end first.
+            if stale and key in stale:
+                stale[key] = max(0, count - loading.get(key, 0))
+                count -= stale[key]  # noqa: PLW2901 (what is left of the others)
+            if count:
+                loading[key] = count
+            else:
+                loading.pop(key, None)
+
+    # ---- the rest of a step ----
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Let no lookup wait any longer for stores that are overdue."""
+        if self._storing:
+            self._offload.expire(_now())
+
+    def reset_cache(self) -> None:
+        """Forget all keys. Chunks of transfers under way are given out again only when those have ended."""
+        self._offload.reset()
+        self._stale_storing |= self._storing
+        self._stale_loading += self._loading
+        self._storing.clear()
+        self._loading.clear()
+        if self._events is not None:
+            self._events.clear()
+        if not _HAS_FLUSH:
+            self.on_reset_flushed()
+
+    def on_reset_flushed(self) -> None:
+        """Take back the chunks of the transfers that the last reset met: they have ended."""
+        self._offload.complete_store(list(self._stale_storing), success=False)
+        self._offload.complete_load(list(self._stale_loading.elements()))
+        self._stale_storing.clear()
+        self._flushed_loading = {key for key, count in self._stale_loading.items() if count}
+        self._stale_loading.clear()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Yield what was stored and removed since the last call."""
+        if not self._events:
+            return
+        events, self._events = self._events, []
+        for event in events:
+            # Another request may be storing by now what had failed.
+            gone = getattr(event, "metadata_only", False) and self._offload.lookup(event.keys)
+            keys = [key for key, found in zip(event.keys, gone, strict=True) if found == "miss"] if gone else event.keys
+            if keys:
+                event.keys = keys
+                yield event
+
+    def get_stats(self) -> Any:
+        """Return what `BlockyardSpec.build_metric_definitions` lists, for vLLM's metrics."""
+        try:
+            from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (  # noqa: PLC0415 (imports much)
+                OffloadingConnectorStats,
+            )
+        except ImportError:
+            return None
+        from blockyard.integrations.vllm.metrics import Metrics  # noqa: PLC0415 (the engine's side alone needs it)
+
+        stats, manager = OffloadingConnectorStats(), self._offload
+        chunks = max(1, manager.num_chunks)
+        held, writing = manager.num_chunks - manager.num_free, manager.num_storing
+        stats.set_gauge(Metrics.USAGE, held / chunks)
+        stats.set_gauge(Metrics.WRITE_USAGE, writing / chunks)
+        stats.set_gauge(Metrics.READ_USAGE, max(0, held - writing) / chunks)
+        stats.set_gauge(Metrics.STORED, manager.num_stored / chunks)
+        evictions = manager.num_evicted - self._reported_evictions
+        self._reported_evictions = manager.num_evicted
+        stats.increase_counter(Metrics.EVICTED, evictions)
+        return stats
+
+    def config_info(self) -> Sequence[dict[str, str | int]]:
+        """Return the labels that `BlockyardSpec.config_info_keys` lists."""
+        return [dict(self._info)]
+
+    def shutdown(self) -> None:
+        """Forget all keys; there is nothing else to release."""
+        self._offload.reset()
+
+    def _report(self, keys: list[OffloadKey], *, removed: bool, **more: bool) -> None:
+        if self._events is not None:
+            self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed, **more))
+
+
+def _keys(keys: list[bytes]) -> list[OffloadKey]:
+    return keys
+
+
+def _now() -> int:
+    return _ms(time.monotonic())
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

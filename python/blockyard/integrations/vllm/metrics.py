@@ -1,0 +1,35 @@
+"""Names and kinds of the figures that the manager reports to vLLM's metrics."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+
+__all__ = ["Metrics", "definitions"]
+
+
+class Metrics:
+    """Names; those of vLLM's own CPU manager where the figure is the same."""
+
+    USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC
+    WRITE_USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC
+    READ_USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC
+    STORED: Final[str] = "blockyard:kv_offload_stored_perc"
+    EVICTED: Final[str] = "blockyard:kv_offload_evicted_chunks"
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return what Prometheus is told of each."""
+    return {
+        Metrics.USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that transfers hold now."),
+        Metrics.WRITE_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that stores write now."),
+        Metrics.READ_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that loads read now."),
+        Metrics.STORED: OffloadingGaugeMetadata(documentation="Fraction of host chunks that can be loaded."),
+        Metrics.EVICTED: OffloadingCounterMetadata(documentation="Host chunks that were evicted."),
+    }

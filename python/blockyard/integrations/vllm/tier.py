@@ -1,0 +1,245 @@
+"""A secondary tier of vLLM's `TieringOffloadingSpec` over a prefix store: bounded, verified, found after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, ClassVar, Final, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.stores import open_store
+
+__all__ = ["BlockyardTier"]
+
+_LOG = logging.getLogger(__name__)
+_DOMAIN: Final = b"blockyard vllm tier 1"
+_BATCH_BYTES: Final = 64 << 20
+"""Bytes that one job has in the store at a time, so that its memory for blocks in flight is never full."""
+_PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+
+
+class _Outcome(NamedTuple):
+    done: list[OffloadKey]
+    num_bytes: int
+
+
+class BlockyardTier(SecondaryTierManager):
+    """Chunks that vLLM's host memory has evicted, in a Blockyard store. vLLM names it in `secondary_tiers`.
+
+    A chunk is checked when it is read. One that is damaged or late is a failed load and a miss from then on; the engine
+    computes it again. Chunks are found only by engines of the same model, dtype, layout and `revision`.
+
+    Args:
+        offloading_spec: from vLLM.
+        primary_kv_view: vLLM's host memory, one row a chunk.
+        tier_type: from vLLM.
+        backpressure_detector: from vLLM.
+        root_dir: directory of a file store; one engine at a time has it open.
+        size: most bytes of that file store.
+        url: instead of `root_dir`, any store with keys, as for `blockyard.open_store`.
+        revision: of the weights, if the model's name does not say it: another revision finds nothing of this one.
+
+    Raises:
+        InvalidArgumentError: not exactly one of `root_dir` and `url` is given, or the view is not one row a chunk.
+        StoreError: the store cannot be opened.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        root_dir: str | None = None,
+        size: int | str = "1GiB",
+        url: str | None = None,
+        revision: str = "",
+    ) -> None:
+        super().__init__(
+            offloading_spec=offloading_spec,
+            primary_kv_view=primary_kv_view,
+            tier_type=tier_type,
+            backpressure_detector=backpressure_detector,
+        )
+        if (root_dir is None) == (url is None):
+            raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
+        self._rows = _rows(primary_kv_view)
+        width = int(self._rows.shape[1])
+        self._store = open_store(
+            url if url is not None else f"file://{quote(str(root_dir))}?size={size}",
+            bytes_per_block=width,
+            namespace=_namespace(offloading_spec, width, revision),
+            use="prefix",
+        )
+        self._batch = max(1, _BATCH_BYTES // width)
+        # Loads never queue behind stores.
+        self._loads = ThreadPoolExecutor(1, "blockyard-vllm-load")
+        self._stores = ThreadPoolExecutor(1, "blockyard-vllm-store")
+        self._changed = threading.Lock()
+        self._open: set[Future[None]] = set()
+        self._storing: Counter[OffloadKey] = Counter()
+        self._results: list[JobResult] = []
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Take chunks as they are computed."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether a key can be loaded; RETRY while it is being stored, which ends with that job."""
+        with self._changed:
+            if key in self._storing:
+                return LookupResult.RETRY
+        return LookupResult.HIT if self._store.contains([_digest(key)])[0] else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Start to copy chunks of the host to the store; keys that it has already cost no write."""
+        with self._changed:
+            self._storing.update(job_metadata.keys)
+        self._submit(self._stores, self._put, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob, expedited: bool = False) -> None:
+        """Start to copy chunks from the store into those of the host; no other byte of the host is written."""
+        self._submit(self._loads, self._get, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return one result for each job that has ended since the last call."""
+        with self._changed:
+            results, self._results = self._results, []
+        return results
+
+    def drain_jobs(self) -> None:
+        """Wait until every job has ended; `get_finished_jobs` then has their results."""
+        with self._changed:
+            running = set(self._open)
+        wait(running)
+
+    def shutdown(self) -> None:
+        """Let what is under way end, and close the store; twice does nothing."""
+        self._loads.shutdown()
+        self._stores.shutdown()
+        self._store.close()
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[list[OffloadKey], NDArray[np.int64]], _Outcome],
+        job: TransferJob,
+    ) -> None:
+        keys, chunks = list(job.keys), np.array(job.chunk_ids, np.int64)
+        if len(keys) != len(chunks):
+            raise InvalidArgumentError(f"job {job.job_id} has {len(keys)} keys and {len(chunks)} chunk_ids")
+        with self._changed:
+            future = pool.submit(self._run, job.job_id, work, keys, chunks)
+            self._open.add(future)
+        future.add_done_callback(self._open.discard)
+
+    def _run(
+        self,
+        job_id: int,
+        work: Callable[[list[OffloadKey], NDArray[np.int64]], _Outcome],
+        keys: list[OffloadKey],
+        chunks: NDArray[np.int64],
+    ) -> None:
+        begun = time.perf_counter()
+        try:
+            outcome = work(keys, chunks)
+        except Exception:  # noqa: BLE001 (whatever it is, vLLM waits for a result)
+            _LOG.exception("job %d failed", job_id)
+            outcome = _Outcome([], 0)
+        success = len(outcome.done) == len(keys)
+        is_load = work == self._get
+        result = JobResult(
+            job_id=job_id,
+            success=success,
+            successful_keys=None if success or not is_load else outcome.done,
+            transfer_time=time.perf_counter() - begun,
+            transfer_bytes=outcome.num_bytes,
+        )
+        with self._changed:
+            self._results.append(result)
+            if not is_load:
+                self._storing.subtract(keys)
+                self._storing = +self._storing
+
+    def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> _Outcome:
+        done: list[OffloadKey] = []
+        for part in self._parts(len(keys)):
+            rows = self._rows[chunks[part]]
+            entry = self._store.wait(self._store.submit_put(_digests(keys[part]), rows))
+            done += [key for key, ok in zip(keys[part], entry.ok, strict=True) if ok]
+        return _Outcome(done, len(done) * self._rows.shape[1])
+
+    def _get(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> _Outcome:
+        done: list[OffloadKey] = []
+        for part in self._parts(len(keys)):
+            digests = _digests(keys[part])
+            try:
+                entry = self._store.wait(self._store.submit_get(digests))
+                ok = entry.ok
+                self._rows[chunks[part][ok]] = entry.rows[ok]
+            except Exception:  # noqa: BLE001 (a load that failed is a miss)
+                _LOG.exception("a load failed")
+                ok = np.zeros(len(digests), np.bool_)
+            done += [key for key, good in zip(keys[part], ok, strict=True) if good]
+            lost = [digest for digest, good in zip(digests, ok, strict=True) if not good]
+            if lost:
+                # Never a hit again that cannot be loaded: the engine would ask for it for ever.
+                _LOG.warning("%d chunks could not be loaded and are dropped", len(lost))
+                self._store.wait(self._store.submit_delete(lost))
+        return _Outcome(done, len(done) * self._rows.shape[1])
+
+    def _parts(self, count: int) -> Iterable[slice]:
+        return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))
+
+
+def _rows(view: memoryview) -> NDArray[np.uint8]:
+    """See vLLM's host memory as uint8 `[chunks, bytes]`, without a copy."""
+    array = np.asarray(view)
+    if array.ndim < 2:
+        raise InvalidArgumentError(f"primary_kv_view has shape {array.shape}, must have a row for each chunk")
+    rows = array.reshape(len(array), -1).view(np.uint8)
+    if len(rows) and not np.may_share_memory(rows, array):
+        raise InvalidArgumentError(f"primary_kv_view has strides {array.strides}, its rows must be contiguous")
+    return rows
+
+
+def _digest(key: OffloadKey) -> bytes:
+    """The name of a key in the store: keys of vLLM have any length."""
+    return hashlib.sha256(key).digest()
+
+
+def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
+    return [_digest(key) for key in keys]
+
+
+def _namespace(spec: Any, width: int, revision: str) -> bytes:
+    """Digest what decides a chunk's bytes beside its key, in which vLLM has tokens, adapter and salt."""
+    config = getattr(spec, "config", None)
+    model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))
+    fields = {
+        "bytes": width,
+        "revision": revision,
+        "model": [getattr(model, "name", None), getattr(model, "dtype", None)],
+        "cache": [getattr(cache, name, None) for name in ("tokens_per_hash", "blocks_per_chunk")],
+        "parallel": [getattr(parallel, name, None) for name in _PARALLEL],
+        "layout": [
+            getattr(config, name, None) for name in ("kv_cache_layout", "replicated_layout", "canonical_layout")
+        ],
+        "groups": [[group.tokens_per_block, *group.layer_names] for group in getattr(config, "groups", None) or ()],
+    }
+    return hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()

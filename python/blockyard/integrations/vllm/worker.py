@@ -1,0 +1,246 @@
+"""vLLM's offloading worker over Blockyard's copies: blocks of a device, or of CPU tensors, to and from host chunks.
+
+A host chunk holds `blocks_per_chunk` device blocks, those of all tensors side by side. A transfer may begin and end
+inside a chunk: its first and last parts follow from `block_indices` and `group_sizes`, and nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from blockyard._core import Mapping
+from blockyard.engine.cuda.streams import CudaStreams
+from blockyard.engine.host_pool import HostPool
+from blockyard.engine.mapping import unequal_pairs
+from blockyard.engine.ops import bind
+from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams
+from blockyard.errors import InvalidArgumentError
+
+__all__ = ["BlockyardWorker"]
+
+_LOG = logging.getLogger(__name__)
+_Run = Callable[[Mapping], None]
+
+
+class _Group(NamedTuple):
+    """Copies of one cache group; None if the group has no tensors here."""
+
+    store: _Run | None
+    load: _Run | None
+
+
+@dataclass(slots=True)
+class _Job:
+    num_bytes: int
+    events: list[Event] = field(default_factory=list)
+    begun: Any = None
+    ended: Any = None
+
+    @property
+    def error(self) -> Exception | None:
+        return next((event.error for event in self.events if event.error is not None), None)
+
+    def seconds(self) -> float:
+        if isinstance(self.begun, float):
+            return float(self.ended - self.begun)
+        return float(self.begun.elapsed_time(self.ended)) * 1e-3
+
+
+class BlockyardWorker(OffloadingWorker):
+    """Copies between one worker's KV caches and its host chunks, in the background.
+
+    Loads go before stores, and expedited loads before other loads: each has a stream of its own on CUDA, and on a CPU a
+    thread serves them in that order, piece by piece. All wait for compute that was queued before they were submitted.
+
+    Args:
+        kv_caches: from vLLM, on a CPU or a CUDA device.
+        blocks_per_chunk: device blocks in a host chunk.
+        num_chunks: host chunks, as many as the manager gives out.
+
+    Raises:
+        InvalidArgumentError: the tensors do not fit one another.
+        OutOfMemoryError: there is not so much host memory.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, *, blocks_per_chunk: int, num_chunks: int) -> None:
+        device_rows = [_rows(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
+        if not device_rows:
+            raise InvalidArgumentError("kv_caches.tensors is empty, must hold at least one tensor")
+        self._device = device_rows[0].device
+        self._per_chunk, self._num_chunks = blocks_per_chunk, num_chunks
+        widths = [rows.shape[1] for rows in device_rows]
+        starts = [sum(widths[:index]) for index in range(len(widths))]
+        self._host = HostPool.for_device(
+            num_chunks * blocks_per_chunk, sum(widths), self._device, on_failure="unpinned"
+        )
+        if self._host.problem:
+            _LOG.warning("copies will be slow: %s", self._host.problem)
+        self._streams: Streams = CudaStreams(self._device) if self._on_cuda else WorkerStreams()
+        self._groups: list[_Group] = []
+        self._block_bytes: list[int] = []
+        self._device_blocks = min(rows.shape[0] for rows in device_rows)
+        for refs in kv_caches.group_data_refs:
+            # Layers of a group may lie in one tensor.
+            pages: dict[int, int] = {}
+            for ref in refs:
+                pages[ref.tensor_idx] = max(ref.page_size_bytes, pages.get(ref.tensor_idx, 0))
+            device = [device_rows[index][:, :page] for index, page in pages.items()]
+            host = [self._host.rows[:, starts[index] : starts[index] + page] for index, page in pages.items()]
+            self._groups.append(_Group(bind(device, host), bind(host, device)) if pages else _Group(None, None))
+            self._block_bytes.append(sum(pages.values()))
+        self._jobs: dict[int, _Job] = {}
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Copy device blocks to host chunks.
+
+        Raises:
+            InvalidArgumentError: blocks and chunks do not fit one another, an id is out of range, or a job has this id;
+                nothing is copied.
+        """
+        return self._submit(job_id, src_spec, dst_spec, "out", to="large")
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Copy host chunks, or parts of the first and last, to device blocks; raises as `submit_store`.
+
+        Args:
+            job_id: not that of a job that `get_finished` has not reported.
+            src_spec: host chunks, for each group those of its blocks.
+            dst_spec: device blocks, groups one after the other.
+            expedited: go before other loads.
+        """
+        return self._submit(job_id, dst_spec, src_spec, "copy" if expedited else "in", to="small")
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that have ended since the last call, in the order of their submission; never waits."""
+        ended = [job_id for job_id, job in self._jobs.items() if job.events[-1].query()]
+        return [self._result(job_id, self._jobs.pop(job_id)) for job_id in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until jobs have ended; `get_finished` still reports them."""
+        for job_id in job_ids:
+            if job_id in self._jobs:
+                self._jobs[job_id].events[-1].synchronize()
+
+    def shutdown(self) -> None:
+        """Wait for all jobs and give the host memory back; twice does nothing."""
+        self._streams.close()
+        self._jobs.clear()
+        self._groups = [_Group(None, None)] * len(self._groups)
+        self._host.close()
+
+    def _submit(
+        self,
+        job_id: int,
+        device: GPULoadStoreSpec,
+        host: LoadStoreSpec,
+        stream: StreamName,
+        *,
+        to: Literal["small", "large"],
+    ) -> bool:
+        if job_id in self._jobs:
+            raise InvalidArgumentError(f"job_id is {job_id}, which is under way already")
+        chunks = np.asarray(host.block_ids, np.int64)
+        mappings = self._mappings(device, chunks, to)
+        job = _Job(sum(len(mapping) * self._block_bytes[group] for group, mapping in mappings))
+        if len(chunks):
+            self._host.wait((int(chunks.max()) + 1) * self._per_chunk)
+        works: list[Callable[[], None]] = [partial(self._begin, job)]
+        for group, mapping in mappings:
+            run = self._groups[group].store if to == "large" else self._groups[group].load
+            if run is not None:
+                works += [partial(run, piece) for piece in self._pieces(mapping, self._block_bytes[group])]
+        works.append(partial(self._end, job))
+        waits = [self._streams.fence()]
+        job.events = [self._streams.launch(stream, work, waits) for work in works]
+        self._jobs[job_id] = job
+        return True
+
+    def _mappings(
+        self, device: GPULoadStoreSpec, chunks: NDArray[np.int64], to: Literal["small", "large"]
+    ) -> list[tuple[int, Mapping]]:
+        """Pair the blocks of each group with parts of its chunks; all are checked before anything is copied."""
+        blocks, sizes = np.asarray(device.block_ids, np.int64), list(device.group_sizes)
+        if len(sizes) != len(self._groups) or len(device.block_indices) != len(sizes):
+            raise InvalidArgumentError(
+                f"group_sizes has {len(sizes)} groups and block_indices {len(device.block_indices)}, "
+                f"must be {len(self._groups)}"
+            )
+        mappings = []
+        block = chunk = 0
+        for group, (size, index) in enumerate(zip(sizes, device.block_indices, strict=True)):
+            if size == 0:
+                continue
+            first = index % self._per_chunk
+            used = -(-(first + size) // self._per_chunk)
+            pairs = unequal_pairs(
+                blocks[block : block + size],
+                chunks[chunk : chunk + used],
+                per_block=self._per_chunk,
+                first=first,
+                last=(first + size - 1) % self._per_chunk + 1,
+                to=to,
+            )
+            bounds = (self._device_blocks, self._num_chunks * self._per_chunk)
+            src, dst = bounds if to == "large" else bounds[::-1]
+            mappings.append((group, Mapping(pairs, src_blocks=src, dst_blocks=dst, rule="swap")))
+            block, chunk = block + size, chunk + used
+        if (block, chunk) != (len(blocks), len(chunks)):
+            raise InvalidArgumentError(
+                f"{len(blocks)} device blocks and {len(chunks)} host chunks are given, "
+                f"the groups use {block} and {chunk}"
+            )
+        return mappings
+
+    def _pieces(self, mapping: Mapping, block_bytes: int) -> Sequence[Mapping]:
+        limit = self._streams.chunk_bytes
+        return [mapping] if limit is None else mapping.split(max(1, limit // max(1, block_bytes)))
+
+    def _begin(self, job: _Job) -> None:
+        job.begun = self._mark()
+
+    def _end(self, job: _Job) -> None:
+        job.ended = self._mark()
+
+    def _mark(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _result(self, job_id: int, job: _Job) -> TransferResult:
+        if job.error is not None:
+            # vLLM ends the engine for it. That is right: a copy within this machine failed, nothing can be relied on.
+            _LOG.error("job %d failed: %s", job_id, job.error)
+            return TransferResult(job_id=job_id, success=False)
+        return TransferResult(job_id=job_id, success=True, transfer_size=job.num_bytes, transfer_time=job.seconds())
+
+
+def _rows(tensor: Tensor, page_bytes: int) -> Tensor:
+    """View a cache as uint8 `[blocks, page_bytes]`."""
+    view = tensor.view(torch.uint8)
+    # A packed layout has larger strides than pages, and is of two dimensions already.
+    return view if view.dim() == 2 and view.shape[1] == page_bytes else view.view(-1, page_bytes)

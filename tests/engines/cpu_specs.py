@@ -1,0 +1,40 @@
+"""vLLM's own CPU and tiering specs with our worker, for theirs refuses to run on a CPU; the managers are theirs."""
+
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from blockyard.engine.ops import bind
+from blockyard.integrations.vllm.worker import BlockyardWorker, _Group, _rows
+
+
+class PolicyOnCpu(CPUOffloadingSpec):
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
+        if self._worker is None:
+            self._worker = BlockyardWorker(
+                kv_caches, blocks_per_chunk=self.blocks_per_chunk, num_chunks=self.num_chunks
+            )
+        return self._worker
+
+
+class TieringOnCpu(TieringOffloadingSpec):
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
+        if self._worker is None:
+            assert self.blocks_per_chunk == 1
+            self._region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            worker = BlockyardWorker(kv_caches, blocks_per_chunk=1, num_chunks=self.num_chunks)
+            device = [_rows(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
+            host = [self._region.create_next_worker_view(rows.shape[1]).view(torch.uint8) for rows in device]
+            worker._groups = [_Group(bind(device, host), bind(host, device)) for _ in kv_caches.group_data_refs]
+            self._worker = worker
+        return self._worker

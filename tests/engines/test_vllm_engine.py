@@ -1,0 +1,104 @@
+"""vLLM itself, on a CPU, with and without ours: equal greedy tokens, and other tokens once a load is broken on purpose.
+
+`make test-engines` makes the environment and names its Python in `ENGINES_PYTHON`.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PYTHON = os.environ.get("ENGINES_PYTHON", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
+]
+
+HERE = Path(__file__).parent
+OURS = "blockyard.integrations.vllm"
+SPEC = {"spec_name": "BlockyardSpec", "spec_module_path": OURS, "host_bytes": "16MiB"}
+POLICY = {
+    "spec_name": "PolicyOnCpu",
+    "spec_module_path": "cpu_specs",
+    "cpu_bytes_to_use": 1 << 24,
+    "eviction_policy": "S3FIFOPolicy",
+    "cache_policy_module_path": OURS,
+}
+# Eight chunks: most of what is stored leaves the host.
+TIERING = {"spec_name": "TieringOnCpu", "spec_module_path": "cpu_specs", "cpu_bytes_to_use": 8 * 32768}
+LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
+PROMOTED, FAILED = "vllm:kv_offload_tiering_read_bytes", "vllm:kv_offload_tiering_promotion_job_failures"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def serve(folder: Path, **options: Any) -> Any:
+    paths = [str(HERE), str(HERE.parents[1] / "python")]
+    finished = subprocess.run(
+        [PYTHON, str(HERE / "serve_vllm.py"), str(folder), json.dumps(options)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"},
+    )
+    results = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return json.loads(results[0].removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    found = serve(folder)
+    assert found["counters"]["vllm:num_preemptions"] > 0
+    return found
+
+
+def tier(root: Path) -> dict[str, Any]:
+    options = {"type": "BlockyardTier", "module_path": OURS, "root_dir": str(root), "size": "64MiB"}
+    return {**TIERING, "secondary_tiers": [options]}
+
+
+@pytest.mark.parametrize("extra", [SPEC, {**SPEC, "blocks_per_chunk": 2, "policy": "s3fifo"}, POLICY])
+def test_tokens_are_those_of_vllm_alone(folder: Path, alone: Any, extra: dict[str, Any]):
+    found = serve(folder, extra=extra)
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][STORED] > 0
+    assert found["counters"][LOADED] > 0
+    assert found["cached"] > alone["cached"]
+
+
+@pytest.mark.parametrize("what", ["loads", "wrong chunks"])
+def test_a_broken_load_shows_in_the_tokens(folder: Path, alone: Any, what: str):
+    assert serve(folder, extra=SPEC, sabotage=what)["tokens"] != alone["tokens"]
+
+
+def test_chunks_come_back_from_the_tier_also_after_a_restart_and_damage_costs_no_token(
+    folder: Path, alone: Any, tmp_path: Path
+):
+    found = serve(folder, extra=tier(tmp_path))
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][PROMOTED] > 0
+    again = serve(folder, extra=tier(tmp_path), rounds=1)
+    assert again["tokens"] == alone["tokens"][:1]
+    assert again["counters"][PROMOTED] > 0
+    # Every second chunk loses a byte.
+    slab = tmp_path / "blockyard-prefix.slab"
+    content = bytearray(slab.read_bytes())
+    for place in range(20000, len(content), 2 * 36864):
+        content[place] ^= 0xFF
+    slab.write_bytes(content)
+    damaged = serve(folder, extra=tier(tmp_path), rounds=1)
+    assert damaged["tokens"] == alone["tokens"][:1]
+    assert damaged["counters"][FAILED] > 0
+
+
+def test_a_broken_promotion_shows_in_the_tokens(folder: Path, alone: Any, tmp_path: Path):
+    serve(folder, extra=tier(tmp_path), rounds=1)
+    assert serve(folder, extra=tier(tmp_path), sabotage="promotions", rounds=1)["tokens"] != alone["tokens"][:1]

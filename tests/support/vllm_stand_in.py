@@ -1,0 +1,247 @@
+"""Stand-ins for vLLM's offloading interfaces, 0.32 and 0.33: names, arguments and abstract methods, nothing else."""
+
+import ctypes
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Namespace = dict[str, Any]
+
+
+def modules(version: str) -> dict[str, ModuleType]:
+    """vLLM's modules, as far as `blockyard.integrations.vllm` imports them."""
+    made: dict[str, ModuleType] = {}
+    packages = ("", ".v1", ".v1.kv_offload", ".v1.kv_offload.cpu", ".v1.kv_offload.cpu.policies")
+    for package in (*packages, ".v1.kv_offload.tiering", ".v1.metrics"):
+        made[f"vllm{package}"] = package_module = ModuleType(f"vllm{package}")
+        package_module.__path__ = []
+    made["vllm"].__version__ = f"{version}.0"  # type: ignore[attr-defined]
+    newer = version == "0.33"
+    base = records() | interfaces(newer=newer)
+    fill(made, "v1.metrics.cache_hit_source", {"CacheHitSource": Enum("CacheHitSource", ["HOST", "DISK"])})
+    fill(made, "v1.kv_offload.base", base)
+    fill(made, "v1.kv_offload.config", configuration())
+    fill(made, "v1.kv_offload.cpu.common", common(base))
+    fill(made, "v1.kv_offload.cpu.policies.base", policies(newer=newer))
+    fill(made, "v1.kv_offload.tiering.base", tiering(base))
+    return made
+
+
+def fill(made: dict[str, ModuleType], name: str, namespace: Namespace) -> None:
+    module = made[f"vllm.{name}"] = ModuleType(f"vllm.{name}")
+    for key, value in namespace.items():
+        if isinstance(value, type) and value is not bytes:
+            value.__module__ = f"vllm.{name}"
+        setattr(module, key, value)
+
+
+def records() -> Namespace:
+    class LookupResult(Enum):
+        MISS = auto()
+        HIT = auto()
+        HIT_PENDING = auto()
+        RETRY = auto()
+
+    class Medium(Enum):
+        CPU = "CPU"
+        STORAGE = "STORAGE"
+
+    @dataclass
+    class ReqContext:
+        req_id: str
+        kv_transfer_params: dict[str, Any] | None = None
+
+    class LoadStoreSpec:
+        pass
+
+    class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
+        def __init__(self, block_ids: list[int]):
+            self.block_ids = np.array(block_ids, dtype=np.int32)
+
+    class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+        def __init__(self, block_ids: list[int], group_sizes: list[int], block_indices: list[int]):
+            super().__init__(block_ids)
+            self.group_sizes, self.block_indices = group_sizes, block_indices
+
+    record = dataclasses.make_dataclass
+    return {
+        "OffloadKey": bytes,
+        "LookupResult": LookupResult,
+        "Medium": Medium,
+        "ReqContext": ReqContext,
+        "RequestOffloadingContext": record("RequestOffloadingContext", [("policy", str, "chunk_level")]),
+        "ScheduleEndContext": record("ScheduleEndContext", ["new_req_ids", "preempted_req_ids"]),
+        "LoadStoreSpec": LoadStoreSpec,
+        "BlockIDsLoadStoreSpec": BlockIDsLoadStoreSpec,
+        "GPULoadStoreSpec": GPULoadStoreSpec,
+        "PrepareStoreOutput": record("PrepareStoreOutput", ["keys_to_store", "store_spec", "evicted_keys"]),
+        "CanonicalKVCacheTensor": record("CanonicalKVCacheTensor", ["tensor", "page_size_bytes"]),
+        "CanonicalKVCacheRef": record("CanonicalKVCacheRef", ["tensor_idx", "page_size_bytes"]),
+        "CanonicalKVCaches": record("CanonicalKVCaches", ["tensors", "group_data_refs"]),
+        "TransferResult": record(
+            "TransferResult", ["job_id", "success", ("transfer_size", int, None), ("transfer_time", float, None)]
+        ),
+        "OffloadingMetricMetadata": record("OffloadingMetricMetadata", ["documentation"]),
+        "OffloadingCounterMetadata": record("OffloadingCounterMetadata", ["documentation"]),
+        "OffloadingGaugeMetadata": record("OffloadingGaugeMetadata", ["documentation"]),
+    }
+
+
+def interfaces(*, newer: bool) -> Namespace:
+    class OffloadingManager(ABC):
+        @abstractmethod
+        def lookup(self, key, req_context): ...
+        @abstractmethod
+        def prepare_load(self, keys, req_context): ...
+        def touch(self, keys, req_context): ...
+        def complete_load(self, keys, req_context): ...
+        @abstractmethod
+        def prepare_store(self, keys, req_context): ...
+        def complete_store(self, keys, req_context, success=True): ...
+        @abstractmethod
+        def on_new_request(self, req_context): ...
+
+    if newer:
+        OffloadingManager.on_reset_flushed = lambda self: None
+
+    class OffloadingWorker(ABC):
+        @abstractmethod
+        def submit_store(self, job_id, src_spec, dst_spec): ...
+        @abstractmethod
+        def submit_load(self, job_id, src_spec, dst_spec): ...
+        @abstractmethod
+        def get_finished(self): ...
+        @abstractmethod
+        def wait(self, job_ids): ...
+
+    class OffloadingSpec(ABC):
+        def __init__(self, config):
+            self.config, self.extra_config = config, config.extra_config
+            self.kv_events_config = dataclasses.make_dataclass("Events", ["enable_kv_cache_events"])(
+                config.enable_kv_cache_events
+            )
+            self.blocks_per_chunk = config.cache.blocks_per_chunk
+
+        @abstractmethod
+        def get_manager(self): ...
+        @abstractmethod
+        def get_worker(self, kv_caches): ...
+
+    fields: list[Any] = ["keys", "medium", "removed"]
+    if newer:
+
+        def submit_load(self, job_id, src_spec, dst_spec, expedited=False): ...
+
+        OffloadingWorker.submit_load = abstractmethod(submit_load)
+        fields.append(("metadata_only", bool, False))
+    event = dataclasses.make_dataclass("OffloadingEvent", fields)
+    return {
+        "OffloadingManager": OffloadingManager,
+        "OffloadingWorker": OffloadingWorker,
+        "OffloadingSpec": OffloadingSpec,
+        "OffloadingEvent": event,
+    }
+
+
+def configuration() -> Namespace:
+    names = {
+        "OffloadingGroupConfig": "tokens_per_block layer_names group_id",
+        "OffloadingModelConfig": "name dtype",
+        "OffloadingCacheConfig": "tokens_per_hash blocks_per_chunk",
+        "OffloadingParallelConfig": "rank world_size tp_size pp_size pcp_size dcp_size data_parallel_index "
+        "data_parallel_size data_parallel_rank_local is_parallelism_agnostic",
+        "OffloadingConfig": "groups worker_kv_bytes_per_block enable_kv_cache_events extra_config engine_id model "
+        "cache parallel",
+    }
+    return {name: dataclasses.make_dataclass(name, fields.split()) for name, fields in names.items()}
+
+
+def common(base: Namespace) -> Namespace:
+    class CPULoadStoreSpec(base["BlockIDsLoadStoreSpec"]):  # type: ignore[misc]
+        @property
+        def chunk_ids(self):
+            return self.block_ids
+
+    names = ("CPU_CACHE_USAGE_PERC", "CPU_CACHE_WRITE_USAGE_PERC", "CPU_CACHE_READ_USAGE_PERC")
+    return {
+        "CPULoadStoreSpec": CPULoadStoreSpec,
+        "CPUOffloadingMetrics": type("CPUOffloadingMetrics", (), {name: name.lower() for name in names}),
+    }
+
+
+def policies(*, newer: bool) -> Namespace:
+    class ChunkStatus(ctypes.Structure):
+        _fields_ = [("ref_cnt", ctypes.c_int32), ("chunk_id", ctypes.c_int64)]
+
+        def __init__(self, chunk_id: int):
+            super().__init__(-1, chunk_id)
+
+    def insert_two(self, key, chunk): ...
+
+    def insert_three(self, key, chunk, req_context): ...
+
+    class CachePolicy(ABC):
+        def __init__(self, cache_capacity: int):
+            self.cache_capacity = cache_capacity
+
+        @abstractmethod
+        def get(self, key): ...
+
+        insert = abstractmethod(insert_three if newer else insert_two)
+
+        @abstractmethod
+        def remove(self, key): ...
+        @abstractmethod
+        def touch(self, keys, req_context): ...
+        @abstractmethod
+        def evict(self, n, protected): ...
+        @abstractmethod
+        def clear(self): ...
+        def mark_evictable(self, key): ...
+        def mark_non_evictable(self, key): ...
+
+    return {"CachePolicy": CachePolicy, "ChunkStatus": ChunkStatus}
+
+
+def tiering(base: Namespace) -> Namespace:
+    class SecondaryTierManager(ABC):
+        def __init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None):
+            self.primary_kv_view, self.tier_type = primary_kv_view, tier_type
+            self.block_size_bytes = primary_kv_view.strides[0]
+
+        @abstractmethod
+        def lookup(self, key, req_context): ...
+        @abstractmethod
+        def submit_store(self, job_metadata): ...
+        @abstractmethod
+        def submit_load(self, job_metadata): ...
+        @abstractmethod
+        def get_finished_jobs(self): ...
+        @abstractmethod
+        def on_new_request(self, req_context): ...
+        @abstractmethod
+        def drain_jobs(self): ...
+        def shutdown(self): ...
+
+    @dataclass
+    class TransferJob:
+        job_id: int
+        keys: Any
+        chunk_ids: Any
+        is_promotion: bool
+        req_context: Any
+
+    @dataclass
+    class JobResult:
+        job_id: int
+        success: bool
+        successful_keys: Any = None
+        transfer_time: float | None = None
+        transfer_bytes: int | None = field(default=None)
+
+    return {"SecondaryTierManager": SecondaryTierManager, "TransferJob": TransferJob, "JobResult": JobResult}
