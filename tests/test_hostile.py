@@ -21,7 +21,7 @@ from blockyard.events import export_keys
 def test_every_public_callable_survives_hostile_arguments(tmp_path: Path) -> None:
     progress = tmp_path / "progress"
     command = [sys.executable, hostile.__file__, str(progress)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert not run.stdout
     assert run.returncode == 0, f"died in {progress.read_text()}: {run.stderr[-500:]}"
     assert progress.read_text() == "the end"
