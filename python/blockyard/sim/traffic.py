@@ -74,6 +74,12 @@ def chat(source: _Source) -> _Rows:
     return _sessions(source, systems=systems, first=8, turn=12, turns=4, think=60, rate=1.0)
 
 
+def busy(source: _Source) -> _Rows:
+    """Yield chats of many more people, who come back after minutes: few of them are cached in a small pool."""
+    systems = source.texts(8, 6)
+    return _sessions(source, systems=systems, first=12, turn=10, turns=3, think=240, rate=6.0)
+
+
 def agents(source: _Source) -> _Rows:
     """Yield agents with tools: long conversations with short pauses that come back to a growing prefix."""
     systems = source.texts(2, 60)
@@ -118,6 +124,7 @@ def templates(source: _Source) -> _Rows:
 
 _SINGLE: dict[str, Callable[[_Source], _Rows]] = {
     "chat": chat,
+    "busy": busy,
     "agents": agents,
     "rag": rag,
     "batch": batch,

@@ -1,0 +1,103 @@
+//! A small cache that follows a sample of the blocks under one rule, to see how many hits the rule would have.
+//!
+//! Source: Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using miniature simulations",
+//! USENIX ATC 2017.
+
+use super::segments::{Rule, Segments};
+use crate::id::BlockId;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// Tags are random bits already.
+#[derive(Debug, Clone, Copy, Default)]
+struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0 << 8 | u64::from(byte);
+        }
+    }
+
+    fn write_u32(&mut self, tag: u32) {
+        self.0 = u64::from(tag).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Miniature {
+    segments: Segments,
+    /// By tag.
+    blocks: HashMap<u32, BlockId, BuildHasherDefault<AsItIs>>,
+    /// By block.
+    tags: Vec<u32>,
+    /// Blocks that have never been used, from this one on.
+    unused: u32,
+    /// Blocks of the chain that is being followed.
+    chain: Vec<BlockId>,
+    popped: Vec<BlockId>,
+}
+
+impl Miniature {
+    pub(super) fn new(blocks: usize, rule: Rule) -> Self {
+        Self {
+            segments: Segments::new(blocks, rule),
+            blocks: HashMap::default(),
+            tags: vec![0; blocks],
+            unused: 0,
+            chain: Vec::new(),
+            popped: Vec::new(),
+        }
+    }
+
+    /// A sequence has used blocks with these tags, the last one first; returns how many of them this cache has.
+    pub(super) fn follow(&mut self, tags: &[u32]) -> usize {
+        self.chain.clear();
+        // The blocks that are there leave the order of eviction before others take room.
+        for tag in tags {
+            if let Some(&block) = self.blocks.get(tag) {
+                self.segments.remove(block, true);
+                self.chain.push(block);
+            }
+        }
+        let hits = self.chain.len();
+        if hits == tags.len() {
+            self.chain.reverse();
+        } else {
+            self.chain.clear();
+            for &tag in tags.iter().rev() {
+                let known = self.blocks.get(&tag).copied();
+                let Some(block) = known.or_else(|| self.take(tag)) else { break };
+                self.chain.push(block);
+            }
+        }
+        self.segments.begin_chain();
+        for &block in self.chain.iter().rev() {
+            self.segments.insert(block);
+        }
+        hits
+    }
+
+    /// Gives a tag a block, if one is left.
+    fn take(&mut self, tag: u32) -> Option<BlockId> {
+        let block = if (self.unused as usize) < self.tags.len() {
+            self.unused += 1;
+            BlockId(self.unused - 1)
+        } else {
+            self.segments.pop_into(1, &mut self.popped);
+            let block = self.popped.pop()?;
+            let former = self.tags[block.index()];
+            self.blocks.remove(&former);
+            self.segments.evicted(&[former]);
+            block
+        };
+        self.tags[block.index()] = tag;
+        self.blocks.insert(tag, block);
+        self.segments.publish(block, tag);
+        Some(block)
+    }
+}
