@@ -122,6 +122,14 @@ def templates(source: _Source) -> _Rows:
         yield float(number), source.popular(families, 0.6) + source.text(20)
 
 
+def mixed(source: _Source) -> _Rows:
+    """Yield all of the above at once, chats most often, as one pool serves many uses."""
+    kinds = {chat: 5, busy: 5, rag: 3, templates: 3, agents: 1, batch: 2}
+    rows = [kind(source) for kind in kinds]
+    for number in count():
+        yield float(number), next(source.rng.choices(rows, list(kinds.values()))[0])[1]
+
+
 _SINGLE: dict[str, Callable[[_Source], _Rows]] = {
     "chat": chat,
     "busy": busy,
@@ -130,6 +138,7 @@ _SINGLE: dict[str, Callable[[_Source], _Rows]] = {
     "batch": batch,
     "loop": loop,
     "templates": templates,
+    "mixed": mixed,
 }
 _SHIFTS = {"chat-rag": (chat, rag), "loop-chat": (loop, chat), "templates-agents": (templates, agents)}
 
