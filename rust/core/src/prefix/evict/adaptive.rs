@@ -5,22 +5,67 @@ use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 
-/// The rules that are tried.
-const RULES: [Rule; 5] = [Rule::Lru, Rule::Once(307), Rule::Once(102), Rule::Once(10), Rule::Keep];
+/// The rules that are tried; the first one until there is reason for another.
+const RULES: [Rule; 5] = [Rule::Once(102), Rule::Once(10), Rule::Once(256), Rule::Once(512), Rule::Keep];
 /// Blocks of a miniature cache, if the pool has as many: at least so many, and below twice as many.
-const MINIATURE_BLOCKS: usize = 256;
-/// Blocks followed between two choices: one in so many of a miniature's.
+const MINIATURE_BLOCKS: usize = 128;
+/// Choices while a miniature cache follows as many blocks as it has.
 const CHOICES: usize = 8;
-/// What a choice leaves of the scores of before, in 256.
-const KEPT: u64 = 248;
+/// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.
+const REMAINING: u64 = 244;
+/// One hit, as it is counted: fractions remain of older ones.
+const HIT: u64 = 256;
+/// Hits that another rule must have more.
+const MARGIN: u64 = 2 * HIT;
+/// What [`Rule::Keep`] must have more for each 32 hits: what it keeps has no merit but to be there.
+const MARGIN_OF_KEEP: u64 = 3;
 
-/// A pool's blocks under one rule, and small caches that follow a sample of them under each.
+/// Hits of the miniature caches; older ones count less.
+#[derive(Debug, Clone, Default)]
+struct Scores {
+    hits: [u64; RULES.len()],
+    /// Sum of squares of what one rule's hits differ from another's, a chain at a time.
+    spread: [[u64; RULES.len()]; RULES.len()],
+}
+
+impl Scores {
+    fn add(&mut self, hits: [usize; RULES.len()]) {
+        for (rule, &mine) in hits.iter().enumerate() {
+            self.hits[rule] += HIT * mine as u64;
+            for (spread, &other) in self.spread[rule].iter_mut().zip(&hits) {
+                *spread += HIT * (mine.abs_diff(other) as u64).pow(2);
+            }
+        }
+    }
+
+    fn fade(&mut self) {
+        for count in self.hits.iter_mut().chain(self.spread.iter_mut().flatten()) {
+            *count = *count * REMAINING / 256;
+        }
+    }
+
+    /// The rule that has most hits by more than chance, compared with the present one.
+    fn best(&self, current: usize) -> usize {
+        let gain = |rule: usize| {
+            let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / 32 * MARGIN_OF_KEEP } else { 0 };
+            self.hits[rule].saturating_sub(self.hits[current] + margin)
+        };
+        // More than 1.2 standard deviations of the sum.
+        let is_sure = |gain: u64, rule: usize| 2 * gain * gain > 3 * HIT * self.spread[rule][current];
+        let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
+        better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
+    }
+}
+
+/// A pool's blocks under one rule, and miniature caches that follow a sample of them under each.
 #[derive(Debug, Clone)]
 pub(crate) struct Adaptive {
     segments: Segments,
+    /// One a rule.
     miniatures: Vec<Miniature>,
-    /// Hits of each miniature, times 256, of which older ones count less.
-    scores: [u64; RULES.len()],
+    /// Blocks of the pool that they stand for.
+    modelled: usize,
+    scores: Scores,
     /// A block is followed if so many of its tag's first bits are 0.
     sample_bits: u32,
     /// Tags of the chain that is being released, as far as they are followed.
@@ -30,47 +75,45 @@ pub(crate) struct Adaptive {
     current: usize,
 }
 
+/// One a rule for a pool of so many blocks; and how many of a followed tag's first bits are 0.
+fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
+    let sample_bits = (blocks / MINIATURE_BLOCKS).max(1).ilog2();
+    (RULES.map(|rule| Miniature::new(blocks >> sample_bits, rule)).into(), sample_bits)
+}
+
 impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
-        let sample_bits = (blocks / MINIATURE_BLOCKS).max(1).ilog2();
-        let mut new = Self {
+        let (miniatures, sample_bits) = miniatures(blocks);
+        Self {
             segments: Segments::new(blocks, RULES[0]),
-            miniatures: Vec::new(),
-            scores: [0; RULES.len()],
+            miniatures,
+            modelled: blocks,
+            scores: Scores::default(),
             sample_bits,
             chain: Vec::new(),
             until_choice: 0,
             current: 0,
-        };
-        new.miniatures.extend(RULES.map(|rule| Miniature::new(blocks >> sample_bits, rule)));
-        new
+        }
     }
 
     /// Follows the chain that has been released.
+    #[cold]
     fn follow(&mut self) {
-        for (miniature, score) in self.miniatures.iter_mut().zip(&mut self.scores) {
-            *score += 256 * miniature.follow(&self.chain) as u64;
+        let mut hits = [0; RULES.len()];
+        for (miniature, hits) in self.miniatures.iter_mut().zip(&mut hits) {
+            *hits = miniature.follow(&self.chain);
         }
+        self.scores.add(hits);
         let followed = self.chain.len();
         self.chain.clear();
         if self.until_choice > followed {
             self.until_choice -= followed;
-        } else {
-            self.choose();
+            return;
         }
-    }
-
-    fn choose(&mut self) {
-        let now = self.scores[self.current];
-        let (best, most) = self.scores.iter().copied().enumerate().max_by_key(|&(_, score)| score).unwrap_or_default();
-        if most > now + now / 128 + 1024 {
-            self.current = best;
-            self.segments.set_rule(RULES[best]);
-        }
-        for score in &mut self.scores {
-            *score = *score * KEPT / 256;
-        }
-        self.until_choice = ((self.segments.blocks() >> self.sample_bits) / CHOICES).max(1);
+        self.current = self.scores.best(self.current);
+        self.segments.set_rule(RULES[self.current]);
+        self.scores.fade();
+        self.until_choice = ((self.modelled >> self.sample_bits) / CHOICES).max(1);
     }
 
     #[inline]
@@ -134,8 +177,14 @@ impl Evictor for Adaptive {
         self.segments.hold(block);
     }
 
+    /// The miniatures start again if they stand for a pool of quite another size.
     fn resize(&mut self, blocks: usize) {
         self.segments.resize(blocks);
+        if blocks.abs_diff(self.modelled) > self.modelled / 8 {
+            (self.miniatures, self.sample_bits) = miniatures(blocks);
+            (self.modelled, self.scores) = (blocks, Scores::default());
+            self.chain.clear();
+        }
     }
 
     fn relocate(&mut self, from: BlockId, to: BlockId) {

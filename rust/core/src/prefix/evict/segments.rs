@@ -25,8 +25,6 @@ const PROBATION_SHARE: usize = 16;
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// The least recently used one.
-    Lru,
     /// As long as blocks used once are more than so many in 1024: the oldest of these.
     Once(u16),
     /// New blocks, but for one chain in [`KEPT_CHAINS`]: what is there stays, even if prompts come round in a loop that
@@ -64,10 +62,6 @@ impl Segments {
             fresh: ONCE,
             chains: 0,
         }
-    }
-
-    pub(super) fn rule(&self) -> Rule {
-        self.rule
     }
 
     pub(super) fn set_rule(&mut self, rule: Rule) {
@@ -108,7 +102,8 @@ impl Segments {
         self.again |= *note & WAS_AGAIN != 0;
         let segment = if self.again { AGAIN } else { self.fresh };
         // At most 2.
-        *note = *note & TAG | if self.again { WAS_AGAIN } else { 0 } | segment as u32;
+        let was_again = if self.again { WAS_AGAIN } else { 0 };
+        *note = (*note & TAG) | was_again | segment as u32;
         self.lens[segment] += 1;
         self.rings.push(segment, block);
     }
@@ -130,7 +125,7 @@ impl Segments {
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
         let came_back = self.rule != Rule::Keep && self.ghosts.take(tag);
-        self.notes[block.index()] = tag & TAG | if came_back { WAS_AGAIN } else { 0 };
+        self.notes[block.index()] = (tag & TAG) | if came_back { WAS_AGAIN } else { 0 };
     }
 
     /// Blocks with these tags are given out again.
