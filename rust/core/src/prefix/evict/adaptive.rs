@@ -6,9 +6,13 @@ use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 5] = [Rule::Once(102), Rule::Once(10), Rule::Once(256), Rule::Once(512), Rule::Keep];
-/// Blocks of a miniature cache, if the pool has as many: at least so many, and below twice as many.
-const MINIATURE_BLOCKS: usize = 128;
+const RULES: [Rule; 4] = [Rule::Once(102), Rule::Once(10), Rule::Once(409), Rule::Keep];
+/// Fewest blocks of a miniature cache, if the pool has as many.
+const FEWEST_BLOCKS: usize = 64;
+/// Blocks of a miniature cache of a large pool, at least.
+const MANY_BLOCKS: usize = 1024;
+/// One block in `1 << SPARSE_BITS` is followed in pools between, which keeps what this costs low.
+const SPARSE_BITS: u32 = 5;
 /// Choices while a miniature cache follows as many blocks as it has.
 const CHOICES: usize = 8;
 /// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.
@@ -77,7 +81,8 @@ pub(crate) struct Adaptive {
 
 /// One a rule for a pool of so many blocks; and how many of a followed tag's first bits are 0.
 fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
-    let sample_bits = (blocks / MINIATURE_BLOCKS).max(1).ilog2();
+    let bits = |least: usize| (blocks / least).max(1).ilog2();
+    let sample_bits = bits(FEWEST_BLOCKS).min(bits(MANY_BLOCKS).max(SPARSE_BITS));
     (RULES.map(|rule| Miniature::new(blocks >> sample_bits, rule)).into(), sample_bits)
 }
 
