@@ -49,8 +49,8 @@ impl Arc {
 
     /// Remembers what a ring let go.
     fn remember(&mut self, ring: usize, block: BlockId) {
-        let before = self.ghosts[ring].insert(self.tags[block.index()]);
-        self.remembered[ring] += usize::from(before == 0);
+        let is_more = self.ghosts[ring].insert(self.tags[block.index()]);
+        self.remembered[ring] += usize::from(is_more);
     }
 
     /// Whether a tag was let go a short while ago, which moves the target.
