@@ -9,15 +9,14 @@ Without arguments it takes the generated workloads, and the traces in the folder
 
 `optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
 
-`make bench` runs it with BENCH_JSON=FILE: only some points, and two figures for that file, `policy_adaptive_worst` (least
-ratio of adaptive's hits to the best other policy's) and `policy_adaptive_cost` (W-prefix, ratio of time to `lru`'s).
+With BENCH_JSON=FILE it measures only some points, and adds two figures to that file: `policy_adaptive_worst`, least
+ratio of adaptive's hits to the best other policy's, and `policy_adaptive_cost`, W-prefix, ratio of time to `lru`'s.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import heapq
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from figures import keep
 
 from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError
+from blockyard.sim.evictor import Optimal, chains, replay
 from blockyard.sim.trace import TraceRequest, read_trace
 from blockyard.sim.traffic import WORKLOADS, traffic
 from blockyard.types import HashedPrompt
@@ -48,34 +48,24 @@ class Workload:
     block_size = 2
 
     def __init__(self, name: str, requests: Sequence[TraceRequest]) -> None:
-        self.name = name
-        nodes: dict[tuple[int, int], int] = {}
-        self.chains: list[list[int]] = []
-        """Blocks that are cached after each request; two are the same if all before them is, too."""
-        self.hittable: list[int] = []
-        self.needed: list[int] = []
-        self.hashed: list[HashedPrompt] = []
+        self.name, self.requests, self.chains = name, requests, chains(requests)
         hasher = BlockManager(block_size=self.block_size, device_blocks=1, prefix_caching=True).prefix
-        for request in requests:
-            size = int(request.hash_tokens)
-            ids = request.hash_ids[: request.input_tokens // size]
-            node, chain = -1, []
-            for hash_id in ids:
-                node = nodes.setdefault((node, hash_id), len(nodes))
-                chain.append(node)
-            has_tail = request.input_tokens > len(ids) * size
-            self.chains.append(chain)
-            # The last token is always computed.
-            self.hittable.append(len(chain) if has_tail else max(len(chain) - 1, 0))
-            self.needed.append(len(chain) + has_tail)
-            pairs = np.array([[i >> 16, i & 0xFFFF] for i in ids], np.uint32).reshape(-1)
-            self.hashed.append(hasher.hash(np.concatenate([pairs, np.zeros(int(has_tail), np.uint32)])))
-        self.blocks = sum(map(len, self.chains))
-        self.distinct = len(nodes)
+        self.hashed: list[HashedPrompt] = []
+        for request, chain in zip(requests, self.chains, strict=True):
+            ids = np.array(request.hash_ids[: len(chain.keys)], np.uint64)
+            tail = [0] * (chain.needed - len(chain.keys))
+            tokens = np.stack([ids >> np.uint64(16), ids & np.uint64(0xFFFF)], axis=1).reshape(-1)
+            self.hashed.append(hasher.hash(np.append(tokens, tail).astype(np.uint32)))
+        self.blocks = sum(len(chain.keys) for chain in self.chains)
+        self.distinct = len({key for chain in self.chains for key in chain.keys})
 
-    def fitting(self, blocks: int) -> Iterator[int]:
-        """Yield the numbers of the requests that a pool of so many blocks can hold."""
-        return (number for number, needed in enumerate(self.needed) if needed <= blocks)
+    def pool(self, percent: float) -> int:
+        """Blocks of a pool of that percentage of the distinct ones."""
+        return max(1, round(self.distinct * percent / 100))
+
+    def fitting(self, blocks: int) -> list[int]:
+        """Numbers of the requests that a pool of so many blocks can hold."""
+        return [number for number, chain in enumerate(self.chains) if chain.needed <= blocks]
 
     def hits(self, eviction: str, blocks: int) -> list[int]:
         """Blocks that each request that fits finds cached."""
@@ -94,43 +84,14 @@ class Workload:
             manager.free(sequence)
         return found
 
-    def optimal(self, blocks: int) -> int:
-        """Most blocks that can be found cached in a pool of so many, by one who knows all requests."""
-        never, used = len(self.chains), 0
-        following = [never] * self.distinct
-        next_uses: dict[int, list[int]] = {}
-        for number in reversed(list(self.fitting(blocks))):
-            chain = self.chains[number]
-            next_uses[number] = [following[node] for node in chain]
-            for node in chain[: self.hittable[number]]:
-                following[node] = number
-        cached: dict[int, int] = {}
-        order: list[tuple[int, int, int]] = []
-        hits = 0
-        for number, uses in reversed(next_uses.items()):
-            chain = self.chains[number]
-            present = [cached.pop(node, None) is not None for node in chain]
-            hits += sum(present[: self.hittable[number]])
-            used += len(chain) - sum(present)
-            tail = self.needed[number] - len(chain)
-            while used + tail > blocks:
-                use, _, node = heapq.heappop(order)
-                if cached.get(node) == -use:
-                    del cached[node]
-                    used -= 1
-            for depth, (node, use) in enumerate(zip(chain, uses, strict=True)):
-                cached[node] = use
-                heapq.heappush(order, (-use, -depth, node))
-        return hits
-
 
 def measure(workload: Workload, percent: float, policies: Sequence[str]) -> Point:
     """Hits of each policy in a pool of that percentage of the distinct blocks."""
-    blocks = max(1, round(workload.distinct * percent / 100))
+    blocks = workload.pool(percent)
     point = {policy: float(sum(workload.hits(policy, blocks))) for policy in policies}
-    point["optimal"] = workload.optimal(blocks)
+    point["optimal"] = sum(replay(workload.requests, blocks, Optimal(workload.requests, blocks)))
     point["blocks"] = blocks
-    point["too_long"] = len(workload.chains) - len(list(workload.fitting(blocks)))
+    point["too_long"] = len(workload.chains) - len(workload.fitting(blocks))
     return point
 
 
@@ -183,7 +144,9 @@ def compare(chosen: argparse.Namespace) -> None:
                 judged.append((found, name, percent))
     total = {name: sum(p[name] for at in points.values() for p in at.values()) for name in (*policies, "optimal")}
     print("all points:", ", ".join(f"{name} {hits:.0f}" for name, hits in sorted(total.items(), key=lambda x: -x[1])))
-    print("least ratios:", ", ".join(f"{found:.3f} {name} {percent:g} %" for found, name, percent in sorted(judged)[:5]))
+    print(
+        "least ratios:", ", ".join(f"{found:.3f} {name} {percent:g} %" for found, name, percent in sorted(judged)[:5])
+    )
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(points, indent=1) + "\n")
 
@@ -195,12 +158,12 @@ def shift(name: str, percent: float) -> float:
     """
     requests = traffic(name)
     both, after = Workload(name, requests), Workload(name, requests[len(requests) // 2 :])
-    blocks = max(1, round(both.distinct * percent / 100))
+    blocks = both.pool(percent)
     half = len(requests) // 2
     hits = both.hits("adaptive", blocks)
     turnover, start = 0, half
     while start < len(hits) and turnover < 2 * blocks:
-        turnover += both.needed[start] - hits[start]
+        turnover += both.chains[start].needed - hits[start]
         start += 1
     best = max(sum(after.hits(policy, blocks)[start - half :]) for policy in FIXED)
     return sum(hits[start:]) / best if best else 1.0
@@ -212,16 +175,18 @@ def figures() -> dict[str, float]:
     for name, requests in sources(known_traces(), ("chat", "rag", "batch", "loop", "templates", "mixed", "chat-rag")):
         workload = Workload(name, requests)
         for percent in (2, 5, 10, 20, 40):
-            blocks = max(1, round(workload.distinct * percent / 100))
+            blocks = workload.pool(percent)
             point = {policy: float(sum(workload.hits(policy, blocks))) for policy in (*FIXED, "adaptive")}
             worst = min(worst, ratio(point, workload) or worst)
     arrays, costs = prompts(), []
     for blocks in (20_000, 4_000):
-        least = {"lru": float("inf"), "adaptive": float("inf")}
-        for _ in range(9):
-            for policy in least:
-                least[policy] = min(least[policy], w_prefix(arrays, blocks, PrefixCaching(eviction=policy))[0])
-        costs.append(least["adaptive"] / least["lru"])
+        # One after the other in each round, so that both meet the same load.
+        runs = [
+            [w_prefix(arrays, blocks, PrefixCaching(eviction=name))[0] for name in ("lru", "adaptive")]
+            for _ in range(20)
+        ]
+        lru, adaptive = (min(times) for times in zip(*runs, strict=True))
+        costs.append(adaptive / lru)
     return {"policy_adaptive_worst": worst, "policy_adaptive_cost": max(costs)}
 
 

@@ -1,7 +1,7 @@
 """Generated requests that share prefixes as real ones do: chats, agents, retrieval, batch jobs, loops, and shifts.
 
-A request is a list of hash ids, as in Mooncake's traces: `blockyard.sim.trace.TraceRequest`. The same name and seed give
-the same requests. Eviction policies are compared over them (`benches/bench_policies.py`).
+A request is a list of hash ids, as in Mooncake's traces: `blockyard.sim.trace.TraceRequest`. The same name and seed
+give the same requests. Eviction policies are compared over them (`benches/bench_policies.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count, islice
+from itertools import chain, count, islice
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.sim.trace import TraceRequest
@@ -91,7 +91,7 @@ def rag(source: _Source) -> _Rows:
     system, documents = source.text(10), source.texts(500, 30)
     for number in count():
         parts = [source.popular(documents, 0.9) for _ in range(1 if source.rng.random() < 0.8 else 2)]
-        yield float(number), [*system, *sum(parts, []), *source.text(3)]
+        yield float(number), [*system, *chain.from_iterable(parts), *source.text(3)]
 
 
 def batch(source: _Source) -> _Rows:

@@ -8,6 +8,8 @@ mod ghosts;
 mod leveled;
 mod lfu;
 mod miniature;
+#[cfg(test)]
+mod models;
 mod policy;
 mod quota;
 mod s3fifo;
@@ -143,7 +145,7 @@ pub enum Eviction {
     Arc,
     /// Least frequently used first, of those the least recently used.
     Lfu,
-    /// By hits, and by which depths of prompts are hit.
+    /// By the rule that has most hits just now, as miniature caches show.
     Adaptive,
     /// By priorities that decay: each level is worth one turnover of the pool.
     Priority,
