@@ -152,20 +152,15 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def shift(name: str, percent: float) -> float:
-    """Ratio of `adaptive` to the best other policy in the second half of a workload, but for two turnovers of the pool.
-
-    Each other policy is given the second half alone, so that it suffers from no shift.
-    """
-    requests = traffic(name)
-    both, after = Workload(name, requests), Workload(name, requests[len(requests) // 2 :])
-    blocks = both.pool(percent)
-    half = len(requests) // 2
-    hits = both.hits("adaptive", blocks)
-    turnover, start = 0, half
-    while start < len(hits) and turnover < 2 * blocks:
-        turnover += both.chains[start].needed - hits[start]
+    """Ratio of `adaptive` to the best other policy from two turnovers of the pool after the shift in the middle on."""
+    workload = Workload(name, traffic(name))
+    blocks = workload.pool(percent)
+    hits = workload.hits("adaptive", blocks)
+    start, turned = len(hits) // 2, 0
+    while start < len(hits) and turned < 2 * blocks:
+        turned += workload.chains[start].needed - hits[start]
         start += 1
-    best = max(sum(after.hits(policy, blocks)[start - half :]) for policy in FIXED)
+    best = max(sum(workload.hits(policy, blocks)[start:]) for policy in FIXED)
     return sum(hits[start:]) / best if best else 1.0
 
 

@@ -270,8 +270,8 @@ fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
             let mut prompt: Vec<u32> = prompts[prompts.len() / 2].iter().copied().take(shared).collect();
             for digit in branch {
                 // A tag is a block's and of all before it.
-                let before = prompt.last().copied().unwrap_or(1);
-                prompt.push((before.wrapping_mul(2_654_435_761) ^ (digit + 1).wrapping_mul(0x9e37_79b9)) | 8);
+                let before = prompt.last().copied().unwrap_or(2);
+                prompt.push(before.rotate_left(7).wrapping_add(digit + 1).wrapping_mul(0x9e37_79b1));
             }
             prompts.push(prompt);
         }

@@ -68,10 +68,6 @@ impl Segments {
         self.rule = rule;
     }
 
-    pub(super) fn blocks(&self) -> usize {
-        self.blocks
-    }
-
     pub(super) fn rings(&self) -> &Rings {
         &self.rings
     }
