@@ -8,11 +8,11 @@ use crate::id::BlockId;
 /// The rules that are tried; the first one until there is reason for another.
 const RULES: [Rule; 4] = [Rule::Once(102), Rule::Once(10), Rule::Once(409), Rule::Keep];
 /// Fewest blocks of a miniature cache, if the pool has as many.
-const FEWEST_BLOCKS: usize = 64;
+const FEWEST_BLOCKS: usize = 128;
 /// Blocks of a miniature cache of a large pool, at least.
-const MANY_BLOCKS: usize = 1024;
+const MANY_BLOCKS: usize = 512;
 /// One block in `1 << SPARSE_BITS` is followed in pools between, which keeps what this costs low.
-const SPARSE_BITS: u32 = 5;
+const SPARSE_BITS: u32 = 4;
 /// Choices while a miniature cache follows as many blocks as it has.
 const CHOICES: usize = 8;
 /// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.

@@ -28,6 +28,9 @@ impl Hasher for AsItIs {
     }
 }
 
+/// No block of a miniature.
+const ABSENT: BlockId = BlockId(u32::MAX);
+
 #[derive(Debug, Clone)]
 pub(super) struct Miniature {
     segments: Segments,
@@ -56,30 +59,41 @@ impl Miniature {
 
     /// A sequence has used blocks with these tags, the last one first; returns how many of them this cache has.
     pub(super) fn follow(&mut self, tags: &[u32]) -> usize {
-        self.chain.clear();
+        let Self { segments, blocks, chain, .. } = self;
         // The blocks that are there leave the order of eviction before others take room.
-        for tag in tags {
-            if let Some(&block) = self.blocks.get(tag) {
-                self.segments.remove(block, true);
-                self.chain.push(block);
-            }
-        }
-        let hits = self.chain.len();
-        if hits == tags.len() {
-            self.chain.reverse();
-        } else {
-            self.chain.clear();
-            for &tag in tags.iter().rev() {
-                let known = self.blocks.get(&tag).copied();
-                let Some(block) = known.or_else(|| self.take(tag)) else { break };
-                self.chain.push(block);
-            }
+        let mut hits = 0;
+        chain.clear();
+        chain.extend(tags.iter().rev().map(|tag| {
+            let block = blocks.get(tag).copied();
+            hits += usize::from(block.is_some_and(|block| segments.remove(block, true)));
+            block.unwrap_or(ABSENT)
+        }));
+        if hits < tags.len() {
+            self.fill(tags);
         }
         self.segments.begin_chain();
         for &block in self.chain.iter().rev() {
             self.segments.insert(block);
         }
         hits
+    }
+
+    /// Gives blocks to the tags of the chain that have none, as far as there are blocks.
+    fn fill(&mut self, tags: &[u32]) {
+        for (at, &tag) in tags.iter().rev().enumerate() {
+            if self.chain[at] == ABSENT {
+                let Some(block) = self.take(tag) else {
+                    self.drop_absent();
+                    return;
+                };
+                self.chain[at] = block;
+            }
+        }
+    }
+
+    #[cold]
+    fn drop_absent(&mut self) {
+        self.chain.retain(|&block| block != ABSENT);
     }
 
     /// Gives a tag a block, if one is left.
