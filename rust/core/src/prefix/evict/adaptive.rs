@@ -7,12 +7,12 @@ use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
 const RULES: [Rule; 4] = [Rule::Once(102), Rule::Once(10), Rule::Once(409), Rule::Keep];
-/// Fewest blocks of a miniature cache, if the pool has as many.
-const FEWEST_BLOCKS: usize = 128;
-/// Blocks of a miniature cache of a large pool, at least.
+/// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
-/// One block in `1 << SPARSE_BITS` is followed in pools between, which keeps what this costs low.
-const SPARSE_BITS: u32 = 4;
+/// In smaller pools one block in so many is followed, which keeps the cost low, ...
+const SPARSE: usize = 18;
+/// ... but for pools of less than some times as many, in which a sample of them says little.
+const DENSE_BLOCKS: usize = 800;
 /// Choices while a miniature cache follows as many blocks as it has.
 const CHOICES: usize = 8;
 /// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.
@@ -70,8 +70,9 @@ pub(crate) struct Adaptive {
     /// Blocks of the pool that they stand for.
     modelled: usize,
     scores: Scores,
-    /// A block is followed if so many of its tag's first bits are 0.
-    sample_bits: u32,
+    /// One block in so many is followed: those with the lowest tags.
+    one_in: u32,
+    highest: u32,
     /// Tags of the chain that is being released, as far as they are followed.
     chain: Vec<u32>,
     /// Blocks to follow until the next choice.
@@ -79,22 +80,24 @@ pub(crate) struct Adaptive {
     current: usize,
 }
 
-/// One a rule for a pool of so many blocks; and how many of a followed tag's first bits are 0.
+/// One miniature a rule for a pool of so many blocks; one block in so many is followed.
 fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
-    let bits = |least: usize| (blocks / least).max(1).ilog2();
-    let sample_bits = bits(FEWEST_BLOCKS).min(bits(MANY_BLOCKS).max(SPARSE_BITS));
-    (RULES.map(|rule| Miniature::new(blocks >> sample_bits, rule)).into(), sample_bits)
+    let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
+    let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
+    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule));
+    (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
 impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
-        let (miniatures, sample_bits) = miniatures(blocks);
+        let (miniatures, one_in) = miniatures(blocks);
         Self {
             segments: Segments::new(blocks, RULES[0]),
             miniatures,
             modelled: blocks,
             scores: Scores::default(),
-            sample_bits,
+            one_in,
+            highest: u32::MAX / one_in,
             chain: Vec::new(),
             until_choice: 0,
             current: 0,
@@ -102,7 +105,7 @@ impl Adaptive {
     }
 
     /// Follows the chain that has been released.
-    #[cold]
+    #[inline(never)]
     fn follow(&mut self) {
         let mut hits = [0; RULES.len()];
         for (miniature, hits) in self.miniatures.iter_mut().zip(&mut hits) {
@@ -118,14 +121,15 @@ impl Adaptive {
         self.current = self.scores.best(self.current);
         self.segments.set_rule(RULES[self.current]);
         self.scores.fade();
-        self.until_choice = ((self.modelled >> self.sample_bits) / CHOICES).max(1);
+        self.until_choice = (self.modelled / self.one_in as usize / CHOICES).max(1);
     }
 
+    /// Follows a block that is released, if it is one of the sample.
     #[inline]
-    fn note(&mut self, block: BlockId) {
-        let tag = self.segments.tag(block);
-        if tag.leading_zeros() >= self.sample_bits && tag != 0 {
-            self.chain.push(tag << self.sample_bits);
+    fn note(&mut self, tag: u32) {
+        // 0 wraps to the highest.
+        if tag.wrapping_sub(1) < self.highest {
+            self.chain.push(tag * self.one_in);
         }
     }
 }
@@ -141,8 +145,8 @@ impl Evictor for Adaptive {
 
     #[inline]
     fn insert(&mut self, block: BlockId) {
-        self.note(block);
-        self.segments.insert(block);
+        let tag = self.segments.insert(block);
+        self.note(tag);
     }
 
     #[inline]
@@ -151,9 +155,7 @@ impl Evictor for Adaptive {
     }
 
     fn pop(&mut self) -> Option<BlockId> {
-        let mut first = Vec::with_capacity(1);
-        self.segments.pop_into(1, &mut first);
-        first.pop()
+        self.segments.pop()
     }
 
     fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
@@ -178,15 +180,16 @@ impl Evictor for Adaptive {
 
     #[inline]
     fn hold(&mut self, block: BlockId) {
-        self.note(block);
-        self.segments.hold(block);
+        let tag = self.segments.hold(block);
+        self.note(tag);
     }
 
     /// The miniatures start again if they stand for a pool of quite another size.
     fn resize(&mut self, blocks: usize) {
         self.segments.resize(blocks);
         if blocks.abs_diff(self.modelled) > self.modelled / 8 {
-            (self.miniatures, self.sample_bits) = miniatures(blocks);
+            (self.miniatures, self.one_in) = miniatures(blocks);
+            self.highest = u32::MAX / self.one_in;
             (self.modelled, self.scores) = (blocks, Scores::default());
             self.chain.clear();
         }

@@ -42,18 +42,16 @@ pub(super) struct Miniature {
     unused: u32,
     /// Blocks of the chain that is being followed.
     chain: Vec<BlockId>,
-    popped: Vec<BlockId>,
 }
 
 impl Miniature {
     pub(super) fn new(blocks: usize, rule: Rule) -> Self {
         Self {
             segments: Segments::new(blocks, rule),
-            blocks: HashMap::default(),
+            blocks: HashMap::with_capacity_and_hasher(2 * blocks, BuildHasherDefault::default()),
             tags: vec![0; blocks],
             unused: 0,
             chain: Vec::new(),
-            popped: Vec::new(),
         }
     }
 
@@ -102,8 +100,7 @@ impl Miniature {
             self.unused += 1;
             BlockId(self.unused - 1)
         } else {
-            self.segments.pop_into(1, &mut self.popped);
-            let block = self.popped.pop()?;
+            let block = self.segments.pop()?;
             let former = self.tags[block.index()];
             self.blocks.remove(&former);
             self.segments.evicted(&[former]);

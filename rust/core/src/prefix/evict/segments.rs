@@ -72,12 +72,6 @@ impl Segments {
         &self.rings
     }
 
-    /// What is known of a block's tag.
-    #[inline]
-    pub(super) fn tag(&self, block: BlockId) -> u32 {
-        self.notes[block.index()] & TAG
-    }
-
     pub(super) fn begin_chain(&mut self) {
         self.again = false;
         self.chains = self.chains.wrapping_add(1);
@@ -85,23 +79,25 @@ impl Segments {
         self.fresh = if self.rule == Rule::Keep && !is_kept { PROBATION } else { ONCE };
     }
 
+    /// Returns what is known of the block's tag.
     #[inline]
-    pub(super) fn hold(&mut self, block: BlockId) {
-        if self.again {
-            self.notes[block.index()] |= WAS_AGAIN;
-        }
+    pub(super) fn hold(&mut self, block: BlockId) -> u32 {
+        let note = &mut self.notes[block.index()];
+        *note |= if self.again { WAS_AGAIN } else { 0 };
+        *note & TAG
     }
 
+    /// Returns what is known of the block's tag.
     #[inline]
-    pub(super) fn insert(&mut self, block: BlockId) {
+    pub(super) fn insert(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
+        let tag = *note & TAG;
         self.again |= *note & WAS_AGAIN != 0;
-        let segment = if self.again { AGAIN } else { self.fresh };
-        // At most 2.
-        let was_again = if self.again { WAS_AGAIN } else { 0 };
-        *note = (*note & TAG) | was_again | segment as u32;
+        let (segment, bits) = if self.again { (AGAIN, WAS_AGAIN | AGAIN as u32) } else { (self.fresh, self.fresh as u32) };
+        *note = tag | bits;
         self.lens[segment] += 1;
         self.rings.push(segment, block);
+        tag
     }
 
     /// A block leaves the segments, or stays out of them; returns whether it was there.
@@ -131,12 +127,25 @@ impl Segments {
         }
     }
 
-    /// Takes out the first blocks.
+    /// Takes out the block that goes first.
+    #[inline]
+    pub(super) fn pop(&mut self) -> Option<BlockId> {
+        let (segment, _) = self.first();
+        let block = self.rings.pop(segment)?;
+        self.lens[segment] -= 1;
+        Some(block)
+    }
+
+    /// Takes out the blocks that go first, or as many as there are.
     pub(super) fn pop_into(&mut self, mut count: usize, out: &mut Vec<BlockId>) {
         while count > 0 {
             let (segment, most) = self.first();
             let before = out.len();
-            self.rings.pop_into(segment, count.min(most), out);
+            if most == 1 {
+                out.extend(self.rings.pop(segment));
+            } else {
+                self.rings.pop_into(segment, count.min(most), out);
+            }
             let popped = out.len() - before;
             if popped == 0 {
                 return;
