@@ -28,9 +28,9 @@ from figures import keep
 
 from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim.evictor import Optimal, chains, replay
+from blockyard.sim.eviction.evictor import Optimal, chains, replay
+from blockyard.sim.eviction.traffic import WORKLOADS, traffic
 from blockyard.sim.trace import TraceRequest, read_trace
-from blockyard.sim.traffic import WORKLOADS, traffic
 from blockyard.types import HashedPrompt
 
 SETTINGS = tuple(f"s3fifo:{small}:{ghosts}" for small in (5, 10, 20, 30, 50, 70, 90) for ghosts in (1, 4))

@@ -213,6 +213,227 @@ class PrefixCachingAllocator(BlockAllocator):
         num_blocks: blocks of the tier.
         tier: name of the tier in errors.
         reuse: which free block goes next, as for `NaiveAllocator`.
+        eviction: which cached block goes once none is free: the one `"released"` or `"accessed"` least recently.
+    """
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        *,
+        tier: _Tier = "device",
+        reuse: _Reuse = "lowest",
+        eviction: Literal["released", "accessed"] = "released",
+    ) -> PrefixCachingAllocator: ...
+
+@final
+class FreeBlocks:
+    """An iterator over free blocks in the order in which they would be given out. Nothing is taken.
+
+    It reads ids ahead in chunks, first 64, then twice as many each time, so the first few cost little in any pool. If
+    the pool changes meanwhile, ids that were read ahead stay as they were, and the next chunk continues at the same
+    place of the new order: an id may be missed or come twice.
+    """
+
+    def __iter__(self) -> FreeBlocks: ...
+    def __next__(self) -> int: ...
+
+@final
+class Pairs:
+    """Pairs of block ids between two tiers.
+
+    Args:
+        src: tier that is read.
+        dst: tier that is written.
+        ids: `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs.
+    Raises:
+        MappingError: an id is negative or too large, or the array has another dtype or shape.
+        InvalidArgumentError: a tier has another name.
+    """
+
+    def __new__(cls, src: _Tier, dst: _Tier, ids: _IdPairs) -> Pairs: ...
+    @property
+    def src(self) -> _Tier:
+        """Tier that is read."""
+    @property
+    def dst(self) -> _Tier:
+        """Tier that is written."""
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Block ids `(from, to)`, int64 `[n, 2]`."""
+    def __len__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class StepDecision:
+    """The transfers of one step, and the ticket that holds leases on all their blocks until it is completed or failed.
+
+    Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` names the
+    tickets, perhaps this one too, whose device reads must have finished before this step writes to the device.
+
+    Args:
+        ticket: number to complete or fail.
+        transfers: kind and pairs; sorted into the order in which they are safe to run.
+        after: tickets to wait for.
+    Raises:
+        InvalidArgumentError: a kind has another name.
+    """
+
+    def __new__(cls, ticket: int, transfers: _Each[tuple[str, Pairs]], *, after: _Each[int] = ...) -> StepDecision: ...
+    @property
+    def ticket(self) -> int:
+        """Number to complete or fail."""
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Tickets whose device reads must end before this step writes to the device, a tuple of ints."""
+    @property
+    def spill(self) -> tuple[Pairs, ...]:
+        """Device or host to external: a tuple with one `Pairs` for each source tier."""
+    @property
+    def swap_out(self) -> tuple[Pairs, ...]:
+        """Device to host: a tuple of `Pairs`."""
+    @property
+    def swap_in(self) -> tuple[Pairs, ...]:
+        """Host to device: a tuple of `Pairs`."""
+    @property
+    def fetch(self) -> tuple[Pairs, ...]:
+        """External to device or host: a tuple with one `Pairs` for each target tier."""
+    @property
+    def copy(self) -> tuple[Pairs, ...]:
+        """Copy-on-write on the device: a tuple of `Pairs`."""
+    @property
+    def move(self) -> tuple[Pairs, ...]:
+        """Moves of defragmentation on the device: a tuple of `Pairs`."""
+    @property
+    def exchange(self) -> tuple[Pairs, ...]:
+        """Exchanges of defragmentation on the device: a tuple of `Pairs`."""
+    @property
+    def blocks_to_swap_in(self) -> NDArray[np.int64]:
+        """Host to device, int64 `[n, 2]`; vLLM's name."""
+    @property
+    def blocks_to_swap_out(self) -> NDArray[np.int64]:
+        """Device to host, int64 `[n, 2]`; vLLM's name."""
+    @property
+    def blocks_to_copy(self) -> NDArray[np.int64]:
+        """Copy-on-write on the device, int64 `[n, 2]`; vLLM's name."""
+    def transfers(self) -> list[tuple[str, Pairs]]:
+        """All kinds and pairs, in the order in which they are safe to run one after another."""
+    MAX_BYTES: ClassVar[int]
+    """Bytes of the longest decision that is written or read."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def to_bytes(self) -> bytes:
+        """The decision as bytes with version and checksum, the same in every process, less entries without pairs.
+
+        Raises:
+            MappingError: it cannot be carried out as it is written, as `from_bytes` says, or is too long.
+        """
+    @staticmethod
+    def from_bytes(data: bytes) -> StepDecision:
+        """The decision that was written as these bytes; runs no code in them, takes memory in proportion to them.
+
+        The checksum finds damage, not a forger who computes it: bytes of unknown origin need a signature of yours.
+        Whoever wrote them, kinds and tiers fit and nothing is written twice; ids are bounded where they are used.
+
+        Args:
+            data: what `to_bytes` gave.
+        Raises:
+            MappingError: the bytes are not whole or of another version, a kind is out of order or there twice for its
+                tiers, or joins other tiers, a block is written twice or both copied and written, or the ticket waits
+                for a later one.
+        """
+    def __len__(self) -> int: ...
+
+@final
+class CacheGroup:
+    """What the layers of one cache group need of the tokens before."""
+
+    @staticmethod
+    def full_attention() -> CacheGroup:
+        """All of them."""
+    @staticmethod
+    def sliding_window(window: int) -> CacheGroup:
+        """The token itself and the `window - 1` before it; blocks before those are given back."""
+    @staticmethod
+    def recurrent() -> CacheGroup:
+        """One state, which a block holds after its last token.
+
+        A step reads it from the block of the token before and writes it into the block of its own last token; blocks
+        that a longer step passes over are 0 in the table. A state cannot be taken back: truncation is refused.
+        """
+    @staticmethod
+    def cross_attention() -> CacheGroup:
+        """The tokens of an encoder, given once; forks share them. Not together with prefix caching."""
+    @property
+    def kind(self) -> Literal["full_attention", "sliding_window", "recurrent", "cross_attention"]:
+        """`"full_attention"`, `"sliding_window"`, `"recurrent"` or `"cross_attention"`."""
+    @property
+    def window(self) -> int | None:
+        """Tokens of the window; None for other kinds."""
+    def peak_blocks(
+        self, num_tokens: int, *, block_size: int, lookahead: int = 0, chunk_tokens: int | None = None
+    ) -> int:
+        """Most blocks that a sequence holds at once in this group if at most `chunk_tokens` are put in at a time."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class Fit:
+    """Whether a request for blocks fits, and the numbers that decide it. True only where `status` is `OK`.
+
+    Args:
+        status: `AllocStatus`.
+        blocks: blocks that the request takes.
+        free: blocks that can be given out.
+    """
+
+    def __new__(cls, status: AllocStatus, blocks: int, free: int) -> Fit: ...
+    def __bool__(self) -> bool: ...
+    @property
+    def status(self) -> AllocStatus:
+        """`AllocStatus.OK`, `LATER` or `NEVER`."""
+    @property
+    def blocks(self) -> int:
+        """Blocks that the request takes; 0 for sequences that cannot move as they are."""
+    @property
+    def free(self) -> int:
+        """Blocks that can be given out now; where the request must keep the watermark, without the watermark's."""
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Sequence:
+    """The handle of one sequence. Every call that takes a handle takes it; so does numpy.
+
+    It equals and hashes as its number, and prints as that number.
+
+    Args:
+        handle: the number, uint64.
+        cached_tokens: first tokens of the prompt that need not be computed.
+    """
+
+    def __new__(cls, handle: int, cached_tokens: int = 0) -> Sequence: ...
+    @property
+    def cached_tokens(self) -> int:
+        """First tokens of the prompt that need not be computed: the prefix cache had them. The last token is always
+        computed.
+        """
+    def __index__(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __eq__(self, value: object, /) -> bool: ...
+    def __ne__(self, value: object, /) -> bool: ...
+    def __lt__(self, value: int | Sequence, /) -> bool: ...
+    def __le__(self, value: int | Sequence, /) -> bool: ...
+    def __gt__(self, value: int | Sequence, /) -> bool: ...
+    def __ge__(self, value: int | Sequence, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class PrefixCaching:
+    """Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
+
+    Args:
         eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"lfu"`: the
             least frequently used. `"arc"`: blocks used once or blocks used again, in shares that follow what is missed.
             `"s3fifo"`: blocks without a hit pass through a small queue, the others get second chances;

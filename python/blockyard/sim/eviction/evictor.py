@@ -59,7 +59,7 @@ class Evictor:
         ...         self.blocks.remove(block)
         ...     def pop(self) -> int:
         ...         return self.blocks.pop()
-        >>> from blockyard.sim.traffic import traffic
+        >>> from blockyard.sim.eviction.traffic import traffic
         >>> requests = traffic("loop", requests=500)
         >>> sum(replay(requests, 5000, Mru())) > sum(replay(requests, 5000, Lru()))
         True
