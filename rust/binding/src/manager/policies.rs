@@ -110,8 +110,12 @@ impl<'py> Argument<'py> for CachingOptions {
         let is_on: bool = value
             .extract()
             .map_err(|_| invalid(format!("{name} is {}, must be a bool or a PrefixCaching", shown(value))))?;
-        let default =
-            PyPrefixCaching { eviction: Eviction::default().name().into_owned(), host: false, max_events: 0, max_pinned: 0.5 };
+        let default = PyPrefixCaching {
+            eviction: Eviction::default().name().into_owned(),
+            host: false,
+            max_events: 0,
+            max_pinned: 0.5,
+        };
         Ok(if is_on { Self::On(default) } else { Self::Off })
     }
 }

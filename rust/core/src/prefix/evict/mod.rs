@@ -186,7 +186,6 @@ impl Eviction {
 
 /// The policy of one pool. The named ones are called without indirection.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "there is one a pool, and a box would be an indirection")]
 pub(crate) enum Policy {
     Lru(Lru),
     S3Fifo(S3Fifo),

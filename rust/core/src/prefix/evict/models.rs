@@ -286,7 +286,9 @@ fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize)
     for prompt in prompts {
         let mut table: Vec<BlockId> = prompt.iter().map_while(|tag| at.get(tag).copied()).collect();
         hits += table.len();
-        table.iter().for_each(|&block| policy.hit(block));
+        for &block in &table {
+            policy.hit(block);
+        }
         for &tag in &prompt[table.len()..] {
             let block = if (unused as usize) < BLOCKS {
                 unused += 1;
@@ -303,7 +305,9 @@ fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize)
             policy.publish(block, tag);
         }
         policy.begin_chain();
-        table.iter().rev().for_each(|&block| policy.insert(block));
+        for &block in table.iter().rev() {
+            policy.insert(block);
+        }
     }
     (popped, hits)
 }

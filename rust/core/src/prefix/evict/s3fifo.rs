@@ -28,8 +28,8 @@ impl S3FifoSettings {
     pub(super) fn parse(text: &str) -> Option<Self> {
         let (small, ghosts) = text.split_once(':')?;
         let settings = Self { small_percent: small.parse().ok()?, ghost_pools: ghosts.parse().ok()? };
-        let is_valid = (1..100).contains(&settings.small_percent)
-            && (1..=Self::MOST_GHOST_POOLS).contains(&settings.ghost_pools);
+        let is_valid =
+            (1..100).contains(&settings.small_percent) && (1..=Self::MOST_GHOST_POOLS).contains(&settings.ghost_pools);
         is_valid.then_some(settings)
     }
 

@@ -8,9 +8,9 @@ use super::ghosts::Ghosts;
 use crate::id::BlockId;
 use crate::ring::Rings;
 
-const PROBATION: usize = 0;
-const ONCE: usize = 1;
-const AGAIN: usize = 2;
+const PROBATION: u32 = 0;
+const ONCE: u32 = 1;
+const AGAIN: u32 = 2;
 
 /// Bits of a note that say where its block is: its segment, and whether it was used again. The others are its tag's.
 const SEGMENT: u32 = 3;
@@ -45,7 +45,7 @@ pub(super) struct Segments {
     /// Whether a block of the chain that is being released was used again.
     again: bool,
     /// Segment of the chain's blocks that were not.
-    fresh: usize,
+    fresh: u32,
     chains: u32,
 }
 
@@ -75,7 +75,7 @@ impl Segments {
     pub(super) fn begin_chain(&mut self) {
         self.again = false;
         self.chains = self.chains.wrapping_add(1);
-        let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION] > self.blocks / PROBATION_SHARE;
+        let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > self.blocks / PROBATION_SHARE;
         self.fresh = if self.rule == Rule::Keep && !is_kept { PROBATION } else { ONCE };
     }
 
@@ -93,10 +93,10 @@ impl Segments {
         let note = &mut self.notes[block.index()];
         let tag = *note & TAG;
         self.again |= *note & WAS_AGAIN != 0;
-        let (segment, bits) = if self.again { (AGAIN, WAS_AGAIN | AGAIN as u32) } else { (self.fresh, self.fresh as u32) };
-        *note = tag | bits;
-        self.lens[segment] += 1;
-        self.rings.push(segment, block);
+        let (segment, bit) = if self.again { (AGAIN, WAS_AGAIN) } else { (self.fresh, 0) };
+        *note = tag | bit | segment;
+        self.lens[segment as usize] += 1;
+        self.rings.push(segment as usize, block);
         tag
     }
 
@@ -130,7 +130,7 @@ impl Segments {
     /// Takes out the block that goes first.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<BlockId> {
-        let (segment, _) = self.first();
+        let segment = self.first().0 as usize;
         let block = self.rings.pop(segment)?;
         self.lens[segment] -= 1;
         Some(block)
@@ -140,6 +140,7 @@ impl Segments {
     pub(super) fn pop_into(&mut self, mut count: usize, out: &mut Vec<BlockId>) {
         while count > 0 {
             let (segment, most) = self.first();
+            let segment = segment as usize;
             let before = out.len();
             if most == 1 {
                 out.extend(self.rings.pop(segment));
@@ -156,7 +157,7 @@ impl Segments {
     }
 
     /// The segment whose first block goes first, and how many of its blocks go before others do.
-    fn first(&mut self) -> (usize, usize) {
+    fn first(&mut self) -> (u32, usize) {
         let [probation, once, again] = self.lens;
         if probation > 0 {
             return (PROBATION, probation);
@@ -170,7 +171,7 @@ impl Segments {
                 return (ONCE, once - kept);
             }
         }
-        let is_older = self.rings.age(AGAIN) > self.rings.age(ONCE);
+        let is_older = self.rings.age(AGAIN as usize) > self.rings.age(ONCE as usize);
         (if is_older { AGAIN } else { ONCE }, 1)
     }
 
