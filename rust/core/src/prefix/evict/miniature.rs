@@ -61,10 +61,13 @@ impl Miniature {
         // The blocks that are there leave the order of eviction before others take room.
         let mut hits = 0;
         chain.clear();
-        chain.extend(tags.iter().rev().map(|tag| {
-            let block = blocks.get(tag).copied();
-            hits += usize::from(block.is_some_and(|block| segments.remove(block, true)));
-            block.unwrap_or(ABSENT)
+        // A block that is released twice counts once.
+        chain.extend(tags.iter().rev().map(|tag| match blocks.get(tag) {
+            Some(&block) if segments.remove(block, true) => {
+                hits += 1;
+                block
+            }
+            _ => ABSENT,
         }));
         if hits < tags.len() {
             self.fill(tags);
@@ -79,18 +82,11 @@ impl Miniature {
     /// Gives blocks to the tags of the chain that have none, as far as there are blocks.
     fn fill(&mut self, tags: &[u32]) {
         for (at, &tag) in tags.iter().rev().enumerate() {
-            if self.chain[at] == ABSENT {
-                let Some(block) = self.take(tag) else {
-                    self.drop_absent();
-                    return;
-                };
+            if self.chain[at] == ABSENT && !self.blocks.contains_key(&tag) {
+                let Some(block) = self.take(tag) else { break };
                 self.chain[at] = block;
             }
         }
-    }
-
-    #[cold]
-    fn drop_absent(&mut self) {
         self.chain.retain(|&block| block != ABSENT);
     }
 
@@ -110,5 +106,18 @@ impl Miniature {
         self.blocks.insert(tag, block);
         self.segments.publish(block, tag);
         Some(block)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_that_is_released_twice_counts_once() {
+        let mut miniature = Miniature::new(4, Rule::Once(512));
+        assert_eq!(miniature.follow(&[16, 8, 16]), 0);
+        assert_eq!(miniature.follow(&[16, 16, 8]), 2);
+        assert_eq!(miniature.segments.rings().len(), 2);
     }
 }
