@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 LIVE = 16
 PROMPTS_SHA256 = "d79e42a65481b8c081c23a28949d646358c3e092b126dcf49c48d04ed1ae1a02"
 HUGE = 1 << 24
-POLICIES = ("lru", "s3fifo", "adaptive", "priority")
+POLICIES = ("lru", "lfu", "arc", "s3fifo", "adaptive", "priority")
 
 Prompts = Sequence[NDArray[np.uint32]] | Sequence[list[int]]
 

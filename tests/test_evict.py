@@ -5,11 +5,14 @@ import pytest
 from managers import make_manager
 from prompts import allocate_prompts
 
-from blockyard import BlockManager
+from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError, UnknownSequenceError
+from blockyard.sim.eviction.evictor import Optimal, chains, replay
+from blockyard.sim.eviction.traffic import traffic
+from blockyard.sim.trace import TraceRequest
 
 SIZE = 4
-POLICIES = ("lru", "s3fifo", "adaptive", "priority")
+POLICIES = ("lru", "s3fifo", "s3fifo:30:4", "arc", "lfu", "adaptive", "priority")
 
 
 def new_manager(device: int = 8, **policies: str) -> BlockManager:
@@ -20,14 +23,15 @@ def prompt(first: int, blocks: int) -> list[int]:
     return [first + i // SIZE for i in range(blocks * SIZE)]
 
 
-def run(manager: BlockManager, tokens: list[int], priority: int = 0) -> int:
+def run(manager: BlockManager, tokens: list[int], priority: int = 0, *, check: bool = True) -> int:
     """Admit a prompt, compute and free it; how many of its tokens were cached."""
     handles, cached = allocate_prompts(manager, [tokens])
     manager.complete(manager.take_decision().ticket)
     manager.mark_computed(handles)
     manager.prefix.set_priority(handles, priority)
     manager.free(handles)
-    manager.check()
+    if check:
+        manager.check()
     return int(cached[0])
 
 
@@ -67,7 +71,7 @@ def test_the_least_recently_used_chain_goes_first() -> None:
     assert [manager.prefix.lookup([*prompt(first, 2), 9]).tokens for first in (0, 100, 200)] == [8, 0, 8]
 
 
-@pytest.mark.parametrize("eviction", ["s3fifo", "adaptive"])
+@pytest.mark.parametrize("eviction", ["s3fifo", "arc", "lfu", "adaptive"])
 def test_what_was_hit_outlives_a_flood_of_what_is_not(eviction: str) -> None:
     manager = new_manager(device=32, eviction=eviction)
     for _ in range(4):
@@ -77,15 +81,41 @@ def test_what_was_hit_outlives_a_flood_of_what_is_not(eviction: str) -> None:
     assert manager.prefix.lookup([*prompt(0, 4), 9]).tokens == 16
 
 
-def test_adaptive_learns_at_which_depth_prompts_part() -> None:
-    def hits(eviction: str) -> float:
-        manager = new_manager(device=64, eviction=eviction)
-        rng = np.random.default_rng(1)
-        for i, family in enumerate(rng.integers(0, 10, 600).tolist()):
-            run(manager, [*prompt(1000 * family, 4), *prompt(10**6 + 100 * i, 4)])
-        return manager.stats().hit_rate
+def hits(eviction: str, requests: list[TraceRequest], blocks: int) -> list[int]:
+    """Blocks that each request finds cached, one request after the other."""
+    manager = new_manager(blocks, eviction=eviction)
+    found = []
+    for chain in chains(requests):
+        tokens = [key for key in chain.keys for _ in range(SIZE)]
+        found.append(run(manager, [*tokens, *[10**6] * (chain.needed - len(chain.keys))], check=False) // SIZE)
+    return found
 
-    assert hits("adaptive") > hits("lru") + 0.05
+
+def test_adaptive_keeps_hitting_in_a_loop_that_is_longer_than_the_pool() -> None:
+    requests = traffic("loop", requests=1000)
+    blocks = len({key for chain in chains(requests) for key in chain.keys}) * 60 // 100
+    found = {eviction: sum(hits(eviction, requests, blocks)) for eviction in ("lru", "s3fifo", "adaptive")}
+    assert found["lru"] == 0
+    assert found["adaptive"] > 1.1 * found["s3fifo"]
+
+
+@pytest.mark.parametrize("workload", ["chat", "rag", "templates", "mixed"])
+def test_adaptive_is_near_the_best_fixed_policy_and_no_policy_beats_the_optimum(workload: str) -> None:
+    requests = traffic(workload, requests=1500)
+    blocks = len({key for chain in chains(requests) for key in chain.keys}) * 8 // 100
+    optimum = sum(replay(requests, blocks, Optimal(requests, blocks)))
+    fixed = [sum(hits(eviction, requests, blocks)) for eviction in ("lru", "s3fifo:5:1", "s3fifo:30:4", "arc", "lfu")]
+    adaptive = sum(hits("adaptive", requests, blocks))
+    assert 0.95 * max(fixed) <= adaptive <= optimum
+    assert max(fixed) <= optimum
+
+
+def test_adaptive_follows_a_shift() -> None:
+    requests = traffic("loop-chat", requests=3000)
+    blocks = 1400
+    found = {eviction: hits(eviction, requests, blocks) for eviction in ("lru", "s3fifo:5:1", "arc", "adaptive")}
+    late = {eviction: sum(each[1800:]) for eviction, each in found.items()}
+    assert late.pop("adaptive") > 0.95 * max(late.values())
 
 
 def test_a_priority_delays_eviction_and_decays() -> None:
@@ -110,10 +140,12 @@ def test_a_priority_out_of_range_is_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match='eviction is "fifo", must be one of lru, s3fifo, adaptive, priority'
-    ):
-        new_manager(eviction="fifo")
+    for name in ("fifo", "s3fifo:0:1", "s3fifo:100:1", "s3fifo:10:17", "s3fifo:10", "custom"):
+        message = f'eviction is "{name}", must be one of lru, s3fifo, arc, lfu, adaptive, priority'
+        with pytest.raises(InvalidArgumentError, match=message):
+            new_manager(eviction=name)
+    assert PrefixCaching(eviction="s3fifo:10:1").eviction == "s3fifo"
+    assert PrefixCaching(eviction="s3fifo:30:4").eviction == "s3fifo:30:4"
     with pytest.raises(InvalidArgumentError, match='reuse_order is "", must be one of lowest, fifo, lru'):
         new_manager(reuse_order="")
 

@@ -439,10 +439,13 @@ class PrefixCaching:
     """Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 
     Args:
-        eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"s3fifo"`:
-            blocks without a hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and,
-            before the first hit, by how often blocks as deep in their prompts are hit. `"priority"`: by
-            `prefix.set_priority`. Each takes a prompt's blocks from its end.
+        eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"lfu"`: the
+            least frequently used. `"arc"`: blocks used once or blocks used again, in shares that follow what is missed.
+            `"s3fifo"`: blocks without a hit pass through a small queue, the others get second chances;
+            `"s3fifo:SMALL:GHOSTS"` sets that queue's percentage of the pool, 1 to 99 (10), and how many pools of
+            evicted blocks it knows again, 1 to 16 (1). `"adaptive"`: by the rule that has most hits just now, which it
+            finds out by trying each on a sample of the blocks. `"priority"`: by `prefix.set_priority`. Each takes a
+            prompt's blocks from its end.
         host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
             (`swap_in`). The least recently used copy goes first.
         max_events: most events that wait for `prefix.take_events`; 0 records none.
@@ -454,7 +457,7 @@ class PrefixCaching:
     def __new__(
         cls,
         *,
-        eviction: Literal["lru", "s3fifo", "adaptive", "priority"] = "lru",
+        eviction: str = "lru",
         host: bool = False,
         max_events: int = 0,
         max_pinned: float = 0.5,

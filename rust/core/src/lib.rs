@@ -38,7 +38,7 @@ pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{Config, Expired, Manager, Resize, Stats, TierUse};
 pub use pool::Policies;
-pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
+pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY, S3FifoSettings};
 pub use reuse::ReuseOrder;
 pub use sequence::{BlockExtra, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, TableRows};
 pub use transfer::{FillMap, Run, Span, merge_runs};

@@ -10,10 +10,13 @@ use std::fmt::Display;
 /// Options of the prefix cache, for `BlockManager(prefix_caching=...)`.
 ///
 /// Args:
-///     eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"s3fifo"`:
-///         blocks without a hit pass through a small queue, the others get second chances. `"adaptive"`: by hits and,
-///         before the first hit, by how often blocks as deep in their prompts are hit. `"priority"`: by
-///         `prefix.set_priority`. Each takes a prompt's blocks from its end.
+///     eviction: which cached block goes first once no block is free. `"lru"`: the least recently used. `"lfu"`: the
+///         least frequently used. `"arc"`: blocks used once or blocks used again, in shares that follow what is missed.
+///         `"s3fifo"`: blocks without a hit pass through a small queue, the others get second chances;
+///         `"s3fifo:SMALL:GHOSTS"` sets that queue's percentage of the pool, 1 to 99 (10), and how many pools of
+///         evicted blocks it knows again, 1 to 16 (1). `"adaptive"`: by the rule that has most hits just now, which it
+///         finds out by trying each on a sample of the blocks. `"priority"`: by `prefix.set_priority`. Each takes a
+///         prompt's blocks from its end.
 ///     host: whether copies of cached blocks on the host can be found too. A hit there is loaded by the step's decision
 ///         (`swap_in`). The least recently used copy goes first.
 ///     max_events: most events that wait for `prefix.take_events`; 0 records none.
@@ -24,7 +27,7 @@ use std::fmt::Display;
 #[derive(Clone, PartialEq)]
 pub(crate) struct PyPrefixCaching {
     /// Name of the eviction policy.
-    eviction: &'static str,
+    eviction: String,
     /// Whether copies on the host can be found.
     host: bool,
     /// Most events that wait.
@@ -49,13 +52,13 @@ impl PyPrefixCaching {
         if max_events as usize > MAX_EVENTS {
             return Err(invalid(format!("max_events is {max_events}, must be 0 to {MAX_EVENTS}")));
         }
-        Ok(Self { eviction: policy(eviction)?.name(), host, max_events, max_pinned })
+        Ok(Self { eviction: policy(eviction)?.name().into_owned(), host, max_events, max_pinned })
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         let (py, this) = (slf.py(), slf.get());
         let options = PyDict::new(py);
-        options.set_item("eviction", this.eviction)?;
+        options.set_item("eviction", &this.eviction)?;
         options.set_item("host", this.host)?;
         options.set_item("max_events", this.max_events)?;
         options.set_item("max_pinned", this.max_pinned)?;
@@ -107,8 +110,12 @@ impl<'py> Argument<'py> for CachingOptions {
         let is_on: bool = value
             .extract()
             .map_err(|_| invalid(format!("{name} is {}, must be a bool or a PrefixCaching", shown(value))))?;
-        let default =
-            PyPrefixCaching { eviction: Eviction::default().name(), host: false, max_events: 0, max_pinned: 0.5 };
+        let default = PyPrefixCaching {
+            eviction: Eviction::default().name().into_owned(),
+            host: false,
+            max_events: 0,
+            max_pinned: 0.5,
+        };
         Ok(if is_on { Self::On(default) } else { Self::Off })
     }
 }
@@ -120,13 +127,16 @@ pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Polici
         .ok_or_else(|| unknown("reuse_order", reuse_order, &ReuseOrder::ALL.map(ReuseOrder::name)))?;
     let eviction = match caching {
         CachingOptions::Off => Eviction::default(),
-        CachingOptions::On(options) => policy(options.eviction)?,
+        CachingOptions::On(options) => policy(&options.eviction)?,
     };
     Ok(Policies { reuse, eviction })
 }
 
 pub(crate) fn policy(name: &str) -> PyResult<Eviction> {
-    Eviction::from_name(name).ok_or_else(|| unknown("eviction", name, &Eviction::NAMED.map(Eviction::name)))
+    Eviction::from_name(name).ok_or_else(|| {
+        let names = Eviction::NAMED.map(Eviction::name);
+        unknown("eviction", name, &names.each_ref().map(AsRef::as_ref))
+    })
 }
 
 fn unknown(what: &str, found: &str, names: &[&str]) -> PyErr {

@@ -129,7 +129,7 @@ impl Pool {
             for (tag, block) in tags.iter_mut().zip(&out[first..]) {
                 *tag = self.blocks[block.index()].tag();
             }
-            cache.prefetch(&tags[..out.len() - first]);
+            cache.begin_eviction(&tags[..out.len() - first]);
             for &block in &out[first..] {
                 self.evict_bytes(block);
                 self.blocks[block.index()].take(filling);

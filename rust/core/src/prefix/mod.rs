@@ -143,6 +143,13 @@ impl PrefixCache {
         self.order.remove(block, Departure::Gone);
     }
 
+    /// Reads the memory that giving out popped blocks with these tags is going to need, and lets the policy know.
+    #[inline]
+    pub(crate) fn begin_eviction(&mut self, tags: &[u32]) {
+        self.prefetch(tags);
+        self.order.evicted(tags);
+    }
+
     /// Forgets the key of a block that has left the order of eviction and is given out again.
     #[inline]
     pub(crate) fn remove_evicted(&mut self, block: BlockId, tag: u32, has_copy: bool) {
@@ -268,7 +275,7 @@ impl PrefixCache {
         let owners = published.clone().map(|block| (block, self.tenant(block)));
         CacheImage {
             keys: published.filter_map(|block| Some((block, self.index.key(block)?.to_bytes()))).collect(),
-            eviction: self.order.name().to_owned(),
+            eviction: self.order.name().into_owned(),
             order: self.order.order(),
             quotas: self.quotas(),
             owners: owners.filter(|(_, owner)| *owner > 0).collect(),

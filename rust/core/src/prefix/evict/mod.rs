@@ -2,16 +2,28 @@
 //!
 //! Chains of blocks are released from their ends, so that with every policy a block goes before the one that it needs.
 
+mod adaptive;
+mod arc;
+mod ghosts;
 mod leveled;
+mod lfu;
+mod miniature;
+#[cfg(test)]
+mod models;
 mod policy;
 mod quota;
-
 mod s3fifo;
+mod segments;
 
 use crate::id::BlockId;
-use policy::{Adaptive, Lru, Priority};
+use adaptive::Adaptive;
+use arc::Arc;
+use lfu::Lfu;
+use policy::{Lru, Priority};
 pub(crate) use quota::Quotas;
 use s3fifo::S3Fifo;
+pub use s3fifo::S3FifoSettings;
+use std::borrow::Cow;
 use std::fmt;
 
 /// Highest priority that a block can have.
@@ -90,6 +102,9 @@ pub trait Evictor: fmt::Debug + Send + Sync {
         out.extend(std::iter::from_fn(|| self.pop()).take(count));
     }
 
+    /// Blocks that were popped are given out again; each has 32 bits of the key that was its.
+    fn evicted(&mut self, _tags: &[u32]) {}
+
     /// A block can be found from now on: how many blocks its prompt has before it, and 32 bits of its key.
     fn publish(&mut self, _block: BlockId, _depth: u32, _tag: u32) {}
 
@@ -125,8 +140,12 @@ pub enum Eviction {
     #[default]
     Lru,
     /// A queue for blocks never hit, and one with second chances for the others.
-    S3Fifo,
-    /// By hits, and by which depths of prompts are hit.
+    S3Fifo(S3FifoSettings),
+    /// Blocks used once and blocks used again, in shares that follow what is missed.
+    Arc,
+    /// Least frequently used first, of those the least recently used.
+    Lfu,
+    /// By the rule that has most hits just now, as miniature caches show.
     Adaptive,
     /// By priorities that decay: each level is worth one turnover of the pool.
     Priority,
@@ -135,34 +154,43 @@ pub enum Eviction {
 }
 
 impl Eviction {
-    /// All that have names.
-    pub const NAMED: [Self; 4] = [Self::Lru, Self::S3Fifo, Self::Adaptive, Self::Priority];
+    /// All that have names, with their default settings.
+    pub const NAMED: [Self; 6] =
+        [Self::Lru, Self::S3Fifo(S3FifoSettings::DEFAULT), Self::Arc, Self::Lfu, Self::Adaptive, Self::Priority];
 
-    /// The policy's name in messages and in Python.
+    /// The policy's name in messages and in Python: `s3fifo:30:4` has a small queue of 30 % of the pool, and remembers as
+    /// many blocks as 4 pools have.
     #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
+    pub fn name(self) -> Cow<'static, str> {
+        Cow::Borrowed(match self {
             Self::Lru => "lru",
-            Self::S3Fifo => "s3fifo",
+            Self::S3Fifo(S3FifoSettings::DEFAULT) => "s3fifo",
+            Self::S3Fifo(settings) => return Cow::Owned(format!("s3fifo:{settings}")),
+            Self::Arc => "arc",
+            Self::Lfu => "lfu",
             Self::Adaptive => "adaptive",
             Self::Priority => "priority",
             Self::Custom(_) => "custom",
-        }
+        })
     }
 
     /// The policy of that name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
+        if let Some(settings) = name.strip_prefix("s3fifo:") {
+            return S3FifoSettings::parse(settings).map(Self::S3Fifo);
+        }
         Self::NAMED.into_iter().find(|policy| policy.name() == name)
     }
 }
 
 /// The policy of one pool. The named ones are called without indirection.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "there is one a pool, and a box would be an indirection")]
 pub(crate) enum Policy {
     Lru(Lru),
     S3Fifo(S3Fifo),
+    Arc(Arc),
+    Lfu(Lfu),
     Adaptive(Adaptive),
     Priority(Priority),
     Custom(Box<dyn Evictor>),
@@ -176,6 +204,8 @@ macro_rules! dispatch {
         match $policy {
             Policy::Lru($inner) => $call,
             Policy::S3Fifo($inner) => $call,
+            Policy::Arc($inner) => $call,
+            Policy::Lfu($inner) => $call,
             Policy::Adaptive($inner) => $call,
             Policy::Priority($inner) => $call,
             Policy::Custom($inner) => $call,
@@ -188,7 +218,9 @@ impl Policy {
     pub(crate) fn new(eviction: Eviction, blocks: usize) -> Self {
         match eviction {
             Eviction::Lru => Self::Lru(Lru::new(blocks)),
-            Eviction::S3Fifo => Self::S3Fifo(S3Fifo::new(blocks)),
+            Eviction::S3Fifo(settings) => Self::S3Fifo(S3Fifo::new(blocks, settings)),
+            Eviction::Arc => Self::Arc(Arc::new(blocks)),
+            Eviction::Lfu => Self::Lfu(Lfu::new(blocks)),
             Eviction::Adaptive => Self::Adaptive(Adaptive::new(blocks)),
             Eviction::Priority => Self::Priority(Priority::new(blocks)),
             Eviction::Custom(make) => Self::Custom(make(blocks)),
@@ -203,13 +235,15 @@ impl Policy {
         dispatch!(self, policy => policy.contains(block))
     }
 
-    pub(crate) fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> Cow<'static, str> {
         match self {
             Self::Lru(_) => Eviction::Lru.name(),
-            Self::S3Fifo(_) => Eviction::S3Fifo.name(),
+            Self::S3Fifo(policy) => Eviction::S3Fifo(policy.settings()).name(),
+            Self::Arc(_) => Eviction::Arc.name(),
+            Self::Lfu(_) => Eviction::Lfu.name(),
             Self::Adaptive(_) => Eviction::Adaptive.name(),
             Self::Priority(_) => Eviction::Priority.name(),
-            Self::Custom(_) => "custom",
+            Self::Custom(_) => Cow::Borrowed("custom"),
             Self::Quotas(policy) => policy.inner.name(),
         }
     }
@@ -284,6 +318,10 @@ impl Policy {
         dispatch!(self, policy => policy.publish(block, depth, tag));
     }
 
+    pub(crate) fn evicted(&mut self, tags: &[u32]) {
+        dispatch!(self, policy => policy.evicted(tags));
+    }
+
     pub(crate) fn resize(&mut self, blocks: usize) {
         dispatch!(self, policy => policy.resize(blocks));
     }
@@ -311,6 +349,8 @@ impl Clone for Policy {
         match self {
             Self::Lru(policy) => Self::Lru(policy.clone()),
             Self::S3Fifo(policy) => Self::S3Fifo(policy.clone()),
+            Self::Arc(policy) => Self::Arc(policy.clone()),
+            Self::Lfu(policy) => Self::Lfu(policy.clone()),
             Self::Adaptive(policy) => Self::Adaptive(policy.clone()),
             Self::Priority(policy) => Self::Priority(policy.clone()),
             Self::Custom(policy) => Self::Custom(policy.boxed_clone()),

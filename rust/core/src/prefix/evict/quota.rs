@@ -147,6 +147,10 @@ impl Evictor for Quotas {
         self.inner.publish(block, depth, tag);
     }
 
+    fn evicted(&mut self, tags: &[u32]) {
+        self.inner.evicted(tags);
+    }
+
     fn resize(&mut self, blocks: usize) {
         self.inner.resize(blocks);
         self.owners.resize(blocks.max(self.owners.len()), 0);

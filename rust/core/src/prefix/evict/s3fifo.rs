@@ -1,13 +1,58 @@
 //! S3-FIFO: blocks that were never hit pass through a small queue, the others stay in a main one.
 
+use super::ghosts::Ghosts;
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 use crate::ring::Rings;
+use std::fmt;
 
 const SMALL: usize = 0;
 const MAIN: usize = 1;
 /// Hits that are told apart.
 const MAX_HITS: u8 = 3;
+
+/// What of a pool is whose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct S3FifoSettings {
+    /// Percent of the pool that the small queue keeps.
+    pub small_percent: u8,
+    /// Pools whose blocks are remembered once they have gone.
+    pub ghost_pools: u8,
+}
+
+impl S3FifoSettings {
+    pub(super) const DEFAULT: Self = Self { small_percent: 10, ghost_pools: 1 };
+    const MOST_GHOST_POOLS: u8 = 16;
+
+    /// Reads `SMALL:GHOSTS`, 1 to 99 percent and 1 to 16 pools.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let (small, ghosts) = text.split_once(':')?;
+        let settings = Self { small_percent: small.parse().ok()?, ghost_pools: ghosts.parse().ok()? };
+        let is_valid =
+            (1..100).contains(&settings.small_percent) && (1..=Self::MOST_GHOST_POOLS).contains(&settings.ghost_pools);
+        is_valid.then_some(settings)
+    }
+
+    fn small(self, blocks: usize) -> usize {
+        blocks / 100 * usize::from(self.small_percent) + blocks % 100 * usize::from(self.small_percent) / 100
+    }
+
+    fn ghosts(self, blocks: usize) -> usize {
+        blocks * usize::from(self.ghost_pools)
+    }
+}
+
+impl Default for S3FifoSettings {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+impl fmt::Display for S3FifoSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.small_percent, self.ghost_pools)
+    }
+}
 
 /// A small queue for blocks without hits, a main queue with second chances, and a table of what the small queue let go.
 ///
@@ -19,7 +64,8 @@ pub(crate) struct S3Fifo {
     rings: Rings,
     hits: Vec<u8>,
     tags: Vec<u32>,
-    ghosts: Vec<u32>,
+    ghosts: Ghosts,
+    settings: S3FifoSettings,
     /// Blocks in the small queue, and how many it keeps while the main queue has any.
     small: usize,
     small_target: usize,
@@ -28,30 +74,27 @@ pub(crate) struct S3Fifo {
 }
 
 impl S3Fifo {
-    pub(crate) fn new(blocks: usize) -> Self {
+    pub(crate) fn new(blocks: usize, settings: S3FifoSettings) -> Self {
         Self {
             rings: Rings::new(blocks, 2),
             hits: vec![0; blocks],
             tags: vec![0; blocks],
-            ghosts: vec![0; blocks],
+            ghosts: Ghosts::new(settings.ghosts(blocks)),
+            settings,
             small: 0,
-            small_target: blocks / 10,
+            small_target: settings.small(blocks),
             floor: 0,
         }
     }
 
-    fn ghost(&mut self, tag: u32) -> Option<&mut u32> {
-        let at = (u64::from(tag) * self.ghosts.len() as u64) >> 32;
-        self.ghosts.get_mut(usize::try_from(at).ok()?)
+    pub(super) fn settings(&self) -> S3FifoSettings {
+        self.settings
     }
 
     fn pop_small(&mut self) -> Option<BlockId> {
         let block = self.rings.pop(SMALL)?;
         self.small -= 1;
-        let tag = self.tags[block.index()];
-        if let Some(ghost) = self.ghost(tag) {
-            *ghost = tag;
-        }
+        self.ghosts.insert(self.tags[block.index()]);
         Some(block)
     }
 }
@@ -107,8 +150,7 @@ impl Evictor for S3Fifo {
 
     fn publish(&mut self, block: BlockId, _: u32, tag: u32) {
         self.tags[block.index()] = tag;
-        let back = self.ghost(tag).is_some_and(|ghost| std::mem::take(ghost) == tag);
-        self.hits[block.index()] = u8::from(back);
+        self.hits[block.index()] = u8::from(self.ghosts.take(tag));
     }
 
     fn resize(&mut self, blocks: usize) {
@@ -117,9 +159,9 @@ impl Evictor for S3Fifo {
             self.hits.resize(blocks, 0);
             self.tags.resize(blocks, 0);
             // A tag's place depends on the size of the table.
-            self.ghosts = vec![0; blocks];
+            self.ghosts = Ghosts::new(self.settings.ghosts(blocks));
         }
-        self.small_target = blocks / 10;
+        self.small_target = self.settings.small(blocks);
     }
 
     fn begin_chain(&mut self) {

@@ -1,0 +1,220 @@
+"""Hits of every eviction policy, by workload and pool size, beside the best that one could do.
+
+    python benches/bench_policies.py [TRACE...] [--workloads chat,rag] [--percents 2,10,50] [--json FILE]
+
+Replays traces (Mooncake's JSONL) and generated workloads through a `BlockManager`, one request at a time, and prints a
+table. A pool's size is a percentage of the distinct blocks. A request longer than the pool is left out and counted.
+Without arguments it takes the generated workloads, and the traces in the folder that BLOCKYARD_TRACES names
+(../shared/traces). Output tokens are not cached: traces do not say which they are.
+
+`optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
+
+With BENCH_JSON=FILE it measures only some points, and adds two figures to that file: `policy_adaptive_worst`, least
+ratio of adaptive's hits to the best other policy's, and `policy_adaptive_cost`, W-prefix, ratio of time to `lru`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from bench_prefix import prompts, w_prefix
+from figures import keep
+
+from blockyard import BlockManager, PrefixCaching
+from blockyard.errors import InvalidArgumentError
+from blockyard.sim.eviction.evictor import Optimal, chains, replay
+from blockyard.sim.eviction.traffic import WORKLOADS, traffic
+from blockyard.sim.trace import TraceRequest, read_trace
+from blockyard.types import HashedPrompt
+
+SETTINGS = tuple(f"s3fifo:{small}:{ghosts}" for small in (5, 10, 20, 30, 50, 70, 90) for ghosts in (1, 4))
+FIXED = ("lru", "arc", "lfu", "priority", *SETTINGS)
+PERCENTS = (2, 3, 5, 7, 10, 15, 20, 30, 40, 55, 70, 85, 100)
+FEW_HITS = 0.02
+"""Points where the best policy hits a smaller share of the blocks are shown, and not judged: chance decides there."""
+
+Point = dict[str, float]
+
+
+class Workload:
+    """Requests as a `BlockManager` takes them: hashed once, a block of a few tokens for each hash id."""
+
+    block_size = 2
+
+    def __init__(self, name: str, requests: Sequence[TraceRequest]) -> None:
+        self.name, self.requests, self.chains = name, requests, chains(requests)
+        hasher = BlockManager(block_size=self.block_size, device_blocks=1, prefix_caching=True).prefix
+        self.hashed: list[HashedPrompt] = []
+        for request, chain in zip(requests, self.chains, strict=True):
+            ids = np.array(request.hash_ids[: len(chain.keys)], np.uint64)
+            tail = [0] * (chain.needed - len(chain.keys))
+            tokens = np.stack([ids >> np.uint64(16), ids & np.uint64(0xFFFF)], axis=1).reshape(-1)
+            self.hashed.append(hasher.hash(np.append(tokens, tail).astype(np.uint32)))
+        self.blocks = sum(len(chain.keys) for chain in self.chains)
+        self.distinct = len({key for chain in self.chains for key in chain.keys})
+
+    def pool(self, percent: float) -> int:
+        """Blocks of a pool of that percentage of the distinct ones."""
+        return max(1, round(self.distinct * percent / 100))
+
+    def fitting(self, blocks: int) -> list[int]:
+        """Numbers of the requests that a pool of so many blocks can hold."""
+        return [number for number, chain in enumerate(self.chains) if chain.needed <= blocks]
+
+    def hits(self, eviction: str, blocks: int) -> list[int]:
+        """Blocks that each request that fits finds cached."""
+        manager = BlockManager(
+            block_size=self.block_size,
+            device_blocks=blocks,
+            watermark=0.0,
+            prefix_caching=PrefixCaching(eviction=eviction),
+        )
+        found = []
+        for number in self.fitting(blocks):
+            found.append(manager.prefix.lookup(self.hashed[number]).tokens // self.block_size)
+            sequence = manager.allocate(self.hashed[number])
+            manager.complete(manager.take_decision().ticket)
+            manager.mark_computed(sequence)
+            manager.free(sequence)
+        return found
+
+
+def measure(workload: Workload, percent: float, policies: Sequence[str]) -> Point:
+    """Hits of each policy in a pool of that percentage of the distinct blocks."""
+    blocks = workload.pool(percent)
+    point = {policy: float(sum(workload.hits(policy, blocks))) for policy in policies}
+    point["optimal"] = sum(replay(workload.requests, blocks, Optimal(workload.requests, blocks)))
+    point["blocks"] = blocks
+    point["too_long"] = len(workload.chains) - len(workload.fitting(blocks))
+    return point
+
+
+def ratio(point: Point, workload: Workload) -> float | None:
+    """Hits of `adaptive` for each of the best other policy; None where there is next to nothing to hit."""
+    best = max(point[policy] for policy in FIXED if policy in point)
+    return point["adaptive"] / best if best >= FEW_HITS * workload.blocks else None
+
+
+def show(workload: Workload, percent: float, point: Point) -> None:
+    """Print one line: hits of the policies with names, the best setting, `adaptive` and its ratio, and `optimal`."""
+    setting = max((name for name in SETTINGS if name in point), key=point.__getitem__)
+    judged = ratio(point, workload)
+    named = " ".join(f"{point[name]:8.0f}" for name in ("lru", "arc", "lfu", setting, "adaptive", "optimal"))
+    print(
+        f"{workload.name:24} {percent:4.0f} % {point['blocks']:7.0f} {named}  {setting:12} "
+        f"{'-' if judged is None else f'{judged:.3f}':>6} {point['too_long'] or '':>5}",
+        flush=True,
+    )
+
+
+def sources(traces: Sequence[str], workloads: Sequence[str]) -> Iterator[tuple[str, list[TraceRequest]]]:
+    """Yield the names and the requests."""
+    for name in workloads:
+        yield name, traffic(name)
+    for trace in traces:
+        yield Path(trace).stem, read_trace(trace)
+
+
+def known_traces() -> list[str]:
+    """Traces with hash ids that are there."""
+    folder = os.environ.get("BLOCKYARD_TRACES", "../shared/traces")
+    return sorted(map(str, Path(folder).glob("*.jsonl")))
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Measure and print every point, and write them to the JSON file."""
+    policies = (*FIXED, "s3fifo", "adaptive")
+    print(f"{'workload':24} {'pool':>6} {'blocks':>7}", *(f"{name:>8}" for name in ("lru", "arc", "lfu")), end=" ")
+    print(f"{'setting':>8} {'adaptive':>8} {'optimal':>8}  {'setting':12} {'ratio':>6} {'too long':>5}")
+    points: dict[str, dict[str, Point]] = {}
+    judged: list[tuple[float, str, float]] = []
+    for name, requests in sources(chosen.traces, chosen.workloads):
+        workload = Workload(name, requests)
+        for percent in chosen.percents:
+            point = measure(workload, percent, policies)
+            points.setdefault(name, {})[f"{percent:g}"] = point
+            show(workload, percent, point)
+            if (found := ratio(point, workload)) is not None:
+                judged.append((found, name, percent))
+    total = {name: sum(p[name] for at in points.values() for p in at.values()) for name in (*policies, "optimal")}
+    print("all points:", ", ".join(f"{name} {hits:.0f}" for name, hits in sorted(total.items(), key=lambda x: -x[1])))
+    print(
+        "least ratios:", ", ".join(f"{found:.3f} {name} {percent:g} %" for found, name, percent in sorted(judged)[:5])
+    )
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(points, indent=1) + "\n")
+
+
+def shift(name: str, percent: float) -> float:
+    """Ratio of `adaptive` to the best other policy from two turnovers of the pool after the shift in the middle on."""
+    workload = Workload(name, traffic(name))
+    blocks = workload.pool(percent)
+    hits = workload.hits("adaptive", blocks)
+    start, turned = len(hits) // 2, 0
+    while start < len(hits) and turned < 2 * blocks:
+        turned += workload.chains[start].needed - hits[start]
+        start += 1
+    best = max(sum(workload.hits(policy, blocks)[start:]) for policy in FIXED)
+    return sum(hits[start:]) / best if best else 1.0
+
+
+def figures() -> dict[str, float]:
+    """Return what `make bench` keeps: fewer points, so that it takes a minute."""
+    worst = 1.0
+    for name, requests in sources(known_traces(), ("chat", "rag", "batch", "loop", "templates", "mixed", "chat-rag")):
+        workload = Workload(name, requests)
+        for percent in (2, 5, 10, 20, 40):
+            blocks = workload.pool(percent)
+            point = {policy: float(sum(workload.hits(policy, blocks))) for policy in (*FIXED, "adaptive")}
+            worst = min(worst, ratio(point, workload) or worst)
+    arrays, costs = prompts(), []
+    for blocks in (20_000, 4_000):
+        # One after the other in each round, so that both meet the same load.
+        runs = [
+            [w_prefix(arrays, blocks, PrefixCaching(eviction=name))[0] for name in ("lru", "adaptive")]
+            for _ in range(20)
+        ]
+        lru, adaptive = (min(times) for times in zip(*runs, strict=True))
+        costs.append(adaptive / lru)
+    return {"policy_adaptive_worst": worst, "policy_adaptive_cost": max(costs)}
+
+
+def main() -> None:
+    """Compare policies, or measure the two figures for `make bench`."""
+    gc.disable()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="Mooncake JSONL files; no workloads, then")
+    parser.add_argument("--workloads", help=f"some of {','.join(WORKLOADS)}")
+    parser.add_argument("--percents", default=",".join(map(str, PERCENTS)), help="pool sizes, of the distinct blocks")
+    parser.add_argument("--json", metavar="FILE", help="where all hits go")
+    parser.add_argument("--shifts", action="store_true", help="only how fast `adaptive` follows a shift")
+    chosen = parser.parse_args()
+    if "BENCH_JSON" in os.environ:
+        found = figures()
+        for name, value in found.items():
+            print(f"{name:26} {value:10.4f}")
+        keep(found)
+        return
+    if chosen.shifts:
+        for name in (name for name in WORKLOADS if "-" in name):
+            print(name, *(f"{percent} %: {shift(name, percent):.3f}" for percent in (5, 10, 20, 40)), flush=True)
+        return
+    if chosen.workloads is None:
+        chosen.workloads = () if chosen.traces else WORKLOADS
+    else:
+        chosen.workloads = chosen.workloads.split(",")
+    chosen.traces = chosen.traces or ([] if chosen.workloads != WORKLOADS else known_traces())
+    chosen.percents = [float(percent) for percent in chosen.percents.split(",")]
+    if any(not 0 < percent <= 100 for percent in chosen.percents):
+        raise InvalidArgumentError(f"--percents is {chosen.percents}, must be above 0, to 100")
+    compare(chosen)
+
+
+if __name__ == "__main__":
+    main()

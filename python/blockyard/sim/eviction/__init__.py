@@ -1,0 +1,1 @@
+"""Eviction policies compared: generated requests, and policies in Python."""

@@ -1,0 +1,205 @@
+//! The rule that has the most hits just now, found out by miniature caches.
+
+use super::miniature::Miniature;
+use super::segments::{Rule, Segments};
+use super::{Departure, Evictor};
+use crate::id::BlockId;
+
+/// The rules that are tried; the first one until there is reason for another.
+const RULES: [Rule; 4] = [Rule::Once(102), Rule::Once(10), Rule::Once(409), Rule::Keep];
+/// Blocks of the miniature cache of a large pool.
+const MANY_BLOCKS: usize = 512;
+/// In smaller pools one block in so many is followed, which keeps the cost low, ...
+const SPARSE: usize = 18;
+/// ... but for pools of less than some times as many, in which a sample of them says little.
+const DENSE_BLOCKS: usize = 800;
+/// Choices while a miniature cache follows as many blocks as it has.
+const CHOICES: usize = 8;
+/// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.
+const REMAINING: u64 = 244;
+/// One hit, as it is counted: fractions remain of older ones.
+const HIT: u64 = 256;
+/// Hits that another rule must have more.
+const MARGIN: u64 = 2 * HIT;
+/// What [`Rule::Keep`] must have more for each 32 hits: what it keeps has no merit but to be there.
+const MARGIN_OF_KEEP: u64 = 3;
+
+/// Hits of the miniature caches; older ones count less.
+#[derive(Debug, Clone, Default)]
+struct Scores {
+    hits: [u64; RULES.len()],
+    /// Sum of squares of what one rule's hits differ from another's, a chain at a time.
+    spread: [[u64; RULES.len()]; RULES.len()],
+}
+
+impl Scores {
+    fn add(&mut self, hits: [usize; RULES.len()]) {
+        for (rule, &mine) in hits.iter().enumerate() {
+            self.hits[rule] += HIT * mine as u64;
+            for (spread, &other) in self.spread[rule].iter_mut().zip(&hits) {
+                *spread += HIT * (mine.abs_diff(other) as u64).pow(2);
+            }
+        }
+    }
+
+    fn fade(&mut self) {
+        for count in self.hits.iter_mut().chain(self.spread.iter_mut().flatten()) {
+            *count = *count * REMAINING / 256;
+        }
+    }
+
+    /// The rule that has most hits by more than chance, compared with the present one.
+    fn best(&self, current: usize) -> usize {
+        let gain = |rule: usize| {
+            let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / 32 * MARGIN_OF_KEEP } else { 0 };
+            self.hits[rule].saturating_sub(self.hits[current] + margin)
+        };
+        // More than 1.2 standard deviations of the sum.
+        let is_sure = |gain: u64, rule: usize| 2 * gain * gain > 3 * HIT * self.spread[rule][current];
+        let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
+        better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
+    }
+}
+
+/// A pool's blocks under one rule, and miniature caches that follow a sample of them under each.
+#[derive(Debug, Clone)]
+pub(crate) struct Adaptive {
+    segments: Segments,
+    /// One a rule.
+    miniatures: Vec<Miniature>,
+    /// Blocks of the pool that they stand for.
+    modelled: usize,
+    scores: Scores,
+    /// One block in so many is followed: those with the lowest tags.
+    one_in: u32,
+    highest: u32,
+    /// Tags of the chain that is being released, as far as they are followed.
+    chain: Vec<u32>,
+    /// Blocks to follow until the next choice.
+    until_choice: usize,
+    current: usize,
+}
+
+/// One miniature a rule for a pool of so many blocks; one block in so many is followed.
+fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
+    let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
+    let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
+    let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule));
+    (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
+}
+
+impl Adaptive {
+    pub(crate) fn new(blocks: usize) -> Self {
+        let (miniatures, one_in) = miniatures(blocks);
+        Self {
+            segments: Segments::new(blocks, RULES[0]),
+            miniatures,
+            modelled: blocks,
+            scores: Scores::default(),
+            one_in,
+            highest: u32::MAX / one_in,
+            chain: Vec::new(),
+            until_choice: 0,
+            current: 0,
+        }
+    }
+
+    /// Follows the chain that has been released.
+    #[inline(never)]
+    fn follow(&mut self) {
+        let mut hits = [0; RULES.len()];
+        for (miniature, hits) in self.miniatures.iter_mut().zip(&mut hits) {
+            *hits = miniature.follow(&self.chain);
+        }
+        self.scores.add(hits);
+        let followed = self.chain.len();
+        self.chain.clear();
+        if self.until_choice > followed {
+            self.until_choice -= followed;
+            return;
+        }
+        self.current = self.scores.best(self.current);
+        self.segments.set_rule(RULES[self.current]);
+        self.scores.fade();
+        self.until_choice = (self.modelled / self.one_in as usize / CHOICES).max(1);
+    }
+
+    /// Follows a block that is released, if it is one of the sample.
+    #[inline]
+    fn note(&mut self, tag: u32) {
+        // 0 wraps to the highest.
+        if tag.wrapping_sub(1) < self.highest {
+            self.chain.push(tag * self.one_in);
+        }
+    }
+}
+
+impl Evictor for Adaptive {
+    fn len(&self) -> usize {
+        self.segments.rings().len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        self.segments.rings().contains(block)
+    }
+
+    #[inline]
+    fn insert(&mut self, block: BlockId) {
+        let tag = self.segments.insert(block);
+        self.note(tag);
+    }
+
+    #[inline]
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
+        self.segments.remove(block, departure == Departure::Hit)
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        self.segments.pop()
+    }
+
+    fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        self.segments.pop_into(count, out);
+    }
+
+    fn evicted(&mut self, tags: &[u32]) {
+        self.segments.evicted(tags);
+    }
+
+    #[inline]
+    fn publish(&mut self, block: BlockId, _: u32, tag: u32) {
+        self.segments.publish(block, tag);
+    }
+
+    fn begin_chain(&mut self) {
+        if !self.chain.is_empty() {
+            self.follow();
+        }
+        self.segments.begin_chain();
+    }
+
+    #[inline]
+    fn hold(&mut self, block: BlockId) {
+        let tag = self.segments.hold(block);
+        self.note(tag);
+    }
+
+    /// The miniatures start again if they stand for a pool of quite another size.
+    fn resize(&mut self, blocks: usize) {
+        self.segments.resize(blocks);
+        if blocks.abs_diff(self.modelled) > self.modelled / 8 {
+            (self.miniatures, self.one_in) = miniatures(blocks);
+            self.highest = u32::MAX / self.one_in;
+            (self.modelled, self.scores) = (blocks, Scores::default());
+            self.chain.clear();
+        }
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.segments.relocate(from, to);
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Evictor> {
+        Box::new(self.clone())
+    }
+}

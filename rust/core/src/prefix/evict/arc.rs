@@ -1,0 +1,143 @@
+//! ARC: blocks used once and blocks used again, in shares that follow what is missed.
+
+use super::ghosts::Ghosts;
+use super::{Departure, Evictor};
+use crate::id::BlockId;
+use crate::ring::Rings;
+
+const ONCE: usize = 0;
+const AGAIN: usize = 1;
+
+/// Two rings in order of use, and the tags of what each of them let go.
+///
+/// A block that comes back after it was let go of one ring moves the target in favour of that ring. Along a chain a block
+/// that another one needs is used again if that one is.
+/// Source: Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003; the lists of ghosts are
+/// tables with one place a tag.
+#[derive(Debug, Clone)]
+pub(crate) struct Arc {
+    rings: Rings,
+    /// By block: whether it was used again.
+    again: Vec<bool>,
+    tags: Vec<u32>,
+    ghosts: [Ghosts; 2],
+    /// Tags in each table.
+    remembered: [usize; 2],
+    /// Blocks used once.
+    once: usize,
+    /// How many of those it keeps.
+    target: usize,
+    blocks: usize,
+    /// Whether a block of the chain that is being released was used again.
+    floor: bool,
+}
+
+impl Arc {
+    pub(crate) fn new(blocks: usize) -> Self {
+        Self {
+            rings: Rings::new(blocks, 2),
+            again: vec![false; blocks],
+            tags: vec![0; blocks],
+            ghosts: [Ghosts::new(blocks), Ghosts::new(blocks)],
+            remembered: [0; 2],
+            once: 0,
+            target: 0,
+            blocks,
+            floor: false,
+        }
+    }
+
+    /// Remembers what a ring let go.
+    fn remember(&mut self, ring: usize, block: BlockId) {
+        let is_more = self.ghosts[ring].insert(self.tags[block.index()]);
+        self.remembered[ring] += usize::from(is_more);
+    }
+
+    /// Whether a tag was let go a short while ago, which moves the target.
+    fn came_back(&mut self, tag: u32) -> bool {
+        for ring in [ONCE, AGAIN] {
+            if self.ghosts[ring].take(tag) {
+                let step = (self.remembered[1 - ring] / self.remembered[ring].max(1)).max(1);
+                self.remembered[ring] -= 1;
+                self.target = match ring {
+                    ONCE => (self.target + step).min(self.blocks),
+                    _ => self.target.saturating_sub(step),
+                };
+                return true;
+            }
+        }
+        false
+    }
+}
+
+impl Evictor for Arc {
+    fn len(&self) -> usize {
+        self.rings.len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        self.rings.contains(block)
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        self.hold(block);
+        self.floor = self.again[block.index()];
+        self.once += usize::from(!self.floor);
+        self.rings.push(usize::from(self.floor), block);
+    }
+
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
+        let was = self.rings.remove(block);
+        let again = &mut self.again[block.index()];
+        self.once -= usize::from(was && !*again);
+        *again = departure == Departure::Hit && (*again || was);
+        was
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        // What was used again may be needed by older blocks used once, never by younger ones.
+        let ages = (self.rings.age(ONCE), self.rings.age(AGAIN));
+        let ring = if self.once > self.target || ages.1 <= ages.0 { ONCE } else { AGAIN };
+        let block = self.rings.pop(ring)?;
+        self.once -= usize::from(ring == ONCE);
+        self.remember(ring, block);
+        self.again[block.index()] = false;
+        Some(block)
+    }
+
+    fn publish(&mut self, block: BlockId, _: u32, tag: u32) {
+        self.tags[block.index()] = tag;
+        self.again[block.index()] = self.came_back(tag);
+    }
+
+    fn resize(&mut self, blocks: usize) {
+        if blocks > self.again.len() {
+            self.rings.make_room(blocks);
+            self.again.resize(blocks, false);
+            self.tags.resize(blocks, 0);
+            // A tag's place depends on the size of the table.
+            self.ghosts = [Ghosts::new(blocks), Ghosts::new(blocks)];
+            self.remembered = [0; 2];
+        }
+        self.blocks = blocks;
+        self.target = self.target.min(blocks);
+    }
+
+    fn begin_chain(&mut self) {
+        self.floor = false;
+    }
+
+    fn hold(&mut self, block: BlockId) {
+        self.again[block.index()] |= self.floor;
+    }
+
+    fn relocate(&mut self, from: BlockId, to: BlockId) {
+        self.rings.rename(from, to);
+        self.again[to.index()] = std::mem::take(&mut self.again[from.index()]);
+        self.tags[to.index()] = self.tags[from.index()];
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Evictor> {
+        Box::new(self.clone())
+    }
+}

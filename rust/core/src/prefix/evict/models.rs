@@ -1,0 +1,357 @@
+//! Policies against plain models: lists that are searched from their beginning.
+
+use super::arc::Arc;
+use super::ghosts::Ghosts;
+use super::lfu::Lfu;
+use super::miniature::Miniature;
+use super::s3fifo::{S3Fifo, S3FifoSettings};
+use super::segments::{Rule, Segments};
+use super::{Departure, Evictor};
+use crate::id::BlockId;
+use proptest::prelude::*;
+use std::collections::HashMap;
+
+const BLOCKS: usize = 24;
+
+/// What a pool asks of a policy, for policies and models alike.
+trait Plain {
+    fn publish(&mut self, block: BlockId, tag: u32);
+    fn begin_chain(&mut self);
+    fn insert(&mut self, block: BlockId);
+    fn hit(&mut self, block: BlockId);
+    fn pop(&mut self) -> BlockId;
+}
+
+impl<E: Evictor> Plain for E {
+    fn publish(&mut self, block: BlockId, tag: u32) {
+        Evictor::publish(self, block, 0, tag);
+    }
+
+    fn begin_chain(&mut self) {
+        Evictor::begin_chain(self);
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        Evictor::insert(self, block);
+    }
+
+    fn hit(&mut self, block: BlockId) {
+        assert!(self.remove(block, Departure::Hit), "{block} is not evictable");
+    }
+
+    fn pop(&mut self) -> BlockId {
+        Evictor::pop(self).unwrap()
+    }
+}
+
+/// An evictable block of a model.
+#[derive(Clone, Copy)]
+struct Entry {
+    block: BlockId,
+    tag: u32,
+    /// Hits, or the segment it is in.
+    class: usize,
+}
+
+/// Which entry a model takes; of those before it in the list all are older. It may put others back first.
+trait Choice {
+    /// Class of a block that was hit or published, given its class before.
+    fn class(&mut self, before: Option<usize>, tag: u32) -> usize;
+    /// Class of a block that is released in a chain with such a highest class so far.
+    fn floor(&self, class: usize, floor: usize) -> usize {
+        class.max(floor)
+    }
+    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize;
+    fn gone(&mut self, entry: Entry);
+    fn begin_chain(&mut self, _entries: &[Entry]) {}
+}
+
+struct Model<C> {
+    choice: C,
+    entries: Vec<Entry>,
+    known: HashMap<BlockId, Entry>,
+    floor: usize,
+}
+
+impl<C: Choice> Model<C> {
+    fn new(choice: C) -> Self {
+        Self { choice, entries: Vec::new(), known: HashMap::new(), floor: 0 }
+    }
+}
+
+impl<C: Choice> Plain for Model<C> {
+    fn publish(&mut self, block: BlockId, tag: u32) {
+        let class = self.choice.class(None, tag);
+        self.known.insert(block, Entry { block, tag, class });
+    }
+
+    fn begin_chain(&mut self) {
+        self.floor = 0;
+        self.choice.begin_chain(&self.entries);
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        let mut entry = self.known[&block];
+        entry.class = self.choice.floor(entry.class, self.floor);
+        self.floor = entry.class;
+        self.entries.push(entry);
+    }
+
+    fn hit(&mut self, block: BlockId) {
+        let at = self.entries.iter().position(|entry| entry.block == block).unwrap();
+        let mut entry = self.entries.remove(at);
+        entry.class = self.choice.class(Some(entry.class), entry.tag);
+        self.known.insert(block, entry);
+    }
+
+    fn pop(&mut self) -> BlockId {
+        let at = self.choice.choose(&mut self.entries);
+        let entry = self.entries.remove(at);
+        self.choice.gone(entry);
+        entry.block
+    }
+}
+
+fn first(entries: &[Entry], is_wanted: impl Fn(&Entry) -> bool) -> Option<usize> {
+    entries.iter().position(is_wanted)
+}
+
+struct LfuModel;
+
+impl Choice for LfuModel {
+    fn class(&mut self, before: Option<usize>, _: u32) -> usize {
+        before.map_or(0, |hits| (hits + 1).min(15))
+    }
+
+    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
+        let least = entries.iter().map(|entry| entry.class).min();
+        first(entries, |entry| Some(entry.class) == least).unwrap()
+    }
+
+    fn gone(&mut self, _: Entry) {}
+}
+
+struct S3FifoModel(Ghosts);
+
+impl Choice for S3FifoModel {
+    fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
+        before.map_or_else(|| usize::from(self.0.take(tag)), |hits| (hits + 1).min(3))
+    }
+
+    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
+        loop {
+            let small = entries.iter().filter(|entry| entry.class == 0).count();
+            let is_small = small > BLOCKS * 30 / 100 || entries[0].class == 0 || small == entries.len();
+            if is_small {
+                return first(entries, |entry| entry.class == 0).unwrap();
+            }
+            let mut oldest = entries[0];
+            if oldest.class == 1 {
+                return 0;
+            }
+            oldest.class -= 1;
+            entries.remove(0);
+            entries.push(oldest);
+        }
+    }
+
+    fn gone(&mut self, entry: Entry) {
+        if entry.class == 0 {
+            self.0.insert(entry.tag);
+        }
+    }
+}
+
+/// Tags that each list let go, how many there are, and the target.
+struct ArcModel([Ghosts; 2], [usize; 2], usize);
+
+impl Choice for ArcModel {
+    fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
+        let Self(ghosts, counts, target) = self;
+        if before.is_some() {
+            return 1;
+        }
+        if ghosts[0].take(tag) {
+            *target = (*target + (counts[1] / counts[0]).max(1)).min(BLOCKS);
+            counts[0] -= 1;
+            return 1;
+        }
+        if ghosts[1].take(tag) {
+            *target = target.saturating_sub((counts[0] / counts[1]).max(1));
+            counts[1] -= 1;
+            return 1;
+        }
+        0
+    }
+
+    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
+        let once = entries.iter().filter(|entry| entry.class == 0).count();
+        if once > self.2 { first(entries, |entry| entry.class == 0).unwrap() } else { 0 }
+    }
+
+    fn gone(&mut self, entry: Entry) {
+        self.1[entry.class] += usize::from(self.0[entry.class].insert(entry.tag));
+    }
+}
+
+/// Segments under a rule; the real ones are told what is evicted, as the pool tells them.
+struct Told(Segments, HashMap<BlockId, u32>);
+
+impl Plain for Told {
+    fn publish(&mut self, block: BlockId, tag: u32) {
+        self.1.insert(block, tag);
+        self.0.publish(block, tag);
+    }
+
+    fn begin_chain(&mut self) {
+        self.0.begin_chain();
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        self.0.insert(block);
+    }
+
+    fn hit(&mut self, block: BlockId) {
+        assert!(self.0.remove(block, true), "{block} is not evictable");
+    }
+
+    fn pop(&mut self) -> BlockId {
+        let mut out = Vec::new();
+        self.0.pop_into(1, &mut out);
+        self.0.evicted(&[self.1[&out[0]]]);
+        out[0]
+    }
+}
+
+/// Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 used again.
+struct SegmentsModel(Rule, Ghosts, usize, usize);
+
+impl Choice for SegmentsModel {
+    fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
+        let came_back = before.is_some() || (self.0 != Rule::Keep && self.1.take(tag));
+        if came_back { 3 } else { 0 }
+    }
+
+    fn floor(&self, class: usize, floor: usize) -> usize {
+        if class.max(floor) == 3 { 3 } else { self.3 }
+    }
+
+    fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
+        if let Some(at) = first(entries, |entry| entry.class == 1) {
+            return at;
+        }
+        let once = entries.iter().filter(|entry| entry.class == 2).count();
+        match self.0 {
+            Rule::Once(share) if once > BLOCKS * usize::from(share) / 1024 => {
+                first(entries, |entry| entry.class == 2).unwrap()
+            }
+            _ => 0,
+        }
+    }
+
+    fn gone(&mut self, entry: Entry) {
+        self.1.insert(entry.tag);
+    }
+
+    fn begin_chain(&mut self, entries: &[Entry]) {
+        self.2 += 1;
+        let probation = entries.iter().filter(|entry| entry.class == 1).count();
+        let is_kept = self.2 % 32 == 0 || probation > BLOCKS / 16;
+        self.3 = if self.0 == Rule::Keep && !is_kept { 1 } else { 2 };
+    }
+}
+
+/// Prompts as paths in a tree: how far one goes along with the prompt before it, and which branch it takes then.
+fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
+    let step = (0usize..6, prop::collection::vec(0u32..4, 1..6));
+    prop::collection::vec(step, 1..120).prop_map(|steps| {
+        let mut prompts: Vec<Vec<u32>> = vec![vec![1]];
+        for (shared, branch) in steps {
+            let mut prompt: Vec<u32> = prompts[prompts.len() / 2].iter().copied().take(shared).collect();
+            for digit in branch {
+                // A tag is a block's and of all before it.
+                let before = prompt.last().copied().unwrap_or(2);
+                prompt.push(before.rotate_left(7).wrapping_add(digit + 1).wrapping_mul(0x9e37_79b1));
+            }
+            prompts.push(prompt);
+        }
+        prompts
+    })
+}
+
+/// Serves the prompts one after the other; which blocks are popped, and how many are hit.
+fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>]) -> (Vec<BlockId>, usize) {
+    let (mut at, mut tags) = (HashMap::<u32, BlockId>::new(), HashMap::<BlockId, u32>::new());
+    let (mut popped, mut hits, mut unused) = (Vec::new(), 0, 0u32);
+    for prompt in prompts {
+        let mut table: Vec<BlockId> = prompt.iter().map_while(|tag| at.get(tag).copied()).collect();
+        hits += table.len();
+        for &block in &table {
+            policy.hit(block);
+        }
+        for &tag in &prompt[table.len()..] {
+            let block = if (unused as usize) < BLOCKS {
+                unused += 1;
+                BlockId(unused - 1)
+            } else {
+                let block = policy.pop();
+                at.remove(&tags[&block]);
+                popped.push(block);
+                block
+            };
+            table.push(block);
+            at.insert(tag, block);
+            tags.insert(block, tag);
+            policy.publish(block, tag);
+        }
+        policy.begin_chain();
+        for &block in table.iter().rev() {
+            policy.insert(block);
+        }
+    }
+    (popped, hits)
+}
+
+proptest! {
+    #[test]
+    fn lfu_takes_what_its_model_takes(prompts in prompts()) {
+        prop_assert_eq!(serve(&mut Lfu::new(BLOCKS), &prompts), serve(&mut Model::new(LfuModel), &prompts));
+    }
+
+    #[test]
+    fn s3fifo_takes_what_its_model_takes(prompts in prompts(), ghost_pools in 1u8..4) {
+        let settings = S3FifoSettings { small_percent: 30, ghost_pools };
+        let model = S3FifoModel(Ghosts::new(BLOCKS * usize::from(ghost_pools)));
+        prop_assert_eq!(serve(&mut S3Fifo::new(BLOCKS, settings), &prompts), serve(&mut Model::new(model), &prompts));
+    }
+
+    #[test]
+    fn arc_takes_what_its_model_takes(prompts in prompts()) {
+        let model = ArcModel([Ghosts::new(BLOCKS), Ghosts::new(BLOCKS)], [0; 2], 0);
+        prop_assert_eq!(serve(&mut Arc::new(BLOCKS), &prompts), serve(&mut Model::new(model), &prompts));
+    }
+
+    #[test]
+    fn segments_take_what_their_model_takes(
+        prompts in prompts(),
+        rule in prop::sample::select(vec![Rule::Once(10), Rule::Once(300), Rule::Once(700), Rule::Keep]),
+    ) {
+        let mut segments = Told(Segments::new(BLOCKS, rule), HashMap::new());
+        let model = SegmentsModel(rule, Ghosts::new(BLOCKS), 0, 2);
+        prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
+    }
+
+    #[test]
+    fn a_miniature_that_follows_all_blocks_has_the_hits_of_the_pool(
+        prompts in prompts(),
+        rule in prop::sample::select(vec![Rule::Once(10), Rule::Once(700), Rule::Keep]),
+    ) {
+        let (_, hits) = serve(&mut Told(Segments::new(BLOCKS, rule), HashMap::new()), &prompts);
+        let mut miniature = Miniature::new(BLOCKS, rule);
+        let followed = prompts.iter().map(|prompt| {
+            let chain: Vec<u32> = prompt.iter().rev().copied().collect();
+            miniature.follow(&chain)
+        });
+        prop_assert_eq!(followed.sum::<usize>(), hits);
+    }
+}
