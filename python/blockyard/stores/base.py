@@ -389,7 +389,9 @@ def _require_text(url: str, part: str, name: str) -> None:
     """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
     for character in part:
         if unicodedata.category(character) in {"Cc", "Cs"}:
-            raise StoreURLError(f"{public_url(url)!r}: {name} has the character {character!r}, only printed ones are allowed")
+            raise StoreURLError(
+                f"{public_url(url)!r}: {name} has the character {character!r}, only printed ones are allowed"
+            )
 
 
 @dataclass

@@ -136,6 +136,7 @@ def open_redis(
         found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
     if fit is not None and fit < (num_slots or 1):
         from blockyard.errors import StoreFullError  # noqa: PLC0415
+
         raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
     store = RedisStore(
         found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use
@@ -147,9 +148,7 @@ def open_redis(
 class RedisStore(ThreadedStore):
     """Blocks on a Redis or Valkey server; `open_redis` makes it."""
 
-    def __init__(
-        self, found: RedisURL, *, bytes_per_block: int, num_slots: int, namespace: bytes, use: Use
-    ) -> None:
+    def __init__(self, found: RedisURL, *, bytes_per_block: int, num_slots: int, namespace: bytes, use: Use) -> None:
         super().__init__(found.parts.url, bytes_per_block=bytes_per_block, namespace=namespace)
         self.num_slots = num_slots
         self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
