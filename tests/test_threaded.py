@@ -529,6 +529,28 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
         assert get(store, 2) == ("", "")
 
 
+def test_a_put_that_has_begun_when_everything_is_forgotten_is_forgotten_too():
+    with KeyedStore() as store:
+        put(store, 1)
+        gates = {"put": threading.Event(), "get": threading.Event()}
+        begun = threading.Semaphore(0)
+        for name in ("get", "put"):
+            store._epoch_until = 0.0 if name == "get" else store._epoch_until
+
+            def hang(called: str, name: str = name) -> None:
+                if called == name and not gates[name].is_set():
+                    begun.release()
+                    assert gates[name].wait(PATIENCE)
+
+            store.before = hang
+            ticket = store.submit_put(names(2)[1:], rows(2)[1:])
+            assert begun.acquire(timeout=PATIENCE)
+            threading.Timer(0.05, gates[name].set).start()
+            store.forget()
+            store.wait(ticket)
+            assert set(get(store, 2)) <= {"absent"}
+
+
 def test_an_epoch_that_cannot_be_read_is_an_error_and_no_hit():
     blocks: dict[bytes, NDArray[np.uint8]] = {}
     with KeyedStore(blocks) as store:

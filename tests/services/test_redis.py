@@ -84,7 +84,7 @@ def put(store: ExternalStore, count: int, seed: int = 0) -> None:
 
 
 def values_of(client: "redis.Redis") -> list[bytes]:
-    return sorted(key for key in client.keys() if client.type(key) == b"string" and client.strlen(key) > WIDTH)
+    return sorted(key for key in list(client.keys()) if client.type(key) == b"string" and client.strlen(key) > WIDTH)
 
 
 def damaged(random: np.random.Generator, value: bytes, foreign: bytes, other: bytes) -> bytes:
@@ -108,7 +108,7 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis"):
         assert isinstance(store, RedisStore)
         for _ in range(20):
             assert store.wait(store.submit_put(keys, rows)).ok.all()
-            stored = [b"blockyard:0001020304050607:" + name.tobytes() for name in store._names_of(keys)]
+            stored = [b"blockyard:0001020304050607:" + name.tobytes() for name in store._names_of(keys, store._epoch)]
             values = client.mget(stored)
             pipe = client.pipeline()
             for index, name in enumerate(stored):

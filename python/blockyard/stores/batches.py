@@ -131,7 +131,7 @@ class BatchStore(ExternalStore):
             return [batch.ticket for batch in found]
 
     def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
-        """Collect a ticket; see `ExternalStore.wait`. Blocks of a read are copied into `out`; misses leave it as it is."""
+        """Collect a ticket; see `ExternalStore.wait`. Blocks of a read are copied into `out`; rows of misses stay."""
         self._process.check()
         with self._changed:
             batch = self._open.get(ticket)
@@ -283,7 +283,7 @@ class BatchStore(ExternalStore):
     # ---- with the lock held ----
 
     def _end(self, batch: Batch, reasons: list[str]) -> None:
-        """Take a batch's answer, and let those begin that waited for it."""
+        """Take a batch's answer."""
         batch.reasons[: len(reasons)] = reasons
         batch.ended = True
         self._misses.update(filter(None, reasons))
@@ -295,6 +295,10 @@ class BatchStore(ExternalStore):
         self._changed.notify_all()
         if self._event is not None:
             os.eventfd_write(self._event, 1)
+        self._let_begin(batch)
+
+    def _let_begin(self, batch: Batch) -> None:
+        """Let batches begin that waited for this one."""
         ending = [batch]
         while ending:
             batch = ending.pop()
@@ -367,6 +371,7 @@ class BatchStore(ExternalStore):
 
 
 def of(value: object) -> str:
+    """Say what an argument is, for a message."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 

@@ -12,7 +12,7 @@
 | `threads` | connections that work at once, 1 to 64 | 4 |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
-| `ca`, `cert`, `key` | PEM files for `rediss`: who may sign the server's certificate; the client's own | the system's; none |
+| `ca`, `cert`, `key` | PEM files for `rediss`: authorities of the server's certificate; our own | the system's; none |
 
 Percent signs decode user and password, which no message shows. It needs `pip install 'blockyard[redis]'`.
 
@@ -32,7 +32,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.errors import StoreError
+from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Keys, StoreURL, Use, keyless, parse_size
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.value import HEADER
@@ -135,8 +135,6 @@ def open_redis(
     if fit is None and num_slots is None:
         found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
     if fit is not None and fit < (num_slots or 1):
-        from blockyard.errors import StoreFullError  # noqa: PLC0415
-
         raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
     store = RedisStore(
         found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ class ThreadedStore(BatchStore):
         self._known: dict[bytes, float] = {}  # keys: `_THERE`, `_FAILED`, or until when they are absent
         self._wanted: dict[bytes, None] = {}  # keys to look up
         self._epoch, self._epoch_until = b"", 0.0
+        self._one_sharer = threading.Lock()
 
     @abstractmethod
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -114,8 +116,8 @@ class ThreadedStore(BatchStore):
 
         Args:
             keys: uint8 `[n, 32]`; they may repeat. Those of slots were put earlier; others may be absent.
-            out: where to, uint8 `[n, width]`, zeros; not to be written after the call has returned. The width is that of
-                the `put`; leave a row as it is, and return True, if what is there has another width.
+            out: where to, uint8 `[n, width]`, zeros; not to be written after the call has returned. If a stored row has
+                another width, return True and leave the row as it is.
 
         Returns:
             Whether each block was there, bool `[n]`; False is a miss, `"absent"`.
@@ -228,29 +230,21 @@ class ThreadedStore(BatchStore):
         return names
 
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
-        if batch.kind == "write":
-            return self._write(batch)
-        if batch.kind == "read":
-            return self._read(batch)
-        with self._changed:
-            is_old, epoch_until = batch.age < self._age, self._epoch_until
-        if is_old and batch.kind != "has":
-            return None, ["lost"] * len(batch.names)
-        if batch.kind == "forget" or epoch_until <= time.monotonic():
-            self._share_epoch()
-        keys = [name for name in batch.names if isinstance(name, bytes)]
-        if batch.kind == "put":
-            return self._put(batch, keys)
-        if batch.kind == "get":
-            return self._get(keys, len(batch.reasons))
-        if batch.kind == "delete":
-            self.delete(self._names_of(keys))
-            with self._changed:
-                late = {name for other in self._late for name in other.names}
-            return None, ["lost" if key in late else "" for key in keys]
+        if batch.kind in {"write", "read"}:
+            return self._write(batch) if batch.kind == "write" else self._read(batch)
         if batch.kind == "has":
             return None, self._look_up()
-        return None, [""]
+        age, epoch = self._share_epoch(is_due=batch.kind == "forget")
+        if batch.age < age:
+            return None, ["lost"] * len(batch.names)
+        keys = [name for name in batch.names if isinstance(name, bytes)]
+        names = self._names_of(keys, epoch)
+        if batch.kind == "put":
+            return self._put(batch, keys, names)
+        if batch.kind == "get":
+            return self._get(keys, names, len(batch.reasons))
+        late = self._delete(names) if batch.kind == "delete" else set()
+        return None, ["lost" if key in late else "" for key in keys]
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
         rows, slots = batch.rows, [name for name in batch.names if isinstance(name, int)]
@@ -280,14 +274,14 @@ class ThreadedStore(BatchStore):
             out[index] = 0 if reasons[index] else row
         return out, reasons
 
-    def _put(self, batch: Batch, keys: list[bytes]) -> tuple[None, list[str]]:
+    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[None, list[str]]:
         values = batch.rows
         assert values is not None  # noqa: S101 (for the type checker)
         seal_values(values, self.namespace, keys)
-        stored = _answer("put", self.put(self._names_of(keys), values), len(keys))
+        stored = _answer("put", self.put(names, values), len(keys))
         return None, ["" if good else "refused" for good in stored]
 
-    def _get(self, keys: list[bytes], count: int) -> tuple[NDArray[np.uint8], list[str]]:
+    def _get(self, keys: list[bytes], names: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint8], list[str]]:
         with self._changed:
             there = [index for index, key in enumerate(keys) if self._known.get(key) != _FAILED]
         reasons, rows = ["absent"] * len(keys), np.zeros((count, self.bytes_per_block), np.uint8)
@@ -295,7 +289,7 @@ class ThreadedStore(BatchStore):
         if not wanted:
             return rows, reasons
         values = np.zeros((len(wanted), HEADER + self.bytes_per_block), np.uint8)
-        names = self._names_of(wanted)
+        names = names[there]
         found = _answer("get", self.get(names, values), len(wanted))
         checked = check_values(values, self.namespace, wanted)
         for index, value, good, reason in zip(there, values, found, checked, strict=True):
@@ -311,15 +305,21 @@ class ThreadedStore(BatchStore):
                     self._note(error)
         return rows, reasons
 
+    def _delete(self, names: NDArray[np.uint8]) -> set[Name]:
+        """Delete values. Returns the keys that a put may still bring back."""
+        self.delete(names)
+        with self._changed:
+            return {name for other in self._late for name in other.names}
+
     def _look_up(self) -> list[str]:
         """Look up the keys that `contains` was asked for; or any name, to see whether the storage answers."""
         with self._changed:
             keys, self._wanted = list(self._wanted), {}
-            age = self._age
         if not keys:
             self.has(np.frombuffer(os.urandom(32), np.uint8)[None])
             return []
-        found = _answer("has", self.has(self._names_of(keys)), len(keys))
+        age, epoch = self._share_epoch()
+        found = _answer("has", self.has(self._names_of(keys, epoch)), len(keys))
         with self._changed:
             until = time.monotonic() + _ABSENT_SECONDS
             for key, good in zip(keys, found, strict=True):
@@ -329,20 +329,33 @@ class ThreadedStore(BatchStore):
 
     # ---- since when blocks count ----
 
-    def _share_epoch(self) -> None:
-        """Take the newest epoch, ours or the storage's, and see that it is the storage's."""
-        name = self._digest_of(b"BLKYEPOCH1")
-        stored = self._read_epoch(name)
+    def _share_epoch(self, *, is_due: bool = False) -> tuple[int, bytes]:
+        """Take the newest epoch, ours or the storage's, and see that it is the storage's.
+
+        Args:
+            is_due: ask the storage at once, not only if it was asked too long ago.
+
+        Returns:
+            How often `forget` was called, and the epoch.
+        """
         with self._changed:
-            if stored > self._epoch:
-                if self._epoch:
-                    self._known.clear()
-                self._epoch = stored
-            self._epoch = epoch = self._epoch or _next_epoch(b"")
-        if epoch != stored:
-            self._write_epoch(name, epoch)
-        with self._changed:
-            self._epoch_until = time.monotonic() + _EPOCH_SECONDS
+            if not is_due and time.monotonic() < self._epoch_until:
+                return self._age, self._epoch
+        with self._one_sharer:  # or an older epoch could be written over a newer one
+            name = self._digest_of(b"BLKYEPOCH1")
+            stored = self._read_epoch(name)
+            with self._changed:
+                if stored > self._epoch:
+                    if self._epoch:
+                        self._known.clear()
+                    self._epoch = stored
+                self._epoch = self._epoch or _next_epoch(b"")
+                age, epoch = self._age, self._epoch
+            if epoch != stored:
+                self._write_epoch(name, epoch)
+            with self._changed:
+                self._epoch_until = time.monotonic() + _EPOCH_SECONDS
+            return age, epoch
 
     def _read_epoch(self, name: bytes) -> bytes:
         row = np.zeros((1, HEADER + 16), np.uint8)
@@ -361,9 +374,7 @@ class ThreadedStore(BatchStore):
         names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
-    def _names_of(self, keys: list[bytes]) -> NDArray[np.uint8]:
-        with self._changed:
-            epoch = self._epoch
+    def _names_of(self, keys: list[bytes], epoch: bytes) -> NDArray[np.uint8]:
         names = b"".join(self._digest_of(b"BLKYBLOCK1", epoch + key) for key in keys)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 

@@ -274,7 +274,8 @@ class PrefixStoreSuite(ABC):
         with self.open_store() as store:
             self.put(store, 1, 2)
         with self.open_store() as store:
-            _soon(lambda: store.contains(self.keys(1, 2, 3)).tolist() == [True, True, False], "contains after reopening")
+            keys, there = self.keys(1, 2, 3), [True, True, False]
+            _soon(lambda: store.contains(keys).tolist() == there, "contains after opening again")
             self.check(store, [2, 1], [3])
 
     def test_another_namespace_finds_nothing(self) -> None:
