@@ -1,54 +1,22 @@
 """A store over `put` and `get` that block: order, deadlines, damage, memory, and how the interpreter ends beside it."""
 
-import gc
-import os
-import select
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from forks import in_child
+from memory_stores import PATIENCE, SIZE, KeyedStore, MemoryStore, get, names, put, rows
 from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
-from blockyard._core import checksum_rows
-from blockyard.errors import ForkedError, InvalidArgumentError, StoreError, StoreFullError, StoreURLError
+from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
 from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
-
-PATIENCE = 60.0
-SIZE = 512
-
-
-class MemoryStore(ThreadedStore):
-    """Blocks in a dictionary; `before` runs first in each call, and may block or raise."""
-
-    num_slots = 32
-    deadline = PATIENCE
-
-    def __init__(self, url: str = "", *, bytes_per_block: int = SIZE, namespace: bytes = bytes(32)) -> None:
-        super().__init__(url, bytes_per_block=bytes_per_block, namespace=namespace)
-        self.blocks: dict[bytes, NDArray[np.uint8]] = {}
-        self.before: Callable[[str], object] = lambda name: None
-
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self.before("put")
-        self.blocks.update((key.tobytes(), row.copy()) for key, row in zip(keys, rows, strict=True))
-        return np.ones(len(keys), np.bool_)
-
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self.before("get")
-        found = [self.blocks.get(key.tobytes()) for key in keys]
-        for row, block in zip(out, found, strict=True):
-            row[:] = 77 if block is None else block
-        return np.array([block is not None for block in found])
 
 
 class TestMemoryStore(StoreSuite):
@@ -64,34 +32,6 @@ class TestSlowMemoryStore(StoreSuite):
         random = np.random.default_rng(3)
         store.before = lambda name: time.sleep(float(random.random()) / 200)
         return store
-
-
-class KeyedStore(MemoryStore):
-    """A prefix store over a dictionary that outlives it; `medium` evicts what was put first, but not the epoch."""
-
-    def __init__(self, medium: dict[bytes, NDArray[np.uint8]] | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.blocks = {} if medium is None else medium
-
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        stored = super().put(keys, rows)
-        names = [name for name, row in self.blocks.items() if row.nbytes > 144]
-        for name in names[: max(0, len(names) - self.num_slots)]:
-            del self.blocks[name]
-        return stored
-
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self.before("get")
-        found = [self.blocks.get(key.tobytes()) for key in keys]
-        for row, block in zip(out, found, strict=True):
-            if block is not None and block.shape == row.shape:
-                row[:] = block
-        return np.array([block is not None for block in found])
-
-    def delete(self, keys: NDArray[np.uint8]) -> None:
-        self.before("delete")
-        for key in keys:
-            self.blocks.pop(key.tobytes(), None)
 
 
 class TestKeyedStoreAsSwapSpace(StoreSuite):
@@ -124,10 +64,6 @@ class TestSlowKeyedStore(TestKeyedStore):
 @pytest.fixture
 def schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_registered", {})
-
-
-def rows(count: int, seed: int = 0) -> NDArray[np.uint8]:
-    return np.random.default_rng(seed).integers(1, 256, (count, SIZE), dtype=np.uint8)
 
 
 def write(store: ExternalStore, slots: list[int], blocks: NDArray[np.uint8]) -> tuple[str, ...]:
@@ -418,35 +354,6 @@ def test_keys_are_the_slots_own_and_no_other_stores():
         assert not first.blocks.keys() & second.blocks.keys()
 
 
-def names(count: int) -> list[bytes]:
-    return [bytes([number + 1] * 32) for number in range(count)]
-
-
-def put(store: ExternalStore, count: int, seed: int = 0) -> tuple[str, ...]:
-    return store.wait(store.submit_put(names(count), rows(count, seed))).reasons
-
-
-def get(store: ExternalStore, count: int) -> tuple[str, ...]:
-    found = store.wait(store.submit_get(names(count)))
-    assert np.array_equal(found.rows[found.ok], rows(count)[found.ok]), "a wrong byte"
-    assert not found.rows[~found.ok].any()
-    return found.reasons
-
-
-@pytest.mark.parametrize("place", [0, 20, 24, 40, 70, 97, 120, 128, -1])
-def test_a_damaged_value_is_a_miss_is_deleted_and_can_be_put_again(place: int):
-    with KeyedStore() as store:
-        put(store, 2)
-        damaged = next(name for name, value in store.blocks.items() if value[64] == 1 and value.nbytes > 144)
-        store.blocks[damaged][place] ^= 4
-        assert [bool(reason) for reason in get(store, 2)] == [True, False]
-        assert damaged not in store.blocks
-        assert store.contains(names(2)).tolist() == [False, True]
-        assert get(store, 2) == ("absent", "")
-        put(store, 2)
-        assert get(store, 2) == ("", "")
-
-
 def test_a_read_that_fails_drops_its_key_until_it_is_put_again():
     with KeyedStore() as store:
         put(store, 2)
@@ -483,52 +390,6 @@ def test_a_put_that_lands_late_makes_no_hit_and_a_deletion_beside_it_says_so():
         assert store.wait(store.submit_delete(names(1))).ok.all()
 
 
-def test_an_event_wakes_a_selector():
-    with KeyedStore() as store:
-        event = store.event_fd()
-        assert not select.select([event], [], [], 0)[0]
-        ticket = store.submit_put(names(1), rows(1))
-        assert select.select([event], [], [], PATIENCE)[0] == [event]
-        assert store.poll() == [ticket]
-        assert not select.select([event], [], [], 0)[0]
-
-
-def test_an_event_descriptor_asked_for_late_is_readable_and_goes_with_the_store():
-    store = KeyedStore()
-    store.submit_put([], rows(0))
-    event = store.event_fd()
-    assert select.select([event], [], [], 0)[0] == [event]
-    store.close()
-    assert select.select([event], [], [], 0)[0] == [event], "tickets can be collected after closing"
-    del store
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(event)
-
-
-def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
-    with KeyedStore() as store:
-        put(store, 2)
-        gate = threading.Event()
-        store.before, store.deadline = lambda name: gate.wait(PATIENCE), 0.1
-        waiting = [store.submit_get(names(2)) for _ in range(12)]
-        began = time.monotonic()
-        found = {reason for ticket in waiting for reason in store.wait(ticket).reasons}
-        assert found <= {"timeout", "unavailable"}
-        for _ in range(100):
-            assert set(put(store, 2)) == {"unavailable"}
-            assert not store.contains(names(2)).any()
-        assert time.monotonic() - began < 2
-        with pytest.raises(StoreError, match="later processes may find them: unavailable"):
-            store.forget()
-        gate.set()
-        store.deadline = PATIENCE
-        until = time.monotonic() + PATIENCE
-        while "unavailable" in put(store, 2) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert get(store, 2) == ("", "")
-
-
 def test_a_put_that_has_begun_when_everything_is_forgotten_is_forgotten_too():
     with KeyedStore() as store:
         put(store, 1)
@@ -563,32 +424,6 @@ def test_an_epoch_that_cannot_be_read_is_an_error_and_no_hit():
         change()
         with KeyedStore(blocks) as store:
             assert get(store, 1) == ("absent",)
-
-
-def test_rows_for_a_read_must_fit_and_the_ticket_stays():
-    with KeyedStore() as store:
-        put(store, 2)
-        ticket = store.submit_get(names(2))
-        for bad in (np.zeros((1, SIZE), np.uint8), np.zeros((2, SIZE), np.int8), np.zeros((SIZE, 2), np.uint8).T):
-            with pytest.raises(InvalidArgumentError, match="out is "):
-                store.wait(ticket, None, bad)  # type: ignore[arg-type]
-        out = np.zeros((2, SIZE), np.uint8)
-        assert store.wait(ticket, None, out).rows is out
-        assert np.array_equal(out, rows(2))
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (4, 1000)])
-def test_checksums_are_xxh3_of_each_row(shape: tuple[int, int]):
-    array = np.arange(shape[0] * shape[1], dtype=np.uint32).astype(np.uint8).reshape(shape)
-    assert checksum_rows(array).shape == (shape[0], 16)
-    assert np.array_equal(checksum_rows(array), checksum_rows(np.asfortranarray(array)))
-    for bad in (array[0] if len(array) else array.ravel(), array.astype(np.int32), [[1]]):
-        with pytest.raises(InvalidArgumentError, match="rows must be a uint8 array"):
-            checksum_rows(bad)  # type: ignore[arg-type]
-
-
-def test_the_checksum_is_that_of_the_specification():
-    assert checksum_rows(np.zeros((1, 0), np.uint8)).tobytes()[::-1].hex() == "99aa06d3014798d86001c324468d497f"
 
 
 # ---- opening ----
