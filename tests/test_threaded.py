@@ -5,45 +5,18 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forks import in_child
+from memory_stores import PATIENCE, SIZE, KeyedStore, MemoryStore, get, names, put, rows
 from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
 from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
-from blockyard.testing.store_suite import StoreSuite
-
-PATIENCE = 60.0
-SIZE = 512
-
-
-class MemoryStore(ThreadedStore):
-    """Blocks in a dictionary; `before` runs first in each call, and may block or raise."""
-
-    num_slots = 32
-    deadline = PATIENCE
-
-    def __init__(self, url: str = "", *, bytes_per_block: int = SIZE, namespace: bytes = bytes(32)) -> None:
-        super().__init__(url, bytes_per_block=bytes_per_block, namespace=namespace)
-        self.blocks: dict[bytes, NDArray[np.uint8]] = {}
-        self.before: Callable[[str], object] = lambda name: None
-
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self.before("put")
-        self.blocks.update((key.tobytes(), row.copy()) for key, row in zip(keys, rows, strict=True))
-        return np.ones(len(keys), np.bool_)
-
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self.before("get")
-        found = [self.blocks.get(key.tobytes()) for key in keys]
-        for row, block in zip(out, found, strict=True):
-            row[:] = 77 if block is None else block
-        return np.array([block is not None for block in found])
+from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 
 class TestMemoryStore(StoreSuite):
@@ -61,13 +34,36 @@ class TestSlowMemoryStore(StoreSuite):
         return store
 
 
+class TestKeyedStoreAsSwapSpace(StoreSuite):
+    def open_store(self) -> ExternalStore:
+        return KeyedStore(bytes_per_block=self.bytes_per_block)
+
+
+class TestKeyedStore(PrefixStoreSuite):
+    num_slots = 32
+
+    @pytest.fixture(autouse=True)
+    def _medium(self) -> None:
+        self.medium: dict[bytes, NDArray[np.uint8]] = {}
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        return KeyedStore(self.medium, bytes_per_block=self.bytes_per_block, namespace=namespace)
+
+
+class TestSlowKeyedStore(TestKeyedStore):
+    """Calls end in another order than they began."""
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        store = super().open_store(namespace)
+        assert isinstance(store, KeyedStore)
+        random = np.random.default_rng(3)
+        store.before = lambda name: time.sleep(float(random.random()) / 200)
+        return store
+
+
 @pytest.fixture
 def schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_registered", {})
-
-
-def rows(count: int, seed: int = 0) -> NDArray[np.uint8]:
-    return np.random.default_rng(seed).integers(1, 256, (count, SIZE), dtype=np.uint8)
 
 
 def write(store: ExternalStore, slots: list[int], blocks: NDArray[np.uint8]) -> tuple[str, ...]:
@@ -158,6 +154,14 @@ def test_a_write_that_fails_leaves_a_miss_and_not_the_block_before():
 # ---- calls that hang ----
 
 
+def answered(store: ExternalStore, slots: list[int]) -> tuple[str, ...]:
+    """Read, once the storage has answered again."""
+    until = time.monotonic() + PATIENCE
+    while "unavailable" in (reasons := read(store, slots)[0]) and time.monotonic() < until:
+        time.sleep(0.01)
+    return reasons
+
+
 class Hanging(MemoryStore):
     """A store whose calls wait for `gate`, with what it was lent."""
 
@@ -193,7 +197,7 @@ def test_a_deadline_is_a_miss_and_what_lands_later_is_not_taken():
         assert store.wait(ticket).reasons == ("timeout",)
         assert store.stats().pending_bytes == SIZE, "the call that hangs has the rows"
         store.before, store.deadline = lambda name: None, PATIENCE
-        assert read(store, [1])[0] == ("empty",)
+        assert answered(store, [1]) == ("empty",)
         # The slot is used again; what the first call stores afterwards is found to be wrong.
         assert write(store, [1], rows(1, 1)) == ("",)
         store.gate.set()
@@ -350,6 +354,78 @@ def test_keys_are_the_slots_own_and_no_other_stores():
         assert not first.blocks.keys() & second.blocks.keys()
 
 
+def test_a_read_that_fails_drops_its_key_until_it_is_put_again():
+    with KeyedStore() as store:
+        put(store, 2)
+        store.before = lambda name: 1 / 0 if name == "get" else None
+        assert get(store, 1) == ("error",)
+        store.before = lambda name: None
+        assert store.contains(names(2)).tolist() == [False, True]
+        assert get(store, 2) == ("absent", "")
+        put(store, 1)
+        assert get(store, 2) == ("", "")
+
+
+def test_a_put_that_lands_late_makes_no_hit_and_a_deletion_beside_it_says_so():
+    with KeyedStore() as store:
+        put(store, 1)
+        gate, begun = threading.Event(), threading.Event()
+
+        def hang(name: str) -> None:
+            if name == "put":
+                begun.set()
+                assert gate.wait(PATIENCE)
+
+        store.before = hang
+        ticket = store.submit_put(names(1), rows(1))
+        assert begun.wait(PATIENCE)
+        assert store.wait(ticket, 0.0).reasons == ("timeout",)
+        assert not store.contains(names(1)).any()
+        assert store.wait(store.submit_delete(names(1))).reasons == ("lost",)
+        gate.set()
+        until = time.monotonic() + PATIENCE
+        while store.stats().pending_bytes and time.monotonic() < until:
+            time.sleep(0.001)
+        assert get(store, 1) == ("absent",)
+        assert store.wait(store.submit_delete(names(1))).ok.all()
+
+
+def test_a_put_that_has_begun_when_everything_is_forgotten_is_forgotten_too():
+    with KeyedStore() as store:
+        put(store, 1)
+        gates = {"put": threading.Event(), "get": threading.Event()}
+        begun = threading.Semaphore(0)
+        for name in ("get", "put"):
+            store._epoch_until = 0.0 if name == "get" else store._epoch_until
+
+            def hang(called: str, name: str = name) -> None:
+                if called == name and not gates[name].is_set():
+                    begun.release()
+                    assert gates[name].wait(PATIENCE)
+
+            store.before = hang
+            ticket = store.submit_put(names(2)[1:], rows(2)[1:])
+            assert begun.acquire(timeout=PATIENCE)
+            threading.Timer(0.05, gates[name].set).start()
+            store.forget()
+            store.wait(ticket)
+            assert set(get(store, 2)) <= {"absent"}
+
+
+def test_an_epoch_that_cannot_be_read_is_an_error_and_no_hit():
+    blocks: dict[bytes, NDArray[np.uint8]] = {}
+    with KeyedStore(blocks) as store:
+        put(store, 1)
+    with KeyedStore(blocks) as store:
+        store.before = lambda name: 1 / 0
+        assert get(store, 1) == ("error",)
+    epoch = next(name for name, row in blocks.items() if row.nbytes == 144)
+    for change in (lambda: blocks[epoch].__setitem__(140, 1), lambda: blocks.pop(epoch)):
+        change()
+        with KeyedStore(blocks) as store:
+            assert get(store, 1) == ("absent",)
+
+
 # ---- opening ----
 
 
@@ -360,7 +436,7 @@ def test_a_registered_class_is_opened_by_its_scheme(schemes: None):
         assert (store.url, store.bytes_per_block, store.num_slots) == ("memory://x?a=1", SIZE, 32)
     with pytest.raises(StoreFullError, match="the store has 32 slots, must have at least 33"):
         open_store("memory://", bytes_per_block=SIZE, num_slots=33)
-    with pytest.raises(StoreURLError, match="there are file, memory"):
+    with pytest.raises(StoreURLError, match="there are file, memory, redis"):
         open_store("mammary://", bytes_per_block=SIZE)
 
 

@@ -62,6 +62,7 @@ __all__ = [
     "__version__",
     "chain_keys",
     "check_slab",
+    "checksum_rows",
     "expand_span",
     "export_keys",
     "inspect_slab",
@@ -1589,6 +1590,13 @@ def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport
         repair: wipe damaged slots.
     Raises:
         StoreError: it cannot be read or written, is no slab, or is in use.
+    """
+
+def checksum_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """XXH3-128 of each row of a uint8 array `[n, width]`, little-endian, uint8 `[n, 16]`.
+
+    Raises:
+        InvalidArgumentError: wrong dtype or shape.
     """
 
 def inspect_slab(path: str | PathLike[str]) -> SlabReport:

@@ -33,7 +33,13 @@ __all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store"
 
 ENTRY_POINTS = "blockyard.stores"
 MOST_BYTES = 1 << 62
-_BUILT_IN = {"file": "blockyard.stores.file"}
+_REDIS = ("blockyard.stores.redis", "open_redis")
+_BUILT_IN = {
+    "file": ("blockyard.stores.file", "open_file"),
+    "redis": _REDIS,
+    "rediss": _REDIS,
+    "unix": _REDIS,
+}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
@@ -117,7 +123,7 @@ class ExternalStore(ABC):
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
             StoreError: the store is closed, or has no keys.
         """
-        raise _keyless()
+        raise keyless()
 
     def submit_get(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
         """Start to read blocks by key.
@@ -135,7 +141,7 @@ class ExternalStore(ABC):
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
             StoreError: the store is closed, or has no keys.
         """
-        raise _keyless()
+        raise keyless()
 
     def submit_delete(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
         """Start to delete keys; calls after this one do not find them.
@@ -150,14 +156,15 @@ class ExternalStore(ABC):
             InvalidArgumentError: wrong dtype or shape; nothing was submitted.
             StoreError: the store is closed, or has no keys.
         """
-        raise _keyless()
+        raise keyless()
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:  # noqa: ARG002 (a store with keys has its own)
         """Return whether each key has a block whose write has landed, bool `[n]`.
 
-        Never waits, and reads nothing: a block can be damaged. Only a read that comes back proves a hit.
+        Never waits, and reads nothing: a block can be damaged. Only a read that comes back proves a hit. A store that
+        must ask a server may say False for a key that it meets for the first time, and know better soon.
         """
-        raise _keyless()
+        raise keyless()
 
     def forget(self) -> None:
         """Forget every key at once, also those that are being written; later processes do not find them either.
@@ -167,7 +174,7 @@ class ExternalStore(ABC):
         Raises:
             StoreError: the storage failed: later processes may find the keys again. Or the store has no keys.
         """
-        raise _keyless()
+        raise keyless()
 
     def event_fd(self) -> int:
         """Return a file descriptor that is readable while tickets have ended since the last `poll`.
@@ -227,7 +234,8 @@ class ExternalStore(ABC):
         self.close()
 
 
-def _keyless() -> StoreError:
+def keyless() -> StoreError:
+    """Return the error of a store without keys."""
     return StoreError("the store is swap space only and has no keys")
 
 
@@ -279,7 +287,8 @@ def open_store(
     """Open the external store that a URL names.
 
     Args:
-        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; or a plug-in's scheme, see `register`.
+        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; `redis://host?size=2GiB`, see
+            `blockyard.stores.redis`; or a plug-in's scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
         num_slots: blocks to hold; as many as fit if None.
         namespace: 32-byte digest of all that decides the bytes, see `store_namespace`; a block of another namespace is
@@ -316,7 +325,8 @@ def open_store(
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace)
         return _checked(store, url, num_slots or 1, use)
     if scheme in _BUILT_IN:
-        opener = cast("Opener", import_module(_BUILT_IN[scheme]).open_file)
+        module, name = _BUILT_IN[scheme]
+        opener = cast("Opener", getattr(import_module(module), name))
     else:
         opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
     options = {} if use == "swap" else {"use": use}
@@ -325,11 +335,15 @@ def open_store(
 
 def _checked(store: ExternalStore, url: str, wanted: int, use: Use) -> ExternalStore:
     """Refuse a store that is too small or has no keys."""
+    url = public_url(url)
     error: StoreError | None = None
     if store.num_slots < wanted:
         error = StoreFullError(f"{url!r}: the store has {store.num_slots} slots, must have at least {wanted}")
-    elif use == "prefix" and type(store).submit_put is ExternalStore.submit_put:
-        error = StoreError(f"{url!r}: the store has no keys, use must be 'swap'")
+    elif use == "prefix":
+        try:
+            store.contains([])
+        except StoreError:
+            error = StoreError(f"{url!r}: the store has no keys, use must be 'swap'")
     if error is not None:
         store.close()
         raise error
@@ -344,7 +358,7 @@ def check_url(url: str) -> None:
     """
     scheme = _scheme(url)
     if scheme in _BUILT_IN:
-        import_module(_BUILT_IN[scheme]).read_url(url)
+        import_module(_BUILT_IN[scheme][0]).read_url(url)
 
 
 def sized_url(url: str, space: int | str | None) -> str:
@@ -352,16 +366,22 @@ def sized_url(url: str, space: int | str | None) -> str:
     return url if space is None else f"{url}{'&' if '?' in url else '?'}size={space}"
 
 
+def public_url(url: str) -> str:
+    """Return a URL without its user name and password, for messages."""
+    return re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
+
+
 def _scheme(url: str) -> str:
+    shown = public_url(url)
     _require_text(url, url, "it")
     scheme, colon, _ = url.partition(":")
     if not colon:
-        raise StoreURLError(f"{url!r} has no scheme; write for example file:///dir?size=2GiB")
+        raise StoreURLError(f"{shown!r} has no scheme; write for example file:///dir?size=2GiB")
     known = {*_BUILT_IN, *_registered}
     if scheme not in known:
         known.update(entry_points(group=ENTRY_POINTS).names)
     if scheme not in known:
-        raise StoreURLError(f"{url!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
+        raise StoreURLError(f"{shown!r}: no tier has the scheme {scheme!r}; there are {', '.join(sorted(known))}")
     return scheme
 
 
@@ -369,7 +389,9 @@ def _require_text(url: str, part: str, name: str) -> None:
     """Refuse control characters, which URLs lose on the way unseen, and what is no text."""
     for character in part:
         if unicodedata.category(character) in {"Cc", "Cs"}:
-            raise StoreURLError(f"{url!r}: {name} has the character {character!r}, only printed ones are allowed")
+            raise StoreURLError(
+                f"{public_url(url)!r}: {name} has the character {character!r}, only printed ones are allowed"
+            )
 
 
 @dataclass
@@ -392,8 +414,8 @@ class StoreURL:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise StoreURLError(f"{url!r}: {error}") from None
-        found = cls(url, parts.netloc, _decoded(url, parts.path), {})
+            raise StoreURLError(f"{public_url(url)!r}: {error}") from None
+        found = cls(public_url(url), public_url(f"://{parts.netloc}")[3:], _decoded(url, parts.path), {})
         if parts.fragment:
             found.reject(f"#{parts.fragment}", "is not part of a tier's URL")
         for option in filter(None, parts.query.split("&")):
@@ -444,7 +466,7 @@ def _decoded(url: str, part: str) -> str:
     try:
         text = unquote(part, errors="strict")
     except UnicodeDecodeError:
-        raise StoreURLError(f"{url!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
+        raise StoreURLError(f"{public_url(url)!r}: {part!r} is not UTF-8 when its percent signs are decoded") from None
     _require_text(url, text, repr(part))
     return text
 

@@ -1,58 +1,50 @@
-"""`ThreadedStore`: an external store from two functions that may block, `put` and `get`."""
+"""`ThreadedStore`: an external store from functions that may block: `put`, `get` and, for keys, `delete`."""
 
 import hashlib
 import os
 import threading
 import time
-import traceback
 from abc import abstractmethod
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, StoreStats
-from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore
-from blockyard.workers import Process, start_worker
+from blockyard._core import checksum_rows
+from blockyard.errors import InvalidArgumentError, MappingError, StoreError
+from blockyard.stores.base import Keys, keyless
+from blockyard.stores.batches import Batch, BatchStore, Name, of
+from blockyard.stores.value import HEADER, check_values, seal_values
 
 __all__ = ["ThreadedStore"]
 
-_SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
+_EPOCH_SECONDS: Final = 1.0  # how long another process's `forget` may go unnoticed
+_ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not looked up again
+_MOST_WANTED: Final = 1 << 16  # keys that wait to be looked up
+_THERE: Final = inf  # of a key, in place of the time until which it is known to be absent
+_FAILED: Final = -1.0  # absent until it is put again
 
 
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """A batch that was submitted. Its answer is known once it has `ended`, even if its call is still `running`."""
+class ThreadedStore(BatchStore):
+    """A store over functions that may block: `put` and `get`, and `delete` for one with keys. Worker threads call them.
 
-    ticket: int
-    slots: list[int]  # without those that had no room
-    rows: NDArray[np.uint8] | None  # what a write writes or a read has read
-    is_write: bool
-    expected: list[dict[int, bytes]]  # of a read: what the last write of each slot has left
-    reasons: list[str]
-    num_bytes: int
-    deadline: float
-    digests: dict[int, bytes] = field(default_factory=dict)  # of a write: blocks that landed
-    before: int = 0  # earlier batches of its slots that have not ended
-    followers: list["_Batch"] = field(default_factory=list)
-    running: bool = False
-    ended: bool = False
-    reported: bool = False
+    The class makes tickets, deadlines and misses of them, keeps the order of operations on each slot and key, and
+    checks every block that comes back. An exception, a wrong answer or a passed deadline is a miss. Memory that was
+    lent to a call that hangs is not used again. A hanging call occupies its thread; it does not keep the interpreter
+    from ending.
 
+    After a call that hung or failed late, batches are misses at once, `"unavailable"`, until a probe is answered.
 
-class ThreadedStore(ExternalStore):
-    """A store over two functions that may block: `put` and `get`. They run in worker threads.
+    The functions see names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
+    random bytes of this store and the slot. So two stores never share slots, not even two processes over one server;
+    blocks in slots are of no use after `close`. The name of a key's block is the same in every process. What is stored
+    for it has a header (`blockyard.stores.value`), so rows are wider then; one row more, of 144 bytes, says since when
+    blocks count. `forget` replaces it; other processes notice within a second.
 
-    The class makes tickets, deadlines and misses of them, keeps the order of operations on each slot, and checks every
-    block that comes back. An exception, a wrong answer or a passed deadline is a miss. Memory that was lent to a call
-    that hangs is not used again. A hanging call occupies its thread; it does not keep the interpreter from ending.
-
-    A key is the SHA-256 of the namespace, 16 random bytes of this store and the slot (8 bytes, little-endian). So two
-    stores never share keys, not even two processes over one server. A slot has one key: `put` overwrites. Blocks are
-    of no use after `close`; where nothing else removes them, give them a time to live.
+    `contains` answers from what this process knows. It says False for a key that is new to it, and looks it up in the
+    background: ask again. A plug-in evicts by itself when it is full.
 
     Args:
         url: as given to `open_store`; `blockyard.stores.StoreURL.parse` reads options from it.
@@ -91,29 +83,19 @@ class ThreadedStore(ExternalStore):
         ([True, False], ('', 'empty'))
     """
 
-    num_slots: int = 0
-    bytes_per_block: int = 0
-    threads: int = 4
-    memory: int = 1 << 30
-    deadline: float = 10.0
-
     def __init__(self, url: str, *, bytes_per_block: int, namespace: bytes) -> None:
         if bytes_per_block < 1:
             raise InvalidArgumentError(f"bytes_per_block is {bytes_per_block}, must be at least 1")
+        super().__init__()
         self.url = url
         self.bytes_per_block = bytes_per_block
-        self._process = Process("a store")
-        self._changed = threading.Condition()
+        self.namespace = namespace
         self._seed = namespace + os.urandom(16)
-        self._open: dict[int, _Batch] = {}  # not collected
-        self._ready: deque[_Batch] = deque()  # what a thread may take
-        self._last: dict[int, _Batch] = {}  # batch of each slot, until it has ended
-        self._digests: dict[int, dict[int, bytes]] = {}  # of the last write of each slot
-        self._tickets = self._num_threads = self._pending = 0
-        self._misses: Counter[str] = Counter()
-        self._blocks = {True: 0, False: 0}  # written, read
-        self._errors, self._last_error = 0, ""
-        self._closed = False
+        self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
+        self._known: dict[bytes, float] = {}  # keys: `_THERE`, `_FAILED`, or until when they are absent
+        self._wanted: dict[bytes, None] = {}  # keys to look up
+        self._epoch, self._epoch_until = b"", 0.0
+        self._one_sharer = threading.Lock()
 
     @abstractmethod
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -121,7 +103,8 @@ class ThreadedStore(ExternalStore):
 
         Args:
             keys: uint8 `[n, 32]`, no repeats. A call has its keys to itself unless an earlier one missed its deadline.
-            rows: the blocks, uint8 `[n, bytes_per_block]`, this call's own.
+            rows: what to store, uint8 `[n, width]`, this call's own; `width` is `bytes_per_block` or, for a store with
+                keys, another.
 
         Returns:
             Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
@@ -132,12 +115,30 @@ class ThreadedStore(ExternalStore):
         """Read blocks by their keys. Runs in a worker thread; may block or raise.
 
         Args:
-            keys: uint8 `[n, 32]`, keys of earlier `put`s; they may repeat.
-            out: where to, uint8 `[n, bytes_per_block]`, zeros; not to be written after the call has returned.
+            keys: uint8 `[n, 32]`; they may repeat. Those of slots were put earlier; others may be absent.
+            out: where to, uint8 `[n, width]`, zeros; not to be written after the call has returned. If a stored row has
+                another width, return True and leave the row as it is.
 
         Returns:
             Whether each block was there, bool `[n]`; False is a miss, `"absent"`.
         """
+
+    def delete(self, keys: NDArray[np.uint8]) -> None:  # noqa: ARG002 (a store with keys has its own)
+        """Delete blocks; absent ones are deleted already. A plug-in that has this method has keys.
+
+        Args:
+            keys: uint8 `[n, 32]`, no repeats.
+        """
+        raise keyless()
+
+    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return whether there is a block under each key, bool `[n]`. The default reads them one by one.
+
+        Args:
+            keys: uint8 `[n, 32]`.
+        """
+        row = np.zeros((1, HEADER + self.bytes_per_block), np.uint8)
+        return np.array([_answer("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
@@ -146,240 +147,280 @@ class ThreadedStore(ExternalStore):
             raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
         shape = (len(slots), self.bytes_per_block)
         if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
-            raise InvalidArgumentError(f"rows is {_of(rows)}, must be uint8 {list(shape)}")
-        return self._submit(slots.tolist(), rows)
+            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+        return self._submit("write", slots.tolist(), rows.copy(order="C"))
 
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         """Start to read blocks; see `ExternalStore.submit_read`."""
         self._check(slots)
-        return self._submit(slots.tolist(), None)
+        return self._submit("read", slots.tolist())
 
-    def poll(self) -> list[int]:
-        """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
-        self._process.check()
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+        """Start to store blocks under their keys; see `ExternalStore.submit_put`."""
+        names = self._keys_of(keys)
+        shape = (len(names), self.bytes_per_block)
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
+            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+        single = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        spread = [single[name] for name in names] if len(single) < len(names) else None
+        values = np.empty((len(single), HEADER + self.bytes_per_block), np.uint8)
+        for index, row in zip(range(len(names)) if spread is None else spread, rows, strict=True):
+            values[index, HEADER:] = row
+        return self._submit("put", list(single), values, spread)
+
+    def submit_get(self, keys: Keys) -> int:
+        """Start to read blocks by key; see `ExternalStore.submit_get`."""
+        return self._submit("get", self._keys_of(keys))
+
+    def submit_delete(self, keys: Keys) -> int:
+        """Start to delete keys; see `ExternalStore.submit_delete`."""
+        names = self._keys_of(keys)
+        single = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        return self._submit("delete", list(single), None, [single[name] for name in names])
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each key is known to have a block; see `ExternalStore.contains`.
+
+        A key that is new to this process is looked up in the background, and False until then.
+        """
+        names = self._keys_of(keys)
         with self._changed:
             now = time.monotonic()
-            for batch in self._open.values():
-                if not batch.ended and batch.deadline < now:
-                    self._give_up(batch, "timeout")
-            found = [batch for batch in self._open.values() if batch.ended and not batch.reported]
-            for batch in found:
-                batch.reported = True
-            return [batch.ticket for batch in found]
+            if self._closed or self._refuses(now):
+                return np.zeros(len(names), np.bool_)
+            found = [self._known.get(name, 0.0) for name in names]
+            wanted = [name for name, until in zip(names, found, strict=True) if 0 <= until < now]
+            self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
+            if self._wanted:
+                self._look()
+            return np.array([until == _THERE for until in found], np.bool_)
 
-    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
-        """Collect a ticket; see `ExternalStore.wait`. `out` has no effect: rows come as the plug-in wrote them."""
-        del out
-        self._process.check()
+    def forget(self) -> None:
+        """Forget every key at once; see `ExternalStore.forget`. Other processes that run notice within a second."""
+        self._keys_of([])
         with self._changed:
-            batch = self._open.get(ticket)
-            if batch is not None:
-                now = time.monotonic()
-                left = batch.deadline - now if timeout is None else min(timeout, batch.deadline - now)
-                self._changed.wait_for(lambda: batch.ended, max(0.0, left))
-            if batch is None or self._open.pop(ticket, None) is None:
-                raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
-            self._give_up(batch, "timeout")
-            rows = batch.rows
-            if batch.is_write or rows is None:
-                rows = np.zeros((0 if batch.is_write else len(batch.reasons), self.bytes_per_block), np.uint8)
-            if not batch.running:
-                self._release(batch)
-            ok = np.array([not reason for reason in batch.reasons], dtype=np.bool_)
-            return Completion(ticket, ok, rows, batch.reasons)
-
-    def stats(self) -> StoreStats:
-        """Return the counters since the store was opened."""
-        self._process.check()
-        with self._changed:
-            return StoreStats(
-                written_blocks=self._blocks[True],
-                written_bytes=self._blocks[True] * self.bytes_per_block,
-                read_blocks=self._blocks[False],
-                read_bytes=self._blocks[False] * self.bytes_per_block,
-                misses=dict(self._misses),
-                errors=self._errors,
-                last_error=self._last_error,
-                pending_bytes=self._pending,
-            )
-
-    def close(self, timeout: float = 5.0) -> bool:
-        """Refuse new batches, give up those that wait, and let running calls end; see `ExternalStore.close`."""
-        if not self._process.is_current:
-            return True
-        self._stop()
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: not self._num_threads, max(0.0, timeout))
-            for batch in self._open.values():
-                self._give_up(batch, "closed")
-            return in_time
+            if self._closed:
+                raise StoreError("the store is closed")
+            self._age += 1
+            self._known.clear()
+            self._epoch = _next_epoch(self._epoch)
+        done = self.wait(self._submit("forget", [self._digest_of(b"BLKYEPOCH1")]))
+        if not done.ok.all():
+            why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
+            raise StoreError(f"the keys are forgotten here, but later processes may find them: {why}")
 
     def _check(self, slots: NDArray[np.int64]) -> None:
         self._process.check()
         if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
-            raise InvalidArgumentError(f"slots is {_of(slots)}, must be int64 [n]")
+            raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
         if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
             raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {self.num_slots - 1}")
 
-    def _submit(self, slots: list[int], rows: NDArray[np.uint8] | None) -> int:
-        rows = None if rows is None else rows.copy(order="C")
-        with self._changed:
-            if self._closed:
-                raise StoreError("the store is closed")
-            room = max(0, self.memory - self._pending) // self.bytes_per_block
-            taken = slots[:room]
-            num_bytes = len(taken) * self.bytes_per_block
-            self._pending += num_bytes
-            self._tickets += 1
-            batch = _Batch(
-                ticket=self._tickets,
-                slots=taken,
-                rows=None if rows is None else rows[:room],
-                is_write=rows is not None,
-                expected=[self._digests.get(slot, {}) for slot in taken] if rows is None else [],
-                reasons=["queue_full"] * len(slots),
-                num_bytes=num_bytes,
-                deadline=time.monotonic() + self.deadline + self._pending / _SLOWEST,
-            )
-            self._open[batch.ticket] = batch
-            self._misses.update(batch.reasons[room:])
-            if rows is not None:
-                self._digests.update(dict.fromkeys(slots, batch.digests))
-            for earlier in {id(last): last for slot in taken if (last := self._last.get(slot))}.values():
-                earlier.followers.append(batch)
-                batch.before += 1
-            self._last.update(dict.fromkeys(taken, batch))
-            if not taken:
-                self._end(batch, [])
-            elif not batch.before:
-                self._make_ready(batch)
-            return batch.ticket
+    def _keys_of(self, keys: Keys) -> list[bytes]:
+        self._process.check()
+        if type(self).delete is ThreadedStore.delete:
+            raise keyless()
+        if isinstance(keys, np.ndarray):
+            if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
+                raise InvalidArgumentError(f"keys is {of(keys)}, must be uint8 [n, 32] or 32 bytes each")
+            return [key.tobytes() for key in keys]
+        names = list(keys)
+        if not all(isinstance(name, bytes) and len(name) == 32 for name in names):
+            raise InvalidArgumentError(f"keys is {keys!r:.100}, must be uint8 [n, 32] or 32 bytes each")
+        return names
 
-    def _make_ready(self, batch: _Batch) -> None:
-        self._ready.append(batch)
-        if self._num_threads < self.threads and not self._closed:
-            self._num_threads += 1
-            try:
-                start_worker("blockyard-store", self._serve, self._stop)
-            except RuntimeError as error:  # no thread can be started: another one takes it, or its deadline passes
-                self._num_threads -= 1
-                self._note(error)
+    def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
+        if batch.kind in {"write", "read"}:
+            return self._write(batch) if batch.kind == "write" else self._read(batch)
+        if batch.kind == "has":
+            return None, self._look_up()
+        age, epoch = self._share_epoch(is_due=batch.kind == "forget")
+        if batch.age < age:
+            return None, ["lost"] * len(batch.names)
+        keys = [name for name in batch.names if isinstance(name, bytes)]
+        names = self._names_of(keys, epoch)
+        if batch.kind == "put":
+            return self._put(batch, keys, names)
+        if batch.kind == "get":
+            return self._get(keys, names, len(batch.reasons))
+        late = self._delete(names) if batch.kind == "delete" else set()
+        return None, ["lost" if key in late else "" for key in keys]
 
-    def _stop(self) -> None:
-        with self._changed:
-            self._closed = True
-            for batch in self._open.values():
-                if not batch.running:
-                    self._give_up(batch, "closed")
-
-    def _serve(self) -> None:
-        """Carry out batches until none is ready."""
-        while True:
-            with self._changed:
-                if not self._ready:
-                    self._num_threads -= 1
-                    self._changed.notify_all()
-                    return
-                batch = self._ready.popleft()
-                batch.running = True
-            rows, reasons, error = None, ["error"] * len(batch.slots), None
-            try:
-                rows, reasons = self._get(batch) if batch.rows is None else self._put(batch, batch.rows)
-            except BaseException as caught:  # noqa: BLE001 (whatever a plug-in raises is a miss)
-                error = caught
-            with self._changed:
-                batch.running = False
-                if error is not None:
-                    self._note(error)
-                if batch.ended:
-                    self._release(batch)
-                else:
-                    batch.rows = rows
-                    self._end(batch, reasons)
-            del batch, rows, error  # a thread that waits for the lock must not keep them
-
-    def _put(self, batch: _Batch, rows: NDArray[np.uint8]) -> tuple[None, list[str]]:
-        digests = [_digest(row) for row in rows]
-        stored = _answer("put", self.put(self._keys(batch.slots), rows), len(rows))
-        landed = {slot: digest for slot, digest, good in zip(batch.slots, digests, stored, strict=True) if good}
+    def _write(self, batch: Batch) -> tuple[None, list[str]]:
+        rows, slots = batch.rows, [name for name in batch.names if isinstance(name, int)]
+        assert rows is not None  # noqa: S101 (for the type checker)
+        digests = [digest.tobytes() for digest in checksum_rows(rows)]
+        stored = _answer("put", self.put(self._slot_names(slots), rows), len(rows))
+        landed: dict[Name, bytes] = {
+            slot: digest for slot, digest, good in zip(slots, digests, stored, strict=True) if good
+        }
         with self._changed:
             if not batch.ended:
                 batch.digests.update(landed)
         return None, ["" if good else "refused" for good in stored]
 
-    def _get(self, batch: _Batch) -> tuple[NDArray[np.uint8], list[str]]:
-        digests = [known.get(slot) for slot, known in zip(batch.slots, batch.expected, strict=True)]
+    def _read(self, batch: Batch) -> tuple[NDArray[np.uint8], list[str]]:
+        slots = [name for name in batch.names if isinstance(name, int)]
+        digests = [known.get(slot) for slot, known in zip(slots, batch.expected, strict=True)]
         there = [index for index, digest in enumerate(digests) if digest is not None]
         reasons = ["empty"] * len(digests)
         out = np.zeros((len(batch.reasons), self.bytes_per_block), np.uint8)
         if not there:
             return out, reasons
         rows = out if len(there) == len(out) else np.zeros((len(there), self.bytes_per_block), np.uint8)
-        found = _answer("get", self.get(self._keys([batch.slots[index] for index in there]), rows), len(there))
-        for index, row, good in zip(there, rows, found, strict=True):
-            reasons[index] = "absent" if not good else "" if _digest(row) == digests[index] else "payload_checksum"
+        found = _answer("get", self.get(self._slot_names([slots[index] for index in there]), rows), len(there))
+        for index, row, good, digest in zip(there, rows, found, checksum_rows(rows), strict=True):
+            reasons[index] = "absent" if not good else "" if digest.tobytes() == digests[index] else "payload_checksum"
             out[index] = 0 if reasons[index] else row
         return out, reasons
 
-    def _keys(self, slots: list[int]) -> NDArray[np.uint8]:
-        keys = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
-        return np.frombuffer(keys, np.uint8).reshape(-1, 32)
+    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[None, list[str]]:
+        values = batch.rows
+        assert values is not None  # noqa: S101 (for the type checker)
+        seal_values(values, self.namespace, keys)
+        stored = _answer("put", self.put(names, values), len(keys))
+        return None, ["" if good else "refused" for good in stored]
+
+    def _get(self, keys: list[bytes], names: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint8], list[str]]:
+        with self._changed:
+            there = [index for index, key in enumerate(keys) if self._known.get(key) != _FAILED]
+        reasons, rows = ["absent"] * len(keys), np.zeros((count, self.bytes_per_block), np.uint8)
+        wanted = [keys[index] for index in there]
+        if not wanted:
+            return rows, reasons
+        values = np.zeros((len(wanted), HEADER + self.bytes_per_block), np.uint8)
+        names = names[there]
+        found = _answer("get", self.get(names, values), len(wanted))
+        checked = check_values(values, self.namespace, wanted)
+        for index, value, good, reason in zip(there, values, found, checked, strict=True):
+            reasons[index] = reason if good else "absent"
+            if good and not reason:
+                rows[index] = value[HEADER:]
+        bad = {index for index, (good, reason) in enumerate(zip(found, checked, strict=True)) if good and reason}
+        if bad:
+            try:
+                self.delete(np.unique(names[sorted(bad)], axis=0))
+            except Exception as error:  # noqa: BLE001 (it is a miss either way)
+                with self._changed:
+                    self._note(error)
+        return rows, reasons
+
+    def _delete(self, names: NDArray[np.uint8]) -> set[Name]:
+        """Delete values. Returns the keys that a put may still bring back."""
+        self.delete(names)
+        with self._changed:
+            return {name for other in self._late for name in other.names}
+
+    def _look_up(self) -> list[str]:
+        """Look up the keys that `contains` was asked for; or any name, to see whether the storage answers."""
+        with self._changed:
+            keys, self._wanted = list(self._wanted), {}
+        if not keys:
+            self.has(np.frombuffer(os.urandom(32), np.uint8)[None])
+            return []
+        age, epoch = self._share_epoch()
+        found = _answer("has", self.has(self._names_of(keys, epoch)), len(keys))
+        with self._changed:
+            until = time.monotonic() + _ABSENT_SECONDS
+            for key, good in zip(keys, found, strict=True):
+                if age == self._age and key not in self._last and self._known.get(key) not in {_THERE, _FAILED}:
+                    self._learn(key, _THERE if good else until)
+        return []
+
+    # ---- since when blocks count ----
+
+    def _share_epoch(self, *, is_due: bool = False) -> tuple[int, bytes]:
+        """Take the newest epoch, ours or the storage's, and see that it is the storage's.
+
+        Args:
+            is_due: ask the storage at once, not only if it was asked too long ago.
+
+        Returns:
+            How often `forget` was called, and the epoch.
+        """
+        with self._changed:
+            if not is_due and time.monotonic() < self._epoch_until:
+                return self._age, self._epoch
+        with self._one_sharer:  # or an older epoch could be written over a newer one
+            name = self._digest_of(b"BLKYEPOCH1")
+            stored = self._read_epoch(name)
+            with self._changed:
+                if stored > self._epoch:
+                    if self._epoch:
+                        self._known.clear()
+                    self._epoch = stored
+                self._epoch = self._epoch or _next_epoch(b"")
+                age, epoch = self._age, self._epoch
+            if epoch != stored:
+                self._write_epoch(name, epoch)
+            with self._changed:
+                self._epoch_until = time.monotonic() + _EPOCH_SECONDS
+            return age, epoch
+
+    def _read_epoch(self, name: bytes) -> bytes:
+        row = np.zeros((1, HEADER + 16), np.uint8)
+        found = self.get(np.frombuffer(name, np.uint8)[None], row)
+        good = _answer("get", found, 1)[0] and not check_values(row, self.namespace, [name])[0]
+        return row[0, HEADER:].tobytes() if good else b""
+
+    def _write_epoch(self, name: bytes, epoch: bytes) -> None:
+        row = np.zeros((1, HEADER + 16), np.uint8)
+        row[0, HEADER:] = np.frombuffer(epoch, np.uint8)
+        seal_values(row, self.namespace, [name])
+        if not _answer("put", self.put(np.frombuffer(name, np.uint8)[None], row), 1)[0]:
+            raise StoreError("put refused the row that says since when blocks count")
+
+    def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
+        names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
+        return np.frombuffer(names, np.uint8).reshape(-1, 32)
+
+    def _names_of(self, keys: list[bytes], epoch: bytes) -> NDArray[np.uint8]:
+        names = b"".join(self._digest_of(b"BLKYBLOCK1", epoch + key) for key in keys)
+        return np.frombuffer(names, np.uint8).reshape(-1, 32)
+
+    def _digest_of(self, domain: bytes, rest: bytes = b"") -> bytes:
+        return hashlib.sha256(domain + self.namespace + rest).digest()
 
     # ---- with the lock held ----
 
-    def _end(self, batch: _Batch, reasons: list[str]) -> None:
-        """Take a batch's answer, and let those begin that waited for it."""
-        batch.reasons[: len(reasons)] = reasons
-        batch.ended = True
-        self._misses.update(filter(None, reasons))
-        self._blocks[batch.is_write] += reasons.count("")
-        if batch.is_write and not batch.running:
-            self._release(batch)
-        self._changed.notify_all()
-        ending = [batch]
-        while ending:
-            batch = ending.pop()
-            if batch.before:
-                continue
-            for slot in batch.slots:
-                if self._last.get(slot) is batch:
-                    del self._last[slot]
-            followers, batch.followers = batch.followers, []
-            for follower in followers:
-                follower.before -= 1
-                if follower.ended:
-                    ending.append(follower)
-                elif not follower.before:
-                    self._make_ready(follower)
+    def _prepare(self, batch: Batch, names: Sequence[Name]) -> None:
+        if batch.kind == "read":
+            batch.expected = [self._digests.get(slot, {}) for slot in batch.names]
+        elif batch.kind == "write":
+            self._digests.update(dict.fromkeys(names, batch.digests))
+        elif batch.kind == "delete":
+            self._known.update((name, _FAILED) for name in names if isinstance(name, bytes))
 
-    def _give_up(self, batch: _Batch, reason: str) -> None:
-        if batch.ended:
+    def _conclude(self, batch: Batch) -> None:
+        """Note which keys are there; a later batch of a key knows better."""
+        if batch.kind not in {"put", "get"} or batch.age < self._age:
             return
-        if batch in self._ready:
-            self._ready.remove(batch)
-        if not batch.running:
-            self._release(batch)
-        self._end(batch, [reason] * len(batch.slots))
+        absent = time.monotonic() + _ABSENT_SECONDS
+        for name, reason in zip(batch.names, batch.reasons, strict=False):
+            if not isinstance(name, bytes) or self._last.get(name) is not batch or reason in {"closed", "unavailable"}:
+                continue
+            if reason == "absent" and self._known.get(name) != _FAILED:
+                self._learn(name, absent)
+            elif reason != "absent":
+                self._learn(name, _FAILED if reason else _THERE)
 
-    def _release(self, batch: _Batch) -> None:
-        self._pending -= batch.num_bytes
-        batch.num_bytes, batch.rows = 0, None
+    def _learn(self, key: bytes, what: float) -> None:
+        self._known.pop(key, None)
+        self._known[key] = what
+        while len(self._known) > max(self.num_slots, 1024):
+            del self._known[next(iter(self._known))]
 
-    def _note(self, error: BaseException) -> None:
-        self._errors += 1
-        self._last_error = " ".join("".join(traceback.format_exception_only(error)).split())
+    def _count_stored(self) -> int:
+        return list(self._known.values()).count(_THERE)
 
 
 def _answer(name: str, found: object, count: int) -> list[bool]:
     array = np.asarray(found)
     if array.dtype != np.bool_ or array.shape != (count,):
-        raise TypeError(f"{name} returned {_of(array)}, must return bool [{count}]")
+        raise TypeError(f"{name} returned {of(array)}, must return bool [{count}]")
     return [bool(good) for good in array]
 
 
-def _digest(row: NDArray[np.uint8]) -> bytes:
-    return hashlib.blake2b(row.data, digest_size=16).digest()
-
-
-def _of(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+def _next_epoch(epoch: bytes) -> bytes:
+    """Return an epoch greater than `epoch`, and than those that other processes began before now."""
+    return max(time.time_ns(), int.from_bytes(epoch[:8], "big") + 1).to_bytes(8, "big") + os.urandom(8)

@@ -274,7 +274,8 @@ class PrefixStoreSuite(ABC):
         with self.open_store() as store:
             self.put(store, 1, 2)
         with self.open_store() as store:
-            _equal(store.contains(self.keys(1, 2, 3)).tolist(), [True, True, False], "contains after opening again")
+            keys, there = self.keys(1, 2, 3), [True, True, False]
+            _soon(lambda: store.contains(keys).tolist() == there, "contains after opening again")
             self.check(store, [2, 1], [3])
 
     def test_another_namespace_finds_nothing(self) -> None:
@@ -349,6 +350,13 @@ class PrefixStoreSuite(ABC):
 def _check(condition: bool, message: str) -> None:  # noqa: FBT001 (reads like an assert statement)
     if not condition:
         raise AssertionError(message)
+
+
+def _soon(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        _check(time.monotonic() < until, f"{what}: not so after {PATIENCE} s")
+        time.sleep(0.001)
 
 
 def _equal(found: object, expected: object, what: str) -> None:

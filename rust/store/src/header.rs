@@ -12,6 +12,12 @@ const SLAB_MAGIC: [u8; 8] = *b"BLKYSLAB";
 /// Offset of the page's checksum, which covers everything before it.
 const CHECKSUM: usize = PAGE - 16;
 
+/// XXH3-128 of `bytes`, little-endian: the checksum of every format of the stores.
+#[must_use]
+pub fn checksum(bytes: &[u8]) -> [u8; 16] {
+    XxHash3_128::oneshot(bytes).to_le_bytes()
+}
+
 /// One page of the format: magic, version, fields, checksum.
 type Page = [u8; PAGE];
 

@@ -11,9 +11,9 @@ use crate::convert::arrays::Ticket;
 use crate::convert::memory;
 use blockyard_store::{
     BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore,
-    StoreOptions,
+    StoreOptions, checksum,
 };
-use numpy::{Ix2, PyArray1};
+use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use std::path::PathBuf;
@@ -28,6 +28,20 @@ mod classes {
     import_exception!(blockyard.errors, StoreError);
     import_exception!(blockyard.errors, StoreFullError);
     import_exception!(blockyard.errors, UnknownTicketError);
+}
+
+/// XXH3-128 of each row of a uint8 array `[n, width]`, little-endian, uint8 `[n, 16]`.
+///
+/// Raises:
+///     InvalidArgumentError: wrong dtype or shape.
+#[pyfunction]
+pub(crate) fn checksum_rows<'py>(rows: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray<u8, Ix2>>> {
+    let refused = || expected("rows", "a uint8 array [n, width]", rows);
+    let shape = rows.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?.dims();
+    let (count, width) = (shape[0], shape[1]);
+    let hash = |bytes: &[u8]| (0..count).map(|row| checksum(&bytes[row * width..][..width])).collect::<Vec<_>>();
+    let sums = memory::lend_rows(rows, [count, width], hash)?.ok_or_else(refused)?;
+    memory::filled(rows.py(), [count, 16], sums.as_flattened(), |&byte| byte)
 }
 
 /// How often a waiting call looks for signals.

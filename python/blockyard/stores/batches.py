@@ -1,0 +1,382 @@
+"""`BatchStore`: the batches of a store whose calls block: tickets, order, threads, deadlines, memory, and a breaker.
+
+It owns all of that under one lock, and knows no storage: `_carry_out` does the work of a batch.
+"""
+
+import os
+import threading
+import time
+import traceback
+import weakref
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import Completion, StoreStats
+from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
+from blockyard.stores.base import ExternalStore
+from blockyard.workers import Process, start_worker
+
+__all__ = ["Batch", "BatchStore", "Kind", "Name", "of"]
+
+_SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
+_DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
+_PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
+
+Kind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
+Name: TypeAlias = int | bytes  # a slot or a key
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A batch that was submitted. Its answer is known once it has `ended`, even if its call is still `running`."""
+
+    ticket: int  # 0 for a lookup, which nobody collects
+    kind: Kind
+    names: list[Name]  # slots or keys, without those that had no room
+    rows: NDArray[np.uint8] | None  # what a write writes or a read has read
+    reasons: list[str]
+    num_bytes: int
+    deadline: float
+    age: int  # calls of `forget` before it
+    expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
+    spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
+    digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
+    before: int = 0  # earlier batches of its slots that have not ended
+    followers: list["Batch"] = field(default_factory=list)
+    running: bool = False
+    ended: bool = False
+    reported: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it brings rows."""
+        return self.kind in {"read", "get"}
+
+
+class BatchStore(ExternalStore):
+    """Carries out batches in worker threads, those of one slot or key one after the other."""
+
+    num_slots: int = 0
+    bytes_per_block: int = 0
+    threads: int = 4
+    memory: int = 1 << 30
+    deadline: float = 10.0
+
+    def __init__(self) -> None:
+        self._process = Process("a store")
+        self._changed = threading.Condition()
+        self._open: dict[int, Batch] = {}  # not collected
+        self._ready: deque[Batch] = deque()  # what a thread may take
+        self._last: dict[Name, Batch] = {}  # batch of each slot and key, until it has ended
+        self._late: set[Batch] = set()  # puts that were given up and still run
+        self._tickets = self._num_threads = self._pending = 0
+        self._age = 0  # calls of `forget`
+        self._misses: Counter[str] = Counter()
+        self._blocks = {True: 0, False: 0}  # written, read
+        self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
+        self._closed = False
+        self._event: int | None = None
+        self._looking = False  # a lookup is under way
+        self._is_down, self._retry_at, self._pause = False, 0.0, _PAUSES[0]
+
+    @abstractmethod
+    def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
+        """Do the work of a batch, in a thread of its own. Returns the rows of a read, and each block's reason."""
+
+    @abstractmethod
+    def _prepare(self, batch: Batch, names: Sequence[Name]) -> None:
+        """Take note of a batch for these names that is being submitted; the lock is held."""
+
+    @abstractmethod
+    def _conclude(self, batch: Batch) -> None:
+        """Take note of how a batch ended, before those that wait for it begin; the lock is held."""
+
+    @abstractmethod
+    def _count_stored(self) -> int:
+        """Blocks that are known to be stored under keys; the lock is held."""
+
+    def event_fd(self) -> int:
+        """Return a file descriptor that is readable while tickets have ended; see `ExternalStore.event_fd`."""
+        self._process.check()
+        with self._changed:
+            if self._event is None:
+                self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                weakref.finalize(self, os.close, self._event)
+                if any(batch.ended and not batch.reported for batch in self._open.values()):
+                    os.eventfd_write(self._event, 1)
+            return self._event
+
+    def poll(self) -> list[int]:
+        """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
+        self._process.check()
+        with self._changed:
+            now = time.monotonic()
+            for batch in self._open.values():
+                if not batch.ended and batch.deadline < now:
+                    self._give_up(batch, "timeout")
+            if self._event is not None:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._event)
+            found = [batch for batch in self._open.values() if batch.ended and not batch.reported]
+            for batch in found:
+                batch.reported = True
+            return [batch.ticket for batch in found]
+
+    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+        """Collect a ticket; see `ExternalStore.wait`. Blocks of a read are copied into `out`; rows of misses stay."""
+        self._process.check()
+        with self._changed:
+            batch = self._open.get(ticket)
+            if batch is not None:
+                _check_out(out, (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block))
+                now = time.monotonic()
+                left = batch.deadline - now if timeout is None else min(timeout, batch.deadline - now)
+                self._changed.wait_for(lambda: batch.ended, max(0.0, left))
+            if batch is None or self._open.pop(ticket, None) is None:
+                raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
+            self._give_up(batch, "timeout")
+            rows = batch.rows if batch.is_read else None
+            reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
+            if not batch.running:
+                self._release(batch)
+        ok = np.array([not reason for reason in reasons], dtype=np.bool_)
+        if not batch.is_read or (rows is None and out is None):
+            rows = np.zeros((len(reasons) if batch.is_read else 0, self.bytes_per_block), np.uint8)
+        elif out is not None:
+            if rows is not None:
+                np.copyto(out, rows, where=ok[:, None])
+            rows = out
+        assert rows is not None  # noqa: S101 (for the type checker)
+        return Completion(ticket, ok, rows, reasons)
+
+    def stats(self) -> StoreStats:
+        """Return the counters since the store was opened."""
+        self._process.check()
+        with self._changed:
+            return StoreStats(
+                written_blocks=self._blocks[True],
+                written_bytes=self._blocks[True] * self.bytes_per_block,
+                read_blocks=self._blocks[False],
+                read_bytes=self._blocks[False] * self.bytes_per_block,
+                misses=dict(self._misses),
+                errors=self._errors,
+                errors_in_a_row=self._errors_in_a_row,
+                last_error=self._last_error,
+                pending_bytes=self._pending,
+                stored_blocks=self._count_stored(),
+            )
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Refuse new batches, give up those that wait, and let running calls end; see `ExternalStore.close`."""
+        if not self._process.is_current:
+            return True
+        self._stop()
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: not self._num_threads, max(0.0, timeout))
+            for batch in self._open.values():
+                self._give_up(batch, "closed")
+            return in_time
+
+    def _submit(
+        self,
+        kind: Kind,
+        names: Sequence[Name],
+        rows: NDArray[np.uint8] | None = None,
+        spread: list[int] | None = None,
+    ) -> int:
+        with self._changed:
+            if self._closed:
+                raise StoreError("the store is closed")
+            now = time.monotonic()
+            refused = "unavailable" if self._refuses(now) else "queue_full"
+            moves_bytes = kind not in {"delete", "forget"}
+            room = max(0, self.memory - self._pending) // self.bytes_per_block if moves_bytes else len(names)
+            taken = list(names[: 0 if refused == "unavailable" else room])
+            num_bytes = len(taken) * self.bytes_per_block if moves_bytes else 0
+            self._pending += num_bytes
+            self._tickets += 1
+            batch = Batch(
+                ticket=self._tickets,
+                kind=kind,
+                names=taken,
+                rows=None if rows is None else rows[: len(taken)],
+                reasons=[refused] * len(names),
+                num_bytes=num_bytes,
+                deadline=now + self.deadline + self._pending / _SLOWEST,
+                age=self._age,
+                spread=spread,
+            )
+            self._open[batch.ticket] = batch
+            self._misses.update(batch.reasons[len(taken) :])
+            self._prepare(batch, names)
+            for earlier in {id(last): last for name in taken if (last := self._last.get(name))}.values():
+                earlier.followers.append(batch)
+                batch.before += 1
+            self._last.update(dict.fromkeys(taken, batch))
+            if not taken:
+                self._end(batch, [])
+            elif not batch.before:
+                self._make_ready(batch)
+            return batch.ticket
+
+    def _make_ready(self, batch: Batch) -> None:
+        self._ready.append(batch)
+        # A probe must not wait for the calls that hang.
+        if self._num_threads < self.threads + self._looking and not self._closed:
+            self._num_threads += 1
+            try:
+                start_worker("blockyard-store", self._serve, self._stop)
+            except RuntimeError as error:  # no thread can be started: another one takes it, or its deadline passes
+                self._num_threads -= 1
+                self._note(error)
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._ready = deque(batch for batch in self._ready if batch.ticket)
+            for batch in self._open.values():
+                if not batch.running:
+                    self._give_up(batch, "closed")
+
+    def _serve(self) -> None:
+        """Carry out batches until none is ready."""
+        while True:
+            with self._changed:
+                if not self._ready:
+                    self._num_threads -= 1
+                    self._changed.notify_all()
+                    return
+                batch = self._ready.popleft()
+                batch.running = True
+            rows, reasons, error = None, ["error"] * len(batch.names), None
+            began = time.monotonic()
+            try:
+                rows, reasons = self._carry_out(batch)
+            except BaseException as caught:  # noqa: BLE001 (whatever a plug-in raises is a miss)
+                error = caught
+            with self._changed:
+                batch.running = False
+                self._late.discard(batch)
+                if error is not None:
+                    self._note(error)
+                else:
+                    self._errors_in_a_row = 0
+                if not batch.ticket:
+                    self._end_lookup(answered=time.monotonic() - began < _DEAR)
+                elif batch.ended:
+                    self._release(batch)
+                else:
+                    batch.rows = rows
+                    self._end(batch, reasons)
+                if error is not None and time.monotonic() - began >= _DEAR:
+                    self._go_down()
+            del batch, rows, error  # a thread that waits for the lock must not keep them
+
+    # ---- with the lock held ----
+
+    def _end(self, batch: Batch, reasons: list[str]) -> None:
+        """Take a batch's answer."""
+        batch.reasons[: len(reasons)] = reasons
+        batch.ended = True
+        self._misses.update(filter(None, reasons))
+        if batch.kind in {"write", "put", "read", "get"}:
+            self._blocks[not batch.is_read] += reasons.count("")
+        self._conclude(batch)
+        if not batch.is_read and not batch.running:
+            self._release(batch)
+        self._changed.notify_all()
+        if self._event is not None:
+            os.eventfd_write(self._event, 1)
+        self._let_begin(batch)
+
+    def _let_begin(self, batch: Batch) -> None:
+        """Let batches begin that waited for this one."""
+        ending = [batch]
+        while ending:
+            batch = ending.pop()
+            if batch.before:
+                continue
+            for name in batch.names:
+                if self._last.get(name) is batch:
+                    del self._last[name]
+            followers, batch.followers = batch.followers, []
+            for follower in followers:
+                follower.before -= 1
+                if follower.ended:
+                    ending.append(follower)
+                elif not follower.before:
+                    self._make_ready(follower)
+
+    def _give_up(self, batch: Batch, reason: str) -> None:
+        if batch.ended:
+            return
+        if batch in self._ready:
+            self._ready.remove(batch)
+        is_hung = batch.running and batch.deadline <= time.monotonic()
+        if batch.running and batch.kind == "put":
+            self._late.add(batch)
+        if not batch.running:
+            self._release(batch)
+        self._end(batch, [reason] * len(batch.names))
+        if is_hung:
+            self._go_down()
+
+    def _release(self, batch: Batch) -> None:
+        self._pending -= batch.num_bytes
+        batch.num_bytes, batch.rows = 0, None
+
+    def _note(self, error: BaseException) -> None:
+        self._errors += 1
+        self._errors_in_a_row += 1
+        self._last_error = " ".join("".join(traceback.format_exception_only(error)).split())
+
+    # ---- storage that does not answer; with the lock held ----
+
+    def _go_down(self) -> None:
+        """Refuse batches, and give up those that wait, until a probe is answered."""
+        if not self._is_down:
+            self._is_down, self._pause = True, _PAUSES[0]
+        self._retry_at = time.monotonic() + self._pause
+        for batch in list(self._open.values()):
+            if not batch.ended and not batch.running:
+                self._give_up(batch, "unavailable")
+
+    def _refuses(self, now: float) -> bool:
+        if self._is_down and self._retry_at <= now:
+            self._look()
+        return self._is_down
+
+    def _look(self) -> None:
+        """Start a lookup, unless one is under way."""
+        if not self._looking and not self._closed:
+            self._looking = True
+            self._make_ready(Batch(0, "has", [], None, [], 0, inf, self._age))
+
+    def _end_lookup(self, *, answered: bool) -> None:
+        self._looking = False
+        if self._is_down:
+            if answered:
+                self._is_down = False
+            else:
+                self._pause = min(2 * self._pause, _PAUSES[1])
+                self._retry_at = time.monotonic() + self._pause
+
+
+def of(value: object) -> str:
+    """Say what an argument is, for a message."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def _check_out(out: object, shape: tuple[int, int]) -> None:
+    if out is None or not shape[0]:
+        return
+    if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous:
+        raise InvalidArgumentError(f"out is {of(out)}, must be uint8 {list(shape)}, C-contiguous")

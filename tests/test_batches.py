@@ -1,0 +1,71 @@
+"""Batches of stores that block: event descriptors, rows of the caller, and storage that hangs."""
+
+import gc
+import os
+import select
+import threading
+import time
+
+import numpy as np
+import pytest
+from memory_stores import PATIENCE, SIZE, KeyedStore, get, names, put, rows
+
+from blockyard.errors import InvalidArgumentError, StoreError
+
+
+def test_an_event_wakes_a_selector():
+    with KeyedStore() as store:
+        event = store.event_fd()
+        assert not select.select([event], [], [], 0)[0]
+        ticket = store.submit_put(names(1), rows(1))
+        assert select.select([event], [], [], PATIENCE)[0] == [event]
+        assert store.poll() == [ticket]
+        assert not select.select([event], [], [], 0)[0]
+
+
+def test_an_event_descriptor_asked_for_late_is_readable_and_goes_with_the_store():
+    store = KeyedStore()
+    store.submit_put([], rows(0))
+    event = store.event_fd()
+    assert select.select([event], [], [], 0)[0] == [event]
+    store.close()
+    assert select.select([event], [], [], 0)[0] == [event], "tickets can be collected after closing"
+    del store
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(event)
+
+
+def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
+    with KeyedStore() as store:
+        put(store, 2)
+        gate = threading.Event()
+        store.before, store.deadline = lambda name: gate.wait(PATIENCE), 0.1
+        waiting = [store.submit_get(names(2)) for _ in range(12)]
+        began = time.monotonic()
+        found = {reason for ticket in waiting for reason in store.wait(ticket).reasons}
+        assert found <= {"timeout", "unavailable"}
+        for _ in range(100):
+            assert set(put(store, 2)) == {"unavailable"}
+            assert not store.contains(names(2)).any()
+        assert time.monotonic() - began < 2
+        with pytest.raises(StoreError, match="later processes may find them: unavailable"):
+            store.forget()
+        gate.set()
+        store.deadline = PATIENCE
+        until = time.monotonic() + PATIENCE
+        while "unavailable" in put(store, 2) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert get(store, 2) == ("", "")
+
+
+def test_rows_for_a_read_must_fit_and_the_ticket_stays():
+    with KeyedStore() as store:
+        put(store, 2)
+        ticket = store.submit_get(names(2))
+        for bad in (np.zeros((1, SIZE), np.uint8), np.zeros((2, SIZE), np.int8), np.zeros((SIZE, 2), np.uint8).T):
+            with pytest.raises(InvalidArgumentError, match="out is "):
+                store.wait(ticket, None, bad)  # type: ignore[arg-type]
+        out = np.zeros((2, SIZE), np.uint8)
+        assert store.wait(ticket, None, out).rows is out
+        assert np.array_equal(out, rows(2))
