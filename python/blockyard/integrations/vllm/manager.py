@@ -86,7 +86,7 @@ class BlockyardManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, or is not here."""
-        return _RESULTS[self._lookup((key,))[0]]
+        return _RESULTS[self._lookup([key])[0]]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Hits are loaded from host memory."""
