@@ -2,6 +2,7 @@
 
 use blockyard_store::BlockDevice;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 pub(crate) const SECTOR: usize = 512;
@@ -25,7 +26,7 @@ struct State {
 
 /// Storage in memory that loses power, or answers with errors.
 #[derive(Clone, Default)]
-pub(crate) struct Disk(Arc<Mutex<State>>, Arc<Mutex<()>>);
+pub(crate) struct Disk(Arc<Mutex<State>>, Arc<Mutex<()>>, Arc<AtomicUsize>);
 
 /// A small generator of numbers, the same for the same seed.
 pub(crate) struct Random(u64);
@@ -64,7 +65,7 @@ impl Disk {
 
     /// Another disk with the same bytes: what one finds after a `kill -9`.
     pub(crate) fn killed(&self) -> Self {
-        Self(Arc::new(Mutex::new(self.0.lock().unwrap().clone())), Arc::default())
+        Self(Arc::new(Mutex::new(self.0.lock().unwrap().clone())), Arc::default(), Arc::default())
     }
 
     /// Another disk with what a loss of power leaves: of the sectors not synced some, in any order.
@@ -87,7 +88,7 @@ impl Disk {
             _ => {}
         }
         let state = State { seen: image.clone(), durable: image, unsynced: Vec::new(), failing: None, ..state };
-        Self(Arc::new(Mutex::new(state)), Arc::default())
+        Self(Arc::new(Mutex::new(state)), Arc::default(), Arc::default())
     }
 
     /// Lets every call of a number that `nth` divides fail, or none.
@@ -113,6 +114,11 @@ impl Disk {
         let result = work();
         drop(held);
         result
+    }
+
+    /// Reads and writes that have begun so far, those that wait in `frozen` included.
+    pub(crate) fn begun(&self) -> usize {
+        self.2.load(Ordering::SeqCst)
     }
 
     pub(crate) fn drop_checkpoint(&self) {
@@ -142,6 +148,7 @@ impl State {
 
 impl BlockDevice for Disk {
     fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.2.fetch_add(1, Ordering::SeqCst);
         drop(self.1.lock().unwrap());
         let mut state = self.0.lock().unwrap();
         state.call()?;
@@ -152,6 +159,7 @@ impl BlockDevice for Disk {
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        self.2.fetch_add(1, Ordering::SeqCst);
         drop(self.1.lock().unwrap());
         let mut state = self.0.lock().unwrap();
         let offset = usize::try_from(offset).unwrap();
