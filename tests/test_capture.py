@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,17 +18,6 @@ CHUNK, BLOCK, CHUNKS = 2 << 20, 64 << 10, 4
 
 def pool_of(locker: CudaLocker) -> HostPool:
     return HostPool(CHUNKS * CHUNK // BLOCK, BLOCK, locker=locker, chunk_bytes=CHUNK)
-
-
-class FakeDevice:
-    def __init__(self, _device: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
@@ -56,7 +46,7 @@ def runtime(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     made = FakeRuntime(fake)
     fake.fake_reset(0, 0, *[True, False, True, True], 1024)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(torch.cuda, "device", FakeDevice)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(capture, "load_driver", lambda: fake)
     return made
 

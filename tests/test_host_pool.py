@@ -4,6 +4,7 @@ import gc
 import mmap
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -282,22 +283,11 @@ def test_a_pool_for_the_cpu_is_ordinary_memory():
     pool.close()
 
 
-class FakeDevice:
-    def __init__(self, _device: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def test_cuda_says_why_it_does_not_lock(monkeypatch: pytest.MonkeyPatch):
     if torch.cuda.is_available() or not hasattr(torch._C, "_cudart"):
         pytest.skip("there is a CUDA device, or a torch without CUDA")
     monkeypatch.setattr(torch.cuda, "cudart", lambda: torch._C._cudart)
-    monkeypatch.setattr(torch.cuda, "device", FakeDevice)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     locker = CudaLocker(torch.device("cuda:0"))
     # Without a driver both calls fail; how it is told is what counts here.
     assert locker.lock(0, 4096).startswith("cudaHostRegister says ")

@@ -2,7 +2,7 @@
 //!
 //! One byte stream a sequence: a 64-byte header frame, then for each block its extra frames and its tokens as
 //! little-endian u32, padded to 64 bytes with 0xFF. The in-process [`Key`] of a block is SHA-256's chaining value after
-//! it, so a parent's key is hashed into its children for nothing; the [`ExportedKey`] is the finished SHA-256 of the same
+//! it, so hashing a parent's key into its children costs nothing; the [`ExportedKey`] is the finished SHA-256 of the same
 //! stream. The two are types of their own and never compared.
 
 use crate::error::{Error, Result};

@@ -25,7 +25,7 @@ class Metrics:
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Return what Prometheus is told of each."""
+    """Return the description of each for Prometheus."""
     return {
         Metrics.USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that transfers hold now."),
         Metrics.WRITE_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that stores write now."),

@@ -4,7 +4,7 @@ use super::{Departure, Evictor};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
-/// Hits that are told apart.
+/// Most hits that are counted.
 const MAX_HITS: u8 = 15;
 
 /// Blocks by hits, one ring a number. Along a chain a block counts at least as many hits as those behind it.

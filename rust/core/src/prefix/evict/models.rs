@@ -194,10 +194,10 @@ impl Choice for ArcModel {
     }
 }
 
-/// Segments under a rule; the real ones are told what is evicted, as the pool tells them.
-struct Told(Segments, HashMap<BlockId, u32>);
+/// Segments under a rule; each eviction is reported to them, as the pool does.
+struct Reported(Segments, HashMap<BlockId, u32>);
 
-impl Plain for Told {
+impl Plain for Reported {
     fn publish(&mut self, block: BlockId, tag: u32) {
         self.1.insert(block, tag);
         self.0.publish(block, tag);
@@ -336,7 +336,7 @@ proptest! {
         prompts in prompts(),
         rule in prop::sample::select(vec![Rule::Once(10), Rule::Once(300), Rule::Once(700), Rule::Keep]),
     ) {
-        let mut segments = Told(Segments::new(BLOCKS, rule), HashMap::new());
+        let mut segments = Reported(Segments::new(BLOCKS, rule), HashMap::new());
         let model = SegmentsModel(rule, Ghosts::new(BLOCKS), 0, 2);
         prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
     }
@@ -346,7 +346,7 @@ proptest! {
         prompts in prompts(),
         rule in prop::sample::select(vec![Rule::Once(10), Rule::Once(700), Rule::Keep]),
     ) {
-        let (_, hits) = serve(&mut Told(Segments::new(BLOCKS, rule), HashMap::new()), &prompts);
+        let (_, hits) = serve(&mut Reported(Segments::new(BLOCKS, rule), HashMap::new()), &prompts);
         let mut miniature = Miniature::new(BLOCKS, rule);
         let followed = prompts.iter().map(|prompt| {
             let chain: Vec<u32> = prompt.iter().rev().copied().collect();

@@ -8,7 +8,7 @@ use std::fmt;
 
 const SMALL: usize = 0;
 const MAIN: usize = 1;
-/// Hits that are told apart.
+/// Most hits that are counted.
 const MAX_HITS: u8 = 3;
 
 /// What of a pool is whose.
