@@ -97,42 +97,21 @@ double seconds(const std::function<void()>& work, double* host = nullptr, int re
     return best;
 }
 
-void limits() {
-    int v = 0, d = 0, uva = 0;
-    cudaRuntimeGetVersion(&v);
-    cudaDriverGetVersion(&d);
-    OK(cudaDeviceGetAttribute(&uva, cudaDevAttrCanUseHostPointerForRegisteredMem, 0));
-    printf("runtime %d driver %d batch %p CanUseHostPointerForRegisteredMem %d\n", v, d, (void*)batch_fn(), uva);
-    cudaStream_t s;
-    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
-    const size_t C = 4 << 20;
-    char* host = (char*)mmap(nullptr, 4 * C, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    memset(host, 7, 4 * C);
-    OK(cudaHostRegister(host, C, 3));
-    OK(cudaHostRegister(host + C, C, 3));  // 2*C.. stays pageable
-    char* dev;
-    OK(cudaMalloc(&dev, 4 * C));
-    auto say = [&](const char* what, int r) {
-        cudaError_t later = cudaStreamSynchronize(s);
-        printf("%-66s -> %d, at sync %d (%s)\n", what, r, later, cudaGetErrorString(later));
-        cudaGetLastError();
-    };
-    const size_t half = 64 << 10;
-    say("cudaMemcpyAsync H2D over two registrations",
-        cudaMemcpyAsync(dev, host + C - half, 2 * half, cudaMemcpyHostToDevice, s));
-    say("cudaMemcpyAsync D2H over two registrations",
-        cudaMemcpyAsync(host + C - half, dev, 2 * half, cudaMemcpyDeviceToHost, s));
-    say("cudaMemcpyAsync H2D registered -> pageable",
-        cudaMemcpyAsync(dev, host + 2 * C - half, 2 * half, cudaMemcpyHostToDevice, s));
-    say("cudaMemcpyAsync D2H registered -> pageable",
-        cudaMemcpyAsync(host + 2 * C - half, dev, 2 * half, cudaMemcpyDeviceToHost, s));
-    auto two = [&](void* d0, const void* s0, void* d1, const void* s1) {
-        return Job{{(CUdeviceptr)d0, (CUdeviceptr)d1}, {(CUdeviceptr)s0, (CUdeviceptr)s1}, {half, 2 * half}};
-    };
-    say("batch H2D, second piece over two registrations", submit(two(dev, host, dev + C, host + C - half), 2, s));
-    say("batch D2H, second piece over two registrations", submit(two(host, dev, host + C - half, dev + C), 2, s));
-    say("batch H2D on the legacy stream (1 is expected)", submit(two(dev, host, dev + C, host + C), 2, nullptr));
-    // Virtual memory: two mappings side by side.
+constexpr size_t half = 64 << 10;
+
+void report(cudaStream_t s, const char* what, int r) {
+    cudaError_t later = cudaStreamSynchronize(s);
+    printf("%-66s -> %d, at sync %d (%s)\n", what, r, later, cudaGetErrorString(later));
+    cudaGetLastError();
+}
+
+// A batch of two pieces, the second twice as long.
+Job two(void* d0, const void* s0, void* d1, const void* s1) {
+    return Job{{(CUdeviceptr)d0, (CUdeviceptr)d1}, {(CUdeviceptr)s0, (CUdeviceptr)s1}, {half, 2 * half}};
+}
+
+// Copies over the bound of two mappings of virtual memory, and what thousands of mappings cost.
+void mappings(char* host, cudaStream_t s) {
     auto cg = driver<CUresult (*)(size_t*, const CUmemAllocationProp*, CUmemAllocationGranularity_flags)>(
         "cuMemGetAllocationGranularity", 10020);
     auto cr = driver<CUresult (*)(CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long)>("cuMemAddressReserve",
@@ -167,10 +146,40 @@ void limits() {
            std::chrono::duration<double>(t1 - t0).count() * 1e3, std::chrono::duration<double>(t2 - t1).count() * 1e3,
            r);
     char* vm = (char*)va;
-    say("cudaMemcpyAsync H2D into two mappings",
-        cudaMemcpyAsync(vm + unit - half, host, 2 * half, cudaMemcpyHostToDevice, s));
-    say("batch H2D, second piece into two mappings", submit(two(vm, host, vm + unit - half, host + half), 2, s));
-    say("batch D2H, second piece out of two mappings", submit(two(host, vm, host + half, vm + unit - half), 2, s));
+    report(s, "cudaMemcpyAsync H2D into two mappings",
+           cudaMemcpyAsync(vm + unit - half, host, 2 * half, cudaMemcpyHostToDevice, s));
+    report(s, "batch H2D, second piece into two mappings", submit(two(vm, host, vm + unit - half, host + half), 2, s));
+    report(s, "batch D2H, second piece out of two mappings",
+           submit(two(host, vm, host + half, vm + unit - half), 2, s));
+}
+
+void limits() {
+    int v = 0, d = 0, uva = 0;
+    cudaRuntimeGetVersion(&v);
+    cudaDriverGetVersion(&d);
+    OK(cudaDeviceGetAttribute(&uva, cudaDevAttrCanUseHostPointerForRegisteredMem, 0));
+    printf("runtime %d driver %d batch %p CanUseHostPointerForRegisteredMem %d\n", v, d, (void*)batch_fn(), uva);
+    cudaStream_t s;
+    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    const size_t C = 4 << 20;
+    char* host = (char*)mmap(nullptr, 4 * C, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memset(host, 7, 4 * C);
+    OK(cudaHostRegister(host, C, 3));
+    OK(cudaHostRegister(host + C, C, 3));  // 2*C.. stays pageable
+    char* dev;
+    OK(cudaMalloc(&dev, 4 * C));
+    report(s, "cudaMemcpyAsync H2D over two registrations",
+           cudaMemcpyAsync(dev, host + C - half, 2 * half, cudaMemcpyHostToDevice, s));
+    report(s, "cudaMemcpyAsync D2H over two registrations",
+           cudaMemcpyAsync(host + C - half, dev, 2 * half, cudaMemcpyDeviceToHost, s));
+    report(s, "cudaMemcpyAsync H2D registered -> pageable",
+           cudaMemcpyAsync(dev, host + 2 * C - half, 2 * half, cudaMemcpyHostToDevice, s));
+    report(s, "cudaMemcpyAsync D2H registered -> pageable",
+           cudaMemcpyAsync(host + 2 * C - half, dev, 2 * half, cudaMemcpyDeviceToHost, s));
+    report(s, "batch H2D, second piece over two registrations", submit(two(dev, host, dev + C, host + C - half), 2, s));
+    report(s, "batch D2H, second piece over two registrations", submit(two(host, dev, host + C - half, dev + C), 2, s));
+    report(s, "batch H2D on the legacy stream (1 is expected)", submit(two(dev, host, dev + C, host + C), 2, nullptr));
+    mappings(host, s);
     // A batch while a graph is captured.
     cudaGraph_t graph;
     OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
@@ -203,89 +212,113 @@ void fill(CopyParams& q, const CopyPair* p, size_t n, const void* src, void* dst
     q.num_groups = n;
 }
 
-void rates() {
-    const size_t most = 512u << 20;
+struct Link {
     char *host, *dev, *dev2;
-    OK(cudaHostAlloc(&host, most, 0));
-    memset(host, 5, most);
-    OK(cudaMalloc(&dev, most));
-    OK(cudaMalloc(&dev2, most));
-    OK(cudaMemset(dev, 3, most));
     cudaStream_t s;
-    OK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    double large[3];  // GB/s of one large copy: h2d, d2h, d2d
+};
+constexpr size_t kMost = 512u << 20;
+double rate(size_t bytes, double sec) { return bytes / sec / 1e9; }
+CopyTensor tensor(char* src, char* dst, size_t bytes) {
+    return {(unsigned char*)src, (unsigned char*)dst, (int64_t)bytes, (int64_t)bytes, (int64_t)bytes};
+}
+
+Link make_link() {
+    Link l;
+    OK(cudaHostAlloc(&l.host, kMost, 0));
+    memset(l.host, 5, kMost);
+    OK(cudaMalloc(&l.dev, kMost));
+    OK(cudaMalloc(&l.dev2, kMost));
+    OK(cudaMemset(l.dev, 3, kMost));
+    OK(cudaStreamCreateWithFlags(&l.s, cudaStreamNonBlocking));
+    auto one = [&](char* dst, char* src, cudaMemcpyKind kind) {
+        return rate(kMost, seconds([&] { cudaMemcpyAsync(dst, src, kMost, kind, l.s); }));
+    };
+    l.large[0] = one(l.dev, l.host, cudaMemcpyHostToDevice);
+    l.large[1] = one(l.host, l.dev, cudaMemcpyDeviceToHost);
+    l.large[2] = one(l.dev2, l.dev, cudaMemcpyDeviceToDevice);
+    printf("large GB/s: h2d %.1f d2h %.1f d2d %.1f\n", l.large[0], l.large[1], l.large[2]);
+    return l;
+}
+
+void by_calls(const Link& l, bool to_host, const Job& j, size_t bytes, uint32_t n) {
+    printf("%s %6zu B x %u:", to_host ? "d2h" : "h2d", bytes, n);
+    for (size_t step : {(size_t)n, (size_t)2048, (size_t)512, (size_t)128}) {
+        double h, sec = seconds([&] { submit(j, step, l.s); }, &h);
+        printf(" batch/%zu %.1f (%.2f, %.2f us/piece)", step, rate(n * bytes, sec),
+               rate(n * bytes, sec) / l.large[to_host], h * 1e6 / n);
+    }
+    printf(" any %.1f", rate(n * bytes, seconds([&] { submit(j, 512, l.s, 3, 0); })));
+    printf(" overlap-flag %.1f", rate(n * bytes, seconds([&] { submit(j, 512, l.s, 1, 1); })));
+    auto loop = [&] {
+        for (uint32_t i = 0; i < n; ++i)
+            cudaMemcpyAsync((void*)j.dst[i], (void*)j.src[i], bytes, cudaMemcpyDefault, l.s);
+    };
+    printf(" loop %.1f\n", rate(n * bytes, seconds(loop)));
+}
+
+void by_kernel(const Link& l, bool bulk, bool to_host, const std::vector<CopyPair>& p, size_t bytes) {
+    char *src = to_host ? l.dev : l.host, *dst = to_host ? l.host : l.dev;
+    const size_t n = p.size();
+    static CopyParams q;
+    printf("    %s blocks:", bulk ? "bulk  " : "kernel");
+    for (unsigned blocks : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u, 48u, 132u}) {
+        auto work = [&] {
+            for (size_t at = 0; at < n; at += kMaxSteps) {
+                fill(q, &p[at], std::min<size_t>(kMaxSteps, n - at), src, dst, bytes);
+                if (bulk)
+                    copy_by_bulk<<<blocks, kWarp, kRingBytes, l.s>>>(q, 1, (bytes + kStageBytes - 1) / kStageBytes);
+                else
+                    copy_pieces<uint4><<<blocks, kHostKernelThreads, 0, l.s>>>(
+                        q, 1, (bytes + kHostChunk<uint4> - 1) / kHostChunk<uint4>);
+            }
+        };
+        const double reached = rate(n * bytes, seconds(work));
+        OK(cudaGetLastError());
+        printf(" %u:%.1f(%.2f)", blocks, reached, reached / l.large[to_host]);
+    }
+    printf("\n");
+}
+
+// Rows of 1 MiB side by side on the host, pieces scattered on the device: by way of a stage on the device.
+void staged(const Link& l, bool to_host, const std::vector<CopyPair>& p, size_t bytes) {
+    const size_t row = 1 << 20, rows = p.size() * bytes / row;
+    Steps plan = independent(p);
+    CopyTensor t = to_host ? tensor(l.dev, l.dev2, bytes) : tensor(l.dev2, l.dev, bytes);
+    auto r = pairs_of(rows);
+    Job big = to_host ? job_of(l.host, l.dev2, r, row) : job_of(l.dev2, l.host, r, row);
+    const double reached = rate(p.size() * bytes, seconds([&] {
+                                    if (to_host) copy_on_device(&t, 1, plan, l.s);
+                                    submit(big, 512, l.s);
+                                    if (!to_host) copy_on_device(&t, 1, plan, l.s);
+                                }));
+    printf("    staged by rows of 1 MiB: %.1f (%.2f), in one part, not overlapped\n", reached,
+           reached / l.large[to_host]);
+}
+
+void within_device(const Link& l, uint32_t n, size_t bytes) {
+    auto pairs = pairs_of(n);
+    Steps plan = independent(pairs);
+    CopyTensor t = tensor(l.dev, l.dev2, bytes);
+    double same = seconds([&] { cudaMemcpyAsync(l.dev2, l.dev, n * bytes, cudaMemcpyDeviceToDevice, l.s); });
+    double k = seconds([&] { copy_on_device(&t, 1, plan, l.s); });
+    printf("d2d %6zu B x %u: kernel %.0f, one copy of as much %.0f, ratio %.2f\n", bytes, n, rate(n * bytes, k),
+           rate(n * bytes, same), same / k);
+}
+
+void rates() {
+    const Link l = make_link();
     OK(cudaFuncSetAttribute(copy_by_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
-    auto rate = [](size_t bytes, double sec) { return bytes / sec / 1e9; };
-    double large[3] = {rate(most, seconds([&] { cudaMemcpyAsync(dev, host, most, cudaMemcpyHostToDevice, s); })),
-                       rate(most, seconds([&] { cudaMemcpyAsync(host, dev, most, cudaMemcpyDeviceToHost, s); })),
-                       rate(most, seconds([&] { cudaMemcpyAsync(dev2, dev, most, cudaMemcpyDeviceToDevice, s); }))};
-    printf("large GB/s: h2d %.1f d2h %.1f d2d %.1f\n", large[0], large[1], large[2]);
     for (size_t bytes : {4096ul, 8192ul, 16384ul, 28672ul, 65536ul}) {
-        const uint32_t n = std::min<size_t>(8192, most / bytes);
+        const uint32_t n = std::min<size_t>(8192, kMost / bytes);
         auto p = pairs_of(n);
-        for (int to_host = 0; to_host < 2; ++to_host) {
-            char *src = to_host ? dev : host, *dst = to_host ? host : dev;
-            Job j = job_of(dst, src, p, bytes);
-            const char* dir = to_host ? "d2h" : "h2d";
-            printf("%s %6zu B x %u:", dir, bytes, n);
-            for (size_t step : {(size_t)n, (size_t)2048, (size_t)512, (size_t)128}) {
-                double h, sec = seconds([&] { submit(j, step, s); }, &h);
-                printf(" batch/%zu %.1f (%.2f, %.2f us/piece)", step, rate(n * bytes, sec),
-                       rate(n * bytes, sec) / large[to_host], h * 1e6 / n);
-            }
-            double sec = seconds([&] { submit(j, 512, s, 3, 0); });
-            printf(" any %.1f", rate(n * bytes, sec));
-            sec = seconds([&] { submit(j, 512, s, 1, 1); });
-            printf(" overlap-flag %.1f", rate(n * bytes, sec));
-            sec = seconds([&] {
-                for (uint32_t i = 0; i < n; ++i)
-                    cudaMemcpyAsync((void*)j.dst[i], (void*)j.src[i], bytes, cudaMemcpyDefault, s);
-            });
-            printf(" loop %.1f\n", rate(n * bytes, sec));
-            static CopyParams q;
-            for (int bulk = 0; bulk < 2; ++bulk) {
-                printf("    %s blocks:", bulk ? "bulk  " : "kernel");
-                for (unsigned blocks : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u, 48u, 132u}) {
-                    double k = seconds([&] {
-                        for (size_t at = 0; at < n; at += kMaxSteps) {
-                            size_t some = std::min<size_t>(kMaxSteps, n - at);
-                            fill(q, &p[at], some, src, dst, bytes);
-                            if (bulk)
-                                copy_by_bulk<<<blocks, kWarp, kRingBytes, s>>>(q, 1,
-                                                                               (bytes + kStageBytes - 1) / kStageBytes);
-                            else
-                                copy_pieces<uint4><<<blocks, kHostKernelThreads, 0, s>>>(
-                                    q, 1, (bytes + kHostChunk<uint4> - 1) / kHostChunk<uint4>);
-                        }
-                    });
-                    OK(cudaGetLastError());
-                    printf(" %u:%.1f(%.2f)", blocks, rate(n * bytes, k), rate(n * bytes, k) / large[to_host]);
-                }
-                printf("\n");
-            }
-            // Rows of 1 MiB side by side on the host, pieces scattered on the device: by way of a stage on the device.
-            const size_t row = 1 << 20, rows = n * bytes / row;
-            Steps plan = independent(p);
-            CopyTensor t{(unsigned char*)(to_host ? dev : dev2), (unsigned char*)(to_host ? dev2 : dev), (int64_t)bytes,
-                         (int64_t)bytes, (int64_t)bytes};
-            auto r = pairs_of(rows);
-            Job big = to_host ? job_of(host, dev2, r, row) : job_of(dev2, host, r, row);
-            double st = seconds([&] {
-                if (to_host) copy_on_device(&t, 1, plan, s);
-                submit(big, 512, s);
-                if (!to_host) copy_on_device(&t, 1, plan, s);
-            });
-            printf("    staged by rows of 1 MiB: %.1f (%.2f), in one part, not yet overlapped\n", rate(n * bytes, st),
-                   rate(n * bytes, st) / large[to_host]);
+        for (bool to_host : {false, true}) {
+            Job j = to_host ? job_of(l.host, l.dev, p, bytes) : job_of(l.dev, l.host, p, bytes);
+            by_calls(l, to_host, j, bytes, n);
+            for (bool bulk : {false, true}) by_kernel(l, bulk, to_host, p, bytes);
+            staged(l, to_host, p, bytes);
         }
-        for (uint32_t m : {1024u, n, (uint32_t)std::min<size_t>(50000, most / bytes)}) {
-            auto pd = pairs_of(m);
-            Steps plan = independent(pd);
-            CopyTensor t{(unsigned char*)dev, (unsigned char*)dev2, (int64_t)bytes, (int64_t)bytes, (int64_t)bytes};
-            double same = seconds([&] { cudaMemcpyAsync(dev2, dev, m * bytes, cudaMemcpyDeviceToDevice, s); });
-            double k = seconds([&] { copy_on_device(&t, 1, plan, s); });
-            printf("d2d %6zu B x %u: kernel %.0f, one copy of as much %.0f, ratio %.2f\n", bytes, m, rate(m * bytes, k),
-                   rate(m * bytes, same), same / k);
-        }
+        for (uint32_t m : {1024u, n, (uint32_t)std::min<size_t>(50000, kMost / bytes)}) within_device(l, m, bytes);
     }
 }
 
