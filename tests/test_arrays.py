@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
     ),
     "slots of tokens that are not there": (
         InvalidArgumentError,
-        "first is 0 and last 9, the sequence has 3 tokens",
+        "last is 9, must be at most 3, the tokens of the sequence",
         lambda m, h: m.slot_mapping(int(h[0]), 0, 9),
     ),
     "a tier of another name": (InvalidArgumentError, "'gpu'", lambda m, h: m.pool("gpu").num_free),  # type: ignore[arg-type]

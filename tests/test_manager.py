@@ -422,6 +422,24 @@ def test_slots_of_tokens_that_there_are_not_are_refused():
     assert manager.slot_mapping(handle, 1, 3).tolist() == [1, 2]
 
 
+def test_slots_of_many_sequences_follow_one_another():
+    manager = new_manager()
+    handles = np.array([open_one(manager, tokens) for tokens in (3, 9, 6)], np.uint64)
+    ranges = list(zip(handles.tolist(), (0, 2, 6), (3, 9, 6), strict=True))
+    each = [manager.slot_mapping(handle, first, last) for handle, first, last in ranges]
+    assert np.array_equal(manager.slot_mapping(handles, [0, 2, 6], [3, 9, 6]), np.concatenate(each))
+    two = [*manager.slot_mapping(handles[1], 1, 3), *manager.slot_mapping(handles[2], 1, 3)]
+    assert manager.slot_mapping(handles[1:], 1, 3).tolist() == two
+    assert len(manager.slot_mapping(handles[:0], 0, 3)) == 0
+    out = np.full(10, -1, np.int64)
+    for first, last in (([0, 2, 6], [3, 9, 7]), ([0, 2], [3, 9, 6]), (0, 6), ([4, 2, 6], [3, 9, 6])):
+        with pytest.raises(InvalidArgumentError, match=r"first|last"):
+            manager.slot_mapping(handles, first, last, out)
+    assert set(out.tolist()) == {-1}
+    assert manager.slot_mapping(handles, [0, 2, 6], [3, 9, 6], out) is out
+    assert np.array_equal(out, np.concatenate(each))
+
+
 def test_an_output_array_of_the_wrong_size_is_refused():
     manager = new_manager()
     handle = open_one(manager, 9)

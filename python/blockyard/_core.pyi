@@ -1211,21 +1211,27 @@ class BlockManager:
             InvalidArgumentError: `out` has another number of rows or too few columns, or there is no such group.
         """
     def slot_mapping(
-        self, sequence: _Handle, first: int, last: int, out: NDArray[np.int64] | None = None, *, group: int = 0
+        self,
+        sequences: _Handles,
+        first: _Counts,
+        last: _Counts,
+        out: NDArray[np.int64] | None = None,
+        *,
+        group: int = 0,
     ) -> NDArray[np.int64]:
-        """Return the slots of some tokens of a sequence on the device.
+        """Return the slots of some tokens of sequences on the device, one sequence after the other.
 
         Args:
-            sequence: handle.
-            first: first token.
-            last: token after the last.
-            out: int64 array `[last - first]` to write to, C-contiguous.
+            sequences: handles, uint64 `[n]`, a list, or one.
+            first: first token, for all or one a sequence.
+            last: token after the last, for all or one a sequence.
+            out: int64 array `[sum of last - first]` to write to, C-contiguous.
             group: cache group.
         Returns:
-            Slots, `block * block_size + offset`, int64 `[last - first]`, or `out`.
+            Slots, `block * block_size + offset`, int64 `[sum of last - first]`, or `out`.
         Raises:
             UnknownSequenceError, SequenceStateError: as `block_tables`.
-            InvalidArgumentError: the sequence has fewer tokens, `out` another length, or there is no such group.
+            InvalidArgumentError: a sequence has fewer tokens, `out` another length, or there is no such group.
         """
     def num_tokens(self, sequence: _Handle, group: int = 0) -> int:
         """Return the number of tokens in a sequence.

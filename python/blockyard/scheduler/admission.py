@@ -148,7 +148,8 @@ class Admission:
         first = rows.count
         rows.append([Seated(p.state, p.indices[0], p.tokens[0], handle, done, p.forks) for p, handle, done in each])
         manager.block_tables(handles, out=rows.block_tables[first : rows.count])
-        for tokens, handle, start in zip(prompts, handles.tolist(), begun, strict=True):
-            at, end = draft.tokens, min(len(tokens), start + draft.left)
-            draft.add_chunk(tokens[start:end], start)
-            manager.slot_mapping(handle, start, end, out=draft.slots[at : draft.tokens])
+        at, chunks = draft.tokens, len(draft.counts)
+        for tokens, start in zip(prompts, begun, strict=True):
+            draft.add_chunk(tokens[start : start + draft.left], start)
+        slots = draft.slots[at : draft.tokens]
+        manager.slot_mapping(handles, draft.starts[chunks:], draft.ends[chunks:], out=slots)

@@ -20,6 +20,7 @@ Place: TypeAlias = Literal["waiting", "swapped", "fetching", "running"]
 
 NO_TOKEN = 0xFFFF_FFFF
 """The one uint32 that the prefix cache takes for no token id."""
+NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +50,24 @@ class Request:
     lora_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Finished:
     """A request that is done.
 
     Attributes:
         request: as it was added.
-        outputs: token ids generated for each of its `n` sequences.
+        token_ids: what was generated for each of its `n` sequences, uint32 arrays.
         error: why it ended early, or None: the device shrank and can no longer hold the request to its end.
     """
 
     request: Request
-    outputs: tuple[tuple[int, ...], ...]
+    token_ids: tuple[NDArray[np.uint32], ...]
     error: OutOfBlocksError | None = None
+
+    @property
+    def outputs(self) -> tuple[tuple[int, ...], ...]:
+        """`token_ids` as tuples of ints; made at each use."""
+        return tuple(tuple(tokens.tolist()) for tokens in self.token_ids)
 
 
 class RequestState:
@@ -106,7 +112,7 @@ class RequestState:
         self.alive = True
         self.lost = False
         self.left = request.n
-        self.outputs: list[tuple[int, ...]] = [()] * request.n
+        self.outputs = [NO_TOKENS] * request.n
         self.seats: set[int] = set()
         self.parked: list[Parked] = []
         self.error: OutOfBlocksError | None = None

@@ -427,7 +427,7 @@ class Scheduler:
         seats, lengths = rows.fields[SEAT, gone].tolist(), rows.fields[LENGTH, gone].tolist()
         for seat, length in zip(seats, lengths, strict=True):
             state, index = rows.owner_at(seat)
-            state.outputs[index] = tuple(rows.tokens[seat, len(state.prompt) : length].tolist())
+            state.outputs[index] = rows.tokens[seat, len(state.prompt) : length].copy()
             state.left -= 1
             if state.alive and not state.left:
                 done.append(state)
@@ -529,9 +529,9 @@ class Scheduler:
         """Note what the sequences of a request that have not ended have generated so far."""
         for parked in state.parked:
             for index, tokens in zip(parked.indices, parked.tokens, strict=True):
-                state.outputs[index] = tuple(tokens[len(state.prompt) :].tolist())
+                state.outputs[index] = tokens[len(state.prompt) :]
         for row in self._rows.find(state.seats).tolist():
-            state.outputs[self._rows.owner(row)[1]] = tuple(self._rows.text(row)[len(state.prompt) :].tolist())
+            state.outputs[self._rows.owner(row)[1]] = self._rows.text(row)[len(state.prompt) :]
 
     def _count(self) -> None:
         stats, manager = self.stats, self.manager

@@ -249,7 +249,7 @@ impl World {
             let width = self.manager.max_blocks(&[sequence]).unwrap_or(0);
             let _ = self.manager.block_tables(&[sequence], width, &mut vec![0; width]);
             let mut slots = vec![0; self.manager.num_tokens(sequence).unwrap_or(0).min(64) as usize];
-            let _ = self.manager.slot_mapping(sequence, 0, &mut slots);
+            let _ = self.manager.slot_mapping(&[(sequence, 0..slots.len() as u32)], &mut slots);
             let _ = self.manager.blocks_to_append(&[sequence], Counts::All(2), 1);
             let _ = self.manager.can_swap_in(&[sequence], Tier::Device, 1);
         }

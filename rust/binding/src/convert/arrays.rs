@@ -10,6 +10,7 @@ use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList};
 use std::fmt::Display;
+use std::ops::Range;
 
 /// The handle of one sequence.
 #[derive(Clone, Copy)]
@@ -115,6 +116,25 @@ impl Tokens {
             Self::Each(counts) => counts,
         }
     }
+}
+
+/// Tokens from `first` up to `last` of so many sequences.
+pub(crate) fn ranges(
+    first: &Bound<'_, PyAny>,
+    last: &Bound<'_, PyAny>,
+    sequences: usize,
+) -> PyResult<impl Iterator<Item = Range<u32>>> {
+    let each = |value, name| {
+        let tokens = Tokens::new(value, name)?;
+        match tokens {
+            Tokens::Each(each) if each.len() != sequences => {
+                Err(invalid(format!("{name} has {} numbers, must be one or {sequences}, the sequences", each.len())))
+            }
+            tokens => Ok(tokens),
+        }
+    };
+    let (first, last) = (each(first, "first")?, each(last, "last")?);
+    Ok((0..sequences).map(move |at| first.get().at(at)..last.get().at(at)))
 }
 
 /// Pairs of block ids, 0 to 4294967295: from an int64 array `[n, 2]`, or as `id_pairs` takes them.

@@ -749,40 +749,43 @@ impl PyBlockManager {
         Ok(table.into_any())
     }
 
-    /// Return the slots of some tokens of a sequence on the device.
+    /// Return the slots of some tokens of sequences on the device, one sequence after the other.
     ///
     /// Args:
-    ///     sequence: handle.
-    ///     first: first token.
-    ///     last: token after the last.
-    ///     out: int64 array `[last - first]` to write to, C-contiguous.
+    ///     sequences: handles, uint64 `[n]`, a list, or one.
+    ///     first: first token, for all or one a sequence.
+    ///     last: token after the last, for all or one a sequence.
+    ///     out: int64 array `[sum of last - first]` to write to, C-contiguous.
     ///     group: cache group.
     /// Returns:
-    ///     Slots, `block * block_size + offset`, int64 `[last - first]`, or `out`.
+    ///     Slots, `block * block_size + offset`, int64 `[sum of last - first]`, or `out`.
     /// Raises:
     ///     UnknownSequenceError, SequenceStateError: as `block_tables`.
-    ///     InvalidArgumentError: the sequence has fewer tokens, `out` another length, or there is no such group.
-    #[pyo3(signature = (sequence, first, last, out = None, *, group = 0))]
+    ///     InvalidArgumentError: a sequence has fewer tokens, `out` another length, or there is no such group.
+    #[pyo3(signature = (sequences, first, last, out = None, *, group = 0))]
     fn slot_mapping<'py>(
         &self,
-        py: Python<'py>,
-        #[pyo3(from_py_with = args::sequence)] sequence: Handle,
-        #[pyo3(from_py_with = args::first)] first: u32,
-        #[pyo3(from_py_with = args::last)] last: u32,
+        sequences: &Bound<'py, PyAny>,
+        first: &Bound<'py, PyAny>,
+        last: &Bound<'py, PyAny>,
         out: Option<Bound<'py, PyAny>>,
         #[pyo3(from_py_with = args::group)] group: u32,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let row = row_in(&self.lock(), sequence.0, group)?;
-        let len = self.lock().num_tokens(row).map_err(to_py)?;
-        if first > last || last > len {
-            return Err(invalid(format!("first is {first} and last {last}, the sequence has {len} tokens")));
+        let (py, sequences) = (sequences.py(), arrays::sequences(sequences)?);
+        let ranges = arrays::ranges(first, last, sequences.len())?;
+        let rows = rows_in(&self.lock(), &sequences, group)?;
+        let ranges: Vec<_> = rows.into_iter().zip(ranges).collect();
+        if let Some(out) = out {
+            memory::write(arrays::slots_target(&out, "out"), |slots| {
+                self.lock().slot_mapping(&ranges, slots.items).map_err(to_py)
+            })??;
+            return Ok(out);
         }
-        let tokens = (last - first) as usize;
-        let out = arrays::slots(py, tokens, out)?;
-        memory::write(arrays::slots_target(&out, "out"), |slots| {
-            self.lock().slot_mapping(row, first, arrays::exactly(slots, tokens)?).map_err(to_py)
-        })??;
-        Ok(out)
+        let manager = self.lock();
+        let len = manager.num_slots(&ranges).map_err(to_py)?;
+        let (slots, written) = memory::made(py, [len], |slots: &mut [i64]| manager.slot_mapping(&ranges, slots))?;
+        written.map_err(to_py)?;
+        Ok(slots.into_any())
     }
 
     /// Return the number of tokens in a sequence.

@@ -9,6 +9,7 @@ use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
 use crate::sequence::{Batch, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
 use crate::transfer::Step;
+use std::ops::Range;
 
 /// How far the device's size has changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -350,12 +351,20 @@ impl Manager {
         self.sequences.block_tables(self.view(), sequences, width, out)
     }
 
-    /// Slots of tokens `first..first + out.len()` of a sequence on the device.
+    /// Slots of ranges of tokens of sequences on the device, one range after the other.
     ///
     /// # Errors
-    /// The sequence is unknown, not on the device, still moving or shorter.
-    pub fn slot_mapping(&self, sequence: SequenceId, first: u32, out: &mut [i64]) -> Result<()> {
-        self.sequences.slot_mapping(self.view(), sequence, first, out)
+    /// A sequence is unknown, not on the device, still moving or shorter; `out` has another size.
+    pub fn slot_mapping(&self, ranges: &[(SequenceId, Range<u32>)], out: &mut [i64]) -> Result<()> {
+        self.sequences.slot_mapping(self.view(), ranges, out)
+    }
+
+    /// Tokens in ranges of sequences on the device.
+    ///
+    /// # Errors
+    /// As [`Self::slot_mapping`].
+    pub fn num_slots(&self, ranges: &[(SequenceId, Range<u32>)]) -> Result<usize> {
+        self.sequences.num_slots(self.view(), ranges)
     }
 
     /// The cache groups, in the order of their numbers.

@@ -32,6 +32,7 @@ use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::transfer::{Step, Transfers, View};
 use std::collections::HashSet;
+use std::ops::Range;
 
 /// All sequences.
 #[derive(Debug, Clone)]
@@ -112,14 +113,38 @@ impl Sequences {
         self.begun = HashSet::new();
     }
 
-    pub(crate) fn slot_mapping(&self, view: View<'_>, sequence: SequenceId, first: u32, out: &mut [i64]) -> Result<()> {
-        let row = self.readable(view, sequence)?;
-        let last = u64::from(first) + out.len() as u64;
-        if last > u64::from(row.len) {
-            return Err(invalid("last token", i128::from(last), format!("at most {}", row.len)));
+    pub(crate) fn slot_mapping(
+        &self,
+        view: View<'_>,
+        ranges: &[(SequenceId, Range<u32>)],
+        out: &mut [i64],
+    ) -> Result<()> {
+        let slots = self.num_slots(view, ranges)?;
+        if out.len() != slots {
+            return Err(invalid("length of out", out.len() as i128, format!("{slots}, the tokens")));
         }
-        write_slots(row, first, self.block_size, out);
+        let mut rest = out;
+        for (sequence, tokens) in ranges {
+            let (to, behind) = rest.split_at_mut(tokens.len());
+            write_slots(self.rows.get(*sequence)?, tokens.start, self.block_size, to);
+            rest = behind;
+        }
         Ok(())
+    }
+
+    pub(crate) fn num_slots(&self, view: View<'_>, ranges: &[(SequenceId, Range<u32>)]) -> Result<usize> {
+        let mut slots = 0;
+        for (sequence, tokens) in ranges {
+            let len = self.readable(view, *sequence)?.len;
+            if tokens.start > tokens.end {
+                return Err(invalid("first", tokens.start, format!("at most last, {}", tokens.end)));
+            }
+            if tokens.end > len {
+                return Err(invalid("last", tokens.end, format!("at most {len}, the tokens of the sequence")));
+            }
+            slots += tokens.len();
+        }
+        Ok(slots)
     }
 
     /// Whether the device has so many blocks of `free`, the watermark kept.

@@ -63,7 +63,7 @@ impl World {
         for (number, group) in self.growing() {
             let row = self.manager.table_of(sequence, number).unwrap();
             let mut slots = vec![0; tokens.len()];
-            self.manager.slot_mapping(row, first, &mut slots).unwrap();
+            self.manager.slot_mapping(&[(row, first..first + slots.len() as u32)], &mut slots).unwrap();
             self.place(group, &slots, &tokens);
         }
         self.dirty.push(sequence);
@@ -75,7 +75,7 @@ impl World {
         let content = self.tokens(tokens);
         let row = self.manager.table_of(sequence, self.groups.len() - 1).unwrap();
         let mut slots = vec![0; content.len()];
-        self.manager.slot_mapping(row, 0, &mut slots).unwrap();
+        self.manager.slot_mapping(&[(row, 0..tokens)], &mut slots).unwrap();
         self.place(Group::CrossAttention, &slots, &content);
         self.encoded.insert(sequence, content);
     }

@@ -69,9 +69,9 @@ impl World {
             for group in 0..self.groups.len() {
                 let row = manager.table_of(sequence, group).unwrap();
                 manager.block_table(row).unwrap().hash(&mut trace);
-                let mut slot = vec![0; usize::from(manager.num_tokens(row).unwrap() > 0)];
-                let last = manager.num_tokens(row).unwrap().saturating_sub(1);
-                trace.result(&manager.slot_mapping(row, last, &mut slot));
+                let len = manager.num_tokens(row).unwrap();
+                let mut slot = vec![0; usize::from(len > 0)];
+                trace.result(&manager.slot_mapping(&[(row, len.saturating_sub(1)..len)], &mut slot));
                 slot.hash(&mut trace);
             }
         }

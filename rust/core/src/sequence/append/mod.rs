@@ -28,7 +28,7 @@ pub enum Counts<'a> {
 impl Counts<'_> {
     /// Tokens for one sequence of the batch.
     #[inline]
-    pub(in crate::sequence) fn at(self, index: usize) -> u32 {
+    pub fn at(self, index: usize) -> u32 {
         match self {
             Self::All(n) => n,
             Self::Each(counts) => counts[index],
