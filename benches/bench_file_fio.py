@@ -2,9 +2,9 @@
 
     python benches/bench_file_fio.py [--rounds 7] [--sizes 64k,256k,2m]
 
-The disk and the processor may be shared, so the two take turns in windows of 256 MiB, and each figure is the median over
-the rounds of what one pair of windows gives. The store's rows lie on pages and are lent, so nothing is copied; each
-block is checksummed, and checked when it is read.
+The disk and the processor may be shared, so the two take turns in windows of 256 MiB, and each figure is the median
+over the rounds of what one pair of windows gives. The store's rows lie on pages and are lent, so nothing is copied;
+each block is checksummed, and checked when it is read.
 
 - `file_write_256k_fio_ratio`: rate over fio's; swap space. `file_put_256k_fio_ratio` is that of a prefix store.
 - `file_write_256k_cpu_over_fio`: CPU seconds a GB, less fio's. `file_write_256k_cpu_s_per_gb` is the store's own.
@@ -91,15 +91,15 @@ def window(store: ExternalStore, call: str, seed: int) -> tuple[float, float]:
     for number, batch in enumerate(np.array_split(order, max(1, blocks // count))):
         lent = rows[number % AHEAD]
         if len(tickets) == AHEAD:
-            collect(store, tickets.pop(0), rows[number % AHEAD])
+            collect(store, tickets.pop(0))
         tickets.append(submit(batch, lent[: len(batch)]))
     for ticket in tickets:
-        collect(store, ticket, rows[0])
+        collect(store, ticket)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return BYTES / 1e9 / wall, cpu / (BYTES / 1e9)
 
 
-def collect(store: ExternalStore, ticket: int, rows: NDArray[np.uint8]) -> None:
+def collect(store: ExternalStore, ticket: int) -> None:
     done = store.wait(ticket)
     if not done.ok.all():
         raise SystemExit(f"{store.stats()}")

@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of the store; a temporary directory if not given")
     parser.add_argument("--blocks", type=int, default=512, help="slots of 1 MiB")
+    parser.add_argument("--open-slots", type=int, default=OPEN_SLOTS, help="slots of the store that is opened")
     parser.add_argument("--repeat", type=int, default=3, help="passes; the best counts")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +45,7 @@ def main() -> None:
             figures |= fetch(store, arguments.blocks, arguments.repeat)
             print(store)
         figures |= by_key(folder, arguments.blocks, arguments.repeat)
-        figures |= opening(folder)
+        figures |= opening(folder, arguments.open_slots)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
     keep(figures)
@@ -117,21 +118,21 @@ def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
     return best
 
 
-def opening(folder: str) -> dict[str, float]:
-    """Microseconds a slot to open a full prefix store of 64 KiB blocks."""
-    width, figures = 64 << 10, {}
+def opening(folder: str, slots: int) -> dict[str, float]:
+    """Microseconds a slot to open a full prefix store of blocks of one page."""
+    width, figures = 4096, {}
     url = f"file://{folder}/open?threads={THREADS}"
-    keys = [hashlib.sha256(n.to_bytes(8, "little")).digest() for n in range(OPEN_SLOTS)]
-    with open_store(url, bytes_per_block=width, num_slots=OPEN_SLOTS, use="prefix") as store:
-        for first in range(0, OPEN_SLOTS, 256):
-            collect(store, store.submit_put(keys[first : first + 256], np.ones((256, width), np.uint8)))
+    with open_store(url, bytes_per_block=width, num_slots=slots, use="prefix") as store:
+        for first in range(0, slots, 4096):
+            keys = [hashlib.sha256(n.to_bytes(8, "little")).digest() for n in range(first, min(slots, first + 4096))]
+            collect(store, store.submit_put(keys, np.ones((len(keys), width), np.uint8)))
     for name in ("checkpoint", "headers"):
         if name == "headers":
             (Path(folder) / "open" / "blockyard-prefix.checkpoint").unlink()
         wall = time.perf_counter()
-        with open_store(url, bytes_per_block=width, num_slots=OPEN_SLOTS, use="prefix") as store:
-            figures[f"file_open_{name}_us_per_slot"] = (time.perf_counter() - wall) / OPEN_SLOTS * 1e6
-            assert store.stats().stored_blocks == OPEN_SLOTS
+        with open_store(url, bytes_per_block=width, num_slots=slots, use="prefix") as store:
+            figures[f"file_open_{name}_us_per_slot"] = (time.perf_counter() - wall) / slots * 1e6
+            assert store.stats().stored_blocks == slots
     return figures
 
 

@@ -59,7 +59,7 @@ def test_slots_and_bytes_are_spread_over_the_disks(tmp_path: Path):
         slots = np.arange(store.num_slots)
         assert store.wait(store.submit_write(slots, rows(len(slots)))).ok.all()
         assert np.array_equal(store.wait(store.submit_read(slots[::-1])).rows, rows(len(slots))[::-1])
-        files = [path for path in tmp_path.glob("*/*.slab")]
+        files = list(tmp_path.glob("*/*.slab"))
         assert len(files) == 3
         assert sum(path.stat().st_size for path in files) <= 3 << 20
         with pytest.raises(MappingError, match="must be 0 to"):

@@ -93,8 +93,9 @@ class StoreSide:
         return self._submit(Batch("write", len(slots)), partial(self._store.lend_write, slots, rows))
 
     def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> Batch:
-        """Start to read blocks into rows, which are the store's until the batch has an answer, and for good if that has
-        a miss; see `write`.
+        """Start to read blocks into rows; see `write`.
+
+        The rows are the store's until the batch has an answer, and for good if that has a miss.
         """
         return self._submit(Batch("read", len(slots), out), partial(self._store.lend_read, slots, out))
 

@@ -166,7 +166,7 @@ class ExternalStore(ABC):
     def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (as `wait` gets them)
         """Start to read blocks as `submit_read` does; the store may read straight into `rows`.
 
-        Nobody may use the rows until the ticket is collected by `wait(ticket, out=rows)`. For the rest see `lend_write`.
+        Nobody may use the rows until `wait(ticket, out=rows)` has collected the ticket. For the rest see `lend_write`.
 
         Args:
             slots: as for `submit_read`.

@@ -10,9 +10,9 @@
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
 
-`file:///a,/b,/c` keeps blocks on several disks, each with a slab, threads and a share of the size of its own. A disk that
-fails or hangs loses its own blocks only. If one cannot be opened, a prefix store goes on without it and logs that. The
-keys stay where they are only as long as the URL names the same directories in the same order.
+`file:///a,/b,/c` keeps blocks on several disks, each with a slab, threads and a share of the size of its own. A disk
+that fails or hangs loses its own blocks only. If one cannot be opened, a prefix store goes on without it and logs that.
+Keys are found again as long as the URL names the same directories in the same order.
 
 The last component of a directory is made if it is missing, and must not be a symbolic link. The file has mode 0600
 and is locked.
@@ -143,7 +143,7 @@ def _striped(
     last: StoreError | None = None
     try:
         for directory in directories:
-            try:
+            try:  # noqa: PERF203 (opening takes longer by far)
                 stores.append(open_one(directory))
             except StoreFullError:
                 raise

@@ -1,7 +1,7 @@
 """One store over several, each on a disk of its own with its own threads: what happens to one leaves the others alone.
 
-Slot `s` of `n` disks is slot `s // n` of disk `s % n`, and a key is on the disk that its bytes name. A disk that fails or
-hangs loses its own blocks and nothing else.
+Slot `s` of `n` disks is slot `s // n` of disk `s % n`, and a key is on the disk that its bytes name. A disk that fails
+or hangs loses its own blocks and nothing else. Rows are copied once, as those of a batch are spread.
 """
 
 import select
@@ -64,13 +64,16 @@ class StripedStore(ExternalStore):
 
     @property
     def num_slots(self) -> int:
+        """Blocks that all disks can hold."""
         return len(self._parts) * min(part.num_slots for part in self._open)
 
     @property
     def bytes_per_block(self) -> int:
+        """Bytes that one slot holds for the caller."""
         return self._open[0].bytes_per_block
 
     def submit_write(self, slots: Ids, rows: Rows) -> int:
+        """Start to write blocks, each to its disk. See `ExternalStore`."""
         self._check_slots(slots)
         if len(np.unique(slots)) != len(slots):
             raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
@@ -81,6 +84,7 @@ class StripedStore(ExternalStore):
         )
 
     def submit_read(self, slots: Ids) -> int:
+        """Start to read blocks, each from its disk. See `ExternalStore`."""
         self._check_slots(slots)
         return self._submit(
             slots % len(self._parts),
@@ -89,19 +93,23 @@ class StripedStore(ExternalStore):
         )
 
     def submit_put(self, keys: Keys, rows: Rows) -> int:
+        """Start to store blocks under their keys. See `ExternalStore`."""
         found = self._check_keys(keys)
         self._check_rows(rows, len(found))
         return self._submit(self._disks(found), lambda part, places: part.submit_put(found[places], rows[places]))
 
     def submit_get(self, keys: Keys) -> int:
+        """Start to read blocks by key. See `ExternalStore`."""
         found = self._check_keys(keys)
         return self._submit(self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True)
 
     def submit_delete(self, keys: Keys) -> int:
+        """Start to delete keys. See `ExternalStore`."""
         found = self._check_keys(keys)
         return self._submit(self._disks(found), lambda part, places: part.submit_delete(found[places]))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each key has a block on its disk. See `ExternalStore`."""
         found = self._check_keys(keys)
         answer = np.zeros(len(found), dtype=np.bool_)
         for part, places in self._shares(self._disks(found)):
@@ -110,17 +118,19 @@ class StripedStore(ExternalStore):
         return answer
 
     def forget(self) -> None:
+        """Forget every key, on all disks that answer. See `ExternalStore`."""
         self._check_keys([])
         errors = [] if None not in self._parts else ["a disk could not be opened"]
         for part in self._open:
             try:
                 part.forget()
-            except StoreError as error:
+            except StoreError as error:  # noqa: PERF203 (the others forget all the same)
                 errors.append(str(error))
         if errors:
             raise StoreError(f"later processes may find keys again: {'; '.join(errors)}")
 
     def event_fd(self) -> int:
+        """Return a descriptor that is readable while one of a disk is. See `ExternalStore`."""
         with self._lock:
             if self._events is None:
                 events = select.epoll()
@@ -130,6 +140,7 @@ class StripedStore(ExternalStore):
             return self._events.fileno()
 
     def poll(self) -> list[int]:
+        """Return tickets whose blocks have ended on every disk. See `ExternalStore`."""
         reported = [(at, ticket) for at, part in enumerate(self._open) for ticket in part.poll()]
         with self._lock:
             ended, self._ended = self._ended, []
@@ -142,6 +153,7 @@ class StripedStore(ExternalStore):
         return ended
 
     def wait(self, ticket: int, timeout: float | None = None, out: Rows | None = None) -> Completion:
+        """Collect a ticket from every disk. See `ExternalStore`."""
         with self._lock:
             batch = self._batches.get(ticket)
         if batch is None:
@@ -176,6 +188,7 @@ class StripedStore(ExternalStore):
         return Completion(ticket, ok, rows, reasons)
 
     def stats(self) -> StoreStats:
+        """Return the sums over the disks. See `ExternalStore`."""
         parts = [part.stats() for part in self._open]
         misses: dict[str, int] = {"io": self._failed} if self._failed else {}
         for part in parts:
@@ -191,6 +204,7 @@ class StripedStore(ExternalStore):
         return StoreStats(misses=misses, last_error="; ".join(filter(None, (p.last_error for p in parts))), **sums)
 
     def close(self, timeout: float = 5.0) -> bool:
+        """Close every disk's store. See `ExternalStore`."""
         until = time.monotonic() + timeout
         closed = [part.close(max(0.0, until - time.monotonic())) for part in self._open]
         with self._lock:
@@ -227,7 +241,8 @@ class StripedStore(ExternalStore):
 
     def _disks(self, keys: Rows) -> Ids:
         # Keys are digests: any of their bytes will do.
-        return keys[:, -4:].copy().view("<u4")[:, 0].astype(np.int64) % len(self._parts)
+        disks: Ids = keys[:, -4:].copy().view("<u4")[:, 0].astype(np.int64) % len(self._parts)
+        return disks
 
     def _check_slots(self, slots: Ids) -> None:
         if self._is_keyed:

@@ -129,7 +129,7 @@ class StoreSuite(ABC):
             _whole(store.wait(store.submit_read(np.array([0, 1])), PATIENCE, out), rows)
 
     def test_rows_that_are_lent_come_and_go_like_others(self) -> None:
-        """`lend_write` and `lend_read` do what `submit_write` and `submit_read` do, with less copying where that can be."""
+        """`lend_write` and `lend_read` do what `submit_write` and `submit_read` do."""
         with self.open_store() as store:
             slots, rows = np.array([2, 0, 1]), self.rows(3)
             _check(bool(store.wait(store.lend_write(slots, rows), PATIENCE).ok.all()), "a lent row was not written")
