@@ -143,9 +143,9 @@ def _striped(
     last: StoreError | None = None
     try:
         for directory in directories:
-            try:  # noqa: PERF203 (opening takes longer by far)
+            try:
                 stores.append(open_one(directory))
-            except StoreFullError:
+            except StoreFullError:  # noqa: PERF203 (opening takes longer by far)
                 raise
             except StoreError as error:
                 if not is_keyed:

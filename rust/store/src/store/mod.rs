@@ -1,5 +1,6 @@
-//! The store: a queue, a device and the threads between them. No thread touches the caller's memory, and no call waits
-//! for the device longer than its timeout, but for opening a keyed store and [`SlabStore::forget`].
+//! The store: a queue, a device and the threads between them. Threads touch the caller's memory only where it was lent
+//! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store and
+//! [`SlabStore::forget`].
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
 //! `done` wakes callers. A thread that hangs in the kernel keeps its own buffer and its share of the device, and is
