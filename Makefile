@@ -10,7 +10,7 @@
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
 #   make docs                      docs/api.md and the stub's docstrings, from the code
-#   make fuzz [FUZZ_SECONDS=180]   random operations and forged snapshots, grown by libFuzzer; the
+#   make fuzz [FUZZ_SECONDS=180]   random operations, forged snapshots and slabs, grown by libFuzzer; the
 #       targets share the time
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
 #   make wheel                     wheel and source archive in dist/
@@ -23,7 +23,7 @@ BENCH_JSON ?=
 GPU_PYTHON ?=
 GPU_JSON ?=
 FUZZ_SECONDS ?= 180
-FUZZ_TARGETS := manager snapshot
+FUZZ_TARGETS := manager snapshot slab
 UV_VERSION := 0.13.8
 CARGO_FUZZ_VERSION := 0.13.2
 VLLM_VERSION := 0.32.0

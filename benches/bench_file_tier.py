@@ -6,17 +6,11 @@ With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. B
 between numpy and the store's buffers, checksummed and checked. `file_fetch_gb_s` is the rate from the file to a cache
 engine's tensors on the CPU, by `StepExecutor`. A prefix store puts and gets the same blocks by key, and is opened from
 the headers of its slots and from its checkpoint.
-
-Where fio is installed, blocks of 64 KiB, 256 KiB and 2 MiB are written and read by both in turn, with as many threads:
-`file_write_256k_fio_ratio` is our rate over fio's (O_DIRECT, random), `file_write_256k_cpu_over_fio` our CPU seconds a
-GB less fio's.
+`bench_file_fio.py` compares the store with fio.
 """
 
 import argparse
 import hashlib
-import json
-import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -34,8 +28,6 @@ BYTES_PER_BLOCK = 1 << 20
 BATCH = 32
 AHEAD = 4
 THREADS = 4
-FIO_SIZES = {"64k": 64 << 10, "256k": 256 << 10, "2m": 2 << 20}
-FIO_BYTES = 256 << 20
 OPEN_SLOTS = 4096
 
 
@@ -43,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of the store; a temporary directory if not given")
     parser.add_argument("--blocks", type=int, default=512, help="slots of 1 MiB")
+    parser.add_argument("--open-slots", type=int, default=OPEN_SLOTS, help="slots of the store that is opened")
     parser.add_argument("--repeat", type=int, default=3, help="passes; the best counts")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -52,12 +45,7 @@ def main() -> None:
             figures |= fetch(store, arguments.blocks, arguments.repeat)
             print(store)
         figures |= by_key(folder, arguments.blocks, arguments.repeat)
-        figures |= opening(folder)
-        if shutil.which("fio"):
-            for name, size in FIO_SIZES.items():
-                figures |= beside_fio(folder, name, size, arguments.repeat)
-        else:
-            print("fio is not installed: its ratios are left out")
+        figures |= opening(folder, arguments.open_slots)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
     keep(figures)
@@ -130,63 +118,22 @@ def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
     return best
 
 
-def opening(folder: str) -> dict[str, float]:
-    """Microseconds a slot to open a full prefix store of 64 KiB blocks."""
-    width, figures = 64 << 10, {}
+def opening(folder: str, slots: int) -> dict[str, float]:
+    """Microseconds a slot to open a full prefix store of blocks of one page."""
+    width, figures = 4096, {}
     url = f"file://{folder}/open?threads={THREADS}"
-    keys = [hashlib.sha256(n.to_bytes(8, "little")).digest() for n in range(OPEN_SLOTS)]
-    with open_store(url, bytes_per_block=width, num_slots=OPEN_SLOTS, use="prefix") as store:
-        for first in range(0, OPEN_SLOTS, 256):
-            collect(store, store.submit_put(keys[first : first + 256], np.ones((256, width), np.uint8)))
+    with open_store(url, bytes_per_block=width, num_slots=slots, use="prefix") as store:
+        for first in range(0, slots, 4096):
+            keys = [hashlib.sha256(n.to_bytes(8, "little")).digest() for n in range(first, min(slots, first + 4096))]
+            collect(store, store.submit_put(keys, np.ones((len(keys), width), np.uint8)))
     for name in ("checkpoint", "headers"):
         if name == "headers":
             (Path(folder) / "open" / "blockyard-prefix.checkpoint").unlink()
         wall = time.perf_counter()
-        with open_store(url, bytes_per_block=width, num_slots=OPEN_SLOTS, use="prefix") as store:
-            figures[f"file_open_{name}_us_per_slot"] = (time.perf_counter() - wall) / OPEN_SLOTS * 1e6
-            assert store.stats().stored_blocks == OPEN_SLOTS
+        with open_store(url, bytes_per_block=width, num_slots=slots, use="prefix") as store:
+            figures[f"file_open_{name}_us_per_slot"] = (time.perf_counter() - wall) / slots * 1e6
+            assert store.stats().stored_blocks == slots
     return figures
-
-
-def beside_fio(folder: str, name: str, size: int, repeat: int) -> dict[str, float]:
-    """Our rate over fio's and our CPU time less fio's, at blocks of this size; the best of a few rounds in turn."""
-    blocks = FIO_BYTES // size
-    random = np.random.default_rng(0)
-    rows = random.integers(0, 256, (BATCH, size), dtype=np.uint8)
-    best = {(who, what): (0.0, 0.0) for who in ("ours", "fio") for what in ("write", "read")}
-    with open_store(f"file://{folder}/fio?threads={THREADS}", bytes_per_block=size, num_slots=blocks) as store:
-        for _ in range(repeat):
-            batches = np.array_split(random.permutation(blocks), max(1, blocks // BATCH))
-            for what in ("write", "read"):
-                wall, cpu = time.perf_counter(), time.process_time()
-                run(store, batches, rows, write=what == "write")
-                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-                best["ours", what] = max(best["ours", what], (FIO_BYTES / 1e9 / wall, cpu / (FIO_BYTES / 1e9)))
-                best["fio", what] = max(best["fio", what], fio(f"{folder}/fio.dat", what, size))
-    figures = {}
-    for what in ("write", "read"):
-        (ours, our_cpu), (theirs, their_cpu) = best["ours", what], best["fio", what]
-        figures[f"file_{what}_{name}_fio_ratio"] = ours / theirs
-        figures[f"file_{what}_{name}_cpu_over_fio"] = our_cpu - their_cpu
-    return figures
-
-
-def fio(path: str, what: str, size: int) -> tuple[float, float]:
-    """GB/s and CPU seconds a GB of fio, which moves the same bytes at random places with as many threads."""
-    command = ["fio", "--name=x", f"--filename={path}", f"--rw=rand{what}", f"--bs={size}", f"--size={FIO_BYTES}"]
-    command += [
-        "--direct=1",
-        "--ioengine=psync",
-        "--thread",
-        f"--numjobs={THREADS}",
-        f"--io_size={FIO_BYTES // THREADS}",
-    ]
-    command += ["--group_reporting", "--norandommap", "--fallocate=posix", "--output-format=json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    job = json.loads(done.stdout)["jobs"][0]
-    # Of the threads alone: fio itself takes as long to start as to move the bytes.
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-    return job[what]["bw_bytes"] / 1e9, cpu / (FIO_BYTES / 1e9)
 
 
 def run(store: ExternalStore, batches: list[np.ndarray], rows: np.ndarray, *, write: bool) -> None:

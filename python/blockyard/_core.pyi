@@ -1669,6 +1669,18 @@ class SlabStore:
         """
     def submit_get(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
         """Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`."""
+    def lend_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to write blocks straight from `rows`, if they begin on a page and are whole pages, else as `submit_write`.
+        See `ExternalStore.lend_write`.
+        """
+    def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to read blocks straight into `rows`, if they begin on a page and are whole pages, else when the ticket is
+        collected. See `ExternalStore.lend_read`.
+        """
+    def lend_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+        """Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`."""
+    def lend_get(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
+        """Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`."""
     def submit_delete(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
         """Start to delete keys. Returns a ticket. See `ExternalStore.submit_delete`."""
     def contains(self, keys: NDArray[np.uint8] | _Each[bytes]) -> NDArray[np.bool_]:

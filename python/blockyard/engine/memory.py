@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -150,9 +151,14 @@ class Memory:
         return [[at for at, owner in enumerate(layers) if owner == layer] for layer in range(self.layout.num_layers)]
 
     def staging(self, num_rows: int) -> Tensor:
-        """Make rows, uint8 `[n, bytes_per_block]`, that the device copies to and from asynchronously."""
-        shape = (num_rows, self.bytes_per_block)
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        """Make rows, uint8 `[n, bytes_per_block]`, that the device copies to and from asynchronously.
+
+        They begin on a page, so that the file store reads and writes them in place.
+        """
+        num_bytes = num_rows * self.bytes_per_block
+        whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        start = -whole.data_ptr() % mmap.PAGESIZE
+        return whole[start : start + num_bytes].view(num_rows, self.bytes_per_block)
 
     def release(self) -> None:
         """Let go of all memory."""

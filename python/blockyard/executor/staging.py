@@ -133,9 +133,10 @@ class Staging:
             else:
                 self.end(part, [part.missed] if part.missed else [], None)
         if part.ended and part.rows is not None:
-            # The store has answered and the engine has ended. Rows of parts that end otherwise are not used again.
             rows, part.rows = part.rows, None
-            self._buffers.give_back(rows)
+            # The engine has ended. A store that has missed its deadline may write to the rows still.
+            if batch is not None and batch.answer is not None and batch.answer.ok.all():
+                self._buffers.give_back(rows)
 
     def lose(self, part: Part, error: Exception) -> None:
         """End a part of which nothing has landed."""
@@ -164,7 +165,7 @@ class Staging:
         )
 
     def _store_read(self, part: Part, transfer: Transfer) -> None:
-        """Hand what the engine has read to the store, which copies it: staging is free again."""
+        """Hand the rows that the engine has read over to the store."""
         rows = transfer.rows
         if rows is None:  # it was handed over by a call that was interrupted
             return

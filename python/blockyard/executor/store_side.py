@@ -81,7 +81,7 @@ class StoreSide:
         self._polling = False  # if it is set when `poll` begins, the last call was interrupted
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> Batch:
-        """Start to write blocks; the store copies the rows before this returns.
+        """Start to write blocks; the rows are the store's from now on, nobody else may write to them.
 
         Args:
             slots: where to, int64 `[n]`.
@@ -90,11 +90,14 @@ class StoreSide:
         Raises:
             StoreError: the store did not take it.
         """
-        return self._submit(Batch("write", len(slots)), partial(self._store.submit_write, slots, rows))
+        return self._submit(Batch("write", len(slots)), partial(self._store.lend_write, slots, rows))
 
     def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> Batch:
-        """Start to read blocks into rows, which are the store's until the batch has an answer; see `write`."""
-        return self._submit(Batch("read", len(slots), out), partial(self._store.submit_read, slots))
+        """Start to read blocks into rows; see `write`.
+
+        The rows are the store's until the batch has an answer, and for good if that has a miss.
+        """
+        return self._submit(Batch("read", len(slots), out), partial(self._store.lend_read, slots, out))
 
     def poll(self) -> None:
         """Give the batches that have ended their answers; never waits."""

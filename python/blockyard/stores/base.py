@@ -143,6 +143,48 @@ class ExternalStore(ABC):
         """
         raise keyless()
 
+    def lend_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to write blocks as `submit_write` does; the store may take the bytes straight from `rows`.
+
+        The rows must not change until the ticket is collected; a block whose row changes is a miss when it is read.
+        The file store needs rows that begin on a page of 4 KiB and are whole pages long, and copies others. A store
+        that has no other way than to copy does so.
+
+        Args:
+            slots: as for `submit_write`.
+            rows: as for `submit_write`. The row of a block that ends as `"timeout"` or `"closed"` is the store's for
+                longer, as a thread may hang: take other memory for the next batch. The store keeps the array alive.
+
+        Returns:
+            A ticket for `wait`.
+
+        Raises:
+            InvalidArgumentError: wrong dtype or shape, or a store still writes to these rows; nothing was submitted.
+        """
+        return self.submit_write(slots, rows)
+
+    def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (as `wait` gets them)
+        """Start to read blocks as `submit_read` does; the store may read straight into `rows`.
+
+        Nobody may use the rows until `wait(ticket, out=rows)` has collected the ticket. For the rest see `lend_write`.
+
+        Args:
+            slots: as for `submit_read`.
+            rows: for the blocks, uint8 `[n, bytes_per_block]`, C-contiguous, writable.
+
+        Returns:
+            A ticket for `wait`.
+        """
+        return self.submit_read(slots)
+
+    def lend_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+        """Start to store blocks under their keys as `submit_put` does, with rows as for `lend_write`."""
+        return self.submit_put(keys, rows)
+
+    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:  # noqa: ARG002 (as `wait` gets them)
+        """Start to read blocks by key as `submit_get` does, with rows as for `lend_read`."""
+        return self.submit_get(keys)
+
     def submit_delete(self, keys: Keys) -> int:  # noqa: ARG002 (a store with keys has its own)
         """Start to delete keys; calls after this one do not find them.
 

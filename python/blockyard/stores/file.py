@@ -10,7 +10,11 @@
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
 
-The last component of the directory is made if it is missing, and must not be a symbolic link. The file has mode 0600
+`file:///a,/b,/c` keeps blocks on several disks, each with a slab, threads and a share of the size of its own. A disk
+that fails or hangs loses its own blocks only. If one cannot be opened, a prefix store goes on without it and logs that.
+Keys are found again as long as the URL names the same directories in the same order.
+
+The last component of a directory is made if it is missing, and must not be a symbolic link. The file has mode 0600
 and is locked.
 
 - Swap space: a file for each store. It goes when the store is closed; what a killed process left is removed by the next
@@ -22,15 +26,20 @@ and is locked.
 The formats are `docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a-slab.md`.
 """
 
+import logging
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from blockyard._core import SlabStore
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use, parse_size
+from blockyard.stores.striped import StripedStore
 
 __all__ = ["SlabStore", "open_file"]
 
 _SIZE = "a size, for example 2GiB, 500MB or plain bytes"
+
+_log = logging.getLogger("blockyard.stores")
 
 ExternalStore.register(SlabStore)
 
@@ -39,6 +48,7 @@ class FileURL(NamedTuple):
     """What a URL of the file tier says."""
 
     parts: StoreURL
+    directories: tuple[str, ...]
     size: int | None
     threads: int
     direct: str
@@ -57,8 +67,13 @@ def read_url(url: str) -> FileURL:
         parts.reject(parts.host, "is a host; a file's URL has none: file:///dir")
     if not parts.path.startswith("/"):
         parts.reject(parts.path, "must be the absolute path of a directory")
+    first, *others = parts.path.split(",/")
+    directories = (first, *(f"/{other}" for other in others))
+    if len(set(directories)) != len(directories):
+        parts.reject(parts.path, "names a directory twice")
     found = FileURL(
         parts,
+        directories,
         size=parts.take("size", _positive, 0, _SIZE) or None,
         threads=parts.take("threads", _thread_count, 4, "2 to 16"),
         direct=parts.take("direct", _direct, "auto", "auto, on or off"),
@@ -95,22 +110,57 @@ def open_file(
     parts = found.parts
     if found.size is None and num_slots is None:
         parts.reject(parts.path, "needs ?size=, for example ?size=2GiB")
+    count = len(found.directories)
+
+    def open_one(directory: str) -> ExternalStore:
+        try:
+            store = SlabStore(
+                directory,
+                bytes_per_block=bytes_per_block,
+                size=None if found.size is None else found.size // count,
+                num_slots=None if num_slots is None else -(-num_slots // count),
+                threads=found.threads,
+                direct=found.direct,
+                memory=max(1, found.memory // count),
+                deadline=found.deadline,
+                namespace=namespace,
+                use=use,
+            )
+        except InvalidArgumentError as error:
+            parts.reject(directory, f"cannot be opened so: {error}")
+        return cast("ExternalStore", store)
+
+    if count == 1:
+        return open_one(found.directories[0])
+    return _striped(found.directories, open_one, is_keyed=use == "prefix")
+
+
+def _striped(
+    directories: tuple[str, ...], open_one: Callable[[str], ExternalStore], *, is_keyed: bool
+) -> ExternalStore:
+    """Open a slab in each directory. Raises what the first raises that cannot be left out."""
+    stores: list[ExternalStore | None] = []
+    last: StoreError | None = None
     try:
-        store = SlabStore(
-            parts.path,
-            bytes_per_block=bytes_per_block,
-            size=found.size,
-            num_slots=num_slots,
-            threads=found.threads,
-            direct=found.direct,
-            memory=found.memory,
-            deadline=found.deadline,
-            namespace=namespace,
-            use=use,
-        )
-    except InvalidArgumentError as error:
-        parts.reject(parts.path, f"cannot be opened so: {error}")
-    return cast("ExternalStore", store)
+        for directory in directories:
+            try:
+                stores.append(open_one(directory))
+            except StoreFullError:  # noqa: PERF203 (opening takes longer by far)
+                raise
+            except StoreError as error:
+                if not is_keyed:
+                    raise
+                _log.warning("blocks on %s are misses: %s", directory, error)
+                stores.append(None)
+                last = error
+        if last is not None and not any(stores):
+            raise last
+    except StoreError:
+        for store in stores:
+            if store is not None:
+                store.close()
+        raise
+    return StripedStore(stores, is_keyed=is_keyed)
 
 
 def _positive(text: str) -> int:

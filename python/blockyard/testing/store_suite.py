@@ -128,6 +128,16 @@ class StoreSuite(ABC):
             store.wait(store.submit_write(np.array([0, 1]), rows), PATIENCE)
             _whole(store.wait(store.submit_read(np.array([0, 1])), PATIENCE, out), rows)
 
+    def test_rows_that_are_lent_come_and_go_like_others(self) -> None:
+        """`lend_write` and `lend_read` do what `submit_write` and `submit_read` do."""
+        with self.open_store() as store:
+            slots, rows = np.array([2, 0, 1]), self.rows(3)
+            _check(bool(store.wait(store.lend_write(slots, rows), PATIENCE).ok.all()), "a lent row was not written")
+            _whole(store.wait(store.submit_read(slots), PATIENCE), rows)
+            out = np.zeros_like(rows)
+            read = store.wait(store.lend_read(slots, out), PATIENCE, out)
+            _whole(read, rows)
+
     def test_giving_up_at_once_raises_nothing(self) -> None:
         with self.open_store() as store:
             completion = store.wait(store.submit_write(np.arange(8), self.rows(8)), 0.0)

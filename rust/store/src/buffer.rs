@@ -1,15 +1,34 @@
-//! Memory for direct I/O: address and length are multiples of 4 KiB. Rust owns it, so a thread that hangs in the kernel
-//! never holds the caller's memory.
+//! Memory for direct I/O: address and length are multiples of 4 KiB. A block's memory is the store's own, or that of a row
+//! which the caller lends. Either belongs to the operation until its thread has ended it, also if that hangs in the kernel
+//! beyond every deadline.
 
 use crate::geometry::PAGE;
+use std::fmt;
+use std::io::{IoSlice, IoSliceMut};
 
-/// Bytes on a 4 KiB boundary, zero at first.
-#[derive(Debug)]
+/// A payload in the caller's memory, which a store reads or writes in place. The memory stays as long as this does, begins
+/// on a 4 KiB boundary, and is a multiple of 4 KiB long.
+pub trait LentRow: Send {
+    /// The bytes.
+    fn bytes(&self) -> &[u8];
+
+    /// The bytes, to be written.
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+/// A block: its header page, and the payload behind it or in a row that was lent. Zero at first.
 pub struct Buffer {
     /// Never grown, so that it stays aligned.
     bytes: Vec<u8>,
     start: usize,
     len: usize,
+    lent: Option<Box<dyn LentRow>>,
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("len", &self.len).field("is_lent", &self.is_lent()).finish_non_exhaustive()
+    }
 }
 
 impl Buffer {
@@ -18,25 +37,47 @@ impl Buffer {
     pub fn new(len: usize) -> Self {
         let bytes = vec![0; len + PAGE];
         let address = bytes.as_ptr() as usize;
-        Self { start: address.next_multiple_of(PAGE) - address, bytes, len }
+        Self { start: address.next_multiple_of(PAGE) - address, bytes, len, lent: None }
     }
 
-    /// The bytes.
+    /// A header page with a payload in the caller's memory.
+    pub(crate) fn around(row: Box<dyn LentRow>) -> Self {
+        Self { lent: Some(row), ..Self::new(PAGE) }
+    }
+
+    /// Whether the payload is in the caller's memory.
+    pub(crate) fn is_lent(&self) -> bool {
+        self.lent.is_some()
+    }
+
+    /// The store's own bytes: of a block the header page, and the payload unless it is lent.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         &self.bytes[self.start..self.start + self.len]
     }
 
-    /// The bytes, to be written.
+    /// The same, to be written.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..self.start + self.len]
     }
 
-    /// The first `len` bytes after the header page.
+    /// The first `len` bytes after the header page, or as many as there are.
     #[must_use]
     pub fn payload(&self, len: usize) -> &[u8] {
-        &self.as_slice()[PAGE..PAGE + len]
+        let whole = self.lent.as_ref().map_or_else(|| &self.as_slice()[PAGE..], |row| row.bytes());
+        &whole[..len.min(whole.len())]
+    }
+
+    /// All bytes of the block for a write, in order.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = IoSlice<'_>> {
+        [Some(self.as_slice()), self.lent.as_ref().map(|row| row.bytes())].into_iter().flatten().map(IoSlice::new)
+    }
+
+    /// All bytes of the block for a read, in order.
+    pub(crate) fn parts_mut(&mut self) -> impl Iterator<Item = IoSliceMut<'_>> {
+        let own = &mut self.bytes[self.start..self.start + self.len];
+        [Some(own), self.lent.as_mut().map(|row| row.bytes_mut())].into_iter().flatten().map(IoSliceMut::new)
     }
 
     /// Copies a payload after the header page and clears the padding.

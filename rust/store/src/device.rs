@@ -1,7 +1,8 @@
 //! Storage that reads and writes at an offset: the slab's file, or a faulty one in tests.
 
+use crate::buffer::Buffer;
 use crate::geometry::PAGE;
-use std::io;
+use std::io::{self, IoSlice, IoSliceMut};
 
 /// Storage that is addressed by byte offset. Offsets, lengths and addresses are multiples of 4 KiB.
 pub trait BlockDevice: Send + Sync {
@@ -16,6 +17,22 @@ pub trait BlockDevice: Send + Sync {
     /// # Errors
     /// The system's.
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize>;
+
+    /// Reads at an offset into several pieces of memory, one behind the other; returns how many bytes came.
+    ///
+    /// # Errors
+    /// The system's.
+    fn read_vectored_at(&self, parts: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+        parts.iter_mut().find(|part| !part.is_empty()).map_or(Ok(0), |part| self.read_at(part, offset))
+    }
+
+    /// Writes several pieces of memory at an offset, one behind the other; returns how many bytes went.
+    ///
+    /// # Errors
+    /// The system's.
+    fn write_vectored_at(&self, parts: &[IoSlice<'_>], offset: u64) -> io::Result<usize> {
+        parts.iter().find(|part| !part.is_empty()).map_or(Ok(0), |part| self.write_at(part, offset))
+    }
 
     /// Makes what was written last through a loss of power.
     ///
@@ -47,6 +64,36 @@ pub(crate) fn read_whole(device: &dyn BlockDevice, bytes: &mut [u8], offset: u64
 /// Writes all bytes, continuing after short writes.
 pub(crate) fn write_whole(device: &dyn BlockDevice, bytes: &[u8], offset: u64) -> io::Result<()> {
     in_steps(bytes.len(), io::ErrorKind::WriteZero, |done| device.write_at(&bytes[done..], offset + done as u64))
+}
+
+/// Reads neighbouring blocks in one call, or as many as short reads need.
+pub(crate) fn read_blocks<'a>(
+    device: &dyn BlockDevice,
+    blocks: impl Iterator<Item = &'a mut Buffer>,
+    offset: u64,
+) -> io::Result<()> {
+    let mut parts: Vec<IoSliceMut<'_>> = blocks.flat_map(Buffer::parts_mut).collect();
+    let (whole, mut left, mut before) = (parts.iter().map(|part| part.len()).sum(), &mut parts[..], 0);
+    in_steps(whole, io::ErrorKind::UnexpectedEof, |done| {
+        IoSliceMut::advance_slices(&mut left, done - before);
+        before = done;
+        device.read_vectored_at(left, offset + done as u64)
+    })
+}
+
+/// Writes neighbouring blocks in one call, or as many as short writes need.
+pub(crate) fn write_blocks<'a>(
+    device: &dyn BlockDevice,
+    blocks: impl Iterator<Item = &'a Buffer>,
+    offset: u64,
+) -> io::Result<()> {
+    let mut parts: Vec<IoSlice<'_>> = blocks.flat_map(Buffer::parts).collect();
+    let (whole, mut left, mut before) = (parts.iter().map(|part| part.len()).sum(), &mut parts[..], 0);
+    in_steps(whole, io::ErrorKind::WriteZero, |done| {
+        IoSlice::advance_slices(&mut left, done - before);
+        before = done;
+        device.write_vectored_at(left, offset + done as u64)
+    })
 }
 
 /// Repeats a step from the end of the last one, on page boundaries, until `whole` bytes are done. A step without

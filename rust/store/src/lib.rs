@@ -23,7 +23,7 @@ mod store;
 mod sync;
 mod ticket;
 
-pub use buffer::Buffer;
+pub use buffer::{Buffer, LentRow};
 pub use device::BlockDevice;
 pub use error::{Error, Result};
 pub use geometry::{Geometry, PAGE};

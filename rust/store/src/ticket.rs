@@ -51,6 +51,8 @@ struct Ticket {
     gets: Vec<Place>,
     open: usize,
     deadline: Instant,
+    /// Jobs that had ended when it was opened.
+    answers: u64,
     reported: bool,
 }
 
@@ -69,16 +71,25 @@ impl Tickets {
         Self { entries: BTreeMap::new(), next: 1, misses: [0; Miss::ALL.len()], ended: false }
     }
 
-    /// Opens a ticket for `blocks` blocks; those beyond `accepted` are refused at once, as `QueueFull`.
-    pub(crate) fn open(&mut self, reads: bool, blocks: usize, accepted: usize, deadline: Instant) -> u64 {
+    /// Opens a ticket for `blocks` blocks; those beyond so many are refused at once, with that reason. `answers` counts the
+    /// jobs that have ended.
+    pub(crate) fn open(
+        &mut self,
+        reads: bool,
+        blocks: usize,
+        (accepted, refusal): (usize, Miss),
+        deadline: Instant,
+        answers: u64,
+    ) -> u64 {
         let ticket = self.next;
         self.next += 1;
         let mut outcomes = Vec::with_capacity(blocks);
         outcomes.resize_with(accepted, || None);
-        outcomes.resize_with(blocks, || Some(Err(Miss::QueueFull)));
-        self.misses[Miss::QueueFull.index()] += (blocks - accepted) as u64;
+        outcomes.resize_with(blocks, || Some(Err(refusal)));
+        self.misses[refusal.index()] += (blocks - accepted) as u64;
         self.ended |= accepted == 0;
-        let entry = Ticket { reads, blocks: outcomes, gets: Vec::new(), open: accepted, deadline, reported: false };
+        let (gets, open) = (Vec::new(), accepted);
+        let entry = Ticket { reads, blocks: outcomes, gets, open, deadline, answers, reported: false };
         self.entries.insert(ticket, entry);
         ticket
     }
@@ -94,6 +105,12 @@ impl Tickets {
     pub(crate) fn overdue(&self, ticket: u64, now: Instant) -> Vec<Place> {
         let Some(entry) = self.entries.get(&ticket).filter(|entry| now >= entry.deadline) else { return Vec::new() };
         entry.gets.iter().filter(|place| entry.blocks[place.index].is_none()).copied().collect()
+    }
+
+    /// Whether a ticket has missed its deadline and no job has ended since it was opened.
+    pub(crate) fn is_unanswered(&self, ticket: u64, now: Instant, answers: u64) -> bool {
+        let is_late = |entry: &Ticket| entry.open > 0 && now >= entry.deadline && entry.answers == answers;
+        self.entries.get(&ticket).is_some_and(is_late)
     }
 
     /// Whether the block still needs an outcome.
@@ -201,7 +218,7 @@ mod tests {
     #[test]
     fn a_block_is_settled_once() {
         let mut tickets = Tickets::new();
-        let ticket = tickets.open(false, 2, 2, Instant::now());
+        let ticket = tickets.open(false, 2, (2, Miss::QueueFull), Instant::now(), 0);
         assert!(tickets.settle(place(ticket, 0), Err(Miss::Io)).is_ok());
         assert!(tickets.settle(place(ticket, 0), Ok(None)).is_err());
         assert!(tickets.settle(place(ticket, 2), Ok(None)).is_err());
@@ -217,7 +234,7 @@ mod tests {
     fn a_ticket_that_expires_is_reported_once_and_given_up_when_taken() {
         let mut tickets = Tickets::new();
         let now = Instant::now();
-        let ticket = tickets.open(true, 3, 2, now + Duration::from_secs(1));
+        let ticket = tickets.open(true, 3, (2, Miss::QueueFull), now + Duration::from_secs(1), 0);
         assert_eq!((tickets.poll(now).len(), tickets.progress(ticket, now).unwrap()), (0, Progress::Pending));
         let late = now + Duration::from_secs(1);
         assert_eq!(tickets.progress(ticket, late).unwrap(), Progress::Expired);

@@ -208,7 +208,7 @@ proptest! {
 #[test]
 fn errors_at_every_nth_call_give_misses_and_leak_nothing() {
     for errno in ERRORS {
-        for nth in 1..=12 {
+        for nth in [1, 2, 3, 5, 8, 12] {
             let disk = disk();
             let store = open(&disk);
             put(&store, &[0, 1, 2, 3], 0);

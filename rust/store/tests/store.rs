@@ -3,15 +3,13 @@
 
 mod common;
 
-use blockyard_store::{BlockDevice, Error, Miss, Progress, SlabStore, StoreOptions};
-use common::{Fault, Memory, PAYLOAD, SLOTS, options, row, store};
+use blockyard_store::{BlockDevice, Buffer, Error, Geometry, LentRow, Miss, PAGE, Progress, SlabStore, StoreOptions};
+use common::{Fault, LONG, Memory, PAYLOAD, SLOTS, options, row, store};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
-
-const LONG: Duration = Duration::from_secs(60);
 
 fn write(store: &SlabStore, slots: &[i64], seed: u8) -> Vec<Result<(), Miss>> {
     let ticket = store.submit_write(slots, &row(seed).repeat(slots.len())).unwrap();
@@ -114,6 +112,109 @@ fn a_deadline_gives_up_and_the_late_write_counts_for_nothing() {
     assert!(matches!(store.wait_for(late, LONG), Err(Error::UnknownTicket { .. })));
     let stats = store.stats().unwrap();
     assert_eq!((stats.written_blocks, stats.pending_bytes, stats.misses[Miss::Timeout.index()]), (1, 0, 1));
+}
+
+/// A row of one page; its clone tells whether somebody has it still.
+struct Row {
+    page: Buffer,
+    _held: Arc<()>,
+}
+
+impl LentRow for Row {
+    fn bytes(&self) -> &[u8] {
+        self.page.as_slice()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.page.as_mut_slice()
+    }
+}
+
+fn lent(held: &Arc<()>) -> Vec<Box<dyn LentRow>> {
+    vec![Box::new(Row { page: Buffer::new(PAGE), _held: Arc::clone(held) })]
+}
+
+/// A store of one-page blocks that is given a second, and has one in slot 0.
+fn pages() -> (Arc<Memory>, SlabStore) {
+    let geometry = Geometry { payload_bytes: PAGE, slots: 9 };
+    let memory = Memory::new(geometry.total());
+    let device: Arc<dyn BlockDevice> = Arc::clone(&memory) as _;
+    let options = StoreOptions { geometry, patience: Duration::from_secs(1), ..options() };
+    let store = SlabStore::open(device, options).unwrap();
+    let ticket = store.lend_write(&[0], lent(&Arc::default())).unwrap();
+    assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Finished);
+    assert!(store.take(ticket).unwrap().blocks().all(|block| block.is_ok()));
+    (memory, store)
+}
+
+#[test]
+fn a_thread_that_hangs_keeps_the_row_and_then_lets_go() {
+    let (memory, store) = pages();
+    memory.freeze(true);
+    let held = Arc::new(());
+    let ticket = store.lend_read(&[0], lent(&held)).unwrap();
+    assert_eq!(store.wait_for(ticket, LONG).unwrap(), Progress::Expired);
+    assert_eq!(store.take(ticket).unwrap().blocks().collect::<Vec<_>>(), [Err(Miss::Timeout)]);
+    assert_eq!(Arc::strong_count(&held), 2, "the thread may write to it still");
+    assert!(!store.close(Duration::ZERO));
+    assert_eq!(Arc::strong_count(&held), 2);
+    drop(store);
+    memory.freeze(false);
+    while Arc::strong_count(&held) > 1 {
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_device_that_hangs_costs_one_deadline_and_then_refuses_until_it_answers() {
+    let (memory, store) = pages();
+    memory.freeze(true);
+    let first = store.submit_read(&[0]).unwrap();
+    assert_eq!(store.wait_for(first, LONG).unwrap(), Progress::Expired);
+    drop(store.take(first).unwrap());
+    let refused = |ticket| {
+        assert_eq!(store.wait_for(ticket, Duration::ZERO).unwrap(), Progress::Finished);
+        store.take(ticket).unwrap().blocks().all(|block| block == Err(Miss::Timeout))
+    };
+    assert!(refused(store.submit_read(&[0]).unwrap()));
+    assert!(refused(store.submit_write(&[1], &[1; PAGE]).unwrap()));
+    // Once in a while a batch tries whether it answers again, as long as there is a thread for it.
+    thread::sleep(Duration::from_secs(1));
+    let probe = store.submit_read(&[0]).unwrap();
+    assert_eq!(store.wait_for(probe, Duration::ZERO).unwrap(), Progress::Pending);
+    assert!(refused(store.submit_read(&[0]).unwrap()));
+    memory.freeze(false);
+    assert_eq!(store.wait_for(probe, LONG).unwrap(), Progress::Finished);
+    assert_eq!(store.take(probe).unwrap().blocks().collect::<Vec<_>>(), [Ok(Some(&[0; PAGE][..]))]);
+    let after = store.submit_read(&[0, 1]).unwrap();
+    assert_eq!(store.wait_for(after, LONG).unwrap(), Progress::Finished);
+    let after: Vec<_> = store.take(after).unwrap().blocks().map(|block| block.map(drop)).collect();
+    assert_eq!(after, [Ok(()), Err(Miss::Lost)], "a write that was refused lost its slot");
+}
+
+#[test]
+fn a_bad_block_is_no_miss_of_its_neighbours() {
+    let (memory, store) = pages();
+    let slots: Vec<i64> = (0..8).collect();
+    memory.freeze(true);
+    let held = Arc::new(());
+    // The threads are busy, so that what follows is written in runs.
+    let busy: Vec<u64> = [7, 8].iter().map(|&slot| store.submit_write(&[slot], &[9; PAGE]).unwrap()).collect();
+    while memory.calls.load(Ordering::SeqCst) < 3 {
+        thread::yield_now();
+    }
+    let rows = slots.iter().flat_map(|_| lent(&held)).collect();
+    let written = store.lend_write(&slots, rows).unwrap();
+    memory.break_at(store.geometry().offset(3));
+    memory.freeze(false);
+    for ticket in busy {
+        store.wait_for(ticket, LONG).unwrap();
+        drop(store.take(ticket).unwrap());
+    }
+    assert_eq!(store.wait_for(written, LONG).unwrap(), Progress::Finished);
+    let failed: Vec<bool> = store.take(written).unwrap().blocks().map(|block| block == Err(Miss::Io)).collect();
+    assert_eq!(failed, slots.iter().map(|&slot| slot == 3).collect::<Vec<_>>());
+    assert_eq!(Arc::strong_count(&held), 1);
 }
 
 #[test]

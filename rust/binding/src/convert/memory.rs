@@ -4,6 +4,8 @@
 //! - *numpy's word.* An array has memory for its dtype, shape and strides at its data pointer, as long as the array lives.
 //!   An array that lies (from `as_strided`, `ctypes` or a raw address), or that another thread gives other memory by
 //!   `resize(refcheck=False)` or `data =` while a call without the interpreter's lock uses it, is as unsafe here as in numpy.
+//! - *What is lent.* A store uses rows after the call that lends them. It has views of its own that keep the memory, until a
+//!   thread that hangs in the kernel lets go; rows that it writes are lent once at a time.
 //! - *Nothing is remembered.* Python code can change dtype, shape, strides and flags of any array in place. So each function
 //!   reads them right before it touches the memory, and no Python code runs in between or until the last touch. Slices are
 //!   lent to closures that are `Send`, so that no Python object gets in. [`RowViews`] are used again and again: they hold
@@ -17,7 +19,9 @@
 
 use crate::convert::args::{describe, items};
 use crate::convert::errors::{invalid, out_of_memory};
+use crate::convert::lent::Extent;
 use blockyard_copy::{Caches, CopyError, Mapping, Rows};
+use blockyard_store::{LentRow, PAGE};
 use numpy::ndarray::{Dimension, IntoDimension, Ix1, Ix2};
 use numpy::npyffi::{self, _PyArray_GET_ITEM_DATA, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, npy_intp};
 use numpy::{Element, PyArray, PyArrayDescrMethods, PyArrayMethods, PyUntypedArrayMethods, dtype};
@@ -28,6 +32,7 @@ use pyo3::types::PyList;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Types of which zeroed memory is a value.
 ///
@@ -264,6 +269,60 @@ pub(crate) fn lend_rows<R: Send>(
     // as above: `call` copies the bytes and looks at none.
     let bytes = if array.is_empty() { &[] } else { unsafe { std::slice::from_raw_parts(array.data(), array.len()) } };
     Ok(Some(py.detach(|| call(bytes))))
+}
+
+/// A row of an array that a store reads or writes after the call that lent it has ended.
+struct Row {
+    data: *mut u8,
+    len: usize,
+    is_written: bool,
+    /// First the addresses, then the memory.
+    _lent: Arc<(Extent, Py<PyAny>)>,
+}
+
+// SAFETY: its bytes are as in `LentRow`, on any thread; the reference to the array is only dropped there, which waits for the
+// interpreter.
+unsafe impl Send for Row {}
+
+impl LentRow for Row {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: `_lent` keeps the memory, and the one that writes to it through this crate is the store that has this row.
+        unsafe { std::slice::from_raw_parts(self.data, self.len) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let len = if self.is_written { self.len } else { 0 };
+        // SAFETY: as above; of rows that are written no other slice exists, as `Extent` sees to.
+        unsafe { std::slice::from_raw_parts_mut(self.data, len) }
+    }
+}
+
+/// Rows of an array `[n, width]` of this shape that a store uses in place until it drops them; the inner value is none if
+/// rows are not pages in a row, the outer if `value` is no such array.
+pub(crate) fn lent_rows(
+    value: &Bound<'_, PyAny>,
+    [count, width]: [usize; 2],
+    is_written: bool,
+) -> PyResult<Option<Option<Vec<Box<dyn LentRow>>>>> {
+    let array = value.cast::<PyArray<u8, Ix2>>().ok().filter(|array| array.shape() == [count, width]);
+    let Some(array) = array else { return Ok(None) };
+    if is_written {
+        Target::<u8, Ix2>::new(array, "rows", "uint8 [n, bytes_per_block]").checked(true)?;
+    }
+    let start = array.data().addr();
+    if !is_slice(array) || array.is_empty() || start % PAGE != 0 || width % PAGE != 0 {
+        return Ok(Some(None));
+    }
+    let extent = Extent::lend(start..start + array.len(), is_written);
+    let extent =
+        extent.ok_or_else(|| invalid("rows are lent already, to a store that has not ended with them".into()))?;
+    let view = view(array)?;
+    let data = view.data();
+    let lent = Arc::new((extent, view.into_any().unbind()));
+    let row = |at: usize| -> Box<dyn LentRow> {
+        Box::new(Row { data: data.wrapping_add(at * width), len: width, is_written, _lent: Arc::clone(&lent) })
+    };
+    Ok(Some(Some((0..count).map(row).collect())))
 }
 
 fn is_slice<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {

@@ -10,14 +10,15 @@ use crate::convert::args::{self, Argument};
 use crate::convert::arrays::Ticket;
 use crate::convert::memory;
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore,
+    BlockDevice, Completion, DirectMode, Error, Geometry, LentRow, Miss, Progress, SlabFile, SlabOptions, SlabStore,
     StoreOptions, checksum,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 mod classes {
@@ -72,6 +73,8 @@ pub(crate) struct PySlabStore {
     path: PathBuf,
     direct: bool,
     notes: Vec<String>,
+    /// Rows that reads were given, by ticket.
+    lent: Mutex<HashMap<u64, Lent>>,
 }
 
 #[pymethods]
@@ -114,7 +117,7 @@ impl PySlabStore {
             let (path, direct, notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());
             let device: Arc<dyn BlockDevice> = Arc::new(slab);
             let open = if is_keyed { SlabStore::open_keyed } else { SlabStore::open };
-            Ok(Self { store: open(device, options)?, path, direct, notes })
+            Ok(Self { store: open(device, options)?, path, direct, notes, lent: Mutex::default() })
         })
         .map_err(|error| to_py(&error))
     }
@@ -195,6 +198,44 @@ impl PySlabStore {
         submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
     }
 
+    /// Start to write blocks straight from `rows`, if they begin on a page and are whole pages, else as `submit_write`.
+    /// See `ExternalStore.lend_write`.
+    fn lend_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let numbers = slot_array(slots)?;
+        match self.lent_rows(rows, numbers.len(), false)? {
+            None => self.submit_write(slots, rows),
+            Some(lent) => rows.py().detach(|| self.store.lend_write(&numbers, lent)).map_err(|error| to_py(&error)),
+        }
+    }
+
+    /// Start to read blocks straight into `rows`, if they begin on a page and are whole pages, else when the ticket is
+    /// collected. See `ExternalStore.lend_read`.
+    fn lend_read(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let numbers = slot_array(slots)?;
+        self.read_into(rows, numbers.len(), |lent| match lent {
+            None => self.store.submit_read(&numbers),
+            Some(lent) => self.store.lend_read(&numbers, lent),
+        })
+    }
+
+    /// Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`.
+    fn lend_put(&self, keys: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let found = key_array(keys)?;
+        match self.lent_rows(rows, found.len(), false)? {
+            None => self.submit_put(keys, rows),
+            Some(lent) => rows.py().detach(|| self.store.lend_put(&found, lent)).map_err(|error| to_py(&error)),
+        }
+    }
+
+    /// Start to read blocks by key straight into `rows`, else as `submit_get`. See `ExternalStore.lend_read`.
+    fn lend_get(&self, keys: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let keys = key_array(keys)?;
+        self.read_into(rows, keys.len(), |lent| match lent {
+            None => self.store.submit_get(&keys),
+            Some(lent) => self.store.lend_get(&keys, lent),
+        })
+    }
+
     /// Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`.
     fn submit_get(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<u64> {
         let keys = key_array(keys)?;
@@ -249,10 +290,16 @@ impl PySlabStore {
         let (ok, rows) = memory::made(py, len, |ok: &mut [bool]| {
             let mut take =
                 |rows: &mut [u8]| self.store.take(ticket).map(|found| collect(&found, rows, width, &mut reasons));
-            let (rows, taken) = match out.filter(|_| is_read) {
-                Some(out) => memory::fill_rows(out, "out", [len, width], take)?,
-                None => memory::made(py, [if is_read { len } else { 0 }, width], |rows| py.detach(|| take(rows)))?,
+            let lent = self.lent().get(&ticket).map(|lent| (lent.in_place, lent.rows.clone_ref(py)));
+            let (rows, taken) = match (lent, out.filter(|_| is_read)) {
+                (Some((true, rows)), _) => (rows.into_bound(py), py.detach(|| take(&mut []))),
+                (Some((false, rows)), _) => memory::fill_rows(rows.bind(py), "rows", [len, width], take)?,
+                (None, Some(out)) => memory::fill_rows(out, "out", [len, width], take)?,
+                (None, None) => {
+                    memory::made(py, [if is_read { len } else { 0 }, width], |rows| py.detach(|| take(rows)))?
+                }
             };
+            self.lent().remove(&ticket);
             taken.map_err(|error| to_py(&error))?;
             ok.iter_mut().zip(&reasons).for_each(|(ok, reason)| *ok = reason.is_empty());
             Ok::<_, PyErr>(rows.unbind())
@@ -295,7 +342,44 @@ impl PySlabStore {
     }
 }
 
+/// Rows that a read was given.
+struct Lent {
+    rows: Py<PyArray<u8, Ix2>>,
+    /// Whether the store reads straight into them.
+    in_place: bool,
+}
+
 impl PySlabStore {
+    fn lent(&self) -> MutexGuard<'_, HashMap<u64, Lent>> {
+        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Rows of the caller's for the store to use in place; `None` if they do not lie on pages.
+    fn lent_rows(
+        &self,
+        rows: &Bound<'_, PyAny>,
+        count: usize,
+        is_written: bool,
+    ) -> PyResult<Option<Vec<Box<dyn LentRow>>>> {
+        let shape = [count, self.bytes_per_block()];
+        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
+        memory::lent_rows(rows, shape, is_written)?.ok_or_else(wanted)
+    }
+
+    /// Submits a read that fills rows of the caller's, and remembers them for `wait`.
+    fn read_into(
+        &self,
+        rows: &Bound<'_, PyAny>,
+        count: usize,
+        submit: impl FnOnce(Option<Vec<Box<dyn LentRow>>>) -> Result<u64, Error> + Send,
+    ) -> PyResult<u64> {
+        let lent = self.lent_rows(rows, count, true)?;
+        let (in_place, array) = (lent.is_some(), rows.cast::<PyArray<u8, Ix2>>()?.clone().unbind());
+        let ticket = rows.py().detach(|| submit(lent)).map_err(|error| to_py(&error))?;
+        self.lent().insert(ticket, Lent { rows: array, in_place });
+        Ok(ticket)
+    }
+
     /// Waits in slices, so that an interrupt from the keyboard is not held up.
     fn wait_until(&self, py: Python<'_>, ticket: u64, until: Option<Instant>) -> PyResult<()> {
         loop {

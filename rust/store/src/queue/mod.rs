@@ -8,17 +8,24 @@
 //! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails;
 //! - of a slot that is not suspect, no header on the medium has a key but the one in the index: deletion relies on it.
 
-use crate::buffer::Buffer;
-use crate::error::{Error, Result};
+use crate::buffer::{Buffer, LentRow};
+use crate::error::Result;
 use crate::index::{Index, Key, Landed, Reuse, StoredBlock};
 use crate::miss::Miss;
-use crate::ticket::{Outcome, Outcomes, Place, Tickets, deadline};
+use crate::ticket::{Outcome, Outcomes, Place, Tickets};
 use std::collections::hash_map::{Entry, HashMap};
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
+mod submit;
+
+pub(crate) use submit::LentRows;
+
 /// Bytes of idle buffers that are kept for reuse.
 const KEPT: usize = 64 << 20;
+
+/// Bytes of neighbouring blocks that one call moves: beyond that calls gain nothing, and other threads could work.
+const RUN: usize = 1 << 20;
 
 /// Counters since the store was opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -44,10 +51,10 @@ pub struct Stats {
 }
 
 /// One operation on a slot.
-#[derive(Debug)]
 enum Op {
     Write(Place, Buffer),
-    Read(Place),
+    /// With the row that takes the block, if it was lent.
+    Read(Place, Option<Box<dyn LentRow>>),
     /// A key that has a slot already: its write may still be in flight.
     Confirm(Place),
     /// A key that was deleted or dropped: its header goes, so that no later life finds it.
@@ -58,12 +65,12 @@ enum Op {
     Void(u32),
 }
 
-/// Work for a thread.
+/// Work for a thread; several blocks lie in neighbouring slots.
 #[derive(Debug)]
 pub(crate) enum Job {
-    Write { place: Place, buffer: Buffer },
-    Read { place: Place, buffer: Buffer },
-    Wipe { place: Place },
+    Write(Vec<(Place, Buffer)>),
+    Read(Vec<(Place, Buffer)>),
+    Wipe(Place),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +95,6 @@ impl SlotState {
 }
 
 /// The state of a store without its threads and its device. Waiting callers ask `tickets` directly.
-#[derive(Debug)]
 pub(crate) struct Queue {
     stride: usize,
     slots: Vec<SlotState>,
@@ -109,10 +115,28 @@ pub(crate) struct Queue {
     idle: Vec<Buffer>,
     stats: Stats,
     closing: bool,
+    /// Threads that take jobs, and jobs that they have.
+    threads: usize,
+    running: usize,
+    /// Jobs that have ended.
+    answers: u64,
+    /// Set while the device hangs: until then batches are refused. See [`Queue::is_hung`].
+    hung_until: Option<Instant>,
+}
+
+/// What a queue is made for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueueOptions {
+    pub(crate) slots: u32,
+    pub(crate) stride: usize,
+    pub(crate) limit: u64,
+    pub(crate) patience: Duration,
+    pub(crate) threads: usize,
 }
 
 impl Queue {
-    pub(crate) fn new(slots: u32, stride: usize, limit: u64, patience: Duration, first_generation: u64) -> Self {
+    pub(crate) fn new(options: QueueOptions, first_generation: u64) -> Self {
+        let QueueOptions { slots, stride, limit, patience, threads } = options;
         Self {
             stride,
             slots: vec![SlotState::Empty; slots as usize],
@@ -129,6 +153,10 @@ impl Queue {
             idle: Vec::new(),
             stats: Stats::default(),
             closing: false,
+            threads,
+            running: 0,
+            answers: 0,
+            hung_until: None,
         }
     }
 
@@ -148,139 +176,15 @@ impl Queue {
         }
     }
 
-    /// Reserves memory for up to `wanted` blocks; returns a buffer for each that fits.
-    pub(crate) fn reserve(&mut self, wanted: usize) -> Vec<Option<Buffer>> {
-        let count = self.reserve_bytes(wanted);
-        (0..count).map(|_| self.idle.pop()).collect()
-    }
-
-    fn reserve_bytes(&mut self, wanted: usize) -> usize {
-        let room = (self.limit - self.used) / self.stride as u64;
-        let count = usize::try_from(room).unwrap_or(usize::MAX).min(wanted);
-        self.used += (count * self.stride) as u64;
-        count
-    }
-
-    /// Takes a batch of writes. Slots without a buffer are refused: `QueueFull`, and what they held is lost.
-    pub(crate) fn submit_writes(&mut self, slots: &[u32], buffers: Vec<Buffer>, now: Instant) -> Result<u64> {
-        let accepted = buffers.len();
-        let ticket = self.open_ticket(false, slots.len(), accepted, now)?;
-        for (index, (&slot, buffer)) in slots.iter().zip(buffers).enumerate() {
-            let generation = self.take_generation();
-            self.enqueue(slot, Op::Write(Place { ticket, index, slot, key: [0; 32], generation }, buffer));
-        }
-        for &slot in &slots[accepted..] {
-            self.void(slot);
-        }
-        Ok(ticket)
-    }
-
-    /// Takes a batch of reads. Those that the memory limit does not allow are refused: `QueueFull`.
-    pub(crate) fn submit_reads(&mut self, slots: &[u32], now: Instant) -> Result<u64> {
-        self.check_open()?;
-        let accepted = self.reserve_bytes(slots.len());
-        let ticket = self.open_ticket(true, slots.len(), accepted, now)?;
-        for (index, &slot) in slots[..accepted].iter().enumerate() {
-            self.enqueue(slot, Op::Read(Place { ticket, index, slot, key: [0; 32], generation: 0 }));
-        }
-        Ok(ticket)
-    }
-
-    /// Whether each key must be written if it is put, and so needs a buffer: it has no slot, or nobody has read its block
-    /// since a crash.
-    pub(crate) fn is_new(&self, keys: &[Key]) -> Vec<bool> {
-        keys.iter().map(|key| self.index.find(key).is_none_or(|found| self.is_unproven(found))).collect()
-    }
-
-    fn is_unproven(&self, (slot, generation): (u32, u64)) -> bool {
-        let state = self.slots[slot as usize];
-        state.holds(generation) && !state.proves(generation)
-    }
-
-    /// Takes a batch of blocks under their keys, each with a buffer where there was one. Keys that have a slot are only
-    /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`.
-    pub(crate) fn submit_puts(&mut self, keys: &[Key], buffers: Vec<Option<Buffer>>, now: Instant) -> Result<u64> {
-        let ticket = self.open_ticket(false, keys.len(), keys.len(), now)?;
-        // What the batch names is not what it evicts.
-        for key in keys {
-            self.index.touch(key);
-        }
-        for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
-            let place = |slot, generation| Place { ticket, index, slot, key, generation };
-            match (self.index.find(&key), buffer) {
-                (Some(found), Some(buffer)) if self.is_unproven(found) => {
-                    let generation = self.take_generation();
-                    self.index.renew(found.0, key, generation);
-                    self.enqueue(found.0, Op::Write(place(found.0, generation), buffer));
-                }
-                (Some(found), None) if self.is_unproven(found) => drop(self.settle(place(0, 0), Err(Miss::QueueFull))),
-                (Some((slot, generation)), spare) => {
-                    if spare.is_some() {
-                        self.release(spare);
-                    }
-                    self.confirm(place(slot, generation));
-                }
-                (None, Some(buffer)) => {
-                    let generation = self.take_generation();
-                    match self.index.claim(key, generation) {
-                        Some((slot, evicted)) => {
-                            self.evicting.extend(evicted.map(|key| (generation, (slot, key))));
-                            self.enqueue(slot, Op::Write(place(slot, generation), buffer));
-                        }
-                        None => self.finish_unread(place(0, 0), Miss::QueueFull),
-                    }
-                }
-                (None, None) => drop(self.settle(place(0, 0), Err(Miss::QueueFull))),
-            }
-        }
-        Ok(ticket)
-    }
-
-    /// Takes a batch of reads by key. Keys without a block are misses at once, `Absent`.
-    pub(crate) fn submit_gets(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
-        let ticket = self.open_ticket(true, keys.len(), keys.len(), now)?;
-        for (index, &key) in keys.iter().enumerate() {
-            let (slot, generation) = self.index.find(&key).unwrap_or_default();
-            let place = Place { ticket, index, slot, key, generation };
-            if generation == 0 {
-                self.settle(place, Err(Miss::Absent));
-            } else if self.reserve_bytes(1) == 0 {
-                self.settle(place, Err(Miss::QueueFull));
-            } else {
-                self.index.touch(&key);
-                self.tickets.remember(place);
-                self.enqueue(slot, Op::Read(place));
-            }
-        }
-        Ok(ticket)
-    }
-
-    /// Takes a batch of keys to delete: no later call finds them, and the ticket ends when no later life will. It fails as
-    /// long as there are suspects; those are wiped again.
-    pub(crate) fn submit_deletes(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
-        let ticket = self.open_ticket(false, keys.len(), keys.len(), now)?;
-        for (index, &key) in keys.iter().enumerate() {
-            let (slot, generation) = self.index.find(&key).unwrap_or_default();
-            let place = Place { ticket, index, slot, key, generation };
-            if self.index.remove(slot, generation, Reuse::First) {
-                self.enqueue(slot, Op::Wipe(place));
-            } else {
-                self.settle_deletion(place, Ok(()));
-            }
-        }
-        let idle: Vec<u32> = self.suspects.iter().copied().filter(|slot| !self.busy.contains_key(slot)).collect();
-        for slot in idle {
-            self.suspect(slot);
-        }
-        Ok(ticket)
-    }
-
-    /// Whether each key has a block whose write has landed.
+    /// Whether each key has a block whose write has landed; none while the device hangs.
     pub(crate) fn contains(&self, keys: &[Key]) -> Vec<bool> {
         let landed = |key| {
             let found = self.index.find(key);
             found.is_some_and(|(slot, generation)| self.slots[slot as usize].holds(generation))
         };
+        if self.hung_until.is_some() {
+            return vec![false; keys.len()];
+        }
         keys.iter().map(landed).collect()
     }
 
@@ -309,15 +213,6 @@ impl Queue {
     fn take_generation(&mut self) -> u64 {
         self.next_generation += 1;
         self.next_generation - 1
-    }
-
-    fn check_open(&self) -> Result<()> {
-        if self.closing { Err(Error::Closed) } else { Ok(()) }
-    }
-
-    fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, now: Instant) -> Result<u64> {
-        self.check_open()?;
-        Ok(self.tickets.open(reads, blocks, accepted, deadline(now, self.patience, self.used)))
     }
 
     fn enqueue(&mut self, slot: u32, op: Op) {
@@ -352,8 +247,16 @@ impl Queue {
         }
     }
 
-    /// The next operation that needs the device; those that need none are settled on the way.
+    /// The next operations that need the device; those that need none are settled on the way.
     pub(crate) fn next_job(&mut self) -> Option<Job> {
+        let job = self.find_job();
+        self.running += usize::from(job.is_some());
+        job
+    }
+
+    fn find_job(&mut self) -> Option<Job> {
+        // Neighbours go together as far as no thread is left without work.
+        let most = (RUN / self.stride).min(self.ready.len().div_ceil(self.threads)).max(1);
         while let Some(op) = self.ready.pop_front() {
             match op {
                 Op::Void(slot) => {
@@ -366,32 +269,85 @@ impl Queue {
                 }
                 Op::Wipe(place) => {
                     self.slots[place.slot as usize] = SlotState::Lost;
-                    return Some(Job::Wipe { place });
+                    return Some(Job::Wipe(place));
                 }
                 Op::Gone(place) => {
                     self.settle_deletion(place, Ok(()));
                     self.advance(place.slot);
                 }
                 Op::Write(place, buffer) => {
-                    self.slots[place.slot as usize] = SlotState::Lost;
-                    if self.tickets.is_open(place) {
-                        return Some(Job::Write { place, buffer });
+                    if let Some(first) = self.begin_write(place, buffer) {
+                        let is_next = |op: &Op, slot| matches!(op, Op::Write(next, _) if next.slot == slot);
+                        return Some(Job::Write(self.run_of(first, most, is_next)));
                     }
-                    self.finish_write(place, buffer, Err(Miss::Timeout));
                 }
-                Op::Read(place) => match self.read_of(place) {
-                    Ok(place) => {
-                        let buffer = self.idle.pop().unwrap_or_else(|| Buffer::new(self.stride));
-                        return Some(Job::Read { place, buffer });
+                Op::Read(place, row) => {
+                    if let Some(first) = self.begin_read(place, row) {
+                        let is_next = |op: &Op, slot| matches!(op, Op::Read(next, _) if next.slot == slot);
+                        return Some(Job::Read(self.run_of(first, most, is_next)));
                     }
-                    Err(miss) => {
-                        self.finish_unread(place, miss);
-                        self.advance(place.slot);
-                    }
-                },
+                }
             }
         }
         None
+    }
+
+    /// A block and those behind it that are next in the queue, up to so many.
+    fn run_of(
+        &mut self,
+        first: (Place, Buffer),
+        most: usize,
+        is_next: impl Fn(&Op, u32) -> bool,
+    ) -> Vec<(Place, Buffer)> {
+        let mut slot = first.0.slot;
+        let mut run = vec![first];
+        while run.len() < most {
+            slot = slot.saturating_add(1);
+            if !self.ready.front().is_some_and(|op| is_next(op, slot)) {
+                break;
+            }
+            let Some(op) = self.ready.pop_front() else { break };
+            let begun = match op {
+                Op::Write(place, buffer) => self.begin_write(place, buffer),
+                Op::Read(place, row) => self.begin_read(place, row),
+                _ => None,
+            };
+            let Some(begun) = begun else { break };
+            run.push(begun);
+        }
+        run
+    }
+
+    /// What a thread needs for a write; `None` if nobody waits for it any more.
+    fn begin_write(&mut self, place: Place, buffer: Buffer) -> Option<(Place, Buffer)> {
+        self.slots[place.slot as usize] = SlotState::Lost;
+        if self.tickets.is_open(place) {
+            return Some((place, buffer));
+        }
+        self.finish_write(place, buffer, Err(Miss::Timeout));
+        None
+    }
+
+    /// What a thread needs for a read; `None` if it is a miss already.
+    fn begin_read(&mut self, place: Place, row: Option<Box<dyn LentRow>>) -> Option<(Place, Buffer)> {
+        match self.read_of(place) {
+            Ok(place) => {
+                let own = || self.idle.pop().unwrap_or_else(|| Buffer::new(self.stride));
+                Some((place, row.map_or_else(own, Buffer::around)))
+            }
+            Err(miss) => {
+                self.finish_unread(place, miss);
+                self.advance(place.slot);
+                None
+            }
+        }
+    }
+
+    /// Notes that a job has ended: the device answers.
+    pub(crate) fn answered(&mut self) {
+        self.running -= 1;
+        self.answers += 1;
+        self.hung_until = None;
     }
 
     /// A read with the generation that its slot must have, if the slot has anything for it.
@@ -407,6 +363,9 @@ impl Queue {
 
     /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that nobody waits for them again.
     pub(crate) fn take(&mut self, ticket: u64, now: Instant) -> Result<Outcomes> {
+        if self.running > 0 && self.tickets.is_unanswered(ticket, now, self.answers) {
+            self.hung_until = Some(now + self.patience);
+        }
         for place in self.tickets.overdue(ticket, now) {
             self.drop_key(place, Reuse::Last);
         }
@@ -532,7 +491,7 @@ impl Queue {
     }
 
     fn keep(&mut self, buffer: Buffer) {
-        if (self.idle.len() + 1) * self.stride <= KEPT {
+        if !buffer.is_lent() && (self.idle.len() + 1) * self.stride <= KEPT {
             self.idle.push(buffer);
         }
     }
@@ -564,7 +523,7 @@ impl Queue {
                     self.settle(place, Err(Miss::Closed));
                     self.release(Some(buffer));
                 }
-                Op::Read(place) => self.finish_unread(place, Miss::Closed),
+                Op::Read(place, _) => self.finish_unread(place, Miss::Closed),
                 Op::Wipe(place) => {
                     self.suspects.insert(place.slot);
                     self.settle(place, Err(Miss::Closed));

@@ -1,12 +1,12 @@
 //! Blocks under keys: a store that evicts what was not used for longest, and finds its blocks again in the next life.
 
-use super::{STORE, SlabStore, StoreOptions};
-use crate::buffer::Buffer;
+use super::{STORE, SlabStore, State, StoreOptions};
+use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
 use crate::error::{Error, Result};
 use crate::index::Key;
 use crate::queue::Queue;
-use crate::sync::{Arc, PoisonError};
+use crate::sync::{Arc, MutexGuard, PoisonError};
 use std::io;
 use std::time::Instant;
 
@@ -36,10 +36,7 @@ impl SlabStore {
     pub fn submit_put(&self, keys: &[Key], rows: &[u8]) -> Result<u64> {
         self.check_keyed()?;
         let payload_bytes = self.options.geometry.payload_bytes;
-        let expected = keys.len().saturating_mul(payload_bytes);
-        if rows.len() != expected {
-            return Err(Error::WrongLength { found: rows.len(), slots: keys.len(), payload_bytes, expected });
-        }
+        self.check_length(keys.len(), rows.len())?;
         let mut rows: Vec<Row> = rows.chunks_exact(payload_bytes).map(Row::Unread).collect();
         let mut state = self.shared.lock();
         loop {
@@ -56,7 +53,26 @@ impl SlabStore {
             }
             state = self.shared.lock();
         }
-        let buffers: Vec<Option<Buffer>> = rows.into_iter().map(Row::into_buffer).collect();
+        let buffers = rows.into_iter().map(Row::into_buffer).collect();
+        self.submit_puts(state, keys, buffers)
+    }
+
+    /// Stores blocks straight from the caller's memory, one row a key; else as [`SlabStore::submit_put`]. Who owns a row is
+    /// as in [`SlabStore::lend_write`].
+    ///
+    /// # Errors
+    /// As [`SlabStore::submit_put`].
+    pub fn lend_put(&self, keys: &[Key], rows: Vec<Box<dyn LentRow>>) -> Result<u64> {
+        self.check_keyed()?;
+        self.check_rows(keys.len(), &rows)?;
+        let mut state = self.shared.lock();
+        let is_new = state.queue.is_new(keys);
+        let around = |(is_new, row)| (is_new && state.queue.reserve_bytes(1) == 1).then(|| Buffer::around(row));
+        let buffers = is_new.into_iter().zip(rows).map(around).collect();
+        self.submit_puts(state, keys, buffers)
+    }
+
+    fn submit_puts(&self, mut state: MutexGuard<'_, State>, keys: &[Key], buffers: Vec<Option<Buffer>>) -> Result<u64> {
         let reserved = buffers.iter().flatten().count();
         let result = state.queue.submit_puts(keys, buffers, Instant::now());
         if result.is_err() {
@@ -71,7 +87,17 @@ impl SlabStore {
     /// # Errors
     /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
     pub fn submit_get(&self, keys: &[Key]) -> Result<u64> {
-        self.submit_keys(keys, Queue::submit_gets)
+        self.submit_keys(|queue, now| queue.submit_gets(keys, None, now))
+    }
+
+    /// Reads blocks by key straight into the caller's memory, one row a key; else as [`SlabStore::submit_get`]. Rows are as
+    /// in [`SlabStore::lend_read`].
+    ///
+    /// # Errors
+    /// As [`SlabStore::submit_get`], and `WrongLength`.
+    pub fn lend_get(&self, keys: &[Key], rows: Vec<Box<dyn LentRow>>) -> Result<u64> {
+        self.check_rows(keys.len(), &rows)?;
+        self.submit_keys(|queue, now| queue.submit_gets(keys, Some(rows), now))
     }
 
     /// Deletes keys. No later call finds them; once the ticket has ended without misses, no later life does.
@@ -79,7 +105,7 @@ impl SlabStore {
     /// # Errors
     /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
     pub fn submit_delete(&self, keys: &[Key]) -> Result<u64> {
-        self.submit_keys(keys, Queue::submit_deletes)
+        self.submit_keys(|queue, now| queue.submit_deletes(keys, now))
     }
 
     /// Whether each key has a block whose write has landed. Nothing is read: only a get proves the bytes.
@@ -107,25 +133,11 @@ impl SlabStore {
         self.options.write_superblock(&*device, floor).map_err(failed("write the superblock of"))
     }
 
-    fn submit_keys(
-        &self,
-        keys: &[Key],
-        submit: impl FnOnce(&mut Queue, &[Key], Instant) -> Result<u64>,
-    ) -> Result<u64> {
+    fn submit_keys(&self, submit: impl FnOnce(&mut Queue, Instant) -> Result<u64>) -> Result<u64> {
         self.check_keyed()?;
         let mut state = self.shared.lock();
-        let result = submit(&mut state.queue, keys, Instant::now());
+        let result = submit(&mut state.queue, Instant::now());
         self.submitted(state, result)
-    }
-
-    /// Wakes threads for a batch, and callers for one that has ended already.
-    fn submitted(&self, mut state: super::MutexGuard<'_, super::State>, result: Result<u64>) -> Result<u64> {
-        if state.queue.tickets.take_ended() {
-            self.shared.wake_callers(&state);
-        }
-        drop(state);
-        self.shared.work.notify_all();
-        result
     }
 
     fn check_keyed(&self) -> Result<()> {

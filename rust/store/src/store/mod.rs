@@ -1,19 +1,19 @@
-//! The store: a queue, a device and the threads between them. No thread touches the caller's memory, and no call waits
-//! for the device longer than its timeout, but for opening a keyed store and [`SlabStore::forget`].
+//! The store: a queue, a device and the threads between them. Threads touch the caller's memory only where it was lent
+//! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store and
+//! [`SlabStore::forget`].
 //!
 //! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
 //! `done` wakes callers. A thread that hangs in the kernel keeps its own buffer and its share of the device, and is
 //! left behind on close.
 
-use crate::buffer::Buffer;
-use crate::device::{BlockDevice, read_whole, write_whole};
+use crate::buffer::{Buffer, LentRow};
+use crate::device::BlockDevice;
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, PAGE};
-use crate::header::Expected;
 use crate::miss::Miss;
-use crate::queue::{Job, Queue, Stats};
+use crate::queue::{LentRows, Queue, QueueOptions, Stats};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, thread};
-use crate::ticket::{Outcomes, Place, Progress};
+use crate::ticket::{Outcomes, Progress};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashSet;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -25,6 +25,9 @@ mod keyed;
 mod recover;
 #[cfg(test)]
 mod schedules;
+mod worker;
+
+use worker::Worker;
 
 pub use inspect::SlabReport;
 
@@ -73,8 +76,9 @@ impl StoreOptions {
     }
 
     fn queue(&self, first_generation: u64) -> Queue {
-        let Self { geometry, memory_bytes, patience, .. } = *self;
-        Queue::new(geometry.slots, geometry.stride(), memory_bytes, patience, first_generation)
+        let Self { geometry, memory_bytes: limit, patience, threads, .. } = *self;
+        let Geometry { slots, .. } = geometry;
+        Queue::new(QueueOptions { slots, stride: geometry.stride(), limit, patience, threads }, first_generation)
     }
 }
 
@@ -109,7 +113,7 @@ struct State {
 
 impl std::fmt::Debug for State {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State").field("queue", &self.queue).field("threads", &self.threads).finish_non_exhaustive()
+        f.debug_struct("State").field("threads", &self.threads).finish_non_exhaustive()
     }
 }
 
@@ -196,27 +200,61 @@ impl SlabStore {
     pub fn submit_write(&self, slots: &[i64], rows: &[u8]) -> Result<u64> {
         self.check_process()?;
         let payload_bytes = self.options.geometry.payload_bytes;
-        let expected = slots.len().saturating_mul(payload_bytes);
-        if rows.len() != expected {
-            return Err(Error::WrongLength { found: rows.len(), slots: slots.len(), payload_bytes, expected });
-        }
-        let checked = self.check_slots(slots)?;
-        let mut seen = HashSet::with_capacity(slots.len());
-        if let Some(&slot) = slots.iter().find(|&&slot| !seen.insert(slot)) {
-            return Err(Error::RepeatedSlot { slot });
-        }
+        self.check_length(slots.len(), rows.len())?;
+        let checked = self.check_written(slots)?;
         let buffers = self.shared.lock().queue.reserve(slots.len());
         let rows = rows.chunks_exact(payload_bytes);
         let filled: Vec<Buffer> = buffers.into_iter().zip(rows).map(|(buffer, row)| self.filled(buffer, row)).collect();
+        self.submit_buffers(self.shared.lock(), &checked, filled)
+    }
+
+    /// Writes blocks straight from the caller's memory, one row a slot; else as [`SlabStore::submit_write`].
+    ///
+    /// A row is the store's until its block has an outcome other than `Timeout` and `Closed`, and then until the thread that
+    /// hangs has let go of it. A row whose bytes change meanwhile is a miss when it is read.
+    ///
+    /// # Errors
+    /// As [`SlabStore::submit_write`].
+    pub fn lend_write(&self, slots: &[i64], rows: Vec<Box<dyn LentRow>>) -> Result<u64> {
+        self.check_process()?;
+        self.check_rows(slots.len(), &rows)?;
+        let checked = self.check_written(slots)?;
         let mut state = self.shared.lock();
-        let count = filled.len();
-        let result = state.queue.submit_writes(&checked, filled, Instant::now());
+        let accepted = state.queue.reserve_bytes(slots.len());
+        let buffers = rows.into_iter().take(accepted).map(Buffer::around).collect();
+        self.submit_buffers(state, &checked, buffers)
+    }
+
+    fn submit_buffers(&self, mut state: MutexGuard<'_, State>, slots: &[u32], buffers: Vec<Buffer>) -> Result<u64> {
+        let count = buffers.len();
+        let result = state.queue.submit_writes(slots, buffers, Instant::now());
         if result.is_err() {
             state.queue.unreserve(count);
         }
-        drop(state);
-        self.shared.work.notify_all();
-        result
+        self.submitted(state, result)
+    }
+
+    fn check_length(&self, slots: usize, found: usize) -> Result<()> {
+        let payload_bytes = self.options.geometry.payload_bytes;
+        let expected = slots.saturating_mul(payload_bytes);
+        if found == expected { Ok(()) } else { Err(Error::WrongLength { found, slots, payload_bytes, expected }) }
+    }
+
+    /// Refuses rows that are not whole pages, or not so many.
+    fn check_rows(&self, slots: usize, rows: &[Box<dyn LentRow>]) -> Result<()> {
+        let width = self.options.geometry.payload_bytes;
+        let fits = |bytes: &[u8]| bytes.len() == width && width % PAGE == 0 && bytes.as_ptr().addr() % PAGE == 0;
+        let found = rows.iter().map(|row| row.bytes()).filter(|bytes| fits(bytes)).count();
+        self.check_length(slots, if found == rows.len() { found * width } else { 0 })
+    }
+
+    fn check_written(&self, slots: &[i64]) -> Result<Vec<u32>> {
+        let checked = self.check_slots(slots)?;
+        let mut seen = HashSet::with_capacity(slots.len());
+        match slots.iter().find(|&&slot| !seen.insert(slot)) {
+            Some(&slot) => Err(Error::RepeatedSlot { slot }),
+            None => Ok(checked),
+        }
     }
 
     /// A buffer that holds a payload: this one, if there is one.
@@ -233,9 +271,35 @@ impl SlabStore {
     pub fn submit_read(&self, slots: &[i64]) -> Result<u64> {
         self.check_process()?;
         let checked = self.check_slots(slots)?;
-        let ticket = self.shared.lock().queue.submit_reads(&checked, Instant::now())?;
+        self.submit_reads(&checked, None)
+    }
+
+    /// Reads blocks straight into the caller's memory, one row a slot; else as [`SlabStore::submit_read`]. What a row holds
+    /// is of use only if its block was read; who owns it is as in [`SlabStore::lend_write`].
+    ///
+    /// # Errors
+    /// As [`SlabStore::submit_read`], and `WrongLength`.
+    pub fn lend_read(&self, slots: &[i64], rows: Vec<Box<dyn LentRow>>) -> Result<u64> {
+        self.check_process()?;
+        self.check_rows(slots.len(), &rows)?;
+        let checked = self.check_slots(slots)?;
+        self.submit_reads(&checked, Some(rows))
+    }
+
+    fn submit_reads(&self, slots: &[u32], rows: LentRows) -> Result<u64> {
+        let mut state = self.shared.lock();
+        let result = state.queue.submit_reads(slots, rows, Instant::now());
+        self.submitted(state, result)
+    }
+
+    /// Wakes threads for a batch, and callers for one that has ended already.
+    fn submitted(&self, mut state: MutexGuard<'_, State>, result: Result<u64>) -> Result<u64> {
+        if state.queue.tickets.take_ended() {
+            self.shared.wake_callers(&state);
+        }
+        drop(state);
         self.shared.work.notify_all();
-        Ok(ticket)
+        result
     }
 
     fn check_slots(&self, slots: &[i64]) -> Result<Vec<u32>> {
@@ -441,96 +505,6 @@ impl Drop for Completion {
             self.shared.lock().queue.take_back(&mut self.outcomes);
         }
     }
-}
-
-/// One thread of the store.
-struct Worker {
-    shared: Arc<Shared>,
-    device: Arc<dyn BlockDevice>,
-    geometry: Geometry,
-    namespace: [u8; 32],
-}
-
-impl Worker {
-    fn run(self) {
-        while let Some(job) = self.next_job() {
-            self.carry_out(job);
-        }
-        let Self { shared, device, .. } = self;
-        drop(device);
-        shared.lock().threads -= 1;
-        shared.done.notify_all();
-    }
-
-    /// Waits for work; `None` when the store is closing.
-    fn next_job(&self) -> Option<Job> {
-        let mut state = self.shared.lock();
-        loop {
-            if state.queue.is_closing() {
-                return None;
-            }
-            let job = state.queue.next_job();
-            self.wake_callers(&mut state);
-            if job.is_some() {
-                return job;
-            }
-            state = self.shared.work.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn carry_out(&self, job: Job) {
-        match job {
-            Job::Write { place, mut buffer } => {
-                let header = self.expected(place).header(buffer.payload(self.geometry.payload_bytes));
-                header.encode(buffer.as_mut_slice());
-                let result = write_whole(&*self.device, buffer.as_slice(), self.geometry.offset(place.slot));
-                let mut state = self.shared.lock();
-                let result = outcome(&mut state.queue, "write of", place.slot, result);
-                state.queue.finish_write(place, buffer, result);
-                self.wake_callers(&mut state);
-            }
-            Job::Read { place, mut buffer } => {
-                let result = read_whole(&*self.device, buffer.as_mut_slice(), self.geometry.offset(place.slot));
-                let checked = result.map(|()| self.expected(place).check(buffer.as_slice()));
-                let mut state = self.shared.lock();
-                let result = outcome(&mut state.queue, "read of", place.slot, checked).and_then(|checked| checked);
-                state.queue.finish_read(place, buffer, result);
-                self.wake_callers(&mut state);
-            }
-            Job::Wipe { place } => {
-                let page = Buffer::new(PAGE);
-                let result = write_whole(&*self.device, page.as_slice(), self.geometry.offset(place.slot));
-                let mut state = self.shared.lock();
-                let result = outcome(&mut state.queue, "deletion from", place.slot, result);
-                state.queue.finish_wipe(place, result);
-                self.wake_callers(&mut state);
-            }
-        }
-    }
-
-    fn wake_callers(&self, state: &mut State) {
-        if state.queue.tickets.take_ended() {
-            self.shared.wake_callers(state);
-        }
-    }
-
-    fn expected(&self, place: Place) -> Expected {
-        Expected {
-            namespace: self.namespace,
-            key: place.key,
-            slot: place.slot.into(),
-            generation: place.generation,
-            payload_bytes: self.geometry.payload_bytes,
-        }
-    }
-}
-
-/// Turns a system error into a miss and keeps its message.
-fn outcome<T>(queue: &mut Queue, what: &str, slot: u32, result: std::io::Result<T>) -> std::result::Result<T, Miss> {
-    let truncated = |error: &std::io::Error| error.kind() == std::io::ErrorKind::UnexpectedEof;
-    let error = result.as_ref().err().filter(|error| !truncated(error));
-    queue.note_answer(error.map(|error| format!("{what} slot {slot}: {error}")));
-    result.map_err(|error| if truncated(&error) { Miss::Truncated } else { Miss::Io })
 }
 
 /// Nanoseconds since 1970, so that no two lives of a slab share a generation.

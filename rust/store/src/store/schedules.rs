@@ -147,7 +147,7 @@ fn a_missing_wake_up_is_noticed() {
     check_random(
         || {
             let store = store();
-            let ticket = store.shared.lock().queue.submit_reads(&[0], Instant::now()).unwrap();
+            let ticket = store.shared.lock().queue.submit_reads(&[0], None, Instant::now()).unwrap();
             let _ = store.wait_for(ticket, LONG);
             let _ = store.close(LONG);
         },

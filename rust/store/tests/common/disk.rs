@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 
 pub(crate) const SECTOR: usize = 512;
 
-/// Errors that the disk answers with.
-pub(crate) const ERRORS: [i32; 3] = [5, 28, 30];
+/// Errors that the disk answers with: EIO, EMFILE, EFBIG, ENOSPC, EROFS, EDQUOT.
+pub(crate) const ERRORS: [i32; 6] = [5, 24, 27, 28, 30, 122];
 
 #[derive(Clone, Default)]
 struct State {

@@ -1,23 +1,11 @@
 //! A keyed store over the model disk, with blocks that tell their key and epoch.
 
-use blockyard_store::{Error, Geometry, Miss, SlabStore, StoreOptions};
-use std::time::Duration;
+#[path = "options.rs"]
+mod options;
 
 use crate::disk::Disk;
-
-pub(crate) const LONG: Duration = Duration::from_secs(60);
-pub(crate) const PAYLOAD: usize = 5000;
-pub(crate) const SLOTS: u32 = 8;
-
-pub(crate) fn options() -> StoreOptions {
-    StoreOptions {
-        geometry: Geometry { payload_bytes: PAYLOAD, slots: SLOTS },
-        namespace: [7; 32],
-        threads: 2,
-        memory_bytes: 1 << 20,
-        patience: Duration::from_secs(20),
-    }
-}
+use blockyard_store::{Error, Miss, SlabStore};
+pub(crate) use options::{LONG, PAYLOAD, SLOTS, options};
 
 pub(crate) fn disk() -> Disk {
     Disk::new(options().geometry.total())

@@ -1,11 +1,13 @@
 //! Devices for tests: memory, and memory that fails in chosen ways.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
-use blockyard_store::{BlockDevice, Geometry, SlabStore, StoreOptions};
+mod options;
+
+use blockyard_store::{BlockDevice, SlabStore};
+pub(crate) use options::{LONG, PAYLOAD, SLOTS, options};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
 
 /// What the device does with a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +28,8 @@ pub(crate) enum Fault {
 pub(crate) struct Memory {
     bytes: Mutex<Vec<u8>>,
     faults: Mutex<(Option<Fault>, Option<Fault>)>,
+    /// A write that touches this byte fails.
+    broken: Mutex<Option<u64>>,
     frozen: Mutex<bool>,
     thawed: Condvar,
     pub(crate) discarded: AtomicBool,
@@ -47,6 +51,10 @@ impl Memory {
     pub(crate) fn freeze(&self, frozen: bool) {
         *self.frozen.lock().unwrap() = frozen;
         self.thawed.notify_all();
+    }
+
+    pub(crate) fn break_at(&self, at: u64) {
+        *self.broken.lock().unwrap() = Some(at);
     }
 
     pub(crate) fn flip(&self, at: u64, mask: u8) {
@@ -83,6 +91,9 @@ impl BlockDevice for Memory {
             Fault::Tear => (bytes.len(), bytes.len() / 2),
             Fault::None => (bytes.len(), bytes.len()),
         };
+        if self.broken.lock().unwrap().is_some_and(|at| (offset..offset + done as u64).contains(&at)) {
+            return Err(io::Error::from_raw_os_error(5));
+        }
         let offset = usize::try_from(offset).unwrap();
         self.bytes.lock().unwrap()[offset..offset + done].copy_from_slice(&bytes[..done]);
         Ok(said)
@@ -91,19 +102,6 @@ impl BlockDevice for Memory {
     fn discard(&self) {
         self.wait_for_thaw();
         self.discarded.store(true, Ordering::SeqCst);
-    }
-}
-
-pub(crate) const PAYLOAD: usize = 5000;
-pub(crate) const SLOTS: u32 = 16;
-
-pub(crate) fn options() -> StoreOptions {
-    StoreOptions {
-        geometry: Geometry { payload_bytes: PAYLOAD, slots: SLOTS },
-        namespace: [7; 32],
-        threads: 2,
-        memory_bytes: 1 << 20,
-        patience: Duration::from_secs(20),
     }
 }
 

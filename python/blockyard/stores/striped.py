@@ -1,0 +1,269 @@
+"""One store over several, each on a disk of its own with its own threads: what happens to one leaves the others alone.
+
+Slot `s` of `n` disks is slot `s // n` of disk `s % n`, and a key is on the disk that its bytes name. A disk that fails
+or hangs loses its own blocks and nothing else. Rows are copied once, as those of a batch are spread.
+"""
+
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard._core import Completion, StoreStats
+from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
+from blockyard.stores.base import ExternalStore, Keys, keyless
+from blockyard.stores.batches import of
+
+__all__ = ["StripedStore"]
+
+Rows = NDArray[np.uint8]
+Ids = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one disk has of a batch."""
+
+    store: ExternalStore
+    ticket: int
+    places: Ids
+    done: Completion | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    count: int
+    is_read: bool
+    shares: list[_Share] = field(default_factory=list)
+    open: int = 0
+
+
+class StripedStore(ExternalStore):
+    """Blocks on several stores of equal size.
+
+    Args:
+        parts: the stores; None for one that could not be opened, whose blocks are misses, `"io"`.
+        is_keyed: whether they have keys.
+    """
+
+    def __init__(self, parts: Sequence[ExternalStore | None], *, is_keyed: bool) -> None:
+        self._parts = list(parts)
+        self._is_keyed = is_keyed
+        self._open = [part for part in parts if part is not None]
+        self._lock = threading.Lock()
+        self._batches: dict[int, _Batch] = {}
+        self._owner: dict[tuple[int, int], int] = {}  # by store and its ticket
+        self._ended: list[int] = []
+        self._next = 1
+        self._failed = 0  # blocks of disks that could not be opened
+        self._events: select.epoll | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that all disks can hold."""
+        return len(self._parts) * min(part.num_slots for part in self._open)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one slot holds for the caller."""
+        return self._open[0].bytes_per_block
+
+    def submit_write(self, slots: Ids, rows: Rows) -> int:
+        """Start to write blocks, each to its disk. See `ExternalStore`."""
+        self._check_slots(slots)
+        if len(np.unique(slots)) != len(slots):
+            raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
+        self._check_rows(rows, len(slots))
+        return self._submit(
+            slots % len(self._parts),
+            lambda part, places: part.submit_write(slots[places] // len(self._parts), rows[places]),
+        )
+
+    def submit_read(self, slots: Ids) -> int:
+        """Start to read blocks, each from its disk. See `ExternalStore`."""
+        self._check_slots(slots)
+        return self._submit(
+            slots % len(self._parts),
+            lambda part, places: part.submit_read(slots[places] // len(self._parts)),
+            is_read=True,
+        )
+
+    def submit_put(self, keys: Keys, rows: Rows) -> int:
+        """Start to store blocks under their keys. See `ExternalStore`."""
+        found = self._check_keys(keys)
+        self._check_rows(rows, len(found))
+        return self._submit(self._disks(found), lambda part, places: part.submit_put(found[places], rows[places]))
+
+    def submit_get(self, keys: Keys) -> int:
+        """Start to read blocks by key. See `ExternalStore`."""
+        found = self._check_keys(keys)
+        return self._submit(self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True)
+
+    def submit_delete(self, keys: Keys) -> int:
+        """Start to delete keys. See `ExternalStore`."""
+        found = self._check_keys(keys)
+        return self._submit(self._disks(found), lambda part, places: part.submit_delete(found[places]))
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each key has a block on its disk. See `ExternalStore`."""
+        found = self._check_keys(keys)
+        answer = np.zeros(len(found), dtype=np.bool_)
+        for part, places in self._shares(self._disks(found)):
+            if part is not None:
+                answer[places] = part.contains(found[places])
+        return answer
+
+    def forget(self) -> None:
+        """Forget every key, on all disks that answer. See `ExternalStore`."""
+        self._check_keys([])
+        errors = [] if None not in self._parts else ["a disk could not be opened"]
+        for part in self._open:
+            try:
+                part.forget()
+            except StoreError as error:  # noqa: PERF203 (the others forget all the same)
+                errors.append(str(error))
+        if errors:
+            raise StoreError(f"later processes may find keys again: {'; '.join(errors)}")
+
+    def event_fd(self) -> int:
+        """Return a descriptor that is readable while one of a disk is. See `ExternalStore`."""
+        with self._lock:
+            if self._events is None:
+                events = select.epoll()
+                for part in self._open:
+                    events.register(part.event_fd(), select.EPOLLIN)
+                self._events = events
+            return self._events.fileno()
+
+    def poll(self) -> list[int]:
+        """Return tickets whose blocks have ended on every disk. See `ExternalStore`."""
+        reported = [(at, ticket) for at, part in enumerate(self._open) for ticket in part.poll()]
+        with self._lock:
+            ended, self._ended = self._ended, []
+            for name in reported:
+                batch = self._batches.get(self._owner.get(name, 0))
+                if batch is not None:
+                    batch.open -= 1
+                    if not batch.open:
+                        ended.append(self._owner[name])
+        return ended
+
+    def wait(self, ticket: int, timeout: float | None = None, out: Rows | None = None) -> Completion:
+        """Collect a ticket from every disk. See `ExternalStore`."""
+        with self._lock:
+            batch = self._batches.get(ticket)
+        if batch is None:
+            raise UnknownTicketError(f"ticket {ticket} is not open")
+        shape = (batch.count if batch.is_read else 0, self.bytes_per_block)
+        try:
+            rows = out if out is not None and batch.is_read else np.zeros(shape, dtype=np.uint8)
+        except MemoryError:
+            raise OutOfMemoryError(
+                f"no memory for {shape[0]} blocks of {shape[1]} bytes", shape[0] * shape[1]
+            ) from None
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
+            raise InvalidArgumentError(f"out is {of(rows)}, must be uint8 {list(shape)}")
+        until = None if timeout is None else time.monotonic() + timeout
+        ok = np.zeros(batch.count, dtype=np.bool_)
+        reasons = ["io"] * batch.count
+        for share in batch.shares:
+            if share.done is None:
+                share.done = share.store.wait(
+                    share.ticket, None if until is None else max(0.0, until - time.monotonic())
+                )
+            ok[share.places] = share.done.ok
+            for place, reason in zip(share.places.tolist(), share.done.reasons, strict=True):
+                reasons[place] = reason
+            if batch.is_read:
+                came = share.done.ok
+                rows[share.places[came]] = share.done.rows[came]
+        with self._lock:
+            self._batches.pop(ticket, None)
+            for share in batch.shares:
+                self._owner.pop((self._open.index(share.store), share.ticket), None)
+        return Completion(ticket, ok, rows, reasons)
+
+    def stats(self) -> StoreStats:
+        """Return the sums over the disks. See `ExternalStore`."""
+        parts = [part.stats() for part in self._open]
+        misses: dict[str, int] = {"io": self._failed} if self._failed else {}
+        for part in parts:
+            for reason, count in part.misses.items():
+                misses[reason] = misses.get(reason, 0) + count
+        sums = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in (
+                *("written_blocks", "written_bytes", "read_blocks", "read_bytes", "errors", "errors_in_a_row"),
+                *("pending_bytes", "stored_blocks", "evicted_blocks"),
+            )
+        }
+        return StoreStats(misses=misses, last_error="; ".join(filter(None, (p.last_error for p in parts))), **sums)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Close every disk's store. See `ExternalStore`."""
+        until = time.monotonic() + timeout
+        closed = [part.close(max(0.0, until - time.monotonic())) for part in self._open]
+        with self._lock:
+            if self._events is not None:
+                self._events.close()
+                self._events = None
+        return all(closed)
+
+    def __repr__(self) -> str:
+        return f"StripedStore({self._parts})"
+
+    def _submit(self, disks: Ids, submit: Callable[[ExternalStore, Ids], int], *, is_read: bool = False) -> int:
+        batch = _Batch(len(disks), is_read)
+        # Held meanwhile, so that a poll knows whose the tickets are.
+        with self._lock:
+            ticket, self._next = self._next, self._next + 1
+            for part, places in self._shares(disks):
+                if part is None:
+                    self._failed += len(places)
+                    continue
+                share = _Share(part, submit(part, places), places)
+                batch.shares.append(share)
+                self._owner[self._open.index(part), share.ticket] = ticket
+            batch.open = len(batch.shares)
+            self._batches[ticket] = batch
+            if not batch.open:
+                self._ended.append(ticket)
+        return ticket
+
+    def _shares(self, disks: Ids) -> list[tuple[ExternalStore | None, Ids]]:
+        """The stores that have something of a batch, and the places of that; of an empty batch the first store."""
+        shares = [(part, np.flatnonzero(disks == at)) for at, part in enumerate(self._parts)]
+        return [share for share in shares if len(share[1])] or [(self._open[0], np.empty(0, np.int64))]
+
+    def _disks(self, keys: Rows) -> Ids:
+        # Keys are digests: any of their bytes will do.
+        disks: Ids = keys[:, -4:].copy().view("<u4")[:, 0].astype(np.int64) % len(self._parts)
+        return disks
+
+    def _check_slots(self, slots: Ids) -> None:
+        if self._is_keyed:
+            raise MappingError("the store is a prefix store, which has no slots")
+        if not isinstance(slots, np.ndarray) or slots.dtype != np.int64 or slots.ndim != 1:
+            raise InvalidArgumentError(f"slots is {of(slots)}, must be int64 [n]")
+        if len(slots) and (slots.min() < 0 or slots.max() >= self.num_slots):
+            raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {self.num_slots - 1}")
+
+    def _check_rows(self, rows: Rows, count: int) -> None:
+        shape = (count, self.bytes_per_block)
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
+            raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
+
+    def _check_keys(self, keys: Keys) -> Rows:
+        if not self._is_keyed:
+            raise keyless()
+        if isinstance(keys, np.ndarray):
+            if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
+                raise InvalidArgumentError(f"keys is {of(keys)}, must be uint8 [n, 32] or 32 bytes each")
+            return keys
+        if not all(isinstance(key, bytes) and len(key) == 32 for key in keys):
+            raise InvalidArgumentError(f"keys is {keys!r:.100}, must be uint8 [n, 32] or 32 bytes each")
+        return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)

@@ -1,0 +1,45 @@
+//! Forged slabs, as in the test of that name, with bytes that libFuzzer chooses: `make fuzz`. No input makes the store take
+//! more memory in one piece than a small store needs.
+#![no_main]
+
+#[path = "../../../store/tests/forged.rs"]
+mod forged;
+mod mutator;
+
+use libfuzzer_sys::{fuzz_mutator, fuzz_target};
+use std::alloc::{GlobalAlloc, Layout, System};
+
+/// Bytes in one piece; the largest that a store of this size takes is a scanned page.
+const MOST: usize = 1 << 16;
+
+struct Bounded;
+
+// SAFETY: all is the system's doing.
+unsafe impl GlobalAlloc for Bounded {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if layout.size() > MOST {
+            eprintln!("an allocation of {} bytes", layout.size());
+            std::process::abort();
+        }
+        // SAFETY: as the caller says.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as the caller says.
+        unsafe { System.dealloc(memory, layout) };
+    }
+}
+
+#[global_allocator]
+static MEMORY: Bounded = Bounded;
+
+fuzz_target!(|data: &[u8]| match data {
+    [0, bytes @ ..] => forged::run_block(bytes),
+    [_, bytes @ ..] => forged::run(bytes),
+    [] => {}
+});
+
+fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
+    mutator::mutate(data, size, max_size, seed)
+});

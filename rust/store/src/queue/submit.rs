@@ -1,0 +1,190 @@
+//! New batches: what is taken, what is refused, and what has an outcome already.
+
+use super::{Op, Queue};
+use crate::buffer::{Buffer, LentRow};
+use crate::error::{Error, Result};
+use crate::index::{Key, Reuse};
+use crate::miss::Miss;
+use crate::ticket::{Place, deadline};
+use std::time::Instant;
+
+/// Rows that take the blocks of a read; `None` for the store's own memory.
+pub(crate) type LentRows = Option<Vec<Box<dyn LentRow>>>;
+
+impl Queue {
+    /// Reserves memory for up to `wanted` blocks; returns a buffer for each that fits.
+    pub(crate) fn reserve(&mut self, wanted: usize) -> Vec<Option<Buffer>> {
+        let count = self.reserve_bytes(wanted);
+        (0..count).map(|_| self.idle.pop()).collect()
+    }
+
+    /// Reserves memory for up to `wanted` blocks, whoever owns it; returns for how many.
+    pub(crate) fn reserve_bytes(&mut self, wanted: usize) -> usize {
+        let room = (self.limit - self.used) / self.stride as u64;
+        let count = usize::try_from(room).unwrap_or(usize::MAX).min(wanted);
+        self.used += (count * self.stride) as u64;
+        count
+    }
+
+    /// Takes a batch of writes. Slots without a buffer are refused: `QueueFull`, and what they held is lost.
+    pub(crate) fn submit_writes(&mut self, slots: &[u32], buffers: Vec<Buffer>, now: Instant) -> Result<u64> {
+        self.check_open()?;
+        let (accepted, miss) = if self.is_hung(now) { (0, Miss::Timeout) } else { (buffers.len(), Miss::QueueFull) };
+        let ticket = self.open_ticket(false, slots.len(), accepted, miss, now);
+        let mut buffers = buffers.into_iter();
+        for (index, (&slot, buffer)) in slots.iter().zip(buffers.by_ref().take(accepted)).enumerate() {
+            let generation = self.take_generation();
+            self.enqueue(slot, Op::Write(Place { ticket, index, slot, key: [0; 32], generation }, buffer));
+        }
+        for buffer in buffers {
+            self.release(Some(buffer));
+        }
+        for &slot in &slots[accepted..] {
+            self.void(slot);
+        }
+        Ok(ticket)
+    }
+
+    /// Takes a batch of reads. Those that the memory limit does not allow are refused: `QueueFull`.
+    pub(crate) fn submit_reads(&mut self, slots: &[u32], rows: LentRows, now: Instant) -> Result<u64> {
+        self.check_open()?;
+        let hung = self.is_hung(now);
+        let accepted = if hung { 0 } else { self.reserve_bytes(slots.len()) };
+        let miss = if hung { Miss::Timeout } else { Miss::QueueFull };
+        let ticket = self.open_ticket(true, slots.len(), accepted, miss, now);
+        let mut rows = rows.map(Vec::into_iter);
+        for (index, &slot) in slots[..accepted].iter().enumerate() {
+            let row = rows.as_mut().and_then(Iterator::next);
+            self.enqueue(slot, Op::Read(Place { ticket, index, slot, key: [0; 32], generation: 0 }, row));
+        }
+        Ok(ticket)
+    }
+
+    /// Whether each key must be written if it is put, and so needs a buffer: it has no slot, or nobody has read its block
+    /// since a crash.
+    pub(crate) fn is_new(&self, keys: &[Key]) -> Vec<bool> {
+        keys.iter().map(|key| self.index.find(key).is_none_or(|found| self.is_unproven(found))).collect()
+    }
+
+    fn is_unproven(&self, (slot, generation): (u32, u64)) -> bool {
+        let state = self.slots[slot as usize];
+        state.holds(generation) && !state.proves(generation)
+    }
+
+    /// Takes a batch of blocks under their keys, each with a buffer where there was one. Keys that have a slot are only
+    /// confirmed; others evict what was not used for longest, or are refused without a buffer: `QueueFull`.
+    pub(crate) fn submit_puts(&mut self, keys: &[Key], buffers: Vec<Option<Buffer>>, now: Instant) -> Result<u64> {
+        self.check_open()?;
+        if self.is_hung(now) {
+            for buffer in buffers.into_iter().flatten() {
+                self.release(Some(buffer));
+            }
+            return Ok(self.open_ticket(false, keys.len(), 0, Miss::Timeout, now));
+        }
+        let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
+        // What the batch names is not what it evicts.
+        for key in keys {
+            self.index.touch(key);
+        }
+        for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
+            self.put(Place { ticket, index, slot: 0, key, generation: 0 }, buffer);
+        }
+        Ok(ticket)
+    }
+
+    fn put(&mut self, place: Place, buffer: Option<Buffer>) {
+        let key = place.key;
+        match (self.index.find(&key), buffer) {
+            (Some(found), Some(buffer)) if self.is_unproven(found) => {
+                let (slot, generation) = (found.0, self.take_generation());
+                self.index.renew(slot, key, generation);
+                self.enqueue(slot, Op::Write(Place { slot, generation, ..place }, buffer));
+            }
+            (Some(found), None) if self.is_unproven(found) => drop(self.settle(place, Err(Miss::QueueFull))),
+            (Some((slot, generation)), spare) => {
+                if spare.is_some() {
+                    self.release(spare);
+                }
+                self.confirm(Place { slot, generation, ..place });
+            }
+            (None, Some(buffer)) => {
+                let generation = self.take_generation();
+                match self.index.claim(key, generation) {
+                    Some((slot, evicted)) => {
+                        self.evicting.extend(evicted.map(|key| (generation, (slot, key))));
+                        self.enqueue(slot, Op::Write(Place { slot, generation, ..place }, buffer));
+                    }
+                    None => self.finish_unread(place, Miss::QueueFull),
+                }
+            }
+            (None, None) => drop(self.settle(place, Err(Miss::QueueFull))),
+        }
+    }
+
+    /// Takes a batch of reads by key. Keys without a block are misses at once, `Absent`.
+    pub(crate) fn submit_gets(&mut self, keys: &[Key], rows: LentRows, now: Instant) -> Result<u64> {
+        self.check_open()?;
+        if self.is_hung(now) {
+            return Ok(self.open_ticket(true, keys.len(), 0, Miss::Timeout, now));
+        }
+        let ticket = self.open_ticket(true, keys.len(), keys.len(), Miss::QueueFull, now);
+        let mut rows = rows.map(Vec::into_iter);
+        for (index, &key) in keys.iter().enumerate() {
+            let row = rows.as_mut().and_then(Iterator::next);
+            let (slot, generation) = self.index.find(&key).unwrap_or_default();
+            let place = Place { ticket, index, slot, key, generation };
+            if generation == 0 {
+                self.settle(place, Err(Miss::Absent));
+            } else if self.reserve_bytes(1) == 0 {
+                self.settle(place, Err(Miss::QueueFull));
+            } else {
+                self.index.touch(&key);
+                self.tickets.remember(place);
+                self.enqueue(slot, Op::Read(place, row));
+            }
+        }
+        Ok(ticket)
+    }
+
+    /// Takes a batch of keys to delete: no later call finds them, and the ticket ends when no later life will. It fails as
+    /// long as there are suspects; those are wiped again.
+    pub(crate) fn submit_deletes(&mut self, keys: &[Key], now: Instant) -> Result<u64> {
+        self.check_open()?;
+        let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
+        for (index, &key) in keys.iter().enumerate() {
+            let (slot, generation) = self.index.find(&key).unwrap_or_default();
+            let place = Place { ticket, index, slot, key, generation };
+            if self.index.remove(slot, generation, Reuse::First) {
+                self.enqueue(slot, Op::Wipe(place));
+            } else {
+                self.settle_deletion(place, Ok(()));
+            }
+        }
+        let idle: Vec<u32> = self.suspects.iter().copied().filter(|slot| !self.busy.contains_key(slot)).collect();
+        for slot in idle {
+            self.suspect(slot);
+        }
+        Ok(ticket)
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closing { Err(Error::Closed) } else { Ok(()) }
+    }
+
+    /// Opens a ticket; blocks beyond `accepted` are refused for the reason `miss`.
+    fn open_ticket(&mut self, reads: bool, blocks: usize, accepted: usize, miss: Miss, now: Instant) -> u64 {
+        let deadline = deadline(now, self.patience, self.used);
+        self.tickets.open(reads, blocks, (accepted, miss), deadline, self.answers)
+    }
+
+    /// Whether the device has left a whole ticket without an answer and given none since. Now and then a batch is let
+    /// through all the same, while a thread is free to try it.
+    fn is_hung(&mut self, now: Instant) -> bool {
+        let Some(again) = self.hung_until else { return false };
+        if now < again || self.running >= self.threads {
+            return true;
+        }
+        self.hung_until = Some(now + self.patience);
+        false
+    }
+}

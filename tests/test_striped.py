@@ -1,0 +1,140 @@
+"""The file store over several disks: each loses its own blocks only."""
+
+import logging
+import select
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blockyard.errors import MappingError, StoreError, StoreURLError
+from blockyard.stores import ExternalStore, open_store
+from blockyard.stores.striped import StripedStore
+from blockyard.testing.faults import flip_bytes
+from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
+
+WIDTH = 5000
+
+
+def url(folder: Path, count: int = 3) -> str:
+    return "file://" + ",".join(str(folder / str(disk)) for disk in range(count))
+
+
+class TestSwap(StoreSuite):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def open_store(self) -> ExternalStore:
+        return open_store(url(self.folder, 2), bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
+
+
+class TestPrefix(PrefixStoreSuite):
+    num_slots = 48
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+        options = {"bytes_per_block": self.bytes_per_block, "num_slots": self.num_slots, "namespace": namespace}
+        return open_store(url(self.folder), use="prefix", **options)  # type: ignore[arg-type]
+
+
+def keys(count: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (count, 32), dtype=np.uint8)
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(2).integers(0, 256, (count, WIDTH), dtype=np.uint8)
+
+
+def prefix_store(folder: Path) -> ExternalStore:
+    return open_store(url(folder), bytes_per_block=WIDTH, num_slots=60, use="prefix")
+
+
+def test_slots_and_bytes_are_spread_over_the_disks(tmp_path: Path):
+    with open_store(url(tmp_path) + "?size=3MiB", bytes_per_block=WIDTH) as store:
+        assert store.num_slots % 3 == 0
+        slots = np.arange(store.num_slots)
+        assert store.wait(store.submit_write(slots, rows(len(slots)))).ok.all()
+        assert np.array_equal(store.wait(store.submit_read(slots[::-1])).rows, rows(len(slots))[::-1])
+        files = list(tmp_path.glob("*/*.slab"))
+        assert len(files) == 3
+        assert sum(path.stat().st_size for path in files) <= 3 << 20
+        with pytest.raises(MappingError, match="must be 0 to"):
+            store.submit_read(np.array([store.num_slots]))
+    assert not list(tmp_path.glob("*/*.slab"))
+
+
+def test_a_disk_that_is_damaged_loses_its_keys_only(tmp_path: Path):
+    with prefix_store(tmp_path) as store:
+        assert store.wait(store.submit_put(keys(30), rows(30))).ok.all()
+        assert store.contains(keys(30)).all()
+        slab = tmp_path / "1" / "blockyard-prefix.slab"
+        places = list(range(4096 + 100, slab.stat().st_size, 4096))
+        flip_bytes(slab, places, masks=[1] * len(places))
+        read = store.wait(store.submit_get(keys(30)))
+        assert 3 < np.count_nonzero(~read.ok) < 20
+        assert np.array_equal(read.rows[read.ok], rows(30)[read.ok])
+        assert np.array_equal(store.contains(keys(30)), read.ok)
+        lost = ~read.ok
+        assert store.wait(store.submit_put(keys(30)[lost], rows(30)[lost])).ok.all(), "and takes them again"
+
+
+def test_a_disk_that_cannot_be_opened_is_left_out_and_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with prefix_store(tmp_path) as store:
+        assert store.wait(store.submit_put(keys(30), rows(30))).ok.all()
+    slab = tmp_path / "2" / "blockyard-prefix.slab"
+    slab.chmod(0o644)  # refused: others can read it
+    with caplog.at_level(logging.WARNING), prefix_store(tmp_path) as store:
+        assert f"{tmp_path}/2" in caplog.text
+        held = store.contains(keys(30))
+        read = store.wait(store.submit_get(keys(30)))
+        assert np.array_equal(read.ok, held)
+        assert 0 < held.sum() < 30
+        assert {reason for reason in read.reasons if reason} == {"io"}
+        assert store.stats().misses["io"] == np.count_nonzero(~held)
+        only_lost = store.submit_get(keys(30)[~held])
+        assert store.poll() == [only_lost]
+        assert not store.wait(only_lost).ok.any()
+        with pytest.raises(StoreError, match="could not be opened"):
+            store.forget()
+    slab.chmod(0o600)
+    with prefix_store(tmp_path) as store:
+        assert not store.contains(keys(30)[held]).any(), "forgotten"
+        assert store.contains(keys(30)[~held]).all(), "as the error said"
+
+
+def test_swap_space_needs_every_disk(tmp_path: Path):
+    (tmp_path / "1").write_text("no directory")
+    with pytest.raises(StoreError, match="is not a directory"):
+        open_store(url(tmp_path), bytes_per_block=WIDTH, num_slots=9)
+    assert not list(tmp_path.glob("*/*.slab"))
+
+
+def test_one_descriptor_tells_of_all_disks(tmp_path: Path):
+    with open_store(url(tmp_path), bytes_per_block=WIDTH, num_slots=9) as store:
+        store.poll()
+        event = store.event_fd()
+        assert event == store.event_fd()
+        while store.poll():
+            pass
+        ticket = store.submit_write(np.array([2]), rows(1))
+        found: list[int] = []
+        while not found:
+            assert select.select([event], [], [], 60)[0]
+            found = store.poll()
+        assert found == [ticket]
+        assert store.wait(ticket).ok.all()
+
+
+def test_a_directory_named_twice_is_refused(tmp_path: Path):
+    with pytest.raises(StoreURLError, match="names a directory twice"):
+        open_store(f"file://{tmp_path},{tmp_path}", bytes_per_block=WIDTH, num_slots=9)
+
+
+def test_a_comma_alone_is_part_of_a_name(tmp_path: Path):
+    with open_store(f"file://{tmp_path}/a,b", bytes_per_block=WIDTH, num_slots=9) as store:
+        assert not isinstance(store, StripedStore)
+        assert (tmp_path / "a,b").is_dir()
