@@ -58,6 +58,8 @@ mod _core {
     #[pymodule_export]
     use crate::manager::stats::{PyFragmentation, PyManagerStats};
     #[pymodule_export]
+    use crate::manager::store_jobs::{PyStoreJob, PyStoreJobs};
+    #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]
     use crate::offload::{PyOffloadManager, PyPreparedStore};

@@ -1,4 +1,4 @@
-//! `BlockManager`: the core's manager. Its facets are in `prefix.rs`, `pins.rs`, `defrag.rs` and `pool.rs`.
+//! `BlockManager`: the core's manager. Its facets are in files of their own.
 
 pub(crate) mod defrag;
 pub(crate) mod fit;
@@ -11,6 +11,7 @@ pub(crate) mod prompts;
 pub(crate) mod sequence;
 pub(crate) mod shared;
 pub(crate) mod stats;
+pub(crate) mod store_jobs;
 
 use crate::allocator::ids;
 use crate::convert::args;
@@ -30,6 +31,7 @@ use crate::manager::prompts::{KeySpecs, PromptLike, Prompts, PyExtra};
 use crate::manager::sequence::PySequence;
 use crate::manager::shared::{Shared, handles, row_in, rows_in};
 use crate::manager::stats::PyManagerStats;
+use crate::manager::store_jobs::PyStoreJobs;
 use blockyard_core::{self as core, BlockId, Config, Demand, Manager, SequenceId, TableRows, Tier};
 use blockyard_locks::Guard;
 use numpy::{PyArray1, PyArrayMethods};
@@ -182,6 +184,12 @@ impl PyBlockManager {
     #[getter]
     fn pins(&self) -> PyPins {
         PyPins::new(self.shared.clone())
+    }
+
+    /// Loads from a prefix store, and writes to it.
+    #[getter]
+    fn store_jobs(&self) -> PyStoreJobs {
+        PyStoreJobs::new(self.shared.clone())
     }
 
     /// Defragmentation of the device pool, and its size.

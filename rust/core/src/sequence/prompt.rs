@@ -266,6 +266,9 @@ impl Sequences {
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
         }
+        if let Some(outbox) = step.tiers.outbox_mut() {
+            matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| outbox.note_hit(*key));
+        }
         for (prompt, found) in prompts.iter().zip(matches) {
             out.push(self.open_prompt(step, prompt, found, chunk)?);
         }
@@ -341,6 +344,22 @@ impl Sequences {
         Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
+    /// The keys of a prompt's full blocks.
+    pub(super) fn prompt_keys<'a>(
+        &self,
+        prompt: &Prompt<'a>,
+        visit: impl FnMut(usize, &Key),
+    ) -> Result<Cow<'a, RowKeys>> {
+        match prompt.hashed {
+            Some(hashed) if hashed.block_size != self.block_size => {
+                let must = format!("{}, the manager's", self.block_size);
+                Err(invalid("block_size of a hashed prompt", hashed.block_size, must))
+            }
+            Some(hashed) => Ok(Cow::Borrowed(&hashed.keys)),
+            None => hash(prompt, self.block_size, visit).map(Cow::Owned),
+        }
+    }
+
     /// Published blocks of a sequence on the device.
     pub(crate) fn published_blocks(&self, view: View<'_>, sequence: SequenceId) -> Result<Vec<BlockId>> {
         self.readable(view, sequence)?;
@@ -375,20 +394,13 @@ impl Sequences {
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let alone = self.groups.is_single() && !self.groups.has_nulls();
-        let keys = match prompt.hashed {
-            Some(hashed) if hashed.block_size != self.block_size => {
-                let must = format!("{}, the manager's", self.block_size);
-                return Err(invalid("block_size of a hashed prompt", hashed.block_size, must));
+        let keys = self.prompt_keys(prompt, |i, key| {
+            if alone && found.len() + 1 == i {
+                found.extend(view.tiers.device().find(key));
+            } else {
+                view.tiers.device().look_ahead(key);
             }
-            Some(hashed) => Cow::Borrowed(&hashed.keys),
-            None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
-                if alone && found.len() + 1 == i {
-                    found.extend(view.tiers.device().find(key));
-                } else {
-                    view.tiers.device().look_ahead(key);
-                }
-            })?),
-        };
+        })?;
         let (hits, others) = if alone {
             // While hashing, each block but the last was looked for, up to the first that is missing.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
