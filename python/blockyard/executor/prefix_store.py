@@ -108,6 +108,7 @@ class Prefetch:
         "_transfer",
         "_until",
         "began",
+        "is_behind",
         "job",
         "keys",
         "landed",
@@ -127,6 +128,7 @@ class Prefetch:
         self.keys = keys
         self.landed = np.zeros(0, np.bool_)
         self.job: StoreJob | None = None
+        self.is_behind = False  # another prefetch reads the same blocks
         self.state = "waiting"
 
     @property
@@ -340,9 +342,15 @@ class PrefixStore:
             self._finish(fetch, "unavailable")
             return
         first = fetch.keys[0].tobytes()
-        others = (other for other in self._open if other is not fetch and other.state != "waiting")
+        others = (other for other in self._open if other.state != "waiting")
         if any(other.keys[0].tobytes() == first for other in others):
-            return  # the same blocks are on their way: see what is missing then
+            fetch.is_behind = True
+            return
+        if fetch.is_behind:  # another one has brought these blocks, or found out that the store has them not
+            fetch.keys, fetch.is_behind = self._missing(fetch.prompt), False
+            if not len(fetch.keys):
+                self._finish(fetch)
+                return
         room = self._max_blocks - sum(len(task.keys) for task in self._reads())
         if room < min(len(fetch.keys), self._max_blocks // 4 or 1):
             return

@@ -1,6 +1,6 @@
 //! Blocks on their way between a prefix store and the manager's tiers.
 //!
-//! A *load* brings blocks from the store to the host, or to the device where the host keeps no copies. Its targets are in no
+//! A *load* brings blocks from the store to the host, or to the device where the host keeps no copies or has no room. Its targets are in no
 //! table and are found by nobody until its bytes have landed. A *write* reads published blocks for the store. Both hold leases
 //! and nothing else: whatever ends meanwhile, no block is given out before its job has ended.
 
@@ -96,17 +96,17 @@ impl StoreJobs {
 
     /// Begins to load missing blocks, as many as there is room for.
     pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> Result<StoreJob> {
-        let tier = if tiers.keeps_host_copies() { Tier::Host } else { Tier::Device };
-        let Wanted { mut on_host, mut missing, awaited } = wanted;
-        let mut kept = 0;
-        if tier == Tier::Host && !missing.is_empty() {
-            on_host.retain(|&block| tiers.host().block(block).lease_room() > 0);
-            for &block in &on_host {
-                tiers.lease_cached((tier, block), LeaseKind::Read)?;
-            }
-            kept = on_host.len();
+        let Wanted { on_host: mut kept, mut missing, awaited } = wanted;
+        kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room() > 0);
+        for &block in &kept {
+            tiers.lease_cached((Tier::Host, block), LeaseKind::Read)?;
         }
-        missing.truncate(self.room(tiers, tier, kept_free));
+        let on_host = if tiers.keeps_host_copies() { self.room(tiers, Tier::Host, 0) } else { 0 };
+        let (tier, room) = match on_host {
+            0 => (Tier::Device, self.room(tiers, Tier::Device, kept_free)),
+            _ => (Tier::Host, on_host),
+        };
+        missing.truncate(room);
         let (mut blocks, job) = (Vec::with_capacity(missing.len()), self.next());
         tiers.take(tier, missing.len(), true, &mut blocks);
         for &block in &blocks {
@@ -114,10 +114,9 @@ impl StoreJobs {
         }
         self.loading.extend(missing.iter().map(|missing| missing.chain.key()));
         let keys = missing.iter().map(|missing| missing.chain.export()).collect();
-        on_host.truncate(kept);
-        let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept: on_host };
+        let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept };
         if load.targets.is_empty() {
-            end_leases(tiers, tier, &load.kept, LeaseKind::Read);
+            end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
         } else {
             self.loads.insert(job, load);
         }
@@ -146,7 +145,7 @@ impl StoreJobs {
         // Backwards, so that a chain is evicted from its end.
         let blocks: Vec<BlockId> = targets.iter().map(|(block, _)| *block).collect();
         end_leases(tiers, tier, &blocks, LeaseKind::Write);
-        end_leases(tiers, tier, &kept, LeaseKind::Read);
+        end_leases(tiers, Tier::Host, &kept, LeaseKind::Read);
         Ok(published)
     }
 
@@ -184,7 +183,7 @@ impl StoreJobs {
     pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
         let targets = self.loads.values().flat_map(|load| {
             let targets = load.targets.iter().map(|(block, _)| (load.tier, LeaseKind::Write, *block));
-            targets.chain(load.kept.iter().map(|&block| (load.tier, LeaseKind::Read, block)))
+            targets.chain(load.kept.iter().map(|&block| (Tier::Host, LeaseKind::Read, block)))
         });
         let reads = self.writes.values();
         let reads = reads.flat_map(|(tier, blocks)| blocks.iter().map(|&block| (*tier, LeaseKind::Read, block)));

@@ -109,7 +109,8 @@ impl PyStoreJobs {
 
     /// Begin to load the first of those blocks, as far as there is room.
     ///
-    /// Loads take at most half of the host's blocks, or a quarter of the device's without `PrefixCaching(host=True)`.
+    /// Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or keeps no
+    /// copies (`PrefixCaching(host=True)`).
     ///
     /// Args:
     ///     prompt: as for `missing`.

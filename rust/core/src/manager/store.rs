@@ -33,13 +33,13 @@ impl Manager {
     }
 
     /// Begins to load the first of those blocks, at most so many and as far as there is room, to the host, or to the device
-    /// where the host keeps no copies. Nobody finds them before [`Manager::end_load`]. A job without blocks has ended.
+    /// where the host keeps no copies or has no room. Nobody finds them before [`Manager::end_load`]. A job without blocks has ended.
     ///
     /// # Errors
     /// A token has the reserved id.
     pub fn begin_load(&mut self, prompt: &Prompt<'_>, most: usize) -> Result<StoreJob> {
         let wanted = self.sequences.missing_blocks(self.view(), prompt, most, &self.jobs)?;
-        let kept_free = if self.keeps_host_copies() { 0 } else { self.watermark_blocks() };
+        let kept_free = self.watermark_blocks();
         self.jobs.begin_load(&mut self.tiers, wanted, kept_free)
     }
 
