@@ -247,6 +247,22 @@ class KVCache:
         """Return the manager's counters."""
         return self.manager.stats()
 
+    def metrics(self) -> dict[str, float]:
+        """Return the counters of manager, stores and prefix store by name, as a metrics exporter wants them.
+
+        `external_cache_usage_sys` is the part of the external stores that is in use, 0 to 1; names that end in
+        `_le_SECONDS` count prefetches that took at most so long.
+        """
+        found: dict[str, float] = dict(self.manager.stats().as_dict())
+        pool = self.manager.pool("external")
+        used, slots = pool.num_blocks - pool.num_free, pool.num_blocks
+        if self.prefix_store is not None:
+            found |= self.prefix_store.stats.as_dict()
+            store = self.prefix_store.store
+            used, slots = used + store.stats().stored_blocks, slots + store.num_slots
+        found["external_cache_usage_sys"] = used / slots if slots else 0.0
+        return found
+
     def close(self) -> None:
         """Wait for transfers, close engine and store, and give all memory back. Twice does nothing."""
         self._closing.close()

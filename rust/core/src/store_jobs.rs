@@ -152,7 +152,9 @@ impl StoreJobs {
     /// Begins to write blocks that are to be stored, at most so many; none if nothing is.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> Result<StoreJob> {
         let (tier, found) = match tiers.outbox().map(|outbox| outbox.writes()) {
-            Some(StoreWrites::Back) => before_eviction(tiers, most),
+            Some(StoreWrites::Back) => {
+                before_eviction(tiers, most, self.writes.values().map(|(_, blocks)| blocks.len()).sum())
+            }
             Some(StoreWrites::Through | StoreWrites::SecondUse) => queued(tiers, most),
             Some(StoreWrites::Never) | None => (Tier::Device, Vec::new()),
         };
@@ -234,18 +236,21 @@ fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
     (tier, found)
 }
 
-/// Blocks that are among the next to be evicted, once few are free, and that no other tier has.
-fn before_eviction(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
+/// Blocks that are among the next eighth of a tier to be evicted, once few are free, and that no other tier has; `reading` are
+/// under way already.
+fn before_eviction(tiers: &mut Tiers, most: usize, reading: usize) -> (Tier, Vec<(Key, BlockId)>) {
     for tier in [Tier::Device, Tier::Host] {
         let pool = tiers.pool(tier);
-        if pool.evictable() == 0 || pool.free() - pool.evictable() >= 2 * most {
+        let eighth = pool.len().div_ceil(8);
+        let most = most.min(eighth.saturating_sub(reading));
+        if most == 0 || pool.evictable() == 0 || pool.free() - pool.evictable() >= eighth {
             continue;
         }
         let candidates = pool.eviction_candidates(most);
         let of_key = |&block: &BlockId| pool.key(block).map(|key| (key, block));
         let other = tiers.pool(if tier == Tier::Device { Tier::Host } else { Tier::Device });
-        let mut found: Vec<_> =
-            candidates.iter().filter_map(of_key).filter(|(key, _)| other.find(key).is_none()).collect();
+        let has_no_copy = |(key, _): &(Key, BlockId)| other.find(key).is_none();
+        let mut found: Vec<_> = candidates.iter().filter_map(of_key).filter(has_no_copy).collect();
         if let Some(outbox) = tiers.outbox_mut() {
             found.retain(|(key, _)| outbox.claim(key));
         }

@@ -115,14 +115,14 @@ fn with_write_back_only_what_is_about_to_be_evicted_is_written() {
     let mut manager = manager(0, StoreWrites::Back);
     let (sequence, _) = admit(&mut manager, &tokens(1, 17));
     compute(&mut manager, sequence);
-    assert!(manager.begin_write(2).unwrap().blocks.is_empty(), "eight blocks are free");
+    assert!(manager.begin_write(9).unwrap().blocks.is_empty(), "eight blocks are free");
     let mut out = Vec::new();
-    manager.allocate(&[24], &mut out).unwrap();
-    let job = manager.begin_write(2).unwrap();
-    assert_eq!(job.blocks.len(), 2);
+    manager.allocate(&[28], &mut out).unwrap();
+    let job = manager.begin_write(9).unwrap();
+    assert_eq!(job.blocks.len(), 2, "an eighth of the device");
+    assert!(manager.begin_write(9).unwrap().blocks.is_empty());
     manager.end_write(job.job).unwrap();
-    assert_eq!(manager.begin_write(2).unwrap().blocks.len(), 2);
-    assert!(manager.begin_write(2).unwrap().blocks.is_empty());
+    assert_eq!(manager.begin_write(9).unwrap().blocks.len(), 2);
 }
 
 #[test]
