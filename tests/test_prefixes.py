@@ -83,7 +83,13 @@ def test_other_weights_find_nothing(tmp_path: Path):
     prompt = tokens(1, 9)
     found = []
     for name in (b"model at revision 1", b"model at revision 1", b"model at revision 2"):
-        options = {"device_blocks": 8, "prefix_caching": True, "prefix_store": url, "namespace": name, "prefix_deadline": 60}
+        options = {
+            "device_blocks": 8,
+            "prefix_caching": True,
+            "prefix_store": url,
+            "namespace": name,
+            "prefix_deadline": 60,
+        }
         with KVCache(LAYOUT, **options) as cache:  # type: ignore[arg-type]
             prefixes = cache.prefix_store
             assert prefixes is not None
@@ -213,7 +219,9 @@ def test_staged_bytes_are_limited_and_nothing_is_lost_for_it(
         assert cache.prefixes.stats.written_blocks == 24
 
 
-@pytest.mark.parametrize(("writes", "after_one", "after_two"), [("second_use", 0, 2), ("through", 2, 2), ("never", 0, 0)])
+@pytest.mark.parametrize(
+    ("writes", "after_one", "after_two"), [("second_use", 0, 2), ("through", 2, 2), ("never", 0, 0)]
+)
 def test_what_is_written_when(writes: str, after_one: int, after_two: int):
     with checked(keyed(), prefix_writes=writes) as cache:
         counts = []
@@ -225,7 +233,7 @@ def test_what_is_written_when(writes: str, after_one: int, after_two: int):
 
 
 def test_blocks_about_to_be_evicted_are_written_back_and_come_again():
-    with checked(keyed(), device=8, host=0, prefix_writes="back") as cache:
+    with checked(keyed(), device=32, host=0, prefix_writes="back") as cache:
         cache.serve(tokens(0, 9))
         assert cache.prefixes.wait(60)
         assert cache.prefixes.stats.written_blocks == 0

@@ -287,9 +287,7 @@ class KVCache:
             name = _namespace(namespace, self.layout)
             store = open_store(store, bytes_per_block=size, namespace=name, use="prefix")
         try:
-            return PrefixStore(
-                self.manager, self.engine, store, writes=writes, deadline=deadline, max_staging=staging
-            )
+            return PrefixStore(self.manager, self.engine, store, writes=writes, deadline=deadline, max_staging=staging)
         except BaseException:
             store.close()
             raise

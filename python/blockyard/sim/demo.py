@@ -264,7 +264,9 @@ def _prefix_url(options: DemoOptions) -> str:
     """Give the URL of the prefix store; a file without a size gets one."""
     url = options.external or ""
     needs_size = url.startswith("file:") and "size=" not in url
-    return sized_url(url, (SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS) if needs_size else None)
+    return sized_url(
+        url, (SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS) if needs_size else None
+    )
 
 
 @contextmanager
