@@ -50,6 +50,8 @@ __all__ = [
     "SlabReport",
     "SlabStore",
     "StepDecision",
+    "StoreJob",
+    "StoreJobs",
     "StoreStats",
     "V0BlockTable",
     "V0CpuGpuBlockAllocator",
@@ -554,22 +556,23 @@ class StoreJob:
 
 @final
 class StoreJobs:
-    """Loads from a prefix store and writes to it, as `manager.store_jobs`. `KVCache(prefix_store=...)` carries them out.
+    """Loads from a prefix store and writes to it, as `manager.store_jobs`. `KVCache(prefix_store=...)` carries them
+    out.
 
-    A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs are
-    neither given out, evicted nor moved.
+    A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
+    are neither given out, evicted nor moved.
     """
 
     def start(self, writes: str) -> None:
         """Note from now on which blocks the store is to be given.
 
         Args:
-            writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be evicted
-                and has no copy on another tier. `"second_use"`: a block that is computed or hit a second time.
-                `"never"`: none.
+            writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be
+                evicted and has no copy on another tier. `"second_use"`: a block that is computed or hit a second
+                time. `"never"`: none.
         Raises:
-            InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching, several
-                cache groups or a window.
+            InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching,
+                several cache groups or a window.
         """
     def missing(
         self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0
@@ -589,8 +592,8 @@ class StoreJobs:
     def begin_load(self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0) -> StoreJob:
         """Begin to load the first of those blocks, as far as there is room.
 
-        Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or keeps no
-        copies (`PrefixCaching(host=True)`).
+        Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or
+        keeps no copies (`PrefixCaching(host=True)`).
 
         Args:
             prompt: as for `missing`.
@@ -657,6 +660,8 @@ class Prefix:
     @property
     def enabled(self) -> bool:
         """Whether the manager was made with prefix caching."""
+    @property
+    def store_jobs(self) -> StoreJobs: ...
     def lookup(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
         """Look up how much of a prompt is cached. Nothing is taken.
 
@@ -969,9 +974,6 @@ class BlockManager:
     @property
     def pins(self) -> Pins:
         """Pins: cached blocks that a reader outside keeps, such as a connector."""
-    @property
-    def store_jobs(self) -> StoreJobs:
-        """Loads from a prefix store, and writes to it."""
     @property
     def defrag(self) -> Defrag:
         """Defragmentation of the device pool, and its size."""

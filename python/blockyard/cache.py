@@ -67,9 +67,9 @@ class KVCache:
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
-        namespace: names what decides the bytes of a block besides the layout: any bytes, `store_namespace` makes them of
-            the model, its weights' revision and what else counts. A store treats blocks of another namespace or layout
-            as misses.
+        namespace: names what decides the bytes of a block besides the layout: any bytes; `store_namespace` makes them
+            of the model, its weights' revision and what else counts. A store treats blocks of another namespace or
+            layout as misses.
         max_staging: bytes on their way to or from the store that are staged, an int or text.
 
     Attributes:

@@ -26,14 +26,14 @@ ENOUGH = 8
 
 
 @pytest.fixture
-def file_store(tmp_path: Path) -> Iterator[tuple[str, Callable[[], int]]]:
+def file_store(tmp_path: Path) -> tuple[str, Callable[[], int]]:
     def count() -> int:
         try:
             return sum(inspect_slab(tmp_path / "kv").blocks.values())
         except (StoreError, OSError):
             return 0  # the process has not made it yet
 
-    yield f"file://{tmp_path}/kv", count
+    return f"file://{tmp_path}/kv", count
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ class PrefixStore:
         if max_staging < size:
             raise InvalidArgumentError(f"max_staging is {max_staging}, must be at least {size}, the bytes of a block")
         side = StoreSide(store, size)
-        manager.store_jobs.start(writes)
+        manager.prefix.store_jobs.start(writes)
         self.store = store
         self.stats = PrefixStoreStats()
         self._manager, self._engine, self._size = manager, engine, size
@@ -303,7 +303,7 @@ class PrefixStore:
         for write in self._writing:
             if write.task is None:
                 self._engine.transfers.wait(write.transfer)
-                self._manager.store_jobs.end_write(write.job.job)
+                self._manager.prefix.store_jobs.end_write(write.job.job)
         self._writing.clear()
         return self.store.close(timeout) if in_time else False
 
@@ -311,7 +311,7 @@ class PrefixStore:
 
     def _missing(self, hashed: HashedPrompt) -> NDArray[np.uint8]:
         """Keys that no tier has, up to the first that is known to be of no use."""
-        keys = self._manager.store_jobs.missing(hashed, self._max_blocks)
+        keys = self._manager.prefix.store_jobs.missing(hashed, self._max_blocks)
         if self._failed and len(keys):
             now = time.monotonic()
             for index, key in enumerate(keys):
@@ -376,7 +376,7 @@ class PrefixStore:
         if not count:
             self._finish(fetch)
             return
-        job = self._manager.store_jobs.begin_load(fetch.prompt, count)
+        job = self._manager.prefix.store_jobs.begin_load(fetch.prompt, count)
         if not len(job):
             self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
             return
@@ -384,7 +384,7 @@ class PrefixStore:
         blocks, rows, fetch.landed = _rows_of(job, task.keys, task.answer.rows)
         try:
             fetch._transfer = self._engine.submit_write(  # noqa: SLF001
-                "host" if job.tier == "host" else "device",
+                job.tier,
                 blocks,
                 rows,
                 after_compute=self._engine.fence(),
@@ -424,7 +424,7 @@ class PrefixStore:
     def _end_load(self, fetch: Prefetch, *, has_landed: bool) -> None:
         job = fetch.job
         assert job is not None  # noqa: S101 (for the type checker)
-        found = self._manager.store_jobs.end_load(job.job, fetch.landed & has_landed)
+        found = self._manager.prefix.store_jobs.end_load(job.job, fetch.landed & has_landed)
         self._give_back(fetch._task)  # noqa: SLF001
         fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
         if not has_landed:
@@ -455,7 +455,7 @@ class PrefixStore:
             # The engine may still write there: its transfers end without any storage.
             if fetch._transfer is not None:  # noqa: SLF001
                 self._engine.transfers.wait(fetch._transfer)  # noqa: SLF001
-            self._manager.store_jobs.end_load(fetch.job.job, [False] * len(fetch.job))
+            self._manager.prefix.store_jobs.end_load(fetch.job.job, [False] * len(fetch.job))
         self._give_back(fetch._task)  # noqa: SLF001
         fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
         fetch.state = "done"
@@ -474,15 +474,14 @@ class PrefixStore:
             room = self._max_blocks - sum(write.num_bytes for write in self._writing) // self._size
             if room < 1:
                 return
-            job = self._manager.store_jobs.begin_write(min(room, self._write_blocks))
+            job = self._manager.prefix.store_jobs.begin_write(min(room, self._write_blocks))
             if not len(job):
                 return
             try:
-                tier = "host" if job.tier == "host" else "device"
                 fence = self._engine.fence()
-                transfer = self._engine.submit_read(tier, job.blocks, after_compute=fence, on_full="refuse")
+                transfer = self._engine.submit_read(job.tier, job.blocks, after_compute=fence, on_full="refuse")
             except BlockyardError:
-                self._manager.store_jobs.end_write(job.job)
+                self._manager.prefix.store_jobs.end_write(job.job)
                 self.stats.unwritten_blocks += len(job)
                 return
             self._writing.append(_Write(job, transfer, len(job) * self._size))
@@ -491,7 +490,7 @@ class PrefixStore:
     def _advance_write(self, write: _Write) -> None:
         count = len(write.job)
         if write.task is None and write.transfer.done:
-            self._manager.store_jobs.end_write(write.job.job)
+            self._manager.prefix.store_jobs.end_write(write.job.job)
             rows, write.transfer.rows = write.transfer.rows, None
             if rows is None or write.transfer.error is not None:
                 self.stats.unwritten_blocks += count

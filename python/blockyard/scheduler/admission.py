@@ -90,11 +90,8 @@ class Admission:
         batch: list[Parked] = []
         tokens, blocks = 0, self._blocks_owed()
         room = manager.can_allocate(size).free
-        while (head := self._waiting.head()) is not None:
+        while (head := self._head()) is not None:
             state, length = head.state, len(head.tokens[0])
-            if head.fetch is not None and not head.fetch.done:
-                self._loading.append(self._waiting.pop())
-                continue
             if 1 + head.forks > self._rows.seats_left:
                 break
             if batch and tokens + length > left:
@@ -121,6 +118,12 @@ class Admission:
             if share is not None or tokens >= left:
                 return batch, share
         return batch, None
+
+    def _head(self) -> Parked | None:
+        """Give the first whose prompt is not being loaded; those before it are set aside."""
+        while (head := self._waiting.head()) is not None and head.fetch is not None and not head.fetch.done:
+            self._loading.append(self._waiting.pop())
+        return head
 
     def _blocks_owed(self) -> int:
         """Blocks that prompts in prefill are yet to take."""

@@ -50,6 +50,8 @@ mod _core {
     #[pymodule_export]
     use crate::manager::pool::PyPool;
     #[pymodule_export]
+    use crate::manager::prefix::store_jobs::{PyStoreJob, PyStoreJobs};
+    #[pymodule_export]
     use crate::manager::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]
     use crate::manager::prompts::PyHashedPrompt;
@@ -57,8 +59,6 @@ mod _core {
     use crate::manager::sequence::PySequence;
     #[pymodule_export]
     use crate::manager::stats::{PyFragmentation, PyManagerStats};
-    #[pymodule_export]
-    use crate::manager::store_jobs::{PyStoreJob, PyStoreJobs};
     #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]

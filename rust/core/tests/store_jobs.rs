@@ -122,7 +122,9 @@ fn with_write_back_only_what_is_about_to_be_evicted_is_written() {
     assert_eq!(job.blocks.len(), 2, "an eighth of the device");
     assert!(manager.begin_write(9).unwrap().blocks.is_empty());
     manager.end_write(job.job).unwrap();
-    assert_eq!(manager.begin_write(9).unwrap().blocks.len(), 2);
+    assert_eq!(manager.pool(Tier::Device).published(), 2, "what was written back is free");
+    assert!(manager.begin_write(9).unwrap().blocks.is_empty(), "there is room again");
+    manager.check().unwrap();
 }
 
 #[test]

@@ -11,7 +11,6 @@ pub(crate) mod prompts;
 pub(crate) mod sequence;
 pub(crate) mod shared;
 pub(crate) mod stats;
-pub(crate) mod store_jobs;
 
 use crate::allocator::ids;
 use crate::convert::args;
@@ -31,7 +30,6 @@ use crate::manager::prompts::{KeySpecs, PromptLike, Prompts, PyExtra};
 use crate::manager::sequence::PySequence;
 use crate::manager::shared::{Shared, handles, row_in, rows_in};
 use crate::manager::stats::PyManagerStats;
-use crate::manager::store_jobs::PyStoreJobs;
 use blockyard_core::{self as core, BlockId, Config, Demand, Manager, SequenceId, TableRows, Tier};
 use blockyard_locks::Guard;
 use numpy::{PyArray1, PyArrayMethods};
@@ -184,12 +182,6 @@ impl PyBlockManager {
     #[getter]
     fn pins(&self) -> PyPins {
         PyPins::new(self.shared.clone())
-    }
-
-    /// Loads from a prefix store, and writes to it.
-    #[getter]
-    fn store_jobs(&self) -> PyStoreJobs {
-        PyStoreJobs::new(self.shared.clone())
     }
 
     /// Defragmentation of the device pool, and its size.

@@ -23,9 +23,8 @@ use crate::id::{BlockId, SequenceId, Tier};
 use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
 use crate::sequence::{PrefixStats, Rows, Sequences};
-use crate::store_jobs::StoreJobs;
 use crate::tiers::Tiers;
-use crate::transfer::{Step, Transfers, View};
+use crate::transfer::{Step, StoreJobs, Transfers, View};
 
 pub use stats::{Stats, TierUse};
 pub use step::Expired;

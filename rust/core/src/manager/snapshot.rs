@@ -12,9 +12,8 @@ use crate::pins::Pins;
 use crate::pool::PoolImage;
 use crate::sequence::{PrefixStats, Rows, RowsImage, Sequences};
 use crate::snapshot::{Contents, MAX_COUNT, seal, unseal};
-use crate::store_jobs::StoreJobs;
 use crate::tiers::{Tiers, TiersImage};
-use crate::transfer::Transfers;
+use crate::transfer::{StoreJobs, Transfers};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize)]

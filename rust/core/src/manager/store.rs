@@ -4,9 +4,9 @@ use super::Manager;
 use crate::error::{Result, invalid};
 use crate::hash::ExportedKey;
 use crate::id::JobId;
-use crate::outbox::StoreWrites;
 use crate::sequence::Prompt;
-use crate::store_jobs::StoreJob;
+use crate::tiers::StoreWrites;
+use crate::transfer::StoreJob;
 
 impl Manager {
     /// Notes from now on which blocks a prefix store is to be given.

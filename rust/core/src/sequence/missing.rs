@@ -2,8 +2,7 @@
 
 use super::{Prompt, Sequences};
 use crate::error::Result;
-use crate::store_jobs::{Missing, StoreJobs, Wanted};
-use crate::transfer::View;
+use crate::transfer::{Missing, StoreJobs, View, Wanted};
 
 impl Sequences {
     /// What neither device nor host has of a prompt, up to `most` blocks. Nothing of several cache groups or of a window,

@@ -5,9 +5,12 @@
 
 mod check;
 mod image;
+mod outbox;
 mod quota;
 
 pub(crate) use image::TiersImage;
+pub(crate) use outbox::Outbox;
+pub use outbox::StoreWrites;
 
 use crate::block::{Block, LeaseKind, TierBlock};
 use crate::error::{Result, invalid};
@@ -16,7 +19,6 @@ use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::occupancy::{BlockMap, Tracker};
-use crate::outbox::{Outbox, StoreWrites};
 use crate::pool::{Policies, Pool};
 use crate::prefix::{CachedIdentity, Published};
 use quota::Tenants;
@@ -335,10 +337,10 @@ impl Tiers {
         true
     }
 
-    /// Frees an evictable device block, if it is one.
-    pub(crate) fn drop_cached(&mut self, block: BlockId) {
-        self.pools[0].drop_cached(block);
-        self.unlink_orphans(Tier::Device);
+    /// Frees an evictable block, if it is one.
+    pub(crate) fn drop_cached(&mut self, (tier, block): TierBlock) {
+        self.pools[tier.index()].drop_cached(block);
+        self.unlink_orphans(tier);
     }
 
     /// Keeps the last `capacity` events from now on.

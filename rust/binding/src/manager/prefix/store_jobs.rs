@@ -1,4 +1,4 @@
-//! `manager.store_jobs`: blocks on their way between a prefix store and the manager's tiers.
+//! `manager.prefix.store_jobs`: blocks on their way between a prefix store and the manager's tiers.
 
 use crate::convert::args::{self, items, refused};
 use crate::convert::errors::{invalid, to_py};
@@ -51,10 +51,11 @@ impl PyStoreJob {
     }
 }
 
-/// Loads from a prefix store and writes to it, as `manager.store_jobs`. `KVCache(prefix_store=...)` carries them out.
+/// Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`. `KVCache(prefix_store=...)` carries them
+/// out.
 ///
-/// A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs are
-/// neither given out, evicted nor moved.
+/// A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
+/// are neither given out, evicted nor moved.
 #[pyclass(frozen, name = "StoreJobs", module = "blockyard._core")]
 pub(crate) struct PyStoreJobs(Shared);
 
@@ -69,12 +70,12 @@ impl PyStoreJobs {
     /// Note from now on which blocks the store is to be given.
     ///
     /// Args:
-    ///     writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be evicted
-    ///         and has no copy on another tier. `"second_use"`: a block that is computed or hit a second time.
-    ///         `"never"`: none.
+    ///     writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be
+    ///         evicted and has no copy on another tier. `"second_use"`: a block that is computed or hit a second
+    ///         time. `"never"`: none.
     /// Raises:
-    ///     InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching, several
-    ///         cache groups or a window.
+    ///     InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching,
+    ///         several cache groups or a window.
     fn start(&self, writes: &str) -> PyResult<()> {
         let names = StoreWrites::ALL.map(StoreWrites::name).join(", ");
         let writes = StoreWrites::from_name(writes)
@@ -109,8 +110,8 @@ impl PyStoreJobs {
 
     /// Begin to load the first of those blocks, as far as there is room.
     ///
-    /// Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or keeps no
-    /// copies (`PrefixCaching(host=True)`).
+    /// Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or
+    /// keeps no copies (`PrefixCaching(host=True)`).
     ///
     /// Args:
     ///     prompt: as for `missing`.
@@ -167,7 +168,7 @@ impl PyStoreJobs {
         PyStoreJob::new(py, &job)
     }
 
-    /// End the reading of blocks for the store.
+    /// End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
     ///
     /// Args:
     ///     job: number of the job.

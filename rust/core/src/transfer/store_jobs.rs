@@ -4,15 +4,14 @@
 //! table and are found by nobody until its bytes have landed. A *write* reads published blocks for the store. Both hold leases
 //! and nothing else: whatever ends meanwhile, no block is given out before its job has ended.
 
+use super::Lease;
 use crate::block::LeaseKind;
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::{BlockId, JobId, Tier};
-use crate::outbox::StoreWrites;
 use crate::prefix::CachedIdentity;
-use crate::tiers::Tiers;
-use crate::transfer::Lease;
+use crate::tiers::{StoreWrites, Tiers};
 use std::collections::{BTreeMap, HashSet};
 
 /// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
@@ -174,10 +173,14 @@ impl StoreJobs {
         Ok(StoreJob { job, tier, keys, blocks, awaited: 0 })
     }
 
-    /// Ends a write: its blocks have been read.
+    /// Ends a write: its blocks have been read. Those that were to be evicted next are free from now on, else they would be
+    /// the last to go.
     pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<()> {
         let (tier, blocks) = self.writes.remove(&job).ok_or(Error::UnknownJob { job })?;
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
+        if tiers.outbox().is_some_and(|outbox| outbox.writes() == StoreWrites::Back) {
+            blocks.iter().for_each(|&block| tiers.drop_cached((tier, block)));
+        }
         Ok(())
     }
 
