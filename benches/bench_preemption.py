@@ -2,11 +2,11 @@
 
     python benches/bench_preemption.py [--device cuda] [--scale 0.125] [--requests 8] [--repeat 3]
 
-A device of 270 blocks serves prompts and answers of 1024 tokens each, all times the scale: two sequences fit. Victims are
-swapped to the host, swapped to a file, or recomputed; a last mode starts with the prompts in a prefix store that another
-run has filled. Each mode is run in turns and the best counts; no prefix caching but in the last. Weights are random.
-With BENCH_JSON=FILE it also adds its figures to the flat
-With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+A device of 270 blocks serves prompts and answers of 1024 tokens each, all times the scale: two sequences fit. Victims
+are swapped to the host, swapped to a file, or recomputed. A last mode starts with the prompts in a prefix store that
+another run has filled. Modes take turns, and the best of each counts. Only the last has prefix caching. With
+BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+"""
 
 from __future__ import annotations
 

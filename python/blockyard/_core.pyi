@@ -556,7 +556,7 @@ class StoreJob:
 
 @final
 class StoreJobs:
-    """Loads from a prefix store and writes to it, as `manager.store_jobs`. `KVCache(prefix_store=...)` carries them
+    """Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`. `KVCache(prefix_store=...)` carries them
     out.
 
     A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
@@ -626,7 +626,7 @@ class StoreJobs:
             `StoreJob`; it ends with `end_write` once its blocks have been read, unless it has no blocks.
         """
     def end_write(self, job: int) -> None:
-        """End the reading of blocks for the store.
+        """End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
 
         Args:
             job: number of the job.
@@ -661,7 +661,8 @@ class Prefix:
     def enabled(self) -> bool:
         """Whether the manager was made with prefix caching."""
     @property
-    def store_jobs(self) -> StoreJobs: ...
+    def store_jobs(self) -> StoreJobs:
+        """Loads from a prefix store, and writes to it."""
     def lookup(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
         """Look up how much of a prompt is cached. Nothing is taken.
 
