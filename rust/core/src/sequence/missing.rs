@@ -15,7 +15,7 @@ impl Sequences {
         jobs: &StoreJobs,
     ) -> Result<Wanted> {
         let (mut wanted, mut on_host) = (Wanted::default(), Vec::new());
-        let keys = self.prompt_keys(prompt, |_, _| {})?;
+        let keys = self.keys_of(prompt)?;
         if !self.groups.is_single() || self.groups.has_nulls() {
             return Ok(wanted);
         }

@@ -345,18 +345,21 @@ impl Sequences {
     }
 
     /// The keys of a prompt's full blocks.
-    pub(super) fn prompt_keys<'a>(
-        &self,
-        prompt: &Prompt<'a>,
-        visit: impl FnMut(usize, &Key),
-    ) -> Result<Cow<'a, RowKeys>> {
+    pub(super) fn keys_of<'a>(&self, prompt: &Prompt<'a>) -> Result<Cow<'a, RowKeys>> {
+        match self.own_keys(prompt)? {
+            Some(keys) => Ok(Cow::Borrowed(keys)),
+            None => HashedPrompt::new(prompt, self.block_size).map(|hashed| Cow::Owned(hashed.keys)),
+        }
+    }
+
+    /// The keys that a hashed prompt has.
+    fn own_keys<'a>(&self, prompt: &Prompt<'a>) -> Result<Option<&'a RowKeys>> {
         match prompt.hashed {
             Some(hashed) if hashed.block_size != self.block_size => {
                 let must = format!("{}, the manager's", self.block_size);
                 Err(invalid("block_size of a hashed prompt", hashed.block_size, must))
             }
-            Some(hashed) => Ok(Cow::Borrowed(&hashed.keys)),
-            None => hash(prompt, self.block_size, visit).map(Cow::Owned),
+            hashed => Ok(hashed.map(|hashed| &hashed.keys)),
         }
     }
 
@@ -394,13 +397,16 @@ impl Sequences {
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let alone = self.groups.is_single() && !self.groups.has_nulls();
-        let keys = self.prompt_keys(prompt, |i, key| {
-            if alone && found.len() + 1 == i {
-                found.extend(view.tiers.device().find(key));
-            } else {
-                view.tiers.device().look_ahead(key);
-            }
-        })?;
+        let keys = match self.own_keys(prompt)? {
+            Some(keys) => Cow::Borrowed(keys),
+            None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
+                if alone && found.len() + 1 == i {
+                    found.extend(view.tiers.device().find(key));
+                } else {
+                    view.tiers.device().look_ahead(key);
+                }
+            })?),
+        };
         let (hits, others) = if alone {
             // While hashing, each block but the last was looked for, up to the first that is missing.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
