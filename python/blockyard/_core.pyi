@@ -50,6 +50,8 @@ __all__ = [
     "SlabReport",
     "SlabStore",
     "StepDecision",
+    "StoreJob",
+    "StoreJobs",
     "StoreStats",
     "V0BlockTable",
     "V0CpuGpuBlockAllocator",
@@ -532,6 +534,107 @@ class HashedPrompt:
     def __len__(self) -> int: ...
 
 @final
+class StoreJob:
+    """A load from a prefix store, or a write to it: which block is to have, or has, the bytes of which key."""
+
+    @property
+    def job(self) -> int:
+        """Number of the job. A job without blocks has ended."""
+    @property
+    def tier(self) -> Literal["device", "host"]:
+        """Tier of the blocks, `"device"` or `"host"`."""
+    @property
+    def keys(self) -> NDArray[np.uint8]:
+        """Keys in the store, uint8 `[n, 32]`."""
+    @property
+    def blocks(self) -> NDArray[np.int64]:
+        """The blocks, int64 `[n]`."""
+    @property
+    def awaited(self) -> int:
+        """Of a load: blocks of its prompt that other loads are bringing."""
+    def __len__(self) -> int: ...
+
+@final
+class StoreJobs:
+    """Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`. `KVCache(prefix_store=...)` carries them
+    out.
+
+    A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
+    are neither given out, evicted nor moved.
+    """
+
+    def start(self, writes: str) -> None:
+        """Note from now on which blocks the store is to be given.
+
+        Args:
+            writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be
+                evicted and has no copy on another tier. `"second_use"`: a block that is computed or hit a second
+                time. `"never"`: none.
+        Raises:
+            InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching,
+                several cache groups or a window.
+        """
+    def missing(
+        self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0
+    ) -> NDArray[np.uint8]:
+        """Return the keys of a prompt's blocks that no tier has and no load is bringing, first to last.
+
+        Args:
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
+            max_blocks: most keys.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+        Returns:
+            uint8 `[n, 32]`.
+        Raises:
+            InvalidArgumentError: a token id is out of range.
+        """
+    def begin_load(self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0) -> StoreJob:
+        """Begin to load the first of those blocks, as far as there is room.
+
+        Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or
+        keeps no copies (`PrefixCaching(host=True)`).
+
+        Args:
+            prompt: as for `missing`.
+            max_blocks: most blocks.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+        Returns:
+            `StoreJob`; it ends with `end_load`, unless it has no blocks.
+        Raises:
+            InvalidArgumentError: a token id is out of range.
+        """
+    def end_load(self, job: int, landed: NDArray[np.bool_] | _Each[bool]) -> int:
+        """End a load: prompts find the blocks that have landed, the others go free.
+
+        Args:
+            job: number of the job.
+            landed: for each block whether its bytes have landed, bool `[n]` or a list.
+        Returns:
+            Blocks that can be found for it.
+        Raises:
+            UnknownTicketError: there is no such load, or it has ended.
+            InvalidArgumentError: there is not one entry a block.
+        """
+    def begin_write(self, max_blocks: int) -> StoreJob:
+        """Begin to read blocks for the store, all of one tier.
+
+        Args:
+            max_blocks: most blocks.
+        Returns:
+            `StoreJob`; it ends with `end_write` once its blocks have been read, unless it has no blocks.
+        """
+    def end_write(self, job: int) -> None:
+        """End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
+
+        Args:
+            job: number of the job.
+        Raises:
+            UnknownTicketError: there is no such write, or it has ended.
+        """
+
+@final
 class PrefixHit:
     """What the prefix cache holds of the start of a prompt."""
 
@@ -557,6 +660,9 @@ class Prefix:
     @property
     def enabled(self) -> bool:
         """Whether the manager was made with prefix caching."""
+    @property
+    def store_jobs(self) -> StoreJobs:
+        """Loads from a prefix store, and writes to it."""
     def lookup(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> PrefixHit:
         """Look up how much of a prompt is cached. Nothing is taken.
 

@@ -18,6 +18,7 @@ from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor
+from blockyard.executor.prefix_store import PrefixStore
 from blockyard.layout import GroupedLayout, KVLayout
 from blockyard.stores.base import ExternalStore, open_store, parse_size
 
@@ -58,11 +59,17 @@ class KVCache:
         host_bytes: instead of `host_blocks`, bytes of host memory: an int or text such as `"64GiB"`.
         external: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
+        prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or one that was
+            opened with `use="prefix"`; `close` closes it. Prompts find there what they or other processes computed
+            before, see `PrefixStore`. It needs prefix caching and a `namespace`.
+        prefix_writes: which blocks go there: `"through"`, `"back"`, `"second_use"` or `"never"`, see `PrefixStore`.
+        prefix_deadline: least seconds after which a prompt goes on without the store.
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
-        namespace: names what decides the bytes of a block besides the layout, such as the model: any bytes. The store
-            treats blocks of another namespace or layout as misses.
+        namespace: names what decides the bytes of a block besides the layout: any bytes; `store_namespace` makes them
+            of the model, its weights' revision and what else counts. A store treats blocks of another namespace or
+            layout as misses.
         max_staging: bytes on their way to or from the store that are staged, an int or text.
 
     Attributes:
@@ -71,6 +78,7 @@ class KVCache:
         engine: the `CacheEngine`; `engine.tensors` are the device's tensors.
         store: the external store, or None.
         executor: the `StepExecutor`.
+        prefix_store: the `PrefixStore`, or None.
         elastic: the memory under the tensors, with `max_device_blocks`; else None.
 
     Raises:
@@ -106,6 +114,9 @@ class KVCache:
         host_bytes: int | str | None = None,
         external: str | ExternalStore | None = None,
         prefix_caching: bool | PrefixCaching = False,
+        prefix_store: str | ExternalStore | None = None,
+        prefix_writes: str = "through",
+        prefix_deadline: float = 0.25,
         groups: Sequence[CacheGroup] | None = None,
         watermark: float = 0.01,
         reuse_order: str = "lowest",
@@ -119,6 +130,8 @@ class KVCache:
             raise InvalidArgumentError("max_device_blocks needs device_blocks, and makes the tensors itself")
         if tensors is None and device_blocks is None:
             raise InvalidArgumentError("device_blocks is None, must be an int where no tensors are given")
+        if prefix_store is not None and prefix_caching is True:
+            prefix_caching = PrefixCaching(host=host > 0)
         self.layout = layout
         self._open: list[StepDecision] = []
         with contextlib.ExitStack() as undo:
@@ -151,6 +164,10 @@ class KVCache:
                 groups=groups,
                 prefix_caching=prefix_caching,
             )
+            self.prefix_store: PrefixStore | None = None
+            if prefix_store is not None:
+                self.prefix_store = self._connect(prefix_store, namespace, prefix_writes, prefix_deadline, staging)
+                undo.callback(self.prefix_store.close)
             self._closing = undo.pop_all()
 
     def __repr__(self) -> str:
@@ -180,6 +197,8 @@ class KVCache:
             self.manager.fail(decision.ticket)
             raise
         self._open.append(decision)
+        if self.prefix_store is not None:
+            self.prefix_store.poll()
         return CacheStep(self, decision)
 
     def poll(self) -> list[StepEnd]:
@@ -228,6 +247,22 @@ class KVCache:
         """Return the manager's counters."""
         return self.manager.stats()
 
+    def metrics(self) -> dict[str, float]:
+        """Return the counters of manager, stores and prefix store by name, as a metrics exporter wants them.
+
+        `external_cache_usage_sys` is the part of the external stores that is in use, 0 to 1; names that end in
+        `_le_SECONDS` count prefetches that took at most so long.
+        """
+        found: dict[str, float] = dict(self.manager.stats().as_dict())
+        pool = self.manager.pool("external")
+        used, slots = pool.num_blocks - pool.num_free, pool.num_blocks
+        if self.prefix_store is not None:
+            found |= self.prefix_store.stats.as_dict()
+            store = self.prefix_store.store
+            used, slots = used + store.stats().stored_blocks, slots + store.num_slots
+        found["external_cache_usage_sys"] = used / slots if slots else 0.0
+        return found
+
     def close(self) -> None:
         """Wait for transfers, close engine and store, and give all memory back. Twice does nothing."""
         self._closing.close()
@@ -239,6 +274,23 @@ class KVCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _connect(
+        self, store: str | ExternalStore, namespace: bytes, writes: str, deadline: float, staging: int
+    ) -> PrefixStore:
+        if not namespace:
+            raise InvalidArgumentError(
+                "namespace is b'', must name the model and the revision of its weights for a prefix store"
+            )
+        size = self.layout.bytes_per_block
+        if isinstance(store, str):
+            name = _namespace(namespace, self.layout)
+            store = open_store(store, bytes_per_block=size, namespace=name, use="prefix")
+        try:
+            return PrefixStore(self.manager, self.engine, store, writes=writes, deadline=deadline, max_staging=staging)
+        except BaseException:
+            store.close()
+            raise
 
     def _end(self, done: StepDone) -> StepEnd:
         """End a ticket whose transfers have ended."""

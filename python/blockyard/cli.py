@@ -14,6 +14,7 @@ import errno
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -168,6 +169,14 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens in a block")
     group.add_argument("--num-device-blocks", type=_count(1), metavar="N", help="default: too few for the workload")
     group.add_argument("--num-host-blocks", type=_count(0), metavar="N", help="0: swap from device to file")
+    group.add_argument(
+        "--external",
+        nargs="?",
+        const=f"file://{Path(tempfile.gettempdir()) / 'blockyard-demo-prefixes'}",
+        metavar="URL",
+        help="store that keeps cached blocks for the next run: redis://HOST, or file:///DIR, a temporary folder "
+        "if no URL is given",
+    )
     group.add_argument("--external-swapper", metavar="URL", help="file:///DIR?size=2GiB; default: a temporary folder")
     group.add_argument("--external-swapper-space", metavar="SIZE", help="file tier's size, such as 64MiB or 2GiB")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="what to do with a victim")

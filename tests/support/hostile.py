@@ -44,6 +44,19 @@ def new_manager() -> blockyard.BlockManager:
     return manager
 
 
+def store_jobs() -> _core.StoreJobs:
+    """A write of two blocks is job 1, a load of one is job 2."""
+    caching = blockyard.PrefixCaching(host=True)
+    manager = blockyard.BlockManager(block_size=4, device_blocks=16, host_blocks=4, prefix_caching=caching)
+    manager.prefix.store_jobs.start("through")
+    sequence = manager.allocate(list(range(10)))
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed(sequence)
+    manager.prefix.store_jobs.begin_write(2)
+    manager.prefix.store_jobs.begin_load(list(range(20, 26)), 1)
+    return manager.prefix.store_jobs
+
+
 def stepping() -> blockyard.BlockManager:
     """A manager with a ticket under way."""
     manager = new_manager()
@@ -117,6 +130,8 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "PrefixCachingAllocator": allocator(_core.PrefixCachingAllocator),
     "SlabStore": store,
     "StepDecision": decision,
+    "StoreJob": lambda: store_jobs().begin_write(1),
+    "StoreJobs": store_jobs,
     "StoreStats": _core.StoreStats,
     "V0BlockTable": v0_table,
     "V0CpuGpuBlockAllocator": v0_pair,
@@ -214,8 +229,11 @@ VALID: dict[str, Any] = {
     "ids": [1],
     "is_first_block": True,
     "keep_block_object": False,
+    "job": 1,
+    "StoreJobs.end_load.job": 2,
     "key": KEY,
     "keys": [KEY],
+    "landed": [True],
     "last": 2,
     "last_block": lambda pool: pool.allocate_mutable_block(None, *on_device(pool)),
     "last_error": "",
@@ -310,6 +328,7 @@ VALID: dict[str, Any] = {
     "transfers": [],
     "watermark": 0.0,
     "window": 4,
+    "writes": "through",
     "wrap": None,
     "use": "prefix",
     "BlockManager.allocate.encoder_tokens": None,

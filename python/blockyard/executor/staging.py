@@ -25,10 +25,10 @@ from blockyard.executor.store_side import Answer, StoreSide
 if TYPE_CHECKING:
     from blockyard.engine.tasks import Kind
 
-__all__ = ["Staging", "engine_tier"]
+__all__ = ["Buffers", "Staging", "engine_tier"]
 
 
-class _Buffers:
+class Buffers:
     """Rows for fetched blocks that are used again: fresh memory costs about as much as the copy into it.
 
     Args:
@@ -76,7 +76,7 @@ class Staging:
         self._engine = engine
         self._side = side
         self._max_bytes = max_bytes
-        self._buffers = _Buffers(engine.memory.staging, max_bytes)
+        self._buffers = Buffers(engine.memory.staging, max_bytes)
         self._numbers = count(1)
         self.launching: Part | None = None
 

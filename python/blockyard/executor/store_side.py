@@ -37,11 +37,13 @@ class Answer(NamedTuple):
         ok: whether each block came back or went in, bool `[n]`.
         rows: the blocks that were read, uint8 `[n, bytes_per_block]`; of no use for writes.
         error: why all of them are misses, if it is not the storage that says so.
+        reasons: why each is a miss, if it is the storage that says so.
     """
 
     ok: NDArray[np.bool_]
     rows: NDArray[np.uint8]
     error: StoreError | None = None
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +100,23 @@ class StoreSide:
         The rows are the store's until the batch has an answer, and for good if that has a miss.
         """
         return self._submit(Batch("read", len(slots), out), partial(self._store.lend_read, slots, out))
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> Batch:
+        """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`."""
+        return self._submit(Batch("put", len(keys)), partial(self._store.submit_put, keys, rows))
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> Batch:
+        """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
+        return self._submit(Batch("get", len(keys), out), partial(self._store.submit_get, keys))
+
+    def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
+        try:
+            found = np.asarray(self._store.contains(keys))
+        except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
+            _log.warning("the store cannot say which of %d keys it has: %s", len(keys), _describe(error))
+            return np.zeros(len(keys), np.bool_)
+        return found if found.dtype == np.bool_ and found.shape == (len(keys),) else np.zeros(len(keys), np.bool_)
 
     def poll(self) -> None:
         """Give the batches that have ended their answers; never waits."""
@@ -167,8 +186,8 @@ class StoreSide:
         """Take an answer whose arrays are those of the batch, and no other."""
         none = np.zeros((0, self._bytes_per_block), dtype=np.uint8)
         if isinstance(answer, Completion):
-            rows = answer.rows if batch.what == "read" else none
-            shape = (batch.count if batch.what == "read" else 0, self._bytes_per_block)
+            rows = none if batch.out is None else answer.rows
+            shape = (0 if batch.out is None else batch.count, self._bytes_per_block)
             if (
                 answer.ticket == ticket
                 and answer.ok.dtype == np.bool_
@@ -179,7 +198,7 @@ class StoreSide:
             ):
                 # What the engine copies from while the caller goes on must be memory that torch takes.
                 rows = rows if rows.flags.carray else np.require(rows, requirements=("C", "W"))
-                return Answer(answer.ok.copy(), rows)
+                return Answer(answer.ok.copy(), rows, reasons=tuple(map(str, answer.reasons)))
             found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
             wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
             error: Exception = StoreError(f"the answer has {found}; {wanted} is needed")

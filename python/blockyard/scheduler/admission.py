@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager
+from blockyard._core import BlockManager, HashedPrompt
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Parked, RequestState
+from blockyard.scheduler.request import Fetch, Parked, RequestState
 from blockyard.scheduler.rows import LENGTH, Rows, Seated
 from blockyard.scheduler.step import Draft, SchedulerStats
 
 __all__ = ["Admission"]
+
+LOADED_AHEAD: Final = 8
+"""Waiting sequences, from the head, whose prompts are loaded from a prefix store."""
 
 
 class Admission:
@@ -23,6 +29,7 @@ class Admission:
         draft: of the step that they start in.
         waiting: the queue.
         stats: counts the tokens that the prefix cache saved.
+        prefetch: starts to load the beginning of a prompt from a prefix store, where there is one.
     """
 
     def __init__(
@@ -32,6 +39,7 @@ class Admission:
         draft: Draft,
         waiting: RankedQueue,
         stats: SchedulerStats,
+        prefetch: Callable[[HashedPrompt], Fetch] | None = None,
     ) -> None:
         self._manager = manager
         self._rows = rows
@@ -39,6 +47,23 @@ class Admission:
         self._waiting = waiting
         self._stats = stats
         self._prefix_caching = manager.prefix.enabled
+        self._prefetch = prefetch
+        self._loading: list[Parked] = []  # taken out of the queue, until the end of `admit`
+
+    @property
+    def num_loading(self) -> int:
+        """Waiting sequences near the head whose prompts are being loaded from a prefix store."""
+        if self._prefetch is None:
+            return 0
+        return sum(not (parked.fetch is None or parked.fetch.done) for parked in self._waiting.first(LOADED_AHEAD))
+
+    def load_ahead(self) -> None:
+        """Start to load the prompts near the head of the queue."""
+        if self._prefetch is None:
+            return
+        for parked in self._waiting.first(LOADED_AHEAD):
+            if parked.fetch is None:
+                parked.fetch = self._prefetch(self._hashed(parked))
 
     def admit(self) -> None:
         """Start what fits into this step."""
@@ -48,8 +73,11 @@ class Admission:
         while self._waiting and draft.left > 0:
             batch, siblings = self._pick()
             if not batch:
-                return
+                break
             self._start(batch, siblings)
+        for parked in self._loading:
+            self._waiting.push(parked)
+        self._loading.clear()
 
     def _pick(self) -> tuple[list[Parked], tuple[int, int] | None]:
         """Take the first waiting sequences that fit and can be admitted by one call to the manager.
@@ -62,7 +90,7 @@ class Admission:
         batch: list[Parked] = []
         tokens, blocks = 0, self._blocks_owed()
         room = manager.can_allocate(size).free
-        while (head := self._waiting.head()) is not None:
+        while (head := self._head()) is not None:
             state, length = head.state, len(head.tokens[0])
             if 1 + head.forks > self._rows.seats_left:
                 break
@@ -91,6 +119,12 @@ class Admission:
                 return batch, share
         return batch, None
 
+    def _head(self) -> Parked | None:
+        """Give the first whose prompt is not being loaded; those before it are set aside."""
+        while (head := self._waiting.head()) is not None and head.fetch is not None and not head.fetch.done:
+            self._loading.append(self._waiting.pop())
+        return head
+
     def _blocks_owed(self) -> int:
         """Blocks that prompts in prefill are yet to take."""
         draft, rows, size = self._draft, self._rows, self._manager.block_size
@@ -100,10 +134,13 @@ class Admission:
         return sum(-(-length // size) + -end // size for length, end in zip(lengths, draft.ends, strict=True))
 
     def _blocks_with_hits(self, parked: Parked) -> int:
+        return self._manager.can_allocate(self._hashed(parked)).blocks
+
+    def _hashed(self, parked: Parked) -> HashedPrompt:
         if parked.hashed is None:  # it may be asked for in every step until it fits
             request, prefix = parked.state.request, self._manager.prefix
             parked.hashed = prefix.hash(parked.tokens[0], salt=request.salt, lora_id=request.lora_id)
-        return self._manager.can_allocate(parked.hashed).blocks
+        return parked.hashed
 
     def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
         """Find the running sequence of a request whose first whole blocks another one can share: handle and tokens."""

@@ -44,6 +44,18 @@ class RankedQueue:
             heapq.heappop(self._heap)
         return None
 
+    def first(self, count: int) -> list[Parked]:
+        """Give the first few, in order; they stay. The cost does not grow with what waits behind them."""
+        heap, found = self._heap, list[Parked]()
+        near = [(heap[0], 0)] if heap else []
+        while near and len(found) < count:
+            entry, at = heapq.heappop(near)
+            if entry[3].place == self._place:
+                found.append(entry[3])
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heapq.heappush(near, (heap[child], child))
+        return found
+
     def pop(self) -> Parked:
         """Take out what `head` has given."""
         parked = heapq.heappop(self._heap)[3]

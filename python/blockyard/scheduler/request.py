@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 
-__all__ = ["Finished", "Parked", "Place", "Rank", "Request", "RequestState"]
+__all__ = ["Fetch", "Finished", "Parked", "Place", "Rank", "Request", "RequestState"]
 
 Rank: TypeAlias = tuple[int, float, int]
 """Priority, arrival and number of a request; the lowest goes first."""
@@ -132,6 +132,14 @@ class RequestState:
         return Finished(self.request, tuple(self.outputs), self.error)
 
 
+class Fetch(Protocol):
+    """What `Scheduler(prefetch=...)` returns for a prompt, such as a `Prefetch`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the prompt can be admitted. True some time, whatever becomes of the load; never waits."""
+
+
 class Parked:
     """Sequences of one request that do not run: one that waits without blocks, or those that were swapped out together.
 
@@ -142,11 +150,12 @@ class Parked:
         handles: their handles, uint64 `[n]`; empty while it waits.
         forks: sequences that will fork off at the end of the prompt.
         hashed: its tokens with their keys, once the prefix cache was asked for them.
+        fetch: what loads its beginning from a prefix store, once that has begun.
         place: the queue it is in.
         rank: its place in that queue.
     """
 
-    __slots__ = ("forks", "handles", "hashed", "indices", "place", "rank", "state", "tokens")
+    __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "place", "rank", "state", "tokens")
 
     def __init__(
         self,
@@ -163,6 +172,7 @@ class Parked:
         self.handles = np.zeros(0, np.uint64) if handles is None else handles
         self.forks = forks
         self.hashed: HashedPrompt | None = None
+        self.fetch: Fetch | None = None
         self.place: Place = "waiting" if handles is None else "swapped"
         self.rank = state.rank
 

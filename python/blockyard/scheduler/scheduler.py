@@ -15,18 +15,18 @@ in arrays (`rows.py`), and objects are touched only when a sequence starts, ends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from blockyard._core import AllocStatus, BlockManager, Pairs
+from blockyard._core import AllocStatus, BlockManager, HashedPrompt, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.defrag_policy import DefragPolicy
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import NO_TOKEN, Finished, Parked, Request, RequestState
+from blockyard.scheduler.request import NO_TOKEN, Fetch, Finished, Parked, Request, RequestState
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Rows, Seated
 from blockyard.scheduler.step import NO_ROWS, Draft, SchedulerStats, Step
 from blockyard.scheduler.stop_tokens import StopTokens
@@ -55,6 +55,8 @@ class Scheduler:
             tickets must have ended before the next `schedule` if they load what the step computes.
         defragment: moves of device blocks to decide with every step, once all else has its blocks; none by default.
             The executor must carry `move` out.
+        prefetch: starts to load the beginning of a prompt from a prefix store: `PrefixStore.prefetch`. It is called for
+            the prompts near the head of the queue. Others go first while a prompt loads.
 
     Raises:
         InvalidArgumentError: a limit is not positive, the mode is unknown, or the manager has several cache groups.
@@ -70,6 +72,7 @@ class Scheduler:
         preemption_mode: PreemptionMode = "auto",
         overlap_io: bool = False,
         defragment: DefragPolicy | None = None,
+        prefetch: Callable[[HashedPrompt], Fetch] | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise InvalidArgumentError(
@@ -92,7 +95,7 @@ class Scheduler:
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue("waiting")
         parts = (manager, self._rows, self._draft, self._waiting, self.stats)
-        self._admission = Admission(*parts)
+        self._admission = Admission(*parts, prefetch)
         self._swapping = Swapping(*parts, overlap_io=overlap_io)
         self._leaving: list[RequestState] = []  # whose rows go once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
@@ -114,6 +117,11 @@ class Scheduler:
     def num_swapped(self) -> int:
         """Requests whose blocks are on the host or in the external tier, and not on their way back."""
         return len(self._swapping.swapped)
+
+    @property
+    def num_loading(self) -> int:
+        """Waiting requests that are held back while their prompts are loaded from a prefix store."""
+        return self._admission.num_loading
 
     # ---- requests ----
 
@@ -167,6 +175,8 @@ class Scheduler:
         self.give_up()
         self._refuse_what_no_longer_fits()
         self._swapping.board()
+        if self._waiting:
+            self._admission.load_ahead()
         preempted = self._append_to_running()
         if not preempted:
             if self._swapping.swapped:

@@ -35,7 +35,7 @@ from blockyard.sim.report import (
 )
 from blockyard.sim.trace import read_trace, scale_lengths
 from blockyard.sim.workload import StandardText, WorkItem, text_workload, trace_workload
-from blockyard.stores.base import StoreStats, check_url, parse_size, sized_url
+from blockyard.stores.base import StoreStats, check_url, parse_size, public_url, sized_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +64,7 @@ class DemoOptions:
         block_size: tokens in a block.
         num_device_blocks: blocks of the device; too few for the workload if None.
         num_host_blocks: blocks of the host; few if None, 0 for no host tier.
+        external: URL of a store for cached blocks that outlives the run; none if None.
         external_swapper: URL of the external tier; a temporary folder if None.
         external_swapper_space: its size as text, such as `2GiB`.
         preemption_mode: `auto`, `swap` or `recompute`.
@@ -90,6 +91,7 @@ class DemoOptions:
     block_size: int = 16
     num_device_blocks: int | None = None
     num_host_blocks: int | None = None
+    external: str | None = None
     external_swapper: str | None = None
     external_swapper_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
@@ -186,7 +188,7 @@ def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, in
 
     The device holds at least the largest request to its end. Otherwise it holds a sixth of what all requests would fill
     together, or four times the largest request if that is less. The host holds less than half of the largest request,
-    so that the next victim goes to the file.
+    so that the next victim goes to the file; with a prefix store, which loads through the host, as much as the device.
 
     Args:
         options: block size, and requested pool sizes.
@@ -200,7 +202,8 @@ def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, in
     device, host = options.num_device_blocks, options.num_host_blocks
     if device is None:
         device = max(largest + 2 + largest // 50, min(-(-sum(filled) // 6), 4 * largest))
-    return device, max(2, largest * 2 // 5) if host is None else host
+    chosen = device if options.external is not None else max(2, largest * 2 // 5)
+    return device, chosen if host is None else host
 
 
 def compare(items: Sequence[WorkItem], outputs: Outputs, wanted: Outputs) -> tuple[int, list[Difference]]:
@@ -238,6 +241,10 @@ def _check(options: DemoOptions) -> None:
             parse_size(options.external_swapper_space)
         except ValueError as error:
             raise InvalidArgumentError(f"external_swapper_space: {error}") from None
+    if options.external is not None:
+        check_url(_prefix_url(options))
+        if not options.prefix_caching:
+            raise InvalidArgumentError(f"external is {public_url(options.external)!r}, which needs prefix caching")
     if options.external_swapper is not None:
         check_url(sized_url(options.external_swapper, options.external_swapper_space))
 
@@ -251,6 +258,15 @@ def _check_file(path: Path) -> None:
         raise InvalidArgumentError(f"cannot write {path}: it is a folder")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise InvalidArgumentError(f"cannot write {path}: permission denied")
+
+
+def _prefix_url(options: DemoOptions) -> str:
+    """Give the URL of the prefix store; a file without a size gets one."""
+    url = options.external or ""
+    needs_size = url.startswith("file:") and "size=" not in url
+    return sized_url(
+        url, (SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS) if needs_size else None
+    )
 
 
 @contextmanager
@@ -273,7 +289,7 @@ def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, live: bool
 ) -> tuple[Served, PoolReport | None]:
     from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
-    from blockyard.sim.models import require_memory  # noqa: PLC0415 - loads torch
+    from blockyard.sim.models import name_of_weights, require_memory  # noqa: PLC0415 - loads torch
     from blockyard.sim.serve import serve  # noqa: PLC0415 - loads torch
     from blockyard.sim.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
 
@@ -291,6 +307,8 @@ def _serve(
             external=url,
             preemption_mode=options.preemption_mode,
             prefix_caching=options.prefix_caching,
+            prefix_store=_prefix_url(options) if options.external else None,
+            namespace=name_of_weights(model) if options.external else b"",
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             defragment=defragmentation(options.defrag),
@@ -378,6 +396,7 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
         ],
         peak={name: Peak(used, served.totals[name]) for name, used in peaks.items()},
         file_tier=_file_tier(served.tier),
+        prefix_store=served.prefix_store,
         damage=_damage(run.faults, served.tier.damaged_blocks),
         sabotage=_sabotage(run.faults),
         compared=len(items),
@@ -417,6 +436,9 @@ def _settings(options: DemoOptions, served: Served) -> dict[str, int | float | s
     given = {
         name: value if isinstance(value, int | float | None) else str(value) for name, value in asdict(options).items()
     }
+    for name in ("external", "external_swapper"):
+        if given[name] is not None:
+            given[name] = public_url(str(given[name]))
     return given | {f"num_{tier}_blocks": count for tier, count in served.totals.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,15 @@ def load_model(folder: Path | None, device: str) -> PreTrainedModel:
     model.to(device)  # type: ignore[arg-type]  # the decorated method is typed without its first argument
     loaded: PreTrainedModel = model
     return loaded
+
+
+def name_of_weights(model: PreTrainedModel) -> bytes:
+    """Name a model and the bytes of its weights, as the namespace of a prefix store."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, weights in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weights.dtype} {list(weights.shape)}".encode())
+        digest.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.digest()
 
 
 @contextmanager

@@ -161,6 +161,7 @@ class Report:
         differences: where the others first differ, one entry per sequence.
         ties: tokens where only rounding decided; see `sim/ties.py`.
         pool: the device pool over time; None if not requested.
+        prefix_store: what the prefix store counted; None if there is none.
     """
 
     version: str
@@ -189,6 +190,7 @@ class Report:
     differences: list[Difference]
     ties: list[Difference]
     pool: PoolReport | None = None
+    prefix_store: dict[str, int] | None = None
 
     @property
     def identical(self) -> bool:
@@ -263,6 +265,10 @@ def rows(report: Report) -> list[tuple[str, str]]:
         if tier in report.peak
     ]
     table.append(("file tier checksum failures", str(report.file_tier.checksum_failures)))
+    if report.prefix_store is not None:
+        of = report.prefix_store
+        figures = f"{of['prefix_store_hit_blocks']} blocks loaded, {of['prefix_store_written_blocks']} written"
+        table.append(("prefix store", figures))
     if report.ties:
         places = ", ".join(f"{tie.request_id} sequence {tie.index} token {tie.position}" for tie in report.ties)
         table.append(("ties in rounding, decided alike", places))

@@ -35,6 +35,7 @@ class Served:
         blocks: blocks by (kind, source, destination).
         bytes_per_block: all layers, keys and values.
         totals: blocks of each tier at the start.
+        prefix_store: the prefix store's counters; None if there is none.
     """
 
     outputs: Outputs
@@ -44,6 +45,7 @@ class Served:
     blocks: dict[tuple[str, str, str], int]
     bytes_per_block: int
     totals: dict[str, int]
+    prefix_store: dict[str, int] | None = None
 
 
 class Watch(Protocol):
@@ -139,6 +141,9 @@ def serve(
             watch.after_step(len(outputs), len(items))
         ticks += 1
         view.step(len(outputs), len(items), _note(generator))
+    prefixes = generator.cache.prefix_store
+    if prefixes is not None:
+        prefixes.wait(10)
     return Served(
         outputs=outputs,
         seconds=time.perf_counter() - started,
@@ -147,6 +152,7 @@ def serve(
         blocks=dict(faults.counting.blocks) if faults.counting is not None else {},
         bytes_per_block=generator.engine.layout.bytes_per_block,
         totals=totals,
+        prefix_store=None if prefixes is None else prefixes.stats.as_dict(),
     )
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, SlabStore, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, Keys
 
 __all__ = ["PARTS", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 
@@ -161,6 +161,19 @@ class UnrulyStore(ExternalStore):
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         """Start to read blocks, or not."""
         return self._ticket(lambda: self._inner.submit_read(slots))
+
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+        """Start to store blocks by key, or not."""
+        return self._ticket(lambda: self._inner.submit_put(keys, rows))
+
+    def submit_get(self, keys: Keys) -> int:
+        """Start to read blocks by key, or not."""
+        return self._ticket(lambda: self._inner.submit_get(keys))
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return which keys are there, or anything."""
+        found = self._break(lambda: self._inner.contains(keys), lambda right: [None, ~right, right[1:], "yes", 1.5])
+        return cast("NDArray[np.bool_]", found)
 
     def poll(self) -> list[int]:
         """Return tickets that finished, or anything."""

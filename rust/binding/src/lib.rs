@@ -50,6 +50,8 @@ mod _core {
     #[pymodule_export]
     use crate::manager::pool::PyPool;
     #[pymodule_export]
+    use crate::manager::prefix::store_jobs::{PyStoreJob, PyStoreJobs};
+    #[pymodule_export]
     use crate::manager::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]
     use crate::manager::prompts::PyHashedPrompt;

@@ -1,6 +1,6 @@
 //! What can go wrong. Every failed call changes nothing, and every error carries its numbers.
 
-use crate::id::{BlockId, PinId, SequenceId, TicketId, Tier};
+use crate::id::{BlockId, JobId, PinId, SequenceId, TicketId, Tier};
 
 /// Result of a call.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -104,6 +104,12 @@ pub enum Error {
     UnknownPin {
         /// The pin.
         pin: PinId,
+    },
+    /// There is no such job of a prefix store, or it has ended.
+    #[error("job {job} of the prefix store is unknown or has ended")]
+    UnknownJob {
+        /// The job.
+        job: JobId,
     },
     /// More references to a block are given back than it has.
     #[error("{tier} block {block} has {refs} references, the call names {wanted}")]

@@ -131,7 +131,7 @@ impl Step<'_> {
     pub(crate) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
         for (block, key) in blocks {
             if self.tiers.device().key(*block) == Some(*key) {
-                self.tiers.drop_cached(*block);
+                self.tiers.drop_cached((Tier::Device, *block));
             }
         }
     }

@@ -88,6 +88,10 @@ class Generator:
         host_blocks: blocks of the host, 0 for none; what there is room for if None.
         external: URL of an external store, as `file:///dir?size=2GiB`.
         prefix_caching: let prompts share the blocks of earlier ones that began alike.
+        prefix_store: URL of a store for cached blocks that outlives the process, see `KVCache`.
+        prefix_writes: which blocks go there, see `KVCache`.
+        prefix_deadline: least seconds after which a prompt goes on without the store.
+        namespace: names the model and the revision of its weights for the stores, see `KVCache`.
         preemption_mode: what becomes of a victim: `swap`, `recompute` or `auto`.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: tokens of a step beyond which prompts wait, or are computed in chunks.
@@ -120,6 +124,10 @@ class Generator:
         host_blocks: int | None = None,
         external: str | None = None,
         prefix_caching: bool = True,
+        prefix_store: str | None = None,
+        prefix_writes: str = "through",
+        prefix_deadline: float = 0.25,
+        namespace: bytes = b"",
         preemption_mode: PreemptionMode = "auto",
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
@@ -145,6 +153,10 @@ class Generator:
                 host_blocks=host_blocks,
                 external=external,
                 prefix_caching=prefix_caching,
+                prefix_store=prefix_store,
+                prefix_writes=prefix_writes,
+                prefix_deadline=prefix_deadline,
+                namespace=namespace,
                 groups=None if window is None else [CacheGroup.sliding_window(window)],
                 max_staging="1GiB",
             )
@@ -158,6 +170,7 @@ class Generator:
                 preemption_mode=preemption_mode,
                 overlap_io=True,
                 defragment=defragment,
+                prefetch=None if self.cache.prefix_store is None else self.cache.prefix_store.prefetch,
             )
             self.executor: Executor = wrap_executor(self.cache.executor) if wrap_executor else self.cache.executor
             self._closing = undo.pop_all()
@@ -384,6 +397,11 @@ class Generator:
             ended = self.executor.poll()
         for done in ended:
             self._end(done)
+        prefixes = self.cache.prefix_store
+        if prefixes is not None:
+            prefixes.poll()
+            if not (step.rows or self._tickets) and (loading := self.scheduler.num_loading):
+                prefixes.wait(until=lambda: self.scheduler.num_loading < loading)
 
     def _end(self, done: StepDone) -> None:
         """Tell the scheduler that a ticket has ended, and the user what went wrong."""

@@ -33,7 +33,9 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         Error::WrongTier { .. } | Error::InFlight { .. } | Error::Unwritten { .. } | Error::Lost { .. } => {
             classes::SequenceStateError::new_err(message)
         }
-        Error::UnknownTicket { .. } | Error::UnknownPin { .. } => classes::UnknownTicketError::new_err(message),
+        Error::UnknownTicket { .. } | Error::UnknownPin { .. } | Error::UnknownJob { .. } => {
+            classes::UnknownTicketError::new_err(message)
+        }
         Error::NotInTicket { .. } | Error::BadMapping { .. } | Error::BadDecision { .. } => {
             classes::MappingError::new_err(message)
         }

@@ -1,4 +1,4 @@
-//! `BlockManager`: the core's manager. Its facets are in `prefix.rs`, `pins.rs`, `defrag.rs` and `pool.rs`.
+//! `BlockManager`: the core's manager. Its facets are in files of their own.
 
 pub(crate) mod defrag;
 pub(crate) mod fit;

@@ -161,7 +161,7 @@ impl Defrag {
         self.set_goals(goals, step.tiers);
         let plan = self.plan((sequences, step), &tables, budget.one_way(), cached);
         let evicted = plan.drops().iter().map(|&[_, to]| to).chain(plan.clear.iter().copied());
-        let dropped = evicted.map(|block| step.tiers.drop_cached(BlockId(block))).count();
+        let dropped = evicted.map(|block| step.tiers.drop_cached((Tier::Device, BlockId(block)))).count();
         let mut rehomes = Vec::new();
         for [from, to] in plan.onward.iter().map(|pair| pair.map(BlockId)) {
             // What a cached block holds goes out of it before another moves there; a hole gets it once it has landed.

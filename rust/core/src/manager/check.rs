@@ -21,7 +21,7 @@ impl Manager {
     fn check_all(&self) -> std::result::Result<(), String> {
         for tier in Tier::ALL {
             let mut leases: HashMap<BlockId, Leases> = HashMap::new();
-            let held = self.transfers.leases().chain(self.pins.leases());
+            let held = self.transfers.leases().chain(self.pins.leases()).chain(self.jobs.leases());
             for Lease { kind, block, .. } in held.filter(|lease| lease.tier == tier) {
                 leases.entry(block).or_default().add(kind);
             }
@@ -29,6 +29,7 @@ impl Manager {
         }
         self.transfers.check()?;
         self.pins.check()?;
+        self.jobs.check(&self.tiers)?;
         check_moves(self.view())?;
         self.sequences.check(&self.tiers)
     }

@@ -11,6 +11,7 @@ mod check;
 mod snapshot;
 mod stats;
 mod step;
+mod store;
 mod verbs;
 
 use crate::defrag::{Defrag, MoveStats};
@@ -23,7 +24,7 @@ use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
 use crate::sequence::{PrefixStats, Rows, Sequences};
 use crate::tiers::Tiers;
-use crate::transfer::{Step, Transfers, View};
+use crate::transfer::{Step, StoreJobs, Transfers, View};
 
 pub use stats::{Stats, TierUse};
 pub use step::Expired;
@@ -52,6 +53,7 @@ pub struct Manager {
     transfers: Transfers,
     sequences: Sequences,
     pins: Pins,
+    jobs: StoreJobs,
     defrag: Defrag,
 }
 
@@ -98,6 +100,7 @@ impl Manager {
             transfers: Transfers::new(),
             sequences: Sequences::new(block_size, groups, watermark, Rows::new(block_size), PrefixStats::default()),
             pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?, 1),
+            jobs: StoreJobs::default(),
             defrag: Defrag::resume(MoveStats::default()),
         })
     }
@@ -174,7 +177,8 @@ impl Manager {
     /// All counters; counts the leases, so once a step rather than once a call.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let mut leases: Vec<_> = self.transfers.leases().map(|lease| (lease.tier, lease.block)).collect();
+        let mut leases: Vec<_> =
+            self.transfers.leases().chain(self.jobs.leases()).map(|lease| (lease.tier, lease.block)).collect();
         leases.sort_unstable();
         leases.dedup();
         let tiers = Tier::ALL.map(|tier| {

@@ -13,7 +13,7 @@ use crate::pool::PoolImage;
 use crate::sequence::{PrefixStats, Rows, RowsImage, Sequences};
 use crate::snapshot::{Contents, MAX_COUNT, seal, unseal};
 use crate::tiers::{Tiers, TiersImage};
-use crate::transfer::Transfers;
+use crate::transfer::{StoreJobs, Transfers};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize)]
@@ -48,9 +48,9 @@ impl Manager {
     /// `adaptive` have learnt is not, so that they may evict in another order later.
     ///
     /// # Errors
-    /// Tickets are in flight, or pins, which count as such, or the open step has transfers.
+    /// Tickets are in flight, or pins or jobs of a prefix store, which count as such, or the open step has transfers.
     pub fn snapshot(&mut self) -> Result<Vec<u8>> {
-        let tickets = self.transfers.in_flight_count() + self.pins.len();
+        let tickets = self.transfers.in_flight_count() + self.pins.len() + self.jobs.len();
         let pairs = self.transfers.num_pairs();
         if tickets > 0 || pairs > 0 {
             let open = self.open_tickets().take(error::MAX_NAMED).collect();
@@ -58,7 +58,7 @@ impl Manager {
         }
         let TiersImage { pools, copies, events, salts } = self.tiers.image();
         // Named one by one: a new field has to be thought of here.
-        let Self { tiers: _, sequences, transfers, pins, defrag } = &*self;
+        let Self { tiers: _, sequences, transfers, pins, jobs: _, defrag } = &*self;
         seal(&Image {
             block_size: sequences.block_size(),
             groups: sequences.groups().to_vec(),
@@ -132,6 +132,7 @@ impl Image {
             transfers: Transfers::resume(open, overlaps, decided),
             sequences,
             pins: Pins::new(share(pin_limit)?, next_pin),
+            jobs: StoreJobs::default(),
             defrag: Defrag::resume(moved),
         })
     }

@@ -8,6 +8,7 @@ mod check;
 mod chunk;
 mod fork;
 mod groups;
+mod missing;
 mod owners;
 mod prompt;
 mod relocate;

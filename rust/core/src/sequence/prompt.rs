@@ -266,6 +266,9 @@ impl Sequences {
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
         }
+        if let Some(outbox) = step.tiers.outbox_mut() {
+            matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| outbox.note_hit(*key));
+        }
         for (prompt, found) in prompts.iter().zip(matches) {
             out.push(self.open_prompt(step, prompt, found, chunk)?);
         }
@@ -341,6 +344,25 @@ impl Sequences {
         Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
+    /// The keys of a prompt's full blocks.
+    pub(super) fn keys_of<'a>(&self, prompt: &Prompt<'a>) -> Result<Cow<'a, RowKeys>> {
+        match self.own_keys(prompt)? {
+            Some(keys) => Ok(Cow::Borrowed(keys)),
+            None => HashedPrompt::new(prompt, self.block_size).map(|hashed| Cow::Owned(hashed.keys)),
+        }
+    }
+
+    /// The keys that a hashed prompt has.
+    fn own_keys<'a>(&self, prompt: &Prompt<'a>) -> Result<Option<&'a RowKeys>> {
+        match prompt.hashed {
+            Some(hashed) if hashed.block_size != self.block_size => {
+                let must = format!("{}, the manager's", self.block_size);
+                Err(invalid("block_size of a hashed prompt", hashed.block_size, must))
+            }
+            hashed => Ok(hashed.map(|hashed| &hashed.keys)),
+        }
+    }
+
     /// Published blocks of a sequence on the device.
     pub(crate) fn published_blocks(&self, view: View<'_>, sequence: SequenceId) -> Result<Vec<BlockId>> {
         self.readable(view, sequence)?;
@@ -375,12 +397,8 @@ impl Sequences {
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let alone = self.groups.is_single() && !self.groups.has_nulls();
-        let keys = match prompt.hashed {
-            Some(hashed) if hashed.block_size != self.block_size => {
-                let must = format!("{}, the manager's", self.block_size);
-                return Err(invalid("block_size of a hashed prompt", hashed.block_size, must));
-            }
-            Some(hashed) => Cow::Borrowed(&hashed.keys),
+        let keys = match self.own_keys(prompt)? {
+            Some(keys) => Cow::Borrowed(keys),
             None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
                 if alone && found.len() + 1 == i {
                     found.extend(view.tiers.device().find(key));

@@ -22,7 +22,7 @@ impl Tiers {
     /// What a snapshot keeps of tiers without leases.
     pub(crate) fn image(&mut self) -> TiersImage {
         // Named one by one: a new field has to be thought of here.
-        let Self { pools, events, tenants, block_size: _, null: _ } = self;
+        let Self { pools, events, outbox: _, tenants, block_size: _, null: _ } = self;
         let events = events.as_mut().map(|events| events.image(pools));
         let mut copies = Vec::new();
         for pool in &*pools {
@@ -53,6 +53,6 @@ impl Tiers {
         }
         let events = events.map(|events| Events::restore(events, &mut pools).map(Box::new)).transpose()?;
         let tenants = Tenants::restore(salts, pools[0].quotas())?;
-        Ok(Self { pools, events, tenants, block_size, null })
+        Ok(Self { pools, events, outbox: None, tenants, block_size, null })
     }
 }

@@ -5,9 +5,12 @@
 
 mod check;
 mod image;
+mod outbox;
 mod quota;
 
 pub(crate) use image::TiersImage;
+pub(crate) use outbox::Outbox;
+pub use outbox::StoreWrites;
 
 use crate::block::{Block, LeaseKind, TierBlock};
 use crate::error::{Result, invalid};
@@ -26,6 +29,8 @@ use std::ops::Range;
 pub(crate) struct Tiers {
     pools: [Pool; 3],
     events: Option<Box<Events>>,
+    /// With a prefix store: what it is to be given.
+    outbox: Option<Box<Outbox>>,
     tenants: Tenants,
     /// Token slots in a block.
     block_size: u32,
@@ -54,7 +59,7 @@ impl Tiers {
         if null {
             pools.iter_mut().filter(|pool| !pool.is_empty()).for_each(Pool::reserve_null);
         }
-        Ok(Self { pools, events: None, tenants: Tenants::default(), block_size, null })
+        Ok(Self { pools, events: None, outbox: None, tenants: Tenants::default(), block_size, null })
     }
 
     /// The blocks of a tier.
@@ -195,13 +200,56 @@ impl Tiers {
     ) -> Published {
         let published = self.publish_silently(at, identity);
         if published == Published::Now {
-            if let Some(events) = &mut self.events {
+            if self.events.is_some() || self.outbox.is_some() {
                 if let Some(publication) = publication() {
-                    events.stored(&mut self.pools, at.0, publication);
+                    self.note_published(at.0, publication);
                 }
             }
+        } else if let (Published::As(_), Some(outbox)) = (published, &mut self.outbox) {
+            outbox.note_hit(identity.key);
         }
         published
+    }
+
+    fn note_published(&mut self, tier: Tier, publication: Publication) {
+        if let Some(outbox) = &mut self.outbox {
+            let [device, host, _] = &self.pools;
+            outbox.note_computed(&publication.key, |key| device.find(key).or_else(|| host.find(key)).is_some());
+        }
+        if let Some(events) = &mut self.events {
+            events.stored(&mut self.pools, tier, publication);
+        }
+    }
+
+    /// Publishes a block that came from a prefix store; returns whether it did.
+    pub(crate) fn publish_loaded(&mut self, at: TierBlock, identity: CachedIdentity, publication: Publication) -> bool {
+        let is_published = self.publish_silently(at, identity) == Published::Now;
+        if let Some(outbox) = &mut self.outbox {
+            let [device, host, _] = &self.pools;
+            outbox.note_loaded(&publication.key, |key| device.find(key).or_else(|| host.find(key)).is_some());
+        }
+        if let (true, Some(events)) = (is_published, &mut self.events) {
+            events.stored(&mut self.pools, at.0, publication);
+        }
+        is_published
+    }
+
+    /// Notes from now on what a prefix store is to be given.
+    pub(crate) fn use_outbox(&mut self, writes: StoreWrites) {
+        let blocks = self.device().len().saturating_add(self.host().len());
+        self.outbox = Some(Box::new(Outbox::new(writes, blocks)));
+    }
+
+    /// What a prefix store is to be given.
+    #[inline]
+    pub(crate) fn outbox(&self) -> Option<&Outbox> {
+        self.outbox.as_deref()
+    }
+
+    /// As [`Tiers::outbox`], to be changed.
+    #[inline]
+    pub(crate) fn outbox_mut(&mut self) -> Option<&mut Outbox> {
+        self.outbox.as_deref_mut()
     }
 
     /// Publishes a block that holds what another was published with; returns whether it did.
@@ -276,6 +324,9 @@ impl Tiers {
         if caching.iter().any(|tier| self.pool(*tier).free() + null != self.pool(*tier).len()) {
             return false;
         }
+        if let Some(outbox) = &mut self.outbox {
+            outbox.clear();
+        }
         for &tier in caching {
             self.pools[tier.index()].unpublish_all();
             self.unlink_orphans(tier);
@@ -286,10 +337,10 @@ impl Tiers {
         true
     }
 
-    /// Frees an evictable device block, if it is one.
-    pub(crate) fn drop_cached(&mut self, block: BlockId) {
-        self.pools[0].drop_cached(block);
-        self.unlink_orphans(Tier::Device);
+    /// Frees an evictable block, if it is one.
+    pub(crate) fn drop_cached(&mut self, (tier, block): TierBlock) {
+        self.pools[tier.index()].drop_cached(block);
+        self.unlink_orphans(tier);
     }
 
     /// Keeps the last `capacity` events from now on.

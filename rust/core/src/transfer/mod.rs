@@ -7,12 +7,15 @@ mod fill;
 mod runs;
 mod span;
 mod step;
+mod store_jobs;
 mod ticket;
 
 pub use fill::FillMap;
 pub use runs::{Run, merge_runs};
 pub use span::Span;
 pub(crate) use step::{Step, View};
+pub use store_jobs::StoreJob;
+pub(crate) use store_jobs::{Missing, StoreJobs, Wanted};
 pub(crate) use ticket::{Deadline, Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};

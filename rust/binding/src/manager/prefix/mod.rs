@@ -1,5 +1,7 @@
 //! `manager.prefix`: the prefix cache; and keys that leave the process.
 
+pub(crate) mod store_jobs;
+
 use crate::allocator::ids;
 use crate::convert::args;
 use crate::convert::arrays::{self, Tokens};
@@ -13,6 +15,7 @@ use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use store_jobs::PyStoreJobs;
 
 /// What the prefix cache holds of the start of a prompt.
 #[pyclass(frozen, eq, hash, get_all, name = "PrefixHit", module = "blockyard._core")]
@@ -54,6 +57,12 @@ impl PyPrefix {
     #[getter]
     fn enabled(&self) -> bool {
         self.0.lock().is_caching()
+    }
+
+    /// Loads from a prefix store, and writes to it.
+    #[getter]
+    fn store_jobs(&self) -> PyStoreJobs {
+        PyStoreJobs::new(self.0.clone())
     }
 
     /// Look up how much of a prompt is cached. Nothing is taken.

@@ -1,0 +1,136 @@
+"""A prefix store under a cache: how long calls of the engine's thread take, and how fast prefixes come back.
+
+    python benches/bench_prefix_store.py [--calls 20000]
+
+Times of `prefetch` and of `poll`, in microseconds: over a store that answers, and over one whose every call hangs. Then
+a prompt of 64 blocks of 256 KiB is written to a file store and loaded by another cache, best of five. With
+BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from figures import keep
+from numpy.typing import NDArray
+
+from blockyard import KVCache, KVLayout
+from blockyard.stores import ThreadedStore
+
+BLOCK = 16
+SMALL = KVLayout("kv_first", num_layers=2, block_size=BLOCK, num_kv_heads=1, head_size=16, dtype="float16")
+LARGE = KVLayout("kv_first", num_layers=16, block_size=BLOCK, num_kv_heads=4, head_size=64, dtype="float16")
+
+
+class HangingStore(ThreadedStore):
+    """Every call waits until the program ends."""
+
+    num_slots = 1000
+    ends = threading.Event()
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:  # noqa: ARG002 (hangs)
+        """Wait."""
+        self.ends.wait()
+        return np.zeros(len(keys), np.bool_)
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Wait."""
+        return self.put(keys, out)
+
+    def delete(self, keys: NDArray[np.uint8]) -> None:
+        """Wait."""
+        self.put(keys, keys)
+
+
+def open_cache(store: Any, layout: KVLayout, **options: Any) -> KVCache:
+    return KVCache(
+        layout,
+        device_blocks=256,
+        host_blocks=256,
+        prefix_caching=True,
+        prefix_store=store,
+        namespace=b"bench",
+        **options,
+    )
+
+
+def compute(cache: KVCache, prompt: list[int]) -> int:
+    sequence = cache.manager.allocate(prompt)
+    with cache.step():
+        pass
+    cache.manager.mark_computed(sequence)
+    cache.manager.free(sequence)
+    return sequence.cached_tokens
+
+
+def call_times(store: Any, calls: int) -> NDArray[np.float64]:
+    """Microseconds of each call, prompts served between them."""
+    times = []
+    with open_cache(store, SMALL, prefix_deadline=0.05) as cache:
+        prefixes = cache.prefix_store
+        assert prefixes is not None
+        for number in range(calls // 4):
+            prompt = [number * 1000 + at for at in range(65)]
+            began = time.perf_counter()
+            prefixes.prefetch(prompt)
+            times.append(time.perf_counter() - began)
+            compute(cache, prompt)
+            for _ in range(3):
+                began = time.perf_counter()
+                prefixes.poll()
+                times.append(time.perf_counter() - began)
+        HangingStore.ends.set()
+    return np.array(times) * 1e6
+
+
+def load_rates(folder: str) -> tuple[float, float]:
+    """MiB/s of a prefix that is written, and loaded by the next cache."""
+    prompt = list(range(64 * BLOCK + 1))
+    written, loaded = [], []
+    for turn in range(5):
+        url = f"file://{folder}/{turn}?size=64MiB"
+        for times in (written, loaded):
+            with open_cache(url, LARGE, prefix_deadline=60) as cache:
+                prefixes = cache.prefix_store
+                assert prefixes is not None
+                began = time.perf_counter()
+                fetch = prefixes.prefetch(prompt)
+                prefixes.wait(until=lambda fetch=fetch: fetch.done)  # type: ignore[misc]
+                if times is loaded:
+                    times.append(time.perf_counter() - began)
+                    assert fetch.tokens == 64 * BLOCK
+                compute(cache, prompt)
+                if times is written:
+                    began = time.perf_counter()
+                    prefixes.wait()
+                    times.append(time.perf_counter() - began)
+    size = 64 * LARGE.bytes_per_block / (1 << 20)
+    return size / min(written), size / min(loaded)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=20_000, help="calls over each store")
+    calls = parser.parse_args().calls
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        stores = {
+            "answering": f"file://{folder}/answering?size=64MiB",
+            "hung": HangingStore("", bytes_per_block=SMALL.bytes_per_block, namespace=bytes(32)),
+        }
+        for name, store in stores.items():
+            half, most, worst = np.percentile(call_times(store, calls), [50, 99.9, 100])
+            print(f"{name} store: calls take {half:.1f} us, p99.9 {most:.0f} us, worst {worst:.0f} us")
+            figures[f"prefix_store_{name}_call_p999_us"] = float(most)
+        written, loaded = load_rates(folder)
+    print(f"64 blocks of {LARGE.bytes_per_block >> 10} KiB: {written:.0f} MiB/s written, {loaded:.0f} MiB/s loaded")
+    keep(figures | {"prefix_store_write_mibs": written, "prefix_store_load_mibs": loaded})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,522 @@
+"""`PrefixStore`: cached blocks go to an external store, and prompts get them back from it, in this process or another.
+
+A prompt that may have its beginning in the store is *prefetched* before it is admitted:
+
+    fetch = prefixes.prefetch(prompt)       # starts; never waits
+    ...                                     # steps go on
+    if fetch.done:                          # loaded, or given up: `lookup` and `allocate` tell the truth
+        sequence = manager.allocate(prompt)
+
+The bytes are read into staging rows and checked there. Only then do they get host blocks (device blocks where the host
+keeps no copies) and can be found. So a hit is never a promise that the store has to keep. A block that does not come
+ends the prefix there; a prefetch whose deadline passes ends with what it has.
+
+Blocks that are computed go the other way as `writes` says. They are read into staging rows, whose bytes are limited.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockyard._core import BlockManager, HashedPrompt, StoreJob
+from blockyard.engine.engine import CacheEngine
+from blockyard.engine.transfers import Transfer
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.executor.staging import Buffers
+from blockyard.executor.store_side import StoreSide
+from blockyard.executor.store_worker import StoreTask, StoreWorker
+from blockyard.stores.base import ExternalStore
+
+if TYPE_CHECKING:
+    from blockyard.executor.store_side import Answer
+
+__all__ = ["LOAD_SECONDS", "Prefetch", "PrefixStore", "PrefixStoreStats"]
+
+LOAD_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Upper ends of the ranges that `PrefixStoreStats.load_seconds` counts prefetches in; the last range has no end."""
+WRITTEN_AT_ONCE: Final = 16 << 20  # bytes of one batch of writes
+ABSENT_SECONDS: Final = 0.5  # how long a key that was not there is not asked for again
+FAILED_SECONDS: Final = 10.0  # how long a key whose block was damaged or did not come is not
+PAUSES: Final = (0.5, 8.0)  # least and most seconds without reads after one that passed its deadline
+MOST_FAILED: Final = 1 << 16  # keys that are known to be of no use
+
+
+@dataclass
+class PrefixStoreStats:
+    """Counters since the store was connected.
+
+    Attributes:
+        prefetches: prompts that lacked blocks when they were prefetched.
+        hit_blocks: blocks that were loaded, and then could be found.
+        hit_bytes: their bytes.
+        misses: blocks or prompts that did not get a block from the store, by reason: `"absent"`, `"timeout"`,
+            `"no_room"`, `"unavailable"`, `"failed_before"`, `"copy_failed"` and the store's own reasons.
+        written_blocks: blocks that the store has taken, or had.
+        written_bytes: their bytes.
+        unwritten_blocks: blocks that it has not.
+        load_seconds: prefetches by how long they took, see `LOAD_SECONDS`.
+    """
+
+    prefetches: int = 0
+    hit_blocks: int = 0
+    hit_bytes: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    written_blocks: int = 0
+    written_bytes: int = 0
+    unwritten_blocks: int = 0
+    load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS) + 1))
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all counters by name, for metrics; the ranges of `load_seconds` are cumulative."""
+        counters = {
+            "prefix_store_prefetches": self.prefetches,
+            "prefix_store_hit_blocks": self.hit_blocks,
+            "prefix_store_hit_bytes": self.hit_bytes,
+            "prefix_store_written_blocks": self.written_blocks,
+            "prefix_store_written_bytes": self.written_bytes,
+            "prefix_store_unwritten_blocks": self.unwritten_blocks,
+        }
+        counters |= {f"prefix_store_misses_{reason}": count for reason, count in sorted(self.misses.items())}
+        total = 0
+        for end, count in zip((*LOAD_SECONDS, "inf"), self.load_seconds, strict=True):
+            total += count
+            counters[f"prefix_store_load_seconds_le_{end}"] = total
+        return counters
+
+
+class Prefetch:
+    """A prompt whose beginning is looked for in the store.
+
+    Attributes:
+        prompt: with its keys; `allocate` takes it in place of the token ids.
+        tokens: tokens that were loaded for it.
+    """
+
+    __slots__ = (
+        "_store",
+        "_task",
+        "_transfer",
+        "_until",
+        "began",
+        "is_behind",
+        "job",
+        "keys",
+        "landed",
+        "prompt",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, store: PrefixStore, prompt: HashedPrompt, keys: NDArray[np.uint8]) -> None:
+        self._store = store
+        self._task: StoreTask | None = None
+        self._transfer: Transfer | None = None
+        self._until = 0.0
+        self.prompt = prompt
+        self.tokens = 0
+        self.began = time.monotonic()
+        self.keys = keys
+        self.landed = np.zeros(0, np.bool_)
+        self.job: StoreJob | None = None
+        self.is_behind = False  # another prefetch reads the same blocks
+        self.state = "waiting"
+
+    @property
+    def done(self) -> bool:
+        """Whether the prompt can be admitted: what the store had is loaded, or its time is over. Never waits."""
+        if self.state != "done":
+            self._store.poll()
+        return self.state == "done"
+
+    def __repr__(self) -> str:
+        return f"Prefetch({len(self.prompt)} tokens, {self.tokens} loaded, {self.state})"
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Blocks on their way to the store: read by the engine as `job`, then given to the store as `task`."""
+
+    job: StoreJob
+    transfer: Transfer
+    num_bytes: int
+    task: StoreTask | None = None
+
+
+class PrefixStore:
+    """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
+
+    Only `wait` and `close` wait. All calls come from one thread at a time, that of the engine. The manager must not
+    have cached anything yet.
+
+    Args:
+        manager: of the blocks, with prefix caching, one cache group and no window.
+        engine: owner of the device and host blocks.
+        store: opened with `use="prefix"`. Only this object may use it.
+        writes: which blocks go to the store. `"through"`: each once it is computed; `"back"`: those about to be
+            evicted that no other tier has; `"second_use"`: those that are computed or hit a second time; `"never"`.
+        deadline: least seconds after which a prompt goes on without the store; a second more for every 200 MB.
+        max_staging: bytes of blocks on their way from the store, and as many on their way to it.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range, the store's blocks have another size, or the manager has
+            several cache groups, a window, cached blocks or no prefix caching.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        engine: CacheEngine,
+        store: ExternalStore,
+        *,
+        writes: str = "through",
+        deadline: float = 0.25,
+        max_staging: int = 256 << 20,
+    ) -> None:
+        if not 0 < deadline <= 3600:
+            raise InvalidArgumentError(f"deadline is {deadline}, must be above 0 and at most 3600 seconds")
+        size = engine.layout.bytes_per_block
+        if max_staging < size:
+            raise InvalidArgumentError(f"max_staging is {max_staging}, must be at least {size}, the bytes of a block")
+        side = StoreSide(store, size)
+        manager.prefix.store_jobs.start(writes)
+        self.store = store
+        self.stats = PrefixStoreStats()
+        self._manager, self._engine, self._size = manager, engine, size
+        self._deadline = deadline
+        self._max_blocks = max_staging // size
+        self._write_blocks = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // size))
+        self._writes = writes
+        self._changed = threading.Event()
+        self._buffers, self._buffers_lock = Buffers(engine.memory.staging, max_staging), threading.Lock()
+        self._worker = StoreWorker(side, self._changed.set)
+        self._open: list[Prefetch] = []
+        self._abandoned: list[StoreTask] = []  # reads past their deadline: their rows are the store's until they end
+        self._writing: list[_Write] = []
+        self._failed: dict[bytes, float] = {}
+        self._retry_at, self._pause = 0.0, PAUSES[0]
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.store!r}, {len(self._open)} prefetches, {len(self._writing)} writes under way)"
+
+    @property
+    def num_open(self) -> int:
+        """Prefetches that are not done."""
+        return len(self._open)
+
+    def prefetch(
+        self, prompt: HashedPrompt | NDArray[np.uint32] | list[int], *, salt: bytes | None = None, lora_id: int = 0
+    ) -> Prefetch:
+        """Start to load what the store has of a prompt and no tier has; never waits.
+
+        Args:
+            prompt: token ids, uint32 `[tokens]` or a list of ints; or what `manager.prefix.hash` has made of them.
+            salt: of its tenant, bytes.
+            lora_id: its adapter; 0 for none.
+
+        Returns:
+            The `Prefetch`. Admit the prompt when it is `done`; earlier only costs hits.
+
+        Raises:
+            InvalidArgumentError: a token id is out of range.
+        """
+        prefix = self._manager.prefix
+        hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
+        fetch = Prefetch(self, hashed, self._missing(hashed))
+        if not len(fetch.keys):
+            fetch.state = "done"
+            return fetch
+        self.stats.prefetches += 1
+        seconds = self._deadline + len(fetch.keys) * self._size / 200e6
+        fetch._until = fetch.began + seconds  # noqa: SLF001 (one file, one concept)
+        self._open.append(fetch)
+        self._advance(fetch)
+        return fetch
+
+    def poll(self) -> None:
+        """Go on with what can go on, in both directions; never waits."""
+        self._changed.clear()
+        if self._open or self._writing:
+            self._engine.poll()
+        for task in self._abandoned:
+            self._give_back(task)
+        self._abandoned = [task for task in self._abandoned if not task.ended]
+        for fetch in tuple(self._open):
+            self._advance(fetch)
+        self._write()
+
+    def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
+        """Wait until all blocks that are to be written are in the store, or have been refused.
+
+        Args:
+            timeout: seconds; for ever if None.
+            until: waits for this to be true instead.
+
+        Returns:
+            Whether that happened in time.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        met = until or (lambda: not self._writing)
+        while True:
+            self.poll()
+            if met():
+                return True
+            if end is not None and time.monotonic() >= end:
+                return False
+            for write in self._writing:
+                if write.task is None:
+                    self._engine.transfers.wait(write.transfer)
+            self._changed.wait(0.001)
+
+    def forget(self) -> bool:
+        """Forget all that is cached, in the manager and in the store, for instance after the weights changed.
+
+        Waits for the store.
+
+        Returns:
+            False, and nothing is forgotten, while a block is in use or on its way.
+
+        Raises:
+            StoreError: the store could not forget its keys.
+        """
+        if self._open or self._writing or not self._manager.prefix.reset():
+            return False
+        self.store.forget()
+        self._failed.clear()
+        return True
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
+        self.wait(timeout)
+        for fetch in tuple(self._open):
+            self._finish(fetch, "closed")
+        in_time = self._worker.close(timeout)
+        for write in self._writing:
+            if write.task is None:
+                self._engine.transfers.wait(write.transfer)
+                self._manager.prefix.store_jobs.end_write(write.job.job)
+        self._writing.clear()
+        return self.store.close(timeout) if in_time else False
+
+    # ---- from the store ----
+
+    def _missing(self, hashed: HashedPrompt) -> NDArray[np.uint8]:
+        """Keys that no tier has, up to the first that is known to be of no use."""
+        keys = self._manager.prefix.store_jobs.missing(hashed, self._max_blocks)
+        if self._failed and len(keys):
+            now = time.monotonic()
+            for index, key in enumerate(keys):
+                until = self._failed.get(key.tobytes())
+                if until is not None and until > now:
+                    self.stats.misses["failed_before"] += not index
+                    return keys[:index]
+        return keys
+
+    def _advance(self, fetch: Prefetch) -> None:
+        """Take a prefetch as far as it goes."""
+        while fetch.state != "done":
+            before = fetch.state
+            if before == "waiting":
+                self._begin_read(fetch)
+            elif before == "reading":
+                self._take_rows(fetch)
+            elif before == "copying":
+                self._take_copies(fetch)
+            if fetch.state == before:
+                # Copies end by themselves: nothing gives their blocks back before.
+                if before != "copying" and time.monotonic() >= fetch._until:  # noqa: SLF001
+                    self._give_up(fetch)
+                return
+
+    def _begin_read(self, fetch: Prefetch) -> None:
+        if time.monotonic() < self._retry_at:
+            self._finish(fetch, "unavailable")
+            return
+        first = fetch.keys[0].tobytes()
+        others = (other for other in self._open if other.state != "waiting")
+        if any(other.keys[0].tobytes() == first for other in others):
+            fetch.is_behind = True
+            return
+        if fetch.is_behind:  # another one has brought these blocks, or found out that the store has them not
+            fetch.keys, fetch.is_behind = self._missing(fetch.prompt), False
+            if not len(fetch.keys):
+                self._finish(fetch)
+                return
+        room = self._max_blocks - sum(len(task.keys) for task in self._reads())
+        if room < min(len(fetch.keys), self._max_blocks // 4 or 1):
+            return
+        keys = fetch.keys[:room]
+        fetch._task = StoreTask(keys, take=self._take)  # noqa: SLF001
+        fetch.state = "reading"
+        self._worker.submit(fetch._task)  # noqa: SLF001
+
+    def _reads(self) -> list[StoreTask]:
+        return [fetch._task for fetch in self._open if fetch._task is not None] + self._abandoned  # noqa: SLF001
+
+    def _take_rows(self, fetch: Prefetch) -> None:
+        """Give the blocks that came a place, up to the first that did not."""
+        task = fetch._task  # noqa: SLF001
+        assert task is not None  # noqa: S101 (for the type checker)
+        if not task.ended or task.answer is None:
+            return
+        self._pause = PAUSES[0]
+        ok = task.answer.ok
+        count = len(ok) if ok.all() else int(ok.argmin())
+        if count < len(ok):
+            self._note_failed(task, count, task.answer)
+        if not count:
+            self._finish(fetch)
+            return
+        job = self._manager.prefix.store_jobs.begin_load(fetch.prompt, count)
+        if not len(job):
+            self._finish(fetch, "no_room" if len(self._missing(fetch.prompt)) else "")
+            return
+        fetch.job, fetch.state = job, "copying"
+        blocks, rows, fetch.landed = _rows_of(job, task.keys, task.answer.rows)
+        try:
+            fetch._transfer = self._engine.submit_write(  # noqa: SLF001
+                job.tier,
+                blocks,
+                rows,
+                after_compute=self._engine.fence(),
+                on_full="refuse",
+            )
+        except BlockyardError:
+            self._end_load(fetch, has_landed=False)
+
+    def _take(self, count: int) -> Tensor:
+        with self._buffers_lock:
+            return self._buffers.take(count)
+
+    def _give_back(self, task: StoreTask | None) -> None:
+        """Let the rows of a read be used again, once neither store nor engine has them."""
+        if task is not None and task.ended and task.taken is not None:
+            with self._buffers_lock:
+                self._buffers.give_back(task.taken)
+            task.taken = task.answer = None
+
+    def _note_failed(self, task: StoreTask, index: int, answer: Answer) -> None:
+        reason = answer.reasons[index] if index < len(answer.reasons) else "error"
+        self.stats.misses[reason or "error"] += 1
+        seconds = ABSENT_SECONDS if reason == "absent" else FAILED_SECONDS
+        self._fail(task.keys[index].tobytes(), seconds)
+
+    def _fail(self, key: bytes, seconds: float) -> None:
+        self._failed.pop(key, None)
+        self._failed[key] = time.monotonic() + seconds
+        if len(self._failed) > MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def _take_copies(self, fetch: Prefetch) -> None:
+        transfer = fetch._transfer  # noqa: SLF001
+        if transfer is not None and transfer.done:
+            self._end_load(fetch, has_landed=transfer.error is None)
+
+    def _end_load(self, fetch: Prefetch, *, has_landed: bool) -> None:
+        job = fetch.job
+        assert job is not None  # noqa: S101 (for the type checker)
+        found = self._manager.prefix.store_jobs.end_load(job.job, fetch.landed & has_landed)
+        self._give_back(fetch._task)  # noqa: SLF001
+        fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
+        if not has_landed:
+            self._finish(fetch, "copy_failed")
+            return
+        self.stats.hit_blocks += found
+        self.stats.hit_bytes += found * self._size
+        fetch.tokens += found * self._manager.block_size
+        fetch.keys = self._missing(fetch.prompt)
+        fetch.state = "waiting"
+        if not len(fetch.keys):
+            self._finish(fetch)
+
+    def _give_up(self, fetch: Prefetch) -> None:
+        """The deadline has passed: go on without the store, and leave it alone for a while."""
+        task = fetch._task  # noqa: SLF001
+        if task is not None:
+            self._abandoned.append(task)
+            self._fail(task.keys[0].tobytes(), FAILED_SECONDS)
+            self._retry_at = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, PAUSES[1])
+        self._finish(fetch, "timeout")
+
+    def _finish(self, fetch: Prefetch, miss: str = "") -> None:
+        if miss:
+            self.stats.misses[miss] += 1
+        if fetch.job is not None:
+            # The engine may still write there: its transfers end without any storage.
+            if fetch._transfer is not None:  # noqa: SLF001
+                self._engine.transfers.wait(fetch._transfer)  # noqa: SLF001
+            self._manager.prefix.store_jobs.end_load(fetch.job.job, [False] * len(fetch.job))
+        self._give_back(fetch._task)  # noqa: SLF001
+        fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
+        fetch.state = "done"
+        self._open.remove(fetch)
+        self.stats.load_seconds[bisect_left(LOAD_SECONDS, time.monotonic() - fetch.began)] += 1
+
+    # ---- to the store ----
+
+    def _write(self) -> None:
+        for write in self._writing:
+            self._advance_write(write)
+        self._writing = [write for write in self._writing if not (write.task and write.task.ended)]
+        if self._writes == "never":
+            return
+        while True:
+            room = self._max_blocks - sum(write.num_bytes for write in self._writing) // self._size
+            if room < 1:
+                return
+            job = self._manager.prefix.store_jobs.begin_write(min(room, self._write_blocks))
+            if not len(job):
+                return
+            try:
+                fence = self._engine.fence()
+                transfer = self._engine.submit_read(job.tier, job.blocks, after_compute=fence, on_full="refuse")
+            except BlockyardError:
+                self._manager.prefix.store_jobs.end_write(job.job)
+                self.stats.unwritten_blocks += len(job)
+                return
+            self._writing.append(_Write(job, transfer, len(job) * self._size))
+            self._advance_write(self._writing[-1])
+
+    def _advance_write(self, write: _Write) -> None:
+        count = len(write.job)
+        if write.task is None and write.transfer.done:
+            self._manager.prefix.store_jobs.end_write(write.job.job)
+            rows, write.transfer.rows = write.transfer.rows, None
+            if rows is None or write.transfer.error is not None:
+                self.stats.unwritten_blocks += count
+                write.task = StoreTask(write.job.keys, ended=True)
+                return
+            write.task = StoreTask(write.job.keys, rows=rows)
+            self._worker.submit(write.task)
+        if write.task is not None and write.task.ended and write.task.answer is not None:
+            written = int(write.task.answer.ok.sum())
+            write.task.answer = None
+            self.stats.written_blocks += written
+            self.stats.written_bytes += written * self._size
+            self.stats.unwritten_blocks += count - written
+            if self._failed:
+                for key in write.job.keys:
+                    self._failed.pop(key.tobytes(), None)
+
+
+def _rows_of(
+    job: StoreJob, keys: NDArray[np.uint8], rows: NDArray[np.uint8]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
+    """Find the blocks of a job that were read: their ids, their rows, and which of the job's they are, bool `[n]`."""
+    count = len(job)
+    if np.array_equal(job.keys, keys[:count]):
+        return job.blocks, rows[:count], np.ones(count, np.bool_)
+    # Blocks have come or gone since the keys were asked for.
+    index = {key.tobytes(): at for at, key in enumerate(keys[: len(rows)])}
+    at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
+    return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0

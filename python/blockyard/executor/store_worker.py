@@ -1,0 +1,157 @@
+"""A thread of its own between the engine's thread and a prefix store: no call of the engine's thread enters the store.
+
+A store that blocks where it should not, or copies large blocks when they are handed over, delays this thread alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockyard.executor.store_side import Answer, Batch, StoreSide
+from blockyard.workers import Process, start_worker
+
+__all__ = ["StoreTask", "StoreWorker"]
+
+_POLL_SECONDS: Final = 0.0005
+PROBED: Final = 4
+"""Blocks that are read on trial where the store does not know yet whether it has them."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreTask:
+    """A batch for the store. Its results are of no use before it has `ended`.
+
+    Attributes:
+        keys: uint8 `[n, 32]`.
+        rows: of a put, the blocks; None for a get.
+        take: of a get, gives so many rows for the blocks, in the worker's thread.
+        taken: what it gave. They are the store's until the task has ended.
+        answer: of a get: entries for its first blocks, as many as were asked for. Of a put: an entry for each block,
+            also for those that the store had.
+        ended: the store has answered.
+    """
+
+    keys: NDArray[np.uint8]
+    rows: NDArray[np.uint8] | None = None
+    take: Callable[[int], Tensor] | None = None
+    taken: Tensor | None = None
+    answer: Answer | None = None
+    ended: bool = False
+    batch: Batch | None = None
+    is_new: NDArray[np.bool_] | None = None
+
+
+class StoreWorker:
+    """Hands tasks to a store, and notes what has become of them.
+
+    Args:
+        side: the store; only the worker's thread calls it.
+        notify: called in that thread when tasks have ended.
+    """
+
+    def __init__(self, side: StoreSide, notify: Callable[[], None]) -> None:
+        self._side = side
+        self._notify = notify
+        self._process = Process("a prefix store")
+        self._changed = threading.Condition()
+        self._tasks: deque[StoreTask] = deque()
+        self._is_closed = False
+        self._thread = start_worker("blockyard-prefix-store", self._run, self._stop)
+
+    def submit(self, task: StoreTask) -> None:
+        """Take a task in; never waits for the store."""
+        self._process.check()
+        with self._changed:
+            if self._is_closed:
+                task.answer, task.ended = self._miss(task, "closed"), True
+                return
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def close(self, timeout: float) -> bool:
+        """End the thread. False if the store holds it up, and it was left behind."""
+        self._stop()
+        if self._process.is_current:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        under_way: list[StoreTask] = []
+        while True:
+            with self._changed:
+                while not (self._tasks or under_way or self._is_closed):
+                    self._changed.wait()
+                if not self._tasks and not self._is_closed:
+                    self._changed.wait(_POLL_SECONDS)
+                if self._is_closed:
+                    left = [*under_way, *self._tasks]
+                    self._tasks.clear()
+                    break
+                tasks = list(self._tasks)
+                self._tasks.clear()
+            for task in tasks:
+                self._begin(task)
+            under_way += [task for task in tasks if not task.ended]
+            self._side.poll()
+            for task in under_way:
+                self._take_in(task)
+            ended = [task for task in (*under_way, *tasks) if task.ended]
+            under_way = [task for task in under_way if not task.ended]
+            if ended:
+                self._notify()
+        for task in left:
+            self._end(task, self._miss(task, "closed"))
+        self._notify()
+
+    def _begin(self, task: StoreTask) -> None:
+        try:
+            found = self._side.contains(task.keys)
+            if task.rows is not None:
+                task.is_new = ~found
+                if found.all():
+                    self._end(task, Answer(found, task.rows[:0]))
+                else:
+                    rows = task.rows if not found.any() else task.rows[task.is_new]
+                    task.batch = self._side.put(np.ascontiguousarray(task.keys[task.is_new]), rows)
+                return
+            assert task.take is not None  # noqa: S101 (for the type checker)
+            count = len(found) if found.all() else int(found.argmin())
+            count = count or min(PROBED, len(found))
+            task.taken = task.take(count)
+            task.batch = self._side.get(np.ascontiguousarray(task.keys[:count]), task.taken[:count].numpy())
+        except Exception:  # noqa: BLE001 (the store side has logged what the store did)
+            self._end(task, self._miss(task, "error"))
+
+    def _take_in(self, task: StoreTask) -> None:
+        answer = task.batch.answer if task.batch is not None else None
+        if answer is None or task.ended:
+            return
+        if task.is_new is not None:
+            ok = ~task.is_new
+            ok[task.is_new] = answer.ok
+            answer = Answer(ok, answer.rows, answer.error, answer.reasons)
+        self._end(task, answer)
+
+    @staticmethod
+    def _end(task: StoreTask, answer: Answer) -> None:
+        task.rows = None
+        task.answer = answer
+        task.ended = True  # last: the other thread reads the rest once this is set
+
+    @staticmethod
+    def _miss(task: StoreTask, reason: str) -> Answer:
+        count = len(task.keys)
+        return Answer(np.zeros(count, np.bool_), np.zeros((0, 0), np.uint8), reasons=(reason,) * count)

@@ -1,0 +1,180 @@
+//! `manager.prefix.store_jobs`: blocks on their way between a prefix store and the manager's tiers.
+
+use crate::convert::args::{self, items, refused};
+use crate::convert::errors::{invalid, to_py};
+use crate::convert::memory;
+use crate::manager::prompts::{self, KeySpecs, TokenIds};
+use crate::manager::shared::Shared;
+use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
+use numpy::{PyArray1, PyArray2};
+use pyo3::prelude::*;
+
+/// A load from a prefix store, or a write to it: which block is to have, or has, the bytes of which key.
+#[pyclass(frozen, get_all, name = "StoreJob", module = "blockyard._core")]
+pub(crate) struct PyStoreJob {
+    /// Number of the job. A job without blocks has ended.
+    job: u64,
+    /// Tier of the blocks, `"device"` or `"host"`.
+    tier: &'static str,
+    /// Keys in the store, uint8 `[n, 32]`.
+    keys: Py<PyArray2<u8>>,
+    /// The blocks, int64 `[n]`.
+    blocks: Py<PyArray1<i64>>,
+    /// Of a load: blocks of its prompt that other loads are bringing.
+    awaited: usize,
+}
+
+/// Keys as uint8 `[n, 32]`.
+fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>> {
+    let fill = |bytes: &mut [u8]| {
+        bytes.chunks_exact_mut(32).zip(keys).for_each(|(bytes, key)| bytes.copy_from_slice(&key.0));
+    };
+    memory::made(py, [keys.len(), 32], fill).map(|(keys, ())| keys.unbind())
+}
+
+impl PyStoreJob {
+    fn new(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
+        let StoreJob { job, tier, keys, blocks, awaited } = job;
+        let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
+        Ok(Self { job: job.0, tier: tier.name(), keys: keys_array(py, keys)?, blocks, awaited: *awaited })
+    }
+}
+
+#[pymethods]
+impl PyStoreJob {
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.blocks.bind(py).len().unwrap_or(0)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        format!("StoreJob({}: {} blocks, {})", self.job, self.__len__(py), self.tier)
+    }
+}
+
+/// Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`. `KVCache(prefix_store=...)` carries them
+/// out.
+///
+/// A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
+/// are neither given out, evicted nor moved.
+#[pyclass(frozen, name = "StoreJobs", module = "blockyard._core")]
+pub(crate) struct PyStoreJobs(Shared);
+
+impl PyStoreJobs {
+    pub(crate) const fn new(shared: Shared) -> Self {
+        Self(shared)
+    }
+}
+
+#[pymethods]
+impl PyStoreJobs {
+    /// Note from now on which blocks the store is to be given.
+    ///
+    /// Args:
+    ///     writes: `"through"`: each block once it is computed. `"back"`: a block that is among the next to be
+    ///         evicted and has no copy on another tier. `"second_use"`: a block that is computed or hit a second
+    ///         time. `"never"`: none.
+    /// Raises:
+    ///     InvalidArgumentError: another name, something is cached already, or the manager has no prefix caching,
+    ///         several cache groups or a window.
+    fn start(&self, writes: &str) -> PyResult<()> {
+        let names = StoreWrites::ALL.map(StoreWrites::name).join(", ");
+        let writes = StoreWrites::from_name(writes)
+            .ok_or_else(|| invalid(format!("writes is \"{writes}\", must be one of {names}")))?;
+        self.0.lock().use_store(writes).map_err(to_py)
+    }
+
+    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, first to last.
+    ///
+    /// Args:
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
+    ///     max_blocks: most keys.
+    ///     salt: of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Returns:
+    ///     uint8 `[n, 32]`.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range.
+    #[pyo3(signature = (prompt, max_blocks, *, salt = None, lora_id = 0))]
+    fn missing(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<Py<PyArray2<u8>>> {
+        let (tokens, specs) = ([TokenIds::new(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let most = max_blocks as usize;
+        let keys = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().missing_blocks(&prompts[0], most))?;
+        keys_array(prompt.py(), &keys.map_err(to_py)?)
+    }
+
+    /// Begin to load the first of those blocks, as far as there is room.
+    ///
+    /// Loads take at most half of the host's blocks, or a quarter of the device's where the host has no room or
+    /// keeps no copies (`PrefixCaching(host=True)`).
+    ///
+    /// Args:
+    ///     prompt: as for `missing`.
+    ///     max_blocks: most blocks.
+    ///     salt: of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Returns:
+    ///     `StoreJob`; it ends with `end_load`, unless it has no blocks.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range.
+    #[pyo3(signature = (prompt, max_blocks, *, salt = None, lora_id = 0))]
+    fn begin_load(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<PyStoreJob> {
+        let (tokens, specs) = ([TokenIds::new(prompt, "prompt")?], KeySpecs::one(salt, lora_id)?);
+        let most = max_blocks as usize;
+        let job = prompts::lend(&tokens, &specs, &[], |prompts| self.0.lock().begin_load(&prompts[0], most))?;
+        PyStoreJob::new(prompt.py(), &job.map_err(to_py)?)
+    }
+
+    /// End a load: prompts find the blocks that have landed, the others go free.
+    ///
+    /// Args:
+    ///     job: number of the job.
+    ///     landed: for each block whether its bytes have landed, bool `[n]` or a list.
+    /// Returns:
+    ///     Blocks that can be found for it.
+    /// Raises:
+    ///     UnknownTicketError: there is no such load, or it has ended.
+    ///     InvalidArgumentError: there is not one entry a block.
+    fn end_load(&self, #[pyo3(from_py_with = args::job)] job: u64, landed: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let landed: Vec<bool> = items(landed, &"landed", |item, _| {
+            item.extract().map_err(|error: PyErr| refused(error, item, &"landed", "bools"))
+        })?;
+        self.0.lock().end_load(JobId(job), &landed).map_err(to_py)
+    }
+
+    /// Begin to read blocks for the store, all of one tier.
+    ///
+    /// Args:
+    ///     max_blocks: most blocks.
+    /// Returns:
+    ///     `StoreJob`; it ends with `end_write` once its blocks have been read, unless it has no blocks.
+    fn begin_write(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+    ) -> PyResult<PyStoreJob> {
+        let job = self.0.lock().begin_write(max_blocks as usize).map_err(to_py)?;
+        PyStoreJob::new(py, &job)
+    }
+
+    /// End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
+    ///
+    /// Args:
+    ///     job: number of the job.
+    /// Raises:
+    ///     UnknownTicketError: there is no such write, or it has ended.
+    fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<()> {
+        self.0.lock().end_write(JobId(job)).map_err(to_py)
+    }
+}

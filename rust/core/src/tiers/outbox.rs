@@ -1,0 +1,259 @@
+//! Which published blocks a prefix store is to be given, and under which keys.
+//!
+//! A key is noted when its block is published on the device. The notes of blocks that neither device nor host has any more go
+//! as new ones come, a few at a time, so there are never many more than blocks.
+
+use crate::hash::{Chain, ExportedKey, Key};
+use std::collections::{HashMap, VecDeque};
+
+/// Notes looked at for each new one, once there are too many.
+const SWEPT: usize = 2;
+
+/// When a block is written to a prefix store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StoreWrites {
+    /// As soon as it is computed.
+    #[default]
+    Through,
+    /// When it is among the next to be evicted, and neither device nor host has another copy.
+    Back,
+    /// When it is computed or hit a second time.
+    SecondUse,
+    /// Never: the store is only read.
+    Never,
+}
+
+impl StoreWrites {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Through, Self::Back, Self::SecondUse, Self::Never];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Through => "through",
+            Self::Back => "back",
+            Self::SecondUse => "second_use",
+            Self::Never => "never",
+        }
+    }
+
+    /// The one of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|writes| writes.name() == name)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Published,
+    Queued,
+    /// The store has been given it, or it came from there.
+    Stored,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Note {
+    /// Frames hashed up to its end, which the exported key depends on.
+    frames: u32,
+    state: State,
+}
+
+/// The notes.
+#[derive(Debug, Clone)]
+pub(crate) struct Outbox {
+    writes: StoreWrites,
+    /// Notes that are kept before those of blocks that are gone are dropped.
+    capacity: usize,
+    notes: HashMap<Key, Note>,
+    /// Each noted key once.
+    order: VecDeque<Key>,
+    /// Keys to be written, oldest first; those without a note are passed over.
+    queue: VecDeque<Key>,
+}
+
+impl Outbox {
+    /// No notes yet, of pools of so many blocks together.
+    pub(crate) fn new(writes: StoreWrites, blocks: usize) -> Self {
+        let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
+        Self { writes, capacity: blocks.saturating_mul(2).max(64), notes, order, queue }
+    }
+
+    pub(crate) fn writes(&self) -> StoreWrites {
+        self.writes
+    }
+
+    /// Notes a block that was computed; `is_cached` says whether device or host have a key.
+    pub(crate) fn note_computed(&mut self, chain: &Chain, is_cached: impl Fn(&Key) -> bool) {
+        let key = chain.key();
+        let Some(known) = self.notes.get(&key).map(|note| note.state) else {
+            self.insert(key, chain.frames(), State::Published, is_cached);
+            if self.writes == StoreWrites::Through {
+                self.enqueue(key);
+            }
+            return;
+        };
+        match (self.writes, known) {
+            // Computed again: it was evicted here, and the store did not have it either.
+            (StoreWrites::Through | StoreWrites::SecondUse, State::Published | State::Stored) => self.enqueue(key),
+            (StoreWrites::Back, State::Stored) => self.set(key, State::Published),
+            _ => {}
+        }
+    }
+
+    /// Notes that a prompt found a cached block.
+    pub(crate) fn note_hit(&mut self, key: Key) {
+        if self.writes == StoreWrites::SecondUse
+            && self.notes.get(&key).is_some_and(|note| note.state == State::Published)
+        {
+            self.enqueue(key);
+        }
+    }
+
+    /// Notes a block that came from the store.
+    pub(crate) fn note_loaded(&mut self, chain: &Chain, is_cached: impl Fn(&Key) -> bool) {
+        let key = chain.key();
+        if self.notes.contains_key(&key) {
+            self.set(key, State::Stored);
+        } else {
+            self.insert(key, chain.frames(), State::Stored, is_cached);
+        }
+    }
+
+    /// The next key of the queue, which counts as stored from now on.
+    pub(crate) fn pop(&mut self) -> Option<Key> {
+        while let Some(key) = self.queue.pop_front() {
+            if self.notes.get(&key).is_some_and(|note| note.state == State::Queued) {
+                self.set(key, State::Stored);
+                return Some(key);
+            }
+        }
+        None
+    }
+
+    /// Puts a key that was popped and not written back to the front.
+    pub(crate) fn push_back_in(&mut self, key: Key) {
+        self.set(key, State::Queued);
+        self.queue.push_front(key);
+    }
+
+    /// Whether a block was published and is not stored; it counts as stored from now on.
+    pub(crate) fn claim(&mut self, key: &Key) -> bool {
+        let is_new = self.notes.get(key).is_some_and(|note| note.state == State::Published);
+        if is_new {
+            self.set(*key, State::Stored);
+        }
+        is_new
+    }
+
+    /// The key of a noted block as it leaves the process.
+    pub(crate) fn export(&self, key: &Key) -> Option<ExportedKey> {
+        self.notes.get(key).map(|note| Chain::resume(*key, note.frames).export())
+    }
+
+    /// Forgets everything.
+    pub(crate) fn clear(&mut self) {
+        *self = Self { writes: self.writes, capacity: self.capacity, ..Self::new(self.writes, 0) };
+    }
+
+    fn insert(&mut self, key: Key, frames: u32, state: State, is_cached: impl Fn(&Key) -> bool) {
+        for _ in 0..SWEPT {
+            if self.notes.len() < self.capacity {
+                break;
+            }
+            let Some(oldest) = self.order.pop_front() else { break };
+            if is_cached(&oldest) {
+                self.order.push_back(oldest);
+            } else {
+                self.notes.remove(&oldest);
+            }
+        }
+        self.notes.insert(key, Note { frames, state });
+        self.order.push_back(key);
+    }
+
+    fn enqueue(&mut self, key: Key) {
+        self.set(key, State::Queued);
+        self.queue.push_back(key);
+        // Of blocks that went before they were written only the key is left.
+        if self.queue.len() > self.capacity {
+            self.queue.pop_front();
+        }
+    }
+
+    fn set(&mut self, key: Key, state: State) {
+        if let Some(note) = self.notes.get_mut(&key) {
+            note.state = state;
+        }
+    }
+
+    /// What contradicts itself.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.order.len() != self.notes.len() || self.order.iter().any(|key| !self.notes.contains_key(key)) {
+            return Err(format!("{} keys are noted for the store, {} in order", self.notes.len(), self.order.len()));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::KeySpec;
+
+    fn chain(token: u32) -> Chain {
+        let mut chain = Chain::new(&KeySpec::default(), 1, 0);
+        chain.block(&[token], &[]).unwrap();
+        chain
+    }
+
+    fn taken(outbox: &mut Outbox) -> Vec<Key> {
+        std::iter::from_fn(|| outbox.pop()).collect()
+    }
+
+    #[test]
+    fn a_block_is_written_once_and_again_when_it_had_to_be_computed_again() {
+        let mut outbox = Outbox::new(StoreWrites::Through, 4);
+        outbox.note_computed(&chain(1), |_| true);
+        assert_eq!((taken(&mut outbox), taken(&mut outbox)), (vec![chain(1).key()], vec![]));
+        outbox.note_computed(&chain(1), |_| true);
+        assert_eq!(taken(&mut outbox), [chain(1).key()]);
+        assert_eq!(outbox.export(&chain(1).key()), Some(chain(1).export()));
+    }
+
+    #[test]
+    fn what_came_from_the_store_is_not_written_there() {
+        for writes in StoreWrites::ALL {
+            let mut outbox = Outbox::new(writes, 4);
+            outbox.note_loaded(&chain(1), |_| true);
+            outbox.note_hit(chain(1).key());
+            assert_eq!((taken(&mut outbox), outbox.claim(&chain(1).key())), (vec![], false), "{}", writes.name());
+        }
+    }
+
+    #[test]
+    fn with_second_use_a_block_is_written_when_it_is_hit_or_computed_again() {
+        let mut outbox = Outbox::new(StoreWrites::SecondUse, 4);
+        outbox.note_computed(&chain(1), |_| true);
+        outbox.note_computed(&chain(2), |_| false);
+        assert_eq!(taken(&mut outbox), []);
+        outbox.note_hit(chain(1).key());
+        outbox.note_hit(chain(1).key());
+        outbox.note_computed(&chain(2), |_| false);
+        assert_eq!(taken(&mut outbox), [chain(1).key(), chain(2).key()]);
+    }
+
+    #[test]
+    fn notes_of_blocks_that_are_gone_make_room() {
+        let mut outbox = Outbox::new(StoreWrites::Through, 32);
+        let kept = chain(1_000_000).key();
+        outbox.note_computed(&chain(1_000_000), |_| true);
+        for token in 0..1000 {
+            outbox.note_computed(&chain(token), |key| *key == kept);
+            outbox.check().unwrap();
+        }
+        assert!(outbox.notes.len() <= 66 && outbox.queue.len() <= 64, "{}", outbox.notes.len());
+        assert!(outbox.export(&kept).is_some());
+    }
+}

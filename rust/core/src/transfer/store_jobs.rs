@@ -1,0 +1,265 @@
+//! Blocks on their way between a prefix store and the manager's tiers.
+//!
+//! A *load* brings blocks from the store to the host, or to the device where the host keeps no copies or has no room. Its targets are in no
+//! table and are found by nobody until its bytes have landed. A *write* reads published blocks for the store. Both hold leases
+//! and nothing else: whatever ends meanwhile, no block is given out before its job has ended.
+
+use super::Lease;
+use crate::block::LeaseKind;
+use crate::error::{Error, Result, invalid};
+use crate::event::Publication;
+use crate::hash::{Chain, ExportedKey, Key};
+use crate::id::{BlockId, JobId, Tier};
+use crate::prefix::CachedIdentity;
+use crate::tiers::{StoreWrites, Tiers};
+use std::collections::{BTreeMap, HashSet};
+
+/// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoreJob {
+    /// Number of the job.
+    pub job: JobId,
+    /// Tier of the blocks.
+    pub tier: Tier,
+    /// Keys in the store.
+    pub keys: Vec<ExportedKey>,
+    /// The blocks.
+    pub blocks: Vec<BlockId>,
+    /// Of a load: blocks of its prompt that other loads are bringing.
+    pub awaited: usize,
+}
+
+/// A block of a prompt that neither device nor host has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Missing {
+    pub(crate) chain: Chain,
+    pub(crate) parent: Option<Chain>,
+    pub(crate) depth: u32,
+    pub(crate) tenant: u16,
+    pub(crate) lora_id: u64,
+}
+
+/// What the tiers have and have not of a prompt's full blocks, up to so many missing ones.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Wanted {
+    /// Host copies that come before missing blocks; the device has no such block.
+    pub(crate) on_host: Vec<BlockId>,
+    pub(crate) missing: Vec<Missing>,
+    /// Blocks that a load is bringing.
+    pub(crate) awaited: usize,
+}
+
+#[derive(Debug, Clone)]
+struct Load {
+    tier: Tier,
+    targets: Vec<(BlockId, Missing)>,
+    /// Host copies that stay until the load has ended: without them what it brings would be of no use.
+    kept: Vec<BlockId>,
+}
+
+/// The jobs under way.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StoreJobs {
+    last: u64,
+    loads: BTreeMap<JobId, Load>,
+    writes: BTreeMap<JobId, (Tier, Vec<BlockId>)>,
+    /// Keys that loads are bringing.
+    loading: HashSet<Key>,
+}
+
+impl StoreJobs {
+    /// Jobs under way.
+    pub(crate) fn len(&self) -> usize {
+        self.loads.len() + self.writes.len()
+    }
+
+    /// Whether a load is bringing a block.
+    pub(crate) fn is_loading(&self, key: &Key) -> bool {
+        self.loading.contains(key)
+    }
+
+    fn next(&mut self) -> JobId {
+        self.last += 1;
+        JobId(self.last)
+    }
+
+    /// Blocks of `tier` that loads may take now: half of the host, a quarter of the device, and never what must be ordered
+    /// behind a transfer that still reads it. `kept_free` blocks stay free.
+    fn room(&self, tiers: &Tiers, tier: Tier, kept_free: usize) -> usize {
+        let pool = tiers.pool(tier);
+        let held: usize = self.loads.values().filter(|load| load.tier == tier).map(|load| load.targets.len()).sum();
+        let most = pool.len() / if tier == Tier::Host { 2 } else { 4 };
+        let free = if pool.available() > pool.free() { pool.free() - pool.evictable() } else { pool.free() };
+        most.saturating_sub(held).min(free.saturating_sub(kept_free))
+    }
+
+    /// Begins to load missing blocks, as many as there is room for.
+    pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> Result<StoreJob> {
+        let Wanted { on_host: mut kept, mut missing, awaited } = wanted;
+        kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room() > 0);
+        for &block in &kept {
+            tiers.lease_cached((Tier::Host, block), LeaseKind::Read)?;
+        }
+        let on_host = if tiers.keeps_host_copies() { self.room(tiers, Tier::Host, 0) } else { 0 };
+        let (tier, room) = match on_host {
+            0 => (Tier::Device, self.room(tiers, Tier::Device, kept_free)),
+            _ => (Tier::Host, on_host),
+        };
+        missing.truncate(room);
+        let (mut blocks, job) = (Vec::with_capacity(missing.len()), self.next());
+        tiers.take(tier, missing.len(), true, &mut blocks);
+        for &block in &blocks {
+            tiers.release((tier, block));
+        }
+        self.loading.extend(missing.iter().map(|missing| missing.chain.key()));
+        let keys = missing.iter().map(|missing| missing.chain.export()).collect();
+        let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept };
+        if load.targets.is_empty() {
+            end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
+        } else {
+            self.loads.insert(job, load);
+        }
+        Ok(StoreJob { job, tier, keys, blocks, awaited })
+    }
+
+    /// Ends a load; `landed` says which blocks have their bytes: prompts find them from now on.
+    pub(crate) fn end_load(&mut self, tiers: &mut Tiers, job: JobId, landed: &[bool], tokens: u32) -> Result<usize> {
+        let load = self.loads.get(&job).ok_or(Error::UnknownJob { job })?;
+        if load.targets.len() != landed.len() {
+            let must = format!("{}, the blocks of job {job}", load.targets.len());
+            return Err(invalid("number of results", landed.len() as i128, must));
+        }
+        let Some(Load { tier, targets, kept }) = self.loads.remove(&job) else { return Ok(0) };
+        let mut published = 0;
+        for (&(block, missing), &landed) in targets.iter().zip(landed) {
+            let Missing { chain, parent, depth, tenant, lora_id } = missing;
+            self.loading.remove(&chain.key());
+            if landed {
+                let tenant = if tier == Tier::Device { tenant } else { 0 };
+                let identity = CachedIdentity { key: chain.key(), depth, tenant };
+                let publication = Publication { block, key: chain, parent, tokens, lora_id, group: 0 };
+                published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
+            }
+        }
+        // Backwards, so that a chain is evicted from its end.
+        let blocks: Vec<BlockId> = targets.iter().map(|(block, _)| *block).collect();
+        end_leases(tiers, tier, &blocks, LeaseKind::Write);
+        end_leases(tiers, Tier::Host, &kept, LeaseKind::Read);
+        Ok(published)
+    }
+
+    /// Begins to write blocks that are to be stored, at most so many; none if nothing is.
+    pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> Result<StoreJob> {
+        let (tier, found) = match tiers.outbox().map(|outbox| outbox.writes()) {
+            Some(StoreWrites::Back) => {
+                before_eviction(tiers, most, self.writes.values().map(|(_, blocks)| blocks.len()).sum())
+            }
+            Some(StoreWrites::Through | StoreWrites::SecondUse) => queued(tiers, most),
+            Some(StoreWrites::Never) | None => (Tier::Device, Vec::new()),
+        };
+        let (mut keys, mut blocks) = (Vec::with_capacity(found.len()), Vec::with_capacity(found.len()));
+        for (key, block) in found {
+            let exported = tiers.outbox().and_then(|outbox| outbox.export(&key));
+            if let Some(exported) = exported.filter(|_| tiers.block((tier, block)).lease_room() > 0) {
+                tiers.lease_cached((tier, block), LeaseKind::Read)?;
+                keys.push(exported);
+                blocks.push(block);
+            }
+        }
+        let job = self.next();
+        if !blocks.is_empty() {
+            self.writes.insert(job, (tier, blocks.clone()));
+        }
+        Ok(StoreJob { job, tier, keys, blocks, awaited: 0 })
+    }
+
+    /// Ends a write: its blocks have been read. Those that were to be evicted next are free from now on, else they would be
+    /// the last to go.
+    pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<()> {
+        let (tier, blocks) = self.writes.remove(&job).ok_or(Error::UnknownJob { job })?;
+        end_leases(tiers, tier, &blocks, LeaseKind::Read);
+        if tiers.outbox().is_some_and(|outbox| outbox.writes() == StoreWrites::Back) {
+            blocks.iter().for_each(|&block| tiers.drop_cached((tier, block)));
+        }
+        Ok(())
+    }
+
+    /// Leases that jobs hold.
+    pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
+        let targets = self.loads.values().flat_map(|load| {
+            let targets = load.targets.iter().map(|(block, _)| (load.tier, LeaseKind::Write, *block));
+            targets.chain(load.kept.iter().map(|&block| (Tier::Host, LeaseKind::Read, block)))
+        });
+        let reads = self.writes.values();
+        let reads = reads.flat_map(|(tier, blocks)| blocks.iter().map(|&block| (*tier, LeaseKind::Read, block)));
+        targets.chain(reads).map(|(tier, kind, block)| Lease { tier, kind, block })
+    }
+
+    /// What contradicts itself.
+    pub(crate) fn check(&self, tiers: &Tiers) -> std::result::Result<(), String> {
+        let targets =
+            || self.loads.values().flat_map(|load| load.targets.iter().map(move |target| (load.tier, target)));
+        for (tier, (block, missing)) in targets() {
+            if tiers.pool(tier).refs(*block) > 0 || tiers.block((tier, *block)).is_published() {
+                return Err(format!("{tier} block {block} is in use, and a load from the store has not ended"));
+            }
+            if !self.is_loading(&missing.chain.key()) {
+                return Err(format!("{tier} block {block} is loaded under a key that nobody is loading"));
+            }
+        }
+        if targets().count() != self.loading.len() {
+            return Err(format!("{} blocks are loaded, {} keys", targets().count(), self.loading.len()));
+        }
+        tiers.outbox().map_or(Ok(()), |outbox| outbox.check())
+    }
+}
+
+fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind) {
+    for &block in blocks.iter().rev() {
+        tiers.end_lease((tier, block), kind);
+    }
+}
+
+/// The next blocks of the queue that one tier has; those of the device first.
+fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
+    let (mut device, mut host): (Vec<(Key, BlockId)>, Vec<(Key, BlockId)>) = Default::default();
+    while device.len() < most && host.len() < most {
+        let Some(key) = tiers.outbox_mut().and_then(|outbox| outbox.pop()) else { break };
+        if let Some(block) = tiers.device().find(&key) {
+            device.push((key, block));
+        } else if let Some(block) = tiers.host().find(&key) {
+            host.push((key, block));
+        }
+    }
+    let (tier, found, others) =
+        if device.is_empty() { (Tier::Host, host, device) } else { (Tier::Device, device, host) };
+    if let Some(outbox) = tiers.outbox_mut() {
+        others.iter().rev().for_each(|(key, _)| outbox.push_back_in(*key));
+    }
+    (tier, found)
+}
+
+/// Blocks that are among the next eighth of a tier to be evicted, once few are free, and that no other tier has; `reading` are
+/// under way already.
+fn before_eviction(tiers: &mut Tiers, most: usize, reading: usize) -> (Tier, Vec<(Key, BlockId)>) {
+    for tier in [Tier::Device, Tier::Host] {
+        let pool = tiers.pool(tier);
+        let eighth = pool.len().div_ceil(8);
+        let most = most.min(eighth.saturating_sub(reading));
+        if most == 0 || pool.evictable() == 0 || pool.free() - pool.evictable() >= eighth {
+            continue;
+        }
+        let candidates = pool.eviction_candidates(most);
+        let of_key = |&block: &BlockId| pool.key(block).map(|key| (key, block));
+        let other = tiers.pool(if tier == Tier::Device { Tier::Host } else { Tier::Device });
+        let has_no_copy = |(key, _): &(Key, BlockId)| other.find(key).is_none();
+        let mut found: Vec<_> = candidates.iter().filter_map(of_key).filter(has_no_copy).collect();
+        if let Some(outbox) = tiers.outbox_mut() {
+            found.retain(|(key, _)| outbox.claim(key));
+        }
+        if !found.is_empty() {
+            return (tier, found);
+        }
+    }
+    (Tier::Device, Vec::new())
+}

@@ -1,0 +1,272 @@
+//! Loads from a prefix store and writes to it, beside all that sequences do meanwhile.
+
+use blockyard_core::{Config, Error, KeySpec, Kind, Manager, Prompt, SequenceId, StoreJob, StoreWrites, Tier};
+use proptest::prelude::*;
+use std::collections::HashMap;
+
+fn prompt(tokens: &[u32]) -> Prompt<'_> {
+    Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None }
+}
+
+fn tokens(stream: u32, count: u32) -> Vec<u32> {
+    (0..count).map(|at| stream * 1000 + at).collect()
+}
+
+fn manager(host: usize, writes: StoreWrites) -> Manager {
+    let config = Config { block_size: 4, blocks: [12, host, 0], watermark: 0.0, prefix_caching: true };
+    let mut manager = Manager::new(config).unwrap();
+    if host > 0 {
+        manager.keep_host_copies().unwrap();
+    }
+    manager.use_store(writes).unwrap();
+    manager
+}
+
+fn admit(manager: &mut Manager, tokens: &[u32]) -> (SequenceId, u32) {
+    let mut out = Vec::new();
+    manager.allocate_prompts(&[prompt(tokens)], &mut out).unwrap();
+    out[0]
+}
+
+/// Ends the step, computes a sequence and frees it.
+fn compute(manager: &mut Manager, sequence: SequenceId) {
+    let ticket = manager.take_decision().ticket;
+    manager.complete(ticket).unwrap();
+    manager.mark_computed(&[sequence]).unwrap();
+    manager.free(&[sequence]).unwrap();
+    manager.check().unwrap();
+}
+
+fn load(manager: &mut Manager, tokens: &[u32]) -> StoreJob {
+    let job = manager.begin_load(&prompt(tokens), 100).unwrap();
+    manager.check().unwrap();
+    job
+}
+
+fn hit(manager: &Manager, tokens: &[u32]) -> u32 {
+    manager.lookup(&prompt(tokens)).unwrap().tokens
+}
+
+#[test]
+fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
+    for host in [8, 0] {
+        let (mut manager, asked) = (manager(host, StoreWrites::Through), tokens(1, 14));
+        let job = load(&mut manager, &asked);
+        assert_eq!((job.tier, job.blocks.len()), (if host > 0 { Tier::Host } else { Tier::Device }, 3));
+        assert_eq!(hit(&manager, &asked), 0);
+        let other = load(&mut manager, &asked);
+        assert_eq!((other.blocks.len(), other.awaited), (0, 3), "nobody loads a block twice");
+        assert_eq!(manager.end_load(job.job, &[true, true, false]), Ok(2));
+        assert_eq!(hit(&manager, &asked), 8, "the prefix ends where a block did not come");
+        manager.check().unwrap();
+        assert_eq!(manager.end_load(job.job, &[true; 3]), Err(Error::UnknownJob { job: job.job }));
+        let (sequence, cached) = admit(&mut manager, &asked);
+        assert_eq!(cached, 8);
+        compute(&mut manager, sequence);
+        assert_eq!(manager.begin_write(100).unwrap().blocks.len(), 1, "what came from the store is not written");
+    }
+}
+
+#[test]
+fn a_wrong_number_of_results_changes_nothing() {
+    let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 9));
+    let job = load(&mut manager, &asked);
+    assert!(manager.end_load(job.job, &[true]).is_err());
+    assert!(manager.snapshot().is_err(), "a job is open");
+    assert_eq!(manager.end_load(job.job, &[true, true]), Ok(2));
+    assert!(manager.snapshot().is_ok());
+}
+
+#[test]
+fn loads_leave_half_of_the_host_and_then_take_a_quarter_of_the_device() {
+    let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 60));
+    let job = load(&mut manager, &asked);
+    assert_eq!((job.tier, job.blocks.len()), (Tier::Host, 4));
+    let rest = load(&mut manager, &asked);
+    assert_eq!((rest.tier, rest.blocks.len(), rest.awaited), (Tier::Device, 3, 4));
+    assert_eq!(load(&mut manager, &asked).blocks.len(), 0);
+    manager.end_load(rest.job, &[true; 3]).unwrap();
+    manager.end_load(job.job, &[true; 4]).unwrap();
+    assert_eq!(hit(&manager, &asked), 28);
+}
+
+#[test]
+fn with_write_through_each_computed_block_is_written_once_under_its_exported_key() {
+    let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 13));
+    let wanted = manager.missing_blocks(&prompt(&asked), 100).unwrap();
+    let (sequence, _) = admit(&mut manager, &asked);
+    compute(&mut manager, sequence);
+    let job = manager.begin_write(2).unwrap();
+    assert_eq!((job.tier, job.keys.as_slice()), (Tier::Device, &wanted[..2]));
+    let rest = manager.begin_write(2).unwrap();
+    assert_eq!(rest.keys, wanted[2..]);
+    assert_eq!(manager.pool(Tier::Device).free(), 12 - 3, "what is read for the store is not given out");
+    manager.check().unwrap();
+    manager.end_write(job.job).unwrap();
+    manager.end_write(rest.job).unwrap();
+    assert_eq!(manager.pool(Tier::Device).free(), 12);
+    assert!(manager.begin_write(2).unwrap().blocks.is_empty());
+    assert!(manager.reset_prefix_cache());
+    manager.check().unwrap();
+}
+
+#[test]
+fn with_write_back_only_what_is_about_to_be_evicted_is_written() {
+    let mut manager = manager(0, StoreWrites::Back);
+    let (sequence, _) = admit(&mut manager, &tokens(1, 17));
+    compute(&mut manager, sequence);
+    assert!(manager.begin_write(9).unwrap().blocks.is_empty(), "eight blocks are free");
+    let mut out = Vec::new();
+    manager.allocate(&[28], &mut out).unwrap();
+    let job = manager.begin_write(9).unwrap();
+    assert_eq!(job.blocks.len(), 2, "an eighth of the device");
+    assert!(manager.begin_write(9).unwrap().blocks.is_empty());
+    manager.end_write(job.job).unwrap();
+    assert_eq!(manager.pool(Tier::Device).published(), 2, "what was written back is free");
+    assert!(manager.begin_write(9).unwrap().blocks.is_empty(), "there is room again");
+    manager.check().unwrap();
+}
+
+#[test]
+fn with_second_use_a_block_is_written_once_a_second_prompt_has_it() {
+    let mut manager = manager(0, StoreWrites::SecondUse);
+    for round in 0..2 {
+        let (sequence, cached) = admit(&mut manager, &tokens(1, 9));
+        assert_eq!(cached, round * 8);
+        assert_eq!(manager.begin_write(9).unwrap().blocks.len(), round as usize * 2);
+        compute(&mut manager, sequence);
+    }
+}
+
+/// The bytes of all blocks, and a store: what a key's block holds is known from its tokens alone.
+struct Model {
+    manager: Manager,
+    bytes: HashMap<(Tier, u32), Vec<u8>>,
+    store: HashMap<[u8; 32], Vec<u8>>,
+    running: Vec<(SequenceId, Vec<u32>)>,
+    loads: Vec<StoreJob>,
+    writes: Vec<StoreJob>,
+}
+
+/// What block `at` of a stream holds.
+fn right_bytes(tokens: &[u32], at: usize) -> Vec<u8> {
+    tokens[..(at + 1) * 4].iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
+impl Model {
+    fn step(&mut self) {
+        let decision = self.manager.take_decision();
+        for kind in Kind::ALL {
+            for pairs in decision.of(kind) {
+                let read: Vec<_> = pairs.ids.iter().map(|&[from, _]| self.bytes[&(pairs.src, from)].clone()).collect();
+                for (&[_, to], bytes) in pairs.ids.iter().zip(read) {
+                    self.bytes.insert((pairs.dst, to), bytes);
+                }
+            }
+        }
+        self.manager.complete(decision.ticket).unwrap();
+    }
+
+    fn start(&mut self, stream: u32, count: u32) {
+        let asked = tokens(stream, count);
+        let mut out = Vec::new();
+        if self.manager.allocate_prompts(&[prompt(&asked)], &mut out).is_err() {
+            return;
+        }
+        let (sequence, cached) = out[0];
+        self.step();
+        let table = self.manager.block_table(sequence).unwrap().to_vec();
+        for (at, block) in table.iter().enumerate().take(asked.len() / 4) {
+            if at < cached as usize / 4 {
+                assert_eq!(self.bytes[&(Tier::Device, block.0)], right_bytes(&asked, at), "a hit has the right bytes");
+            } else {
+                self.bytes.insert((Tier::Device, block.0), right_bytes(&asked, at));
+            }
+        }
+        if table.len() > asked.len() / 4 {
+            self.bytes.insert((Tier::Device, table[table.len() - 1].0), vec![9]);
+        }
+        self.manager.mark_computed(&[sequence]).unwrap();
+        self.running.push((sequence, asked));
+    }
+
+    fn end_load(&mut self, at: usize, lost: usize) {
+        let job = self.loads.remove(at);
+        let mut landed = Vec::new();
+        for (i, (key, block)) in job.keys.iter().zip(&job.blocks).enumerate() {
+            let found = self.store.get(&key.0).filter(|_| i != lost);
+            landed.push(found.is_some());
+            if let Some(bytes) = found {
+                self.bytes.insert((job.tier, block.0), bytes.clone());
+            }
+        }
+        self.manager.end_load(job.job, &landed).unwrap();
+    }
+
+    fn end_write(&mut self, at: usize) {
+        let job = self.writes.remove(at);
+        for (key, block) in job.keys.iter().zip(&job.blocks) {
+            // Read only now: the lease has kept the bytes.
+            let bytes = self.bytes[&(job.tier, block.0)].clone();
+            assert!(self.store.insert(key.0, bytes.clone()).is_none_or(|before| before == bytes), "one key, one block");
+        }
+        self.manager.end_write(job.job).unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.min(512)))]
+    #[test]
+    fn no_sequence_ever_reads_bytes_of_another_and_every_count_holds(
+        host in prop::sample::select(vec![0usize, 6, 20]),
+        writes in prop::sample::select(StoreWrites::ALL.to_vec()),
+        operations in prop::collection::vec((0u8..8, 0u32..3, 1u32..30, any::<prop::sample::Index>()), 1..60),
+    ) {
+        let (bytes, store) = (HashMap::new(), HashMap::new());
+        let (running, loads, writing) = (Vec::new(), Vec::new(), Vec::new());
+        let mut model = Model { manager: manager(host, writes), bytes, store, running, loads, writes: writing };
+        for (operation, stream, count, index) in operations {
+            match operation {
+                0 | 1 => model.start(stream, count),
+                2 if !model.running.is_empty() => {
+                    let (sequence, _) = model.running.swap_remove(index.index(model.running.len()));
+                    model.manager.free(&[sequence]).unwrap();
+                }
+                3 => {
+                    let job = model.manager.begin_load(&prompt(&tokens(stream, count)), 4).unwrap();
+                    if !job.blocks.is_empty() {
+                        model.loads.push(job);
+                    }
+                }
+                4 if !model.loads.is_empty() => model.end_load(index.index(model.loads.len()), count as usize % 4),
+                5 => {
+                    let job = model.manager.begin_write(3).unwrap();
+                    if !job.blocks.is_empty() {
+                        model.writes.push(job);
+                    }
+                }
+                6 if !model.writes.is_empty() => model.end_write(index.index(model.writes.len())),
+                7 if host > 0 => {
+                    model.manager.offload_cached(2).unwrap();
+                    model.step();
+                }
+                _ => {}
+            }
+            model.manager.check().unwrap();
+        }
+        while !model.loads.is_empty() {
+            model.end_load(0, 9);
+        }
+        while !model.writes.is_empty() {
+            model.end_write(0);
+        }
+        for (sequence, _) in std::mem::take(&mut model.running) {
+            model.manager.free(&[sequence]).unwrap();
+        }
+        model.manager.check().unwrap();
+        for tier in [Tier::Device, Tier::Host] {
+            let pool = model.manager.pool(tier);
+            prop_assert_eq!(pool.free(), pool.len());
+        }
+    }
+}

@@ -1,0 +1,350 @@
+"""A prefix store under a whole cache: what comes back, after a restart too, and what a store that fails may cost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kept_prefixes import LAYOUT, WIDTH, CheckedCache, tokens
+from memory_stores import KeyedStore
+from numpy.typing import NDArray
+
+from blockyard import KVCache
+from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.executor.prefix_store import LOAD_SECONDS
+from blockyard.scheduler import Request, Scheduler
+from blockyard.stores import ExternalStore
+from blockyard.testing.faults import UnrulyStore
+
+Medium = dict[bytes, NDArray[np.uint8]]
+
+
+def keyed(medium: Medium | None = None, num_slots: int = 1000) -> KeyedStore:
+    store = KeyedStore(medium, bytes_per_block=WIDTH)
+    store.num_slots = num_slots
+    return store
+
+
+@contextlib.contextmanager
+def checked(store: ExternalStore | str, **options: object) -> Iterator[CheckedCache]:
+    cache = CheckedCache(store, **options)  # type: ignore[arg-type]
+    try:
+        yield cache
+        cache.check()
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize("host", [12, 0])
+def test_a_prompt_is_found_after_a_restart(tmp_path: Path, host: int):
+    url = f"file://{tmp_path}/kv?size=1MiB"
+    with checked(url, host=host) as cache:
+        assert cache.fetch(tokens(1, 11)).tokens == 0
+        assert cache.serve(tokens(1, 11)) == 0
+        assert cache.prefixes.wait(60)
+        assert (cache.prefixes.stats.written_blocks, cache.prefixes.stats.unwritten_blocks) == (2, 0)
+    with checked(url, host=host) as cache:
+        assert cache.manager.prefix.lookup(tokens(1, 30)).tokens == 0, "nothing is promised before it is there"
+        fetch = cache.fetch(tokens(1, 30))
+        assert (fetch.tokens, cache.manager.prefix.lookup(tokens(1, 30)).tokens) == (8, 8)
+        assert cache.serve(tokens(1, 30)) == 8
+        assert cache.prefixes.stats.hit_blocks == 2
+
+
+def test_close_writes_what_was_computed_last(tmp_path: Path):
+    url = f"file://{tmp_path}/kv?size=1MiB"
+    with checked(url) as cache:
+        cache.serve(tokens(1, 9))
+    with checked(url) as cache:
+        assert cache.fetch(tokens(1, 9)).tokens == 8
+
+
+def test_two_caches_share_one_store_while_both_run():
+    medium: Medium = {}
+    with checked(keyed(medium)) as one, checked(keyed(medium), host=0) as other:
+        for stream in range(3):
+            one.serve(tokens(stream, 17))
+            assert one.prefixes.wait(60)
+            assert other.fetch(tokens(stream, 17)).tokens == 16
+            assert other.serve(tokens(stream, 17)) == 16
+        other.serve(tokens(9, 9))
+        assert other.prefixes.wait(60)
+        assert one.fetch(tokens(9, 9)).tokens == 8
+        assert other.prefixes.stats.written_blocks == 2, "what came from the store is not written there again"
+
+
+def test_other_weights_find_nothing(tmp_path: Path):
+    url = f"file://{tmp_path}/kv?size=1MiB"
+    prompt = tokens(1, 9)
+    found = []
+    for name in (b"model at revision 1", b"model at revision 1", b"model at revision 2"):
+        options = {
+            "device_blocks": 8,
+            "prefix_caching": True,
+            "prefix_store": url,
+            "namespace": name,
+            "prefix_deadline": 60,
+        }
+        with KVCache(LAYOUT, **options) as cache:  # type: ignore[arg-type]
+            prefixes = cache.prefix_store
+            assert prefixes is not None
+            fetch = prefixes.prefetch(prompt)
+            assert prefixes.wait(60, until=lambda done=fetch: done.done)  # type: ignore[misc]
+            found.append(fetch.tokens)
+            sequence = cache.manager.allocate(prompt)
+            with cache.step():
+                pass
+            cache.manager.mark_computed(sequence)
+    assert found == [0, 8, 0]
+
+
+def test_a_damaged_block_ends_the_prefix_there_and_is_computed_again():
+    medium: Medium = {}
+    with checked(keyed(medium)) as cache:
+        cache.serve(tokens(1, 17))
+    rows = [row for row in medium.values() if row.nbytes > WIDTH]
+    rows[2][200] ^= 1
+    with checked(keyed(medium)) as cache:
+        assert cache.fetch(tokens(1, 17)).tokens == 8
+        assert cache.prefixes.stats.misses["payload_checksum"] == 1
+        assert cache.serve(tokens(1, 17)) == 8
+        assert cache.prefixes.wait(60)
+    with checked(keyed(medium)) as cache:
+        assert cache.fetch(tokens(1, 17)).tokens == 16, "the block was written again"
+
+
+def test_a_store_that_says_hit_for_ever_is_asked_once():
+    """A key whose load failed is dropped at once, whatever the store says of it."""
+
+    class Promising(KeyedStore):
+        def contains(self, keys: object) -> NDArray[np.bool_]:
+            return np.ones(len(keys), np.bool_)  # type: ignore[arg-type]
+
+        def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+            self.asked = getattr(self, "asked", 0) + 1
+            raise OSError("the disk is gone")
+
+    store = Promising(bytes_per_block=WIDTH)
+    with checked(store, prefix_writes="never") as cache:
+        for _ in range(50):
+            assert cache.fetch(tokens(1, 17)).tokens == 0
+        assert cache.serve(tokens(1, 17)) == 0
+        # One call more may be the store's own, to read its epoch.
+        assert store.asked <= 2
+        assert cache.prefixes.stats.misses["failed_before"] == 49
+
+
+@pytest.fixture
+def hang() -> Iterator[tuple[Callable[[str], object], threading.Event]]:
+    """What a store calls first: it hangs while the event is not set."""
+    goes = threading.Event()
+    goes.set()
+    yield lambda name: goes.wait(60), goes
+    goes.set()
+
+
+def test_a_store_that_hangs_costs_one_deadline_and_then_nothing(
+    hang: tuple[Callable[[str], object], threading.Event],
+):
+    medium: Medium = {}
+    with checked(keyed(medium)) as cache:
+        for stream in range(3):
+            cache.serve(tokens(stream, 9))
+    store = keyed(medium)
+    with checked(store, prefix_deadline=0.2) as cache:
+        store.before, goes = hang
+        goes.clear()
+        assert cache.fetch(tokens(0, 9)).tokens == 0
+        assert cache.prefixes.stats.misses["timeout"] == 1
+        second = cache.prefixes.prefetch(tokens(1, 9))
+        assert second.done
+        assert second.tokens == 0
+        assert cache.prefixes.stats.misses["unavailable"] == 1
+        assert cache.serve(tokens(1, 9)) == 0
+        goes.set()
+        assert cache.prefixes.wait(60)
+        until = time.monotonic() + 60
+        while not cache.fetch(tokens(2, 9)).tokens:
+            assert time.monotonic() < until, "the store answers again and is not used"
+            time.sleep(0.01)
+
+
+def test_no_call_of_the_engine_enters_the_store():
+    """Whatever a plug-in does in the calls that must not wait, another thread does it."""
+    threads = set()
+
+    class Noting(KeyedStore):
+        def submit_put(self, keys: object, rows: NDArray[np.uint8]) -> int:
+            threads.add(threading.current_thread())
+            return super().submit_put(keys, rows)  # type: ignore[arg-type]
+
+        def submit_get(self, keys: object) -> int:
+            threads.add(threading.current_thread())
+            return super().submit_get(keys)  # type: ignore[arg-type]
+
+        def contains(self, keys: object) -> NDArray[np.bool_]:
+            threads.add(threading.current_thread())
+            return super().contains(keys)  # type: ignore[arg-type]
+
+        def poll(self) -> list[int]:
+            threads.add(threading.current_thread())
+            return super().poll()
+
+    with checked(Noting(bytes_per_block=WIDTH)) as cache:
+        cache.fetch(tokens(1, 9))
+        cache.serve(tokens(1, 9))
+        assert cache.prefixes.wait(60)
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_staged_bytes_are_limited_and_nothing_is_lost_for_it(
+    hang: tuple[Callable[[str], object], threading.Event],
+):
+    store = keyed()
+    with checked(store, max_staging=3 * WIDTH, device=40) as cache:
+        store.before, goes = hang
+        goes.clear()
+        for stream in range(6):
+            cache.serve(tokens(stream, 17))
+        cache.prefixes.poll()
+        assert 0 < sum(write.num_bytes for write in cache.prefixes._writing) <= 3 * WIDTH
+        goes.set()
+        assert cache.prefixes.wait(60)
+        assert cache.prefixes.stats.written_blocks == 24
+
+
+@pytest.mark.parametrize(
+    ("writes", "after_one", "after_two"), [("second_use", 0, 2), ("through", 2, 2), ("never", 0, 0)]
+)
+def test_what_is_written_when(writes: str, after_one: int, after_two: int):
+    with checked(keyed(), prefix_writes=writes) as cache:
+        counts = []
+        for _ in range(2):
+            cache.serve(tokens(1, 9))
+            assert cache.prefixes.wait(60)
+            counts.append(cache.prefixes.stats.written_blocks)
+        assert counts == [after_one, after_two]
+
+
+def test_blocks_about_to_be_evicted_are_written_back_and_come_again():
+    with checked(keyed(), device=32, host=0, prefix_writes="back") as cache:
+        cache.serve(tokens(0, 9))
+        assert cache.prefixes.wait(60)
+        assert cache.prefixes.stats.written_blocks == 0
+        stream = 0
+        while cache.manager.prefix.lookup(tokens(0, 9)).tokens:
+            stream += 1
+            cache.serve(tokens(stream, 9))
+            assert cache.prefixes.wait(60)
+            cache.check()
+        assert cache.prefixes.stats.written_blocks
+        assert cache.fetch(tokens(0, 9)).tokens == 8
+        assert cache.serve(tokens(0, 9)) == 8
+
+
+def test_forget_empties_cache_and_store(tmp_path: Path):
+    with checked(f"file://{tmp_path}/kv?size=1MiB") as cache:
+        cache.serve(tokens(1, 9))
+        assert cache.prefixes.wait(60)
+        assert cache.prefixes.forget()
+        assert cache.fetch(tokens(1, 9)).tokens == 0
+        assert cache.serve(tokens(1, 9)) == 0
+
+
+def test_prompts_that_share_a_beginning_read_it_once():
+    medium: Medium = {}
+    with checked(keyed(medium)) as cache:
+        cache.serve(tokens(1, 17))
+    with checked(keyed(medium)) as cache:
+        fetches = [cache.prefixes.prefetch([*tokens(1, 16), 7, stream]) for stream in range(4)]
+        assert cache.prefixes.wait(60, until=lambda: all(fetch.done for fetch in fetches))
+        assert cache.prefixes.stats.hit_blocks == 4
+        assert cache.prefixes.store.stats().read_blocks == 4
+        assert cache.manager.prefix.lookup([*tokens(1, 16), 7]).tokens == 16
+
+
+def test_a_store_that_breaks_every_rule_costs_misses_alone():
+    medium: Medium = {}
+    with checked(keyed(medium)) as cache:
+        for stream in range(4):
+            cache.serve(tokens(stream, 17))
+    for seed in range(5):
+        store = UnrulyStore(keyed(medium), seed=seed, share=0.3)
+        cache = CheckedCache(store, prefix_deadline=0.5)
+        for stream in range(6):
+            cache.fetch(tokens(stream, 17))
+            cache.serve(tokens(stream, 17))
+            cache.check()
+        cache.close()
+        assert store.broken
+
+
+def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
+    hang: tuple[Callable[[str], object], threading.Event],
+):
+    medium: Medium = {}
+    with checked(keyed(medium)) as cache:
+        cache.serve(tokens(1, 17))
+    store = keyed(medium)
+    cache = CheckedCache(store, prefix_deadline=60)
+    store.before, goes = hang
+    scheduler = Scheduler(cache.manager, prefetch=cache.prefixes.prefetch)
+    goes.clear()
+    scheduler.add(Request("kept", tokens(1, 17), 1))
+    scheduler.add(Request("short", tokens(2, 3), 1))
+    finished = []
+    cached = {}
+    until = time.monotonic() + 60
+    while scheduler.num_unfinished:
+        assert time.monotonic() < until
+        step = scheduler.schedule()
+        cache.cache.executor.submit(step.decision)
+        for done in cache.cache.executor.collect(step.decision.ticket):
+            scheduler.finish(done.ticket, done.lost)
+        for done in scheduler.update(step, np.zeros(step.num_draws, np.uint32)):
+            finished.append(done.request.request_id)
+            cached[done.request.request_id] = scheduler.stats.cached_tokens
+        if finished == ["short"]:
+            assert scheduler.num_loading == 1
+            goes.set()
+        time.sleep(0.001)
+    assert finished == ["short", "kept"]
+    assert cached == {"short": 0, "kept": 16}
+    cache.close()
+
+
+def test_metrics_name_hits_misses_and_times(tmp_path: Path):
+    with checked(f"file://{tmp_path}/kv?size=1MiB") as cache:
+        cache.fetch(tokens(1, 9))
+        cache.serve(tokens(1, 9))
+        assert cache.prefixes.wait(60)
+        metrics = cache.cache.metrics()
+    assert metrics["prefix_store_misses_absent"] == 1
+    assert metrics["prefix_store_written_bytes"] == 2 * WIDTH
+    assert metrics["prefix_store_load_seconds_le_inf"] == metrics["prefix_store_prefetches"] == 1
+    assert 0 < metrics["external_cache_usage_sys"] < 1
+    assert metrics["cached_blocks_device"] == 2
+    assert len([name for name in metrics if "_le_" in name]) == len(LOAD_SECONDS) + 1
+
+
+def test_bad_arguments_are_refused(tmp_path: Path):
+    url = f"file://{tmp_path}/kv?size=1MiB"
+    good = {"device_blocks": 8, "prefix_caching": True, "prefix_store": url, "namespace": b"m"}
+    bad = [
+        ({"namespace": b""}, "namespace is b''"),
+        ({"prefix_caching": False}, "with prefix caching"),
+        ({"prefix_writes": "sometimes"}, 'writes is "sometimes"'),
+        ({"prefix_deadline": 0}, "deadline is 0"),
+        ({"max_staging": WIDTH - 1}, f"must be at least {WIDTH}"),
+    ]
+    for change, message in bad:
+        with pytest.raises(InvalidArgumentError, match=message):
+            KVCache(LAYOUT, **{**good, **change})  # type: ignore[arg-type]
+    with KVCache(LAYOUT, **good), pytest.raises(StoreError, match="in use"):  # type: ignore[arg-type]
+        KVCache(LAYOUT, **good)  # type: ignore[arg-type]
