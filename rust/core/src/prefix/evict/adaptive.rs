@@ -1,12 +1,13 @@
 //! The rule that has the most hits just now, found out by miniature caches.
 
 use super::miniature::Miniature;
+fn env(name: &str, default: usize) -> usize { use std::collections::HashMap; use std::sync::LazyLock; static ALL: LazyLock<HashMap<String, String>> = LazyLock::new(|| std::env::vars().collect()); ALL.get(name).map_or(default, |x| x.parse().unwrap()) }
 use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 4] = [Rule::Once(102), Rule::Once(10), Rule::Once(409), Rule::Keep];
+const RULES: [Rule; 5] = [Rule::Once(102), Rule::Oldest, Rule::Chances(10), Rule::Chances(409), Rule::Keep];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
@@ -44,7 +45,7 @@ impl Scores {
 
     fn fade(&mut self) {
         for count in self.hits.iter_mut().chain(self.spread.iter_mut().flatten()) {
-            *count = *count * REMAINING / 256;
+            *count = *count * env("REMAIN", 244) as u64 / 256;
         }
     }
 
@@ -55,9 +56,9 @@ impl Scores {
             self.hits[rule].saturating_sub(self.hits[current] + margin)
         };
         // More than 1.2 standard deviations of the sum.
-        let is_sure = |gain: u64, rule: usize| 2 * gain * gain > 3 * HIT * self.spread[rule][current];
+        let is_sure = |gain: u64, rule: usize| 100 * gain * gain > env("SURE", 150) as u64 * HIT * self.spread[rule][current];
         let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
-        better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
+        better.filter(|&(gain, rule)| gain > env("MARGIN", 2) as u64 * HIT && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
     }
 }
 
@@ -82,14 +83,16 @@ pub(crate) struct Adaptive {
 
 /// One miniature a rule for a pool of so many blocks; one block in so many is followed.
 fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
-    let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
-    let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
+    let dense = (blocks / 16).pow(2) / (env("DENSE", 800) / 16).pow(2);
+    let one_in = dense.min(env("SPARSE", 18).max(blocks / env("MANY", 512))).max(1);
     let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule));
     (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
 impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
+        let force = env("FORCE", 99);
+        if force < 99 { return Self { segments: Segments::new(blocks, RULES[force]), miniatures: vec![], modelled: blocks, scores: Scores::default(), one_in: 1, highest: 0, chain: vec![], until_choice: 1, current: force }; }
         let (miniatures, one_in) = miniatures(blocks);
         Self {
             segments: Segments::new(blocks, RULES[0]),
@@ -121,7 +124,7 @@ impl Adaptive {
         self.current = self.scores.best(self.current);
         self.segments.set_rule(RULES[self.current]);
         self.scores.fade();
-        self.until_choice = (self.modelled / self.one_in as usize / CHOICES).max(1);
+        self.until_choice = (self.modelled / self.one_in as usize / env("CHOICES", 8)).max(1);
     }
 
     /// Follows a block that is released, if it is one of the sample.
