@@ -1,13 +1,12 @@
 //! The rule that has the most hits just now, found out by miniature caches.
 
 use super::miniature::Miniature;
-fn env(name: &str, default: usize) -> usize { use std::collections::HashMap; use std::sync::LazyLock; static ALL: LazyLock<HashMap<String, String>> = LazyLock::new(|| std::env::vars().collect()); ALL.get(name).map_or(default, |x| x.parse().unwrap()) }
 use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 5] = [Rule::Once(102), Rule::Oldest, Rule::Chances(10), Rule::Chances(409), Rule::Keep];
+const RULES: [Rule; 5] = [Rule::Once(102), Rule::Oldest, Rule::Chances(10), Rule::Long(102), Rule::Keep];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
@@ -16,10 +15,13 @@ const SPARSE: usize = 18;
 const DENSE_BLOCKS: usize = 800;
 /// Choices while a miniature cache follows as many blocks as it has.
 const CHOICES: usize = 8;
-/// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.
-const REMAINING: u64 = 244;
+/// What a choice leaves of all counts, in 256: they halve in 7 choices, in which a miniature follows almost as many
+/// blocks as it has.
+const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
+/// So many chains are few, when [`Rule::Keep`] is compared: its hits come seldom, and many at once.
+const FEW_CHAINS: u64 = 4 * HIT;
 /// Hits that another rule must have more.
 const MARGIN: u64 = 2 * HIT;
 /// What [`Rule::Keep`] must have more for each 32 hits: what it keeps has no merit but to be there.
@@ -31,21 +33,26 @@ struct Scores {
     hits: [u64; RULES.len()],
     /// Sum of squares of what one rule's hits differ from another's, a chain at a time.
     spread: [[u64; RULES.len()]; RULES.len()],
+    /// Chains for which they differ.
+    chains: [[u64; RULES.len()]; RULES.len()],
 }
 
 impl Scores {
     fn add(&mut self, hits: [usize; RULES.len()]) {
         for (rule, &mine) in hits.iter().enumerate() {
             self.hits[rule] += HIT * mine as u64;
-            for (spread, &other) in self.spread[rule].iter_mut().zip(&hits) {
-                *spread += HIT * (mine.abs_diff(other) as u64).pow(2);
+            for (other, &others) in hits.iter().enumerate() {
+                self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
+                self.chains[rule][other] += if mine == others { 0 } else { HIT };
             }
         }
     }
 
     fn fade(&mut self) {
-        for count in self.hits.iter_mut().chain(self.spread.iter_mut().flatten()) {
-            *count = *count * env("REMAIN", 244) as u64 / 256;
+        for count in
+            self.hits.iter_mut().chain(self.spread.iter_mut().flatten()).chain(self.chains.iter_mut().flatten())
+        {
+            *count = *count * REMAINING / 256;
         }
     }
 
@@ -55,10 +62,14 @@ impl Scores {
             let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / 32 * MARGIN_OF_KEEP } else { 0 };
             self.hits[rule].saturating_sub(self.hits[current] + margin)
         };
-        // More than 1.2 standard deviations of the sum.
-        let is_sure = |gain: u64, rule: usize| 100 * gain * gain > env("SURE", 150) as u64 * HIT * self.spread[rule][current];
+        // More than 1.2 standard deviations of the sum; more yet of few chains.
+        let is_sure = |gain: u64, rule: usize| {
+            let (spread, chains) = (self.spread[rule][current], self.chains[rule][current].max(1));
+            let few = if [rule, current].map(|rule| RULES[rule]).contains(&Rule::Keep) { FEW_CHAINS } else { 0 };
+            2 * gain * gain > 3 * HIT * (spread + spread * few / chains)
+        };
         let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
-        better.filter(|&(gain, rule)| gain > env("MARGIN", 2) as u64 * HIT && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
+        better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
     }
 }
 
@@ -83,16 +94,14 @@ pub(crate) struct Adaptive {
 
 /// One miniature a rule for a pool of so many blocks; one block in so many is followed.
 fn miniatures(blocks: usize) -> (Vec<Miniature>, u32) {
-    let dense = (blocks / 16).pow(2) / (env("DENSE", 800) / 16).pow(2);
-    let one_in = dense.min(env("SPARSE", 18).max(blocks / env("MANY", 512))).max(1);
+    let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
+    let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
     let miniatures = RULES.map(|rule| Miniature::new(blocks / one_in, rule));
     (miniatures.into(), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
 impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
-        let force = env("FORCE", 99);
-        if force < 99 { return Self { segments: Segments::new(blocks, RULES[force]), miniatures: vec![], modelled: blocks, scores: Scores::default(), one_in: 1, highest: 0, chain: vec![], until_choice: 1, current: force }; }
         let (miniatures, one_in) = miniatures(blocks);
         Self {
             segments: Segments::new(blocks, RULES[0]),
@@ -124,7 +133,7 @@ impl Adaptive {
         self.current = self.scores.best(self.current);
         self.segments.set_rule(RULES[self.current]);
         self.scores.fade();
-        self.until_choice = (self.modelled / self.one_in as usize / env("CHOICES", 8)).max(1);
+        self.until_choice = (self.modelled / self.one_in as usize / CHOICES).max(1);
     }
 
     /// Follows a block that is released, if it is one of the sample.

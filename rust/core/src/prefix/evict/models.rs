@@ -259,7 +259,9 @@ impl Choice for SegmentsModel {
         let once = entries.iter().filter(|entry| entry.class == 2).count();
         loop {
             match self.rule {
-                Rule::Once(share) | Rule::Chances(share) if once > BLOCKS * usize::from(share) / 1024 => {
+                Rule::Once(share) | Rule::Long(share) | Rule::Chances(share)
+                    if once > BLOCKS * usize::from(share) / 1024 =>
+                {
                     return first(entries, |entry| entry.class == 2).unwrap();
                 }
                 Rule::Chances(_) if entries[0].class > 3 => {
@@ -288,7 +290,11 @@ impl Choice for SegmentsModel {
 
 fn rules() -> impl Strategy<Value = Rule> {
     let shares = [10, 300, 700];
-    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([Rule::Oldest, Rule::Keep]);
+    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([
+        Rule::Long(300),
+        Rule::Oldest,
+        Rule::Keep,
+    ]);
     prop::sample::select(rules.collect::<Vec<_>>())
 }
 

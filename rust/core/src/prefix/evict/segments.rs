@@ -30,7 +30,9 @@ const PROBATION_CHAINS: usize = 2;
 pub(super) enum Rule {
     /// As long as blocks used once are more than so many in 1024: the oldest of these.
     Once(u16),
-    /// The same; and the oldest of the others stays once more for each further time that it was used.
+    /// The same, and blocks that went long ago are known again.
+    Long(u16),
+    /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
     Chances(u16),
     /// The least recently used.
     Oldest,
@@ -40,13 +42,13 @@ pub(super) enum Rule {
 }
 
 impl Rule {
-    /// Whether a block counts as used again that was let go `age` halves of the pool ago. Most rules know fewer of
-    /// what went long ago, so that in a loop longer than the pool only some of it displaces the rest.
+    /// Whether a block counts as used again that was let go `age` halves of the pool ago. Other rules than
+    /// [`Rule::Long`] know few of what went long ago: of prompts that come round in a loop only some displace others.
     #[inline]
     pub(super) fn knows(self, tag: u32, age: u16) -> bool {
         match self {
-            Self::Once(_) => true,
-            Self::Chances(_) | Self::Oldest => tag.to_le_bytes()[1] < KNOWN[usize::from(age)],
+            Self::Long(_) => true,
+            Self::Once(_) | Self::Chances(_) | Self::Oldest => tag.to_le_bytes()[1] < KNOWN[usize::from(age)],
             Self::Keep => false,
         }
     }
@@ -205,7 +207,7 @@ impl Segments {
         if again == 0 {
             return (ONCE, once);
         }
-        if let Rule::Once(share) | Rule::Chances(share) = self.rule {
+        if let Rule::Once(share) | Rule::Long(share) | Rule::Chances(share) = self.rule {
             let kept = (self.blocks * usize::from(share)) >> 10;
             if once > kept {
                 return (ONCE, once - kept);
