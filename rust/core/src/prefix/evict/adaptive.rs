@@ -81,7 +81,7 @@ pub(crate) struct Adaptive {
     miniatures: Vec<Miniature>,
     /// Blocks of the pool that they stand for.
     modelled: usize,
-    scores: Scores,
+    scores: Box<Scores>,
     /// One block in so many is followed: those with the lowest tags.
     one_in: u32,
     highest: u32,
@@ -107,7 +107,7 @@ impl Adaptive {
             segments: Segments::new(blocks, RULES[0]),
             miniatures,
             modelled: blocks,
-            scores: Scores::default(),
+            scores: Box::default(),
             one_in,
             highest: u32::MAX / one_in,
             chain: Vec::new(),
@@ -202,7 +202,7 @@ impl Evictor for Adaptive {
         if blocks.abs_diff(self.modelled) > self.modelled / 8 {
             (self.miniatures, self.one_in) = miniatures(blocks);
             self.highest = u32::MAX / self.one_in;
-            (self.modelled, self.scores) = (blocks, Scores::default());
+            (self.modelled, self.scores) = (blocks, Box::default());
             self.chain.clear();
         }
     }

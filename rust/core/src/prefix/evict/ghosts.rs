@@ -63,7 +63,7 @@ impl Aged {
         Self { places: Ghosts::new(places), now: 0, half, until_next: half }
     }
 
-    /// Remembers tags.
+    /// Remembers tags; they count as at most one half of the pool.
     pub(super) fn insert(&mut self, tags: &[u32]) {
         if self.places.0.len() > PLACES_IN_CACHE {
             // Nothing else in this pass, so that many cache misses overlap.

@@ -69,7 +69,7 @@ pub(super) struct Segments {
     blocks: usize,
     /// Most hits of a block of the chain that is being released, as bits of a note.
     floor: u32,
-    /// Segment of the chain's blocks that were not.
+    /// Segment of the chain's blocks that have no hits.
     fresh: u32,
     chains: u32,
     /// Blocks of the longest chain of late.
