@@ -1,6 +1,7 @@
 """Hits of every eviction policy, by workload and pool size, beside the best that one could do.
 
-    python benches/bench_policies.py [TRACE...] [--workloads chat,rag] [--percents 2,10,50] [--json FILE]
+    python benches/bench_policies.py [TRACE...] [--workloads chat,rag] [--seed 0] [--percents 2,10,50]
+        [--json FILE]
 
 Replays traces (Mooncake's JSONL) and generated workloads through a `BlockManager`, one request at a time, and prints a
 table. A pool's size is a percentage of the distinct blocks. A request longer than the pool is left out and counted.
@@ -10,7 +11,8 @@ Without arguments it takes the generated workloads, and the traces in the folder
 `optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
 
 With BENCH_JSON=FILE it measures only some points, and adds two figures to that file: `policy_adaptive_worst`, least
-ratio of adaptive's hits to the best other policy's, and `policy_adaptive_cost`, W-prefix, ratio of time to `lru`'s.
+ratio of adaptive's hits to the best other policy's (see EVEN), and `policy_adaptive_cost`, W-prefix, ratio of time to
+`lru`'s.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from blockyard.types import HashedPrompt
 SETTINGS = tuple(f"s3fifo:{small}:{ghosts}" for small in (5, 10, 20, 30, 50, 70, 90) for ghosts in (1, 4))
 FIXED = ("lru", "arc", "lfu", "priority", *SETTINGS)
 PERCENTS = (2, 3, 5, 7, 10, 15, 20, 30, 40, 55, 70, 85, 100)
-FEW_HITS = 0.02
-"""Points where the best policy hits a smaller share of the blocks are shown, and not judged: chance decides there."""
+EVEN = 0.01
+"""This share of a workload's blocks is added to both sides of a ratio: a few hits by chance are no merit."""
 
 Point = dict[str, float]
 
@@ -95,28 +97,27 @@ def measure(workload: Workload, percent: float, policies: Sequence[str]) -> Poin
     return point
 
 
-def ratio(point: Point, workload: Workload) -> float | None:
-    """Hits of `adaptive` for each of the best other policy; None where there is next to nothing to hit."""
+def ratio(point: Point, workload: Workload) -> float:
+    """Hits of `adaptive` for each of the best other policy, one hit in 100 blocks added to both."""
     best = max(point[policy] for policy in FIXED if policy in point)
-    return point["adaptive"] / best if best >= FEW_HITS * workload.blocks else None
+    return (point["adaptive"] + EVEN * workload.blocks) / (best + EVEN * workload.blocks)
 
 
 def show(workload: Workload, percent: float, point: Point) -> None:
     """Print one line: hits of the policies with names, the best setting, `adaptive` and its ratio, and `optimal`."""
     setting = max((name for name in SETTINGS if name in point), key=point.__getitem__)
-    judged = ratio(point, workload)
     named = " ".join(f"{point[name]:8.0f}" for name in ("lru", "arc", "lfu", setting, "adaptive", "optimal"))
     print(
         f"{workload.name:24} {percent:4.0f} % {point['blocks']:7.0f} {named}  {setting:12} "
-        f"{'-' if judged is None else f'{judged:.3f}':>6} {point['too_long'] or '':>5}",
+        f"{ratio(point, workload):6.3f} {point['too_long'] or '':>5}",
         flush=True,
     )
 
 
-def sources(traces: Sequence[str], workloads: Sequence[str]) -> Iterator[tuple[str, list[TraceRequest]]]:
+def sources(traces: Sequence[str], workloads: Sequence[str], seed: int = 0) -> Iterator[tuple[str, list[TraceRequest]]]:
     """Yield the names and the requests."""
     for name in workloads:
-        yield name, traffic(name)
+        yield name, traffic(name, seed=seed)
     for trace in traces:
         yield Path(trace).stem, read_trace(trace)
 
@@ -134,14 +135,13 @@ def compare(chosen: argparse.Namespace) -> None:
     print(f"{'setting':>8} {'adaptive':>8} {'optimal':>8}  {'setting':12} {'ratio':>6} {'too long':>5}")
     points: dict[str, dict[str, Point]] = {}
     judged: list[tuple[float, str, float]] = []
-    for name, requests in sources(chosen.traces, chosen.workloads):
+    for name, requests in sources(chosen.traces, chosen.workloads, chosen.seed):
         workload = Workload(name, requests)
         for percent in chosen.percents:
             point = measure(workload, percent, policies)
             points.setdefault(name, {})[f"{percent:g}"] = point
             show(workload, percent, point)
-            if (found := ratio(point, workload)) is not None:
-                judged.append((found, name, percent))
+            judged.append((ratio(point, workload), name, percent))
     total = {name: sum(p[name] for at in points.values() for p in at.values()) for name in (*policies, "optimal")}
     print("all points:", ", ".join(f"{name} {hits:.0f}" for name, hits in sorted(total.items(), key=lambda x: -x[1])))
     print(
@@ -151,9 +151,9 @@ def compare(chosen: argparse.Namespace) -> None:
         Path(chosen.json).write_text(json.dumps(points, indent=1) + "\n")
 
 
-def shift(name: str, percent: float) -> float:
+def shift(name: str, percent: float, seed: int) -> float:
     """Ratio of `adaptive` to the best other policy from two turnovers of the pool after the shift in the middle on."""
-    workload = Workload(name, traffic(name))
+    workload = Workload(name, traffic(name, seed=seed))
     blocks = workload.pool(percent)
     hits = workload.hits("adaptive", blocks)
     start, turned = len(hits) // 2, 0
@@ -172,7 +172,7 @@ def figures() -> dict[str, float]:
         for percent in (2, 5, 10, 20, 40):
             blocks = workload.pool(percent)
             point = {policy: float(sum(workload.hits(policy, blocks))) for policy in (*FIXED, "adaptive")}
-            worst = min(worst, ratio(point, workload) or worst)
+            worst = min(worst, ratio(point, workload))
     arrays, costs = prompts(), []
     for blocks in (20_000, 4_000):
         # One after the other in each round, so that both meet the same load.
@@ -191,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="Mooncake JSONL files; no workloads, then")
     parser.add_argument("--workloads", help=f"some of {','.join(WORKLOADS)}")
+    parser.add_argument("--seed", type=int, default=0, help="of the workloads")
     parser.add_argument("--percents", default=",".join(map(str, PERCENTS)), help="pool sizes, of the distinct blocks")
     parser.add_argument("--json", metavar="FILE", help="where all hits go")
     parser.add_argument("--shifts", action="store_true", help="only how fast `adaptive` follows a shift")
@@ -203,7 +204,11 @@ def main() -> None:
         return
     if chosen.shifts:
         for name in (name for name in WORKLOADS if "-" in name):
-            print(name, *(f"{percent} %: {shift(name, percent):.3f}" for percent in (5, 10, 20, 40)), flush=True)
+            print(
+                name,
+                *(f"{percent} %: {shift(name, percent, chosen.seed):.3f}" for percent in (5, 10, 20, 40)),
+                flush=True,
+            )
         return
     if chosen.workloads is None:
         chosen.workloads = () if chosen.traces else WORKLOADS

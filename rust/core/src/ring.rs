@@ -135,6 +135,11 @@ impl Rings {
         self.stamps.resize(blocks.max(self.stamps.len()), 0);
     }
 
+    /// Stamp of the last insertion.
+    pub(crate) fn clock(&self) -> u32 {
+        self.clock
+    }
+
     /// Blocks in all rings.
     pub(crate) fn len(&self) -> usize {
         self.len

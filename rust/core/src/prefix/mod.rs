@@ -63,8 +63,8 @@ pub(crate) struct CacheImage {
 }
 
 impl PrefixCache {
-    /// Memory of one block, with the policy that takes the most: 24 bytes of the index, its key, 13 of the policy.
-    pub(crate) const BYTES: usize = 24 + size_of::<Key>() + 13;
+    /// Memory of one block, with the policy that takes the most: 24 bytes of the index, its key, 16 of the policy.
+    pub(crate) const BYTES: usize = 24 + size_of::<Key>() + 16;
 
     pub(crate) fn new(blocks: usize, eviction: Eviction) -> Self {
         Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), removals: None }

@@ -6,7 +6,7 @@ use super::{Departure, Evictor};
 use crate::id::BlockId;
 
 /// The rules that are tried; the first one until there is reason for another.
-const RULES: [Rule; 4] = [Rule::Once(102), Rule::Once(10), Rule::Once(409), Rule::Keep];
+const RULES: [Rule; 5] = [Rule::Once(102), Rule::Oldest, Rule::Chances(10), Rule::Long(102), Rule::Keep];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in so many is followed, which keeps the cost low, ...
@@ -15,10 +15,13 @@ const SPARSE: usize = 18;
 const DENSE_BLOCKS: usize = 800;
 /// Choices while a miniature cache follows as many blocks as it has.
 const CHOICES: usize = 8;
-/// What a choice leaves of all counts, in 256: they halve while a miniature follows 14 choices' blocks.
-const REMAINING: u64 = 244;
+/// What a choice leaves of all counts, in 256: they halve in 7 choices, in which a miniature follows almost as many
+/// blocks as it has.
+const REMAINING: u64 = 232;
 /// One hit, as it is counted: fractions remain of older ones.
 const HIT: u64 = 256;
+/// So many chains are few, when [`Rule::Keep`] is compared: its hits come seldom, and many at once.
+const FEW_CHAINS: u64 = 4 * HIT;
 /// Hits that another rule must have more.
 const MARGIN: u64 = 2 * HIT;
 /// What [`Rule::Keep`] must have more for each 32 hits: what it keeps has no merit but to be there.
@@ -30,20 +33,25 @@ struct Scores {
     hits: [u64; RULES.len()],
     /// Sum of squares of what one rule's hits differ from another's, a chain at a time.
     spread: [[u64; RULES.len()]; RULES.len()],
+    /// Chains for which they differ.
+    chains: [[u64; RULES.len()]; RULES.len()],
 }
 
 impl Scores {
     fn add(&mut self, hits: [usize; RULES.len()]) {
         for (rule, &mine) in hits.iter().enumerate() {
             self.hits[rule] += HIT * mine as u64;
-            for (spread, &other) in self.spread[rule].iter_mut().zip(&hits) {
-                *spread += HIT * (mine.abs_diff(other) as u64).pow(2);
+            for (other, &others) in hits.iter().enumerate() {
+                self.spread[rule][other] += HIT * (mine.abs_diff(others) as u64).pow(2);
+                self.chains[rule][other] += if mine == others { 0 } else { HIT };
             }
         }
     }
 
     fn fade(&mut self) {
-        for count in self.hits.iter_mut().chain(self.spread.iter_mut().flatten()) {
+        for count in
+            self.hits.iter_mut().chain(self.spread.iter_mut().flatten()).chain(self.chains.iter_mut().flatten())
+        {
             *count = *count * REMAINING / 256;
         }
     }
@@ -54,8 +62,12 @@ impl Scores {
             let margin = if RULES[rule] == Rule::Keep { self.hits[rule] / 32 * MARGIN_OF_KEEP } else { 0 };
             self.hits[rule].saturating_sub(self.hits[current] + margin)
         };
-        // More than 1.2 standard deviations of the sum.
-        let is_sure = |gain: u64, rule: usize| 2 * gain * gain > 3 * HIT * self.spread[rule][current];
+        // More than 1.2 standard deviations of the sum; more yet of few chains.
+        let is_sure = |gain: u64, rule: usize| {
+            let (spread, chains) = (self.spread[rule][current], self.chains[rule][current].max(1));
+            let few = if [rule, current].map(|rule| RULES[rule]).contains(&Rule::Keep) { FEW_CHAINS } else { 0 };
+            2 * gain * gain > 3 * HIT * (spread + spread * few / chains)
+        };
         let better = (0..RULES.len()).map(|rule| (gain(rule), rule));
         better.filter(|&(gain, rule)| gain > MARGIN && is_sure(gain, rule)).max().map_or(current, |(_, rule)| rule)
     }
@@ -69,7 +81,7 @@ pub(crate) struct Adaptive {
     miniatures: Vec<Miniature>,
     /// Blocks of the pool that they stand for.
     modelled: usize,
-    scores: Scores,
+    scores: Box<Scores>,
     /// One block in so many is followed: those with the lowest tags.
     one_in: u32,
     highest: u32,
@@ -95,7 +107,7 @@ impl Adaptive {
             segments: Segments::new(blocks, RULES[0]),
             miniatures,
             modelled: blocks,
-            scores: Scores::default(),
+            scores: Box::default(),
             one_in,
             highest: u32::MAX / one_in,
             chain: Vec::new(),
@@ -190,7 +202,7 @@ impl Evictor for Adaptive {
         if blocks.abs_diff(self.modelled) > self.modelled / 8 {
             (self.miniatures, self.one_in) = miniatures(blocks);
             self.highest = u32::MAX / self.one_in;
-            (self.modelled, self.scores) = (blocks, Scores::default());
+            (self.modelled, self.scores) = (blocks, Box::default());
             self.chain.clear();
         }
     }

@@ -1,9 +1,9 @@
 //! ARC: blocks used once and blocks used again, in shares that follow what is missed.
 
+use super::counted::Counted;
 use super::ghosts::Ghosts;
 use super::{Departure, Evictor};
 use crate::id::BlockId;
-use crate::ring::Rings;
 
 const ONCE: usize = 0;
 const AGAIN: usize = 1;
@@ -16,9 +16,8 @@ const AGAIN: usize = 1;
 /// tables with one place a tag.
 #[derive(Debug, Clone)]
 pub(crate) struct Arc {
-    rings: Rings,
-    /// By block: whether it was used again.
-    again: Vec<bool>,
+    /// A block that was used again has one hit.
+    counted: Counted,
     tags: Vec<u32>,
     ghosts: [Ghosts; 2],
     /// Tags in each table.
@@ -28,22 +27,18 @@ pub(crate) struct Arc {
     /// How many of those it keeps.
     target: usize,
     blocks: usize,
-    /// Whether a block of the chain that is being released was used again.
-    floor: bool,
 }
 
 impl Arc {
     pub(crate) fn new(blocks: usize) -> Self {
         Self {
-            rings: Rings::new(blocks, 2),
-            again: vec![false; blocks],
+            counted: Counted::new(blocks, 2, 1),
             tags: vec![0; blocks],
             ghosts: [Ghosts::new(blocks), Ghosts::new(blocks)],
             remembered: [0; 2],
             once: 0,
             target: 0,
             blocks,
-            floor: false,
         }
     }
 
@@ -72,48 +67,45 @@ impl Arc {
 
 impl Evictor for Arc {
     fn len(&self) -> usize {
-        self.rings.len()
+        self.counted.rings.len()
     }
 
     fn contains(&self, block: BlockId) -> bool {
-        self.rings.contains(block)
+        self.counted.rings.contains(block)
     }
 
     fn insert(&mut self, block: BlockId) {
-        self.hold(block);
-        self.floor = self.again[block.index()];
-        self.once += usize::from(!self.floor);
-        self.rings.push(usize::from(self.floor), block);
+        let ring = usize::from(self.counted.release(block));
+        self.once += usize::from(ring == ONCE);
+        self.counted.rings.push(ring, block);
     }
 
     fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
-        let was = self.rings.remove(block);
-        let again = &mut self.again[block.index()];
-        self.once -= usize::from(was && !*again);
-        *again = departure == Departure::Hit && (*again || was);
+        let was_once = self.counted.hits(block) == 0;
+        let was = self.counted.remove(block, departure);
+        self.once -= usize::from(was && was_once);
         was
     }
 
     fn pop(&mut self) -> Option<BlockId> {
         // What was used again may be needed by older blocks used once, never by younger ones.
-        let ages = (self.rings.age(ONCE), self.rings.age(AGAIN));
+        let ages = (self.counted.rings.age(ONCE), self.counted.rings.age(AGAIN));
         let ring = if self.once > self.target || ages.1 <= ages.0 { ONCE } else { AGAIN };
-        let block = self.rings.pop(ring)?;
+        let block = self.counted.rings.pop(ring)?;
         self.once -= usize::from(ring == ONCE);
         self.remember(ring, block);
-        self.again[block.index()] = false;
+        self.counted.set_hits(block, 0);
         Some(block)
     }
 
     fn publish(&mut self, block: BlockId, _: u32, tag: u32) {
         self.tags[block.index()] = tag;
-        self.again[block.index()] = self.came_back(tag);
+        let hits = u8::from(self.came_back(tag));
+        self.counted.set_hits(block, hits);
     }
 
     fn resize(&mut self, blocks: usize) {
-        if blocks > self.again.len() {
-            self.rings.make_room(blocks);
-            self.again.resize(blocks, false);
+        if self.counted.make_room(blocks) {
             self.tags.resize(blocks, 0);
             // A tag's place depends on the size of the table.
             self.ghosts = [Ghosts::new(blocks), Ghosts::new(blocks)];
@@ -124,16 +116,15 @@ impl Evictor for Arc {
     }
 
     fn begin_chain(&mut self) {
-        self.floor = false;
+        self.counted.begin_chain();
     }
 
     fn hold(&mut self, block: BlockId) {
-        self.again[block.index()] |= self.floor;
+        self.counted.hold(block);
     }
 
     fn relocate(&mut self, from: BlockId, to: BlockId) {
-        self.rings.rename(from, to);
-        self.again[to.index()] = std::mem::take(&mut self.again[from.index()]);
+        self.counted.relocate(from, to);
         self.tags[to.index()] = self.tags[from.index()];
     }
 

@@ -1,5 +1,7 @@
 //! What a policy let go, to know it when it comes back.
 
+use std::hint::black_box;
+
 /// One place a tag, which holds 16 bits of it; a tag is forgotten when another takes its place.
 #[derive(Debug, Clone)]
 pub(super) struct Ghosts(Vec<u16>);
@@ -33,6 +35,75 @@ impl Ghosts {
 fn mark(tag: u32) -> u16 {
     let [low, high, ..] = tag.wrapping_mul(0x9e37_79b1).rotate_left(16).to_le_bytes();
     u16::from_le_bytes([low, high]).max(1)
+}
+
+/// Pools whose blocks are remembered with their ages.
+const POOLS: usize = 4;
+/// Places that a core's cache holds: larger pools remember fewer blocks, but as many as they have.
+const PLACES_IN_CACHE: usize = 1 << 19;
+/// Ages that are told apart, in halves of the pool.
+pub(super) const AGES: usize = 1 << AGE_BITS;
+const AGE_BITS: u32 = 4;
+
+/// What a pool let go and how long ago: four bits of a place are the age, the others the tag's.
+#[derive(Debug, Clone)]
+pub(super) struct Aged {
+    places: Ghosts,
+    /// In halves of the pool, of which a place has the last bits.
+    now: u16,
+    half: usize,
+    until_next: usize,
+}
+
+impl Aged {
+    /// For a pool of so many blocks.
+    pub(super) fn new(blocks: usize) -> Self {
+        let half = (blocks / 2).max(1);
+        let places = (POOLS * blocks).min(PLACES_IN_CACHE).max(blocks);
+        Self { places: Ghosts::new(places), now: 0, half, until_next: half }
+    }
+
+    /// Remembers tags; they count as at most one half of the pool.
+    pub(super) fn insert(&mut self, tags: &[u32]) {
+        if self.places.0.len() > PLACES_IN_CACHE {
+            // Nothing else in this pass, so that many cache misses overlap.
+            black_box(tags.iter().fold(0, |all, &tag| all ^ self.places.place(tag).map_or(0, |place| *place)));
+        }
+        for &tag in tags {
+            let mark = aged(tag, self.now);
+            if let Some(place) = self.places.place(tag) {
+                *place = mark;
+            }
+        }
+        let Some(left) = self.until_next.checked_sub(tags.len()) else {
+            self.now = self.now.wrapping_add(1);
+            self.until_next = self.half;
+            return;
+        };
+        self.until_next = left;
+    }
+
+    /// Forgets a tag; returns its age, if it was there.
+    #[inline]
+    pub(super) fn take(&mut self, tag: u32) -> Option<u16> {
+        let now = self.now;
+        let place = self.places.place(tag)?;
+        let age = now.wrapping_sub(*place) & AGE;
+        let is_there = *place == aged(tag, now.wrapping_sub(age));
+        is_there.then(|| {
+            *place = 0;
+            age
+        })
+    }
+}
+
+/// Bits of a place that are the age.
+const AGE: u16 = (1 << AGE_BITS) - 1;
+
+/// What is remembered of a tag that is let go at some time, never 0.
+#[inline]
+fn aged(tag: u32, time: u16) -> u16 {
+    (mark(tag) | 1 << AGE_BITS) & !AGE | time & AGE
 }
 
 #[cfg(test)]

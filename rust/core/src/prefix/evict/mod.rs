@@ -4,9 +4,9 @@
 
 mod adaptive;
 mod arc;
+mod counted;
 mod ghosts;
 mod leveled;
-mod lfu;
 mod miniature;
 #[cfg(test)]
 mod models;
@@ -18,8 +18,7 @@ mod segments;
 use crate::id::BlockId;
 use adaptive::Adaptive;
 use arc::Arc;
-use lfu::Lfu;
-use policy::{Lru, Priority};
+use policy::{Lfu, Lru, Priority};
 pub(crate) use quota::Quotas;
 use s3fifo::S3Fifo;
 pub use s3fifo::S3FifoSettings;

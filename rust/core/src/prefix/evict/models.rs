@@ -1,9 +1,9 @@
 //! Policies against plain models: lists that are searched from their beginning.
 
 use super::arc::Arc;
-use super::ghosts::Ghosts;
-use super::lfu::Lfu;
+use super::ghosts::{Aged, Ghosts};
 use super::miniature::Miniature;
+use super::policy::Lfu;
 use super::s3fifo::{S3Fifo, S3FifoSettings};
 use super::segments::{Rule, Segments};
 use super::{Departure, Evictor};
@@ -63,6 +63,7 @@ trait Choice {
     }
     fn choose(&mut self, entries: &mut Vec<Entry>) -> usize;
     fn gone(&mut self, entry: Entry);
+    fn inserted(&mut self) {}
     fn begin_chain(&mut self, _entries: &[Entry]) {}
 }
 
@@ -95,6 +96,7 @@ impl<C: Choice> Plain for Model<C> {
         entry.class = self.choice.floor(entry.class, self.floor);
         self.floor = entry.class;
         self.entries.push(entry);
+        self.choice.inserted();
     }
 
     fn hit(&mut self, block: BlockId) {
@@ -223,17 +225,31 @@ impl Plain for Reported {
     }
 }
 
-/// Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 used again.
-struct SegmentsModel(Rule, Ghosts, usize, usize);
+/// Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
+struct SegmentsModel {
+    rule: Rule,
+    ghosts: Aged,
+    chains: usize,
+    fresh: usize,
+    /// Blocks of the chain that is being released, and of the longest of late.
+    inserted: usize,
+    longest: usize,
+}
 
 impl Choice for SegmentsModel {
     fn class(&mut self, before: Option<usize>, tag: u32) -> usize {
-        let came_back = before.is_some() || (self.0 != Rule::Keep && self.1.take(tag));
-        if came_back { 3 } else { 0 }
+        match before {
+            Some(class) => (class.max(2) + 1).min(5),
+            None => usize::from(self.ghosts.take(tag).is_some_and(|age| self.rule.knows(tag, age))) * 3,
+        }
     }
 
     fn floor(&self, class: usize, floor: usize) -> usize {
-        if class.max(floor) == 3 { 3 } else { self.3 }
+        if class.max(floor) >= 3 { class.max(floor) } else { self.fresh }
+    }
+
+    fn inserted(&mut self) {
+        self.inserted += 1;
     }
 
     fn choose(&mut self, entries: &mut Vec<Entry>) -> usize {
@@ -241,24 +257,45 @@ impl Choice for SegmentsModel {
             return at;
         }
         let once = entries.iter().filter(|entry| entry.class == 2).count();
-        match self.0 {
-            Rule::Once(share) if once > BLOCKS * usize::from(share) / 1024 => {
-                first(entries, |entry| entry.class == 2).unwrap()
+        loop {
+            match self.rule {
+                Rule::Once(share) | Rule::Long(share) | Rule::Chances(share)
+                    if once > BLOCKS * usize::from(share) / 1024 =>
+                {
+                    return first(entries, |entry| entry.class == 2).unwrap();
+                }
+                Rule::Chances(_) if entries[0].class > 3 => {
+                    let mut entry = entries.remove(0);
+                    entry.class -= 1;
+                    entries.push(entry);
+                    self.inserted += 1;
+                }
+                _ => return 0,
             }
-            _ => 0,
         }
     }
 
     fn gone(&mut self, entry: Entry) {
-        self.1.insert(entry.tag);
+        self.ghosts.insert(&[entry.tag]);
     }
 
     fn begin_chain(&mut self, entries: &[Entry]) {
-        self.2 += 1;
+        self.chains += 1;
+        self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
         let probation = entries.iter().filter(|entry| entry.class == 1).count();
-        let is_kept = self.2 % 32 == 0 || probation > BLOCKS / 16;
-        self.3 = if self.0 == Rule::Keep && !is_kept { 1 } else { 2 };
+        let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).min(BLOCKS / 2).max(BLOCKS / 16);
+        self.fresh = if self.rule == Rule::Keep && !is_kept { 1 } else { 2 };
     }
+}
+
+fn rules() -> impl Strategy<Value = Rule> {
+    let shares = [10, 300, 700];
+    let rules = shares.map(Rule::Once).into_iter().chain(shares.map(Rule::Chances)).chain([
+        Rule::Long(300),
+        Rule::Oldest,
+        Rule::Keep,
+    ]);
+    prop::sample::select(rules.collect::<Vec<_>>())
 }
 
 /// Prompts as paths in a tree: how far one goes along with the prompt before it, and which branch it takes then.
@@ -334,17 +371,18 @@ proptest! {
     #[test]
     fn segments_take_what_their_model_takes(
         prompts in prompts(),
-        rule in prop::sample::select(vec![Rule::Once(10), Rule::Once(300), Rule::Once(700), Rule::Keep]),
+        rule in rules(),
     ) {
         let mut segments = Reported(Segments::new(BLOCKS, rule), HashMap::new());
-        let model = SegmentsModel(rule, Ghosts::new(BLOCKS), 0, 2);
+        let ghosts = Aged::new(BLOCKS);
+        let model = SegmentsModel { rule, ghosts, chains: 0, fresh: 2, inserted: 0, longest: 0 };
         prop_assert_eq!(serve(&mut segments, &prompts), serve(&mut Model::new(model), &prompts));
     }
 
     #[test]
     fn a_miniature_that_follows_all_blocks_has_the_hits_of_the_pool(
         prompts in prompts(),
-        rule in prop::sample::select(vec![Rule::Once(10), Rule::Once(700), Rule::Keep]),
+        rule in rules(),
     ) {
         let (_, hits) = serve(&mut Reported(Segments::new(BLOCKS, rule), HashMap::new()), &prompts);
         let mut miniature = Miniature::new(BLOCKS, rule);

@@ -1,9 +1,9 @@
 //! S3-FIFO: blocks that were never hit pass through a small queue, the others stay in a main one.
 
+use super::counted::Counted;
 use super::ghosts::Ghosts;
 use super::{Departure, Evictor};
 use crate::id::BlockId;
-use crate::ring::Rings;
 use std::fmt;
 
 const SMALL: usize = 0;
@@ -61,29 +61,24 @@ impl fmt::Display for S3FifoSettings {
 /// a key and forgets by being overwritten.
 #[derive(Debug, Clone)]
 pub(crate) struct S3Fifo {
-    rings: Rings,
-    hits: Vec<u8>,
+    counted: Counted,
     tags: Vec<u32>,
     ghosts: Ghosts,
     settings: S3FifoSettings,
     /// Blocks in the small queue, and how many it keeps while the main queue has any.
     small: usize,
     small_target: usize,
-    /// Most hits in the chain that is being released.
-    floor: u8,
 }
 
 impl S3Fifo {
     pub(crate) fn new(blocks: usize, settings: S3FifoSettings) -> Self {
         Self {
-            rings: Rings::new(blocks, 2),
-            hits: vec![0; blocks],
+            counted: Counted::new(blocks, 2, MAX_HITS),
             tags: vec![0; blocks],
             ghosts: Ghosts::new(settings.ghosts(blocks)),
             settings,
             small: 0,
             small_target: settings.small(blocks),
-            floor: 0,
         }
     }
 
@@ -92,7 +87,7 @@ impl S3Fifo {
     }
 
     fn pop_small(&mut self) -> Option<BlockId> {
-        let block = self.rings.pop(SMALL)?;
+        let block = self.counted.rings.pop(SMALL)?;
         self.small -= 1;
         self.ghosts.insert(self.tags[block.index()]);
         Some(block)
@@ -101,62 +96,49 @@ impl S3Fifo {
 
 impl Evictor for S3Fifo {
     fn len(&self) -> usize {
-        self.rings.len()
+        self.counted.rings.len()
     }
 
     fn contains(&self, block: BlockId) -> bool {
-        self.rings.contains(block)
+        self.counted.rings.contains(block)
     }
 
     fn insert(&mut self, block: BlockId) {
-        let hits = &mut self.hits[block.index()];
-        *hits = (*hits).max(self.floor);
-        self.floor = *hits;
-        if *hits == 0 {
-            self.small += 1;
-            self.rings.push(SMALL, block);
-        } else {
-            self.rings.push(MAIN, block);
-        }
+        let ring = if self.counted.release(block) == 0 { SMALL } else { MAIN };
+        self.small += usize::from(ring == SMALL);
+        self.counted.rings.push(ring, block);
     }
 
     fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
-        let was = self.rings.remove(block);
-        let hits = &mut self.hits[block.index()];
-        self.small -= usize::from(was && *hits == 0);
-        match departure {
-            Departure::Gone => *hits = 0,
-            Departure::Hit => *hits = (*hits + u8::from(was)).min(MAX_HITS),
-        }
+        let was_small = self.counted.hits(block) == 0;
+        let was = self.counted.remove(block, departure);
+        self.small -= usize::from(was && was_small);
         was
     }
 
     fn pop(&mut self) -> Option<BlockId> {
         loop {
             // What is in the main queue may be needed by older blocks of the small one, never by younger ones.
-            if self.small > self.small_target || self.rings.age(MAIN) <= self.rings.age(SMALL) {
+            if self.small > self.small_target || self.counted.rings.age(MAIN) <= self.counted.rings.age(SMALL) {
                 return self.pop_small();
             }
-            let block = self.rings.pop(MAIN)?;
-            let hits = &mut self.hits[block.index()];
-            if *hits <= 1 {
-                *hits = 0;
+            let block = self.counted.rings.pop(MAIN)?;
+            let hits = self.counted.hits(block).saturating_sub(1);
+            self.counted.set_hits(block, hits);
+            if hits == 0 {
                 return Some(block);
             }
-            *hits -= 1;
-            self.rings.push(MAIN, block);
+            self.counted.rings.push(MAIN, block);
         }
     }
 
     fn publish(&mut self, block: BlockId, _: u32, tag: u32) {
         self.tags[block.index()] = tag;
-        self.hits[block.index()] = u8::from(self.ghosts.take(tag));
+        self.counted.set_hits(block, u8::from(self.ghosts.take(tag)));
     }
 
     fn resize(&mut self, blocks: usize) {
-        if blocks > self.hits.len() {
-            self.rings.make_room(blocks);
-            self.hits.resize(blocks, 0);
+        if self.counted.make_room(blocks) {
             self.tags.resize(blocks, 0);
             // A tag's place depends on the size of the table.
             self.ghosts = Ghosts::new(self.settings.ghosts(blocks));
@@ -165,17 +147,15 @@ impl Evictor for S3Fifo {
     }
 
     fn begin_chain(&mut self) {
-        self.floor = 0;
+        self.counted.begin_chain();
     }
 
     fn hold(&mut self, block: BlockId) {
-        let hits = &mut self.hits[block.index()];
-        *hits = (*hits).max(self.floor);
+        self.counted.hold(block);
     }
 
     fn relocate(&mut self, from: BlockId, to: BlockId) {
-        self.rings.rename(from, to);
-        self.hits[to.index()] = std::mem::take(&mut self.hits[from.index()]);
+        self.counted.relocate(from, to);
         self.tags[to.index()] = self.tags[from.index()];
     }
 

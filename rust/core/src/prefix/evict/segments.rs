@@ -4,7 +4,7 @@
 //! block is in the segment of those behind it, or in a later one, and each segment is in the order of release. So no block
 //! goes before one that needs it, as long as blocks of a later segment go only if no earlier one has an older block.
 
-use super::ghosts::Ghosts;
+use super::ghosts::{AGES, Aged};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
@@ -12,25 +12,50 @@ const PROBATION: u32 = 0;
 const ONCE: u32 = 1;
 const AGAIN: u32 = 2;
 
-/// Bits of a note that say where its block is: its segment, and whether it was used again. The others are its tag's.
+/// Bits of a note that say where its block is: its segment, and how often it was used again. The others are its tag's.
 const SEGMENT: u32 = 3;
-const WAS_AGAIN: u32 = 4;
-const TAG: u32 = !7;
+const HIT: u32 = 4;
+const HITS: u32 = 3 * HIT;
+const TAG: u32 = !15;
 
 /// Of so many chains that are new, one is kept by [`Rule::Keep`].
-const KEPT_CHAINS: u32 = 32;
-/// Share of the pool that the other chains may have: one in so many blocks.
+const KEPT_CHAINS: u32 = 256;
+/// Share of the pool that the other chains may have: one in so many blocks, ...
 const PROBATION_SHARE: usize = 16;
+/// ... but so many times what the longest of late has, up to half of the pool.
+const PROBATION_CHAINS: usize = 2;
 
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
     /// As long as blocks used once are more than so many in 1024: the oldest of these.
     Once(u16),
+    /// The same, and blocks that went long ago are known again.
+    Long(u16),
+    /// As `Once`; and the oldest of the others stays once more for each further time that it was used.
+    Chances(u16),
+    /// The least recently used.
+    Oldest,
     /// New blocks, but for one chain in [`KEPT_CHAINS`]: what is there stays, even if prompts come round in a loop that
     /// is longer than the pool.
     Keep,
 }
+
+impl Rule {
+    /// Whether a block counts as used again that was let go `age` halves of the pool ago. Other rules than
+    /// [`Rule::Long`] know few of what went long ago: of prompts that come round in a loop only some displace others.
+    #[inline]
+    pub(super) fn knows(self, tag: u32, age: u16) -> bool {
+        match self {
+            Self::Long(_) => true,
+            Self::Once(_) | Self::Chances(_) | Self::Oldest => tag.to_le_bytes()[1] < KNOWN[usize::from(age)],
+            Self::Keep => false,
+        }
+    }
+}
+
+/// How many of 256 blocks are known, by age: together with those that [`Aged`] forgets, half of them after .7 pools.
+const KNOWN: [u8; AGES] = [255, 176, 121, 83, 57, 39, 27, 19, 13, 9, 6, 4, 3, 2, 1, 1];
 
 #[derive(Debug, Clone)]
 pub(super) struct Segments {
@@ -40,13 +65,17 @@ pub(super) struct Segments {
     notes: Vec<u32>,
     /// Blocks in each segment.
     lens: [usize; 3],
-    ghosts: Ghosts,
+    ghosts: Aged,
     blocks: usize,
-    /// Whether a block of the chain that is being released was used again.
-    again: bool,
-    /// Segment of the chain's blocks that were not.
+    /// Most hits of a block of the chain that is being released, as bits of a note.
+    floor: u32,
+    /// Segment of the chain's blocks that have no hits.
     fresh: u32,
     chains: u32,
+    /// Blocks of the longest chain of late.
+    longest: usize,
+    /// Stamp before the first block of the chain that is being released.
+    started: u32,
 }
 
 impl Segments {
@@ -56,11 +85,13 @@ impl Segments {
             rings: Rings::new(blocks, 3),
             notes: vec![0; blocks],
             lens: [0; 3],
-            ghosts: Ghosts::new(blocks),
+            ghosts: Aged::new(blocks),
             blocks,
-            again: false,
+            floor: 0,
             fresh: ONCE,
             chains: 0,
+            longest: 0,
+            started: 0,
         }
     }
 
@@ -73,9 +104,13 @@ impl Segments {
     }
 
     pub(super) fn begin_chain(&mut self) {
-        self.again = false;
+        self.floor = 0;
         self.chains = self.chains.wrapping_add(1);
-        let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > self.blocks / PROBATION_SHARE;
+        let inserted = self.rings.clock().wrapping_sub(self.started) as usize;
+        self.started = self.rings.clock();
+        self.longest = inserted.max(self.longest - self.longest.div_ceil(16));
+        let room = (self.blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(self.blocks / 2));
+        let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > room;
         self.fresh = if self.rule == Rule::Keep && !is_kept { PROBATION } else { ONCE };
     }
 
@@ -83,7 +118,7 @@ impl Segments {
     #[inline]
     pub(super) fn hold(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
-        *note |= if self.again { WAS_AGAIN } else { 0 };
+        *note = (*note & !HITS) | (*note & HITS).max(self.floor);
         *note & TAG
     }
 
@@ -92,9 +127,9 @@ impl Segments {
     pub(super) fn insert(&mut self, block: BlockId) -> u32 {
         let note = &mut self.notes[block.index()];
         let tag = *note & TAG;
-        self.again |= *note & WAS_AGAIN != 0;
-        let (segment, bit) = if self.again { (AGAIN, WAS_AGAIN) } else { (self.fresh, 0) };
-        *note = tag | bit | segment;
+        self.floor = self.floor.max(*note & HITS);
+        let segment = if self.floor > 0 { AGAIN } else { self.fresh };
+        *note = tag | self.floor | segment;
         self.lens[segment as usize] += 1;
         self.rings.push(segment as usize, block);
         tag
@@ -109,31 +144,38 @@ impl Segments {
         if !is_hit {
             *note = 0;
         } else if was {
-            *note |= WAS_AGAIN;
+            *note += if *note & HITS < HITS { HIT } else { 0 };
         }
         was
     }
 
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
-        let came_back = self.rule != Rule::Keep && self.ghosts.take(tag);
-        self.notes[block.index()] = (tag & TAG) | if came_back { WAS_AGAIN } else { 0 };
+        let came_back = self.ghosts.take(tag).is_some_and(|age| self.rule.knows(tag, age));
+        self.notes[block.index()] = (tag & TAG) | if came_back { HIT } else { 0 };
     }
 
     /// Blocks with these tags are given out again.
     pub(super) fn evicted(&mut self, tags: &[u32]) {
-        for &tag in tags {
-            self.ghosts.insert(tag);
-        }
+        self.ghosts.insert(tags);
     }
 
     /// Takes out the block that goes first.
-    #[inline]
     pub(super) fn pop(&mut self) -> Option<BlockId> {
-        let segment = self.first().0 as usize;
-        let block = self.rings.pop(segment)?;
-        self.lens[segment] -= 1;
-        Some(block)
+        loop {
+            let segment = self.first().0;
+            let block = self.rings.pop(segment as usize)?;
+            if segment == AGAIN && matches!(self.rule, Rule::Chances(_)) {
+                let note = &mut self.notes[block.index()];
+                if *note & HITS > HIT {
+                    *note -= HIT;
+                    self.rings.push(AGAIN as usize, block);
+                    continue;
+                }
+            }
+            self.lens[segment as usize] -= 1;
+            return Some(block);
+        }
     }
 
     /// Takes out the blocks that go first, or as many as there are.
@@ -143,15 +185,15 @@ impl Segments {
             let segment = segment as usize;
             let before = out.len();
             if most == 1 {
-                out.extend(self.rings.pop(segment));
+                out.extend(self.pop());
             } else {
                 self.rings.pop_into(segment, count.min(most), out);
+                self.lens[segment] -= out.len() - before;
             }
             let popped = out.len() - before;
             if popped == 0 {
                 return;
             }
-            self.lens[segment] -= popped;
             count -= popped;
         }
     }
@@ -165,7 +207,7 @@ impl Segments {
         if again == 0 {
             return (ONCE, once);
         }
-        if let Rule::Once(share) = self.rule {
+        if let Rule::Once(share) | Rule::Long(share) | Rule::Chances(share) = self.rule {
             let kept = (self.blocks * usize::from(share)) >> 10;
             if once > kept {
                 return (ONCE, once - kept);
@@ -180,7 +222,7 @@ impl Segments {
             self.rings.make_room(blocks);
             self.notes.resize(blocks, 0);
             // A tag's place depends on the size of the table.
-            self.ghosts = Ghosts::new(blocks);
+            self.ghosts = Aged::new(blocks);
         }
         self.blocks = blocks;
     }
