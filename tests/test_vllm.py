@@ -97,7 +97,9 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"host_bytes": True}, "host_bytes is True"),
         ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),
-        ({"host_bytes": 640, "external": "file:///x"}, "external is 'file:///x'"),
+        ({"host_bytes": 640, "external": 7}, "external is 7, must be a URL"),
+        ({"host_bytes": 640, "external": "file:///x", "external_deadline": 0}, "external_deadline is 0, must be seconds"),
+        ({"host_bytes": 640, "external": "file:///x", "weights_fixed": 1}, "weights_fixed is 1, must be true or false"),
     ],
 )
 def test_an_option_out_of_range_is_refused(vllm: SimpleNamespace, options: dict[str, Any], message: str):
