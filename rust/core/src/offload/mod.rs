@@ -254,6 +254,24 @@ impl OffloadCache {
         }
     }
 
+    /// Evicts `count` keys that nothing loads, none of `protected`, and appends their chunks, which are free then, to `out`.
+    /// Returns false, and changes nothing, if there are not so many.
+    pub fn evict(&mut self, count: usize, protected: &[Key], out: &mut Vec<BlockId>) -> bool {
+        let kept = |key| self.pool.find(key).filter(|&chunk| self.pool.refs(chunk) == 0);
+        let mut kept: Vec<BlockId> = protected.iter().filter_map(kept).collect();
+        kept.sort_unstable();
+        kept.dedup();
+        if count.saturating_add(kept.len()) > self.pool.evictable() {
+            return false;
+        }
+        let first = out.len();
+        kept.iter().for_each(|&chunk| self.pool.claim(chunk));
+        self.pool.evict(count, false, out);
+        self.pool.begin_chain();
+        kept.iter().chain(&out[first..]).for_each(|&chunk| self.pool.release(chunk));
+        true
+    }
+
     /// Forgets a key: it is a miss from now on, also when a store of it ends. Returns the chunk that it had.
     pub fn forget(&mut self, key: &Key) -> Option<BlockId> {
         if let Some(Store { chunk, .. }) = self.stores.remove(key) {
