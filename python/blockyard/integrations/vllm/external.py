@@ -88,7 +88,7 @@ class ExternalTier:
         self._batch = max(1, _BATCH_BYTES // store.bytes_per_block)
         # A local store knows what it has; others must be asked.
         self._is_sure = isinstance(store, SlabStore)
-        self._most_writing = max(1, offload.num_chunks // 4)
+        self._most_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
         self._state = threading.Lock()  # over all below; taken after `lock`, never before
         self._requests: dict[str, _Request] = {}
