@@ -131,6 +131,12 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
     for transfer in documented():
         extra = transfer["kv_connector_extra_config"]
         if extra.get("spec_module_path") == vllm.ours.__name__:
+            if "external" in extra:
+                extra |= {"external": f"file://{tmp_path}?size=8MiB", "host_bytes": "16MiB"}
+                spec = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, extra, engine_id=str(tmp_path)))
+                assert spec.get_manager().num_chunks == 65536
+                spec.get_manager().shutdown()
+                continue
             block_bytes = 16 * 2 * 32 * 8 * 128 * 2
             spec = getattr(vllm.ours, extra["spec_name"])(vllm_modules.config(vllm, extra, block_bytes=block_bytes))
             assert spec.get_manager().num_chunks == 8192

@@ -309,6 +309,15 @@ def test_nothing_is_left_in_shared_memory(engine: Callable[..., Engine]):
     assert {path.name for path in Path("/dev/shm").glob("blockyard-*")} <= before
 
 
+def test_an_engine_that_ends_before_all_have_come_leaves_no_file(vllm: SimpleNamespace):
+    from blockyard.integrations.vllm.region import SharedRegion
+
+    region = SharedRegion(f"test-{os.getpid()}-early", 4096, 2, 0)
+    assert region._path.exists()
+    region.close()
+    assert not region._path.exists()
+
+
 def test_the_scheduler_uses_no_memory_that_a_worker_has_not_mapped(vllm: SimpleNamespace):
     from blockyard.integrations.vllm.region import SharedRegion
 

@@ -183,6 +183,7 @@ class ExternalTier:
         self._loads.shutdown(wait=False, cancel_futures=True)
         self._stores.shutdown(wait=False, cancel_futures=True)
         self._store.close()
+        self._region.close()
 
     # ---- in threads ----
 

@@ -6,6 +6,8 @@ import fcntl
 import hashlib
 import mmap
 import os
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -56,6 +58,8 @@ class SharedRegion:
                 HostMapping(self._stride, file=file, offset=self._stride * rank)
                 for rank in (range(world_size) if place == world_size else [place])
             ]
+            # An engine that ends before all have come leaves no file behind.
+            self._finish = weakref.finalize(self, _remove, self._path, os.fstat(file).st_ino)
         finally:
             os.close(file)
 
@@ -68,6 +72,10 @@ class SharedRegion:
     def is_complete(self) -> bool:
         """Whether all workers and the scheduler have mapped the memory."""
         return int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
+
+    def close(self) -> None:
+        """Remove the file's name if somebody has not come; the memory stays as long as it is used."""
+        self._finish()
 
     def rows(self, count: int) -> list[NDArray[np.uint8]]:
         """See the memory of each worker as so many rows, uint8 `[count, bytes]`: for the scheduler."""
@@ -112,3 +120,10 @@ class SharedRegion:
             self._path.unlink()
             raise OutOfMemoryError(f"{_FOLDER} has {free} bytes free, the host tier needs {size}", size)
         os.ftruncate(file, size)
+
+
+def _remove(path: Path, inode: int) -> None:
+    """Remove the file's name, if it still has it."""
+    with suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()

@@ -101,6 +101,7 @@ class BlockyardWorker(OffloadingWorker):
         width = sum(widths) if block_bytes is None else block_bytes
         if sum(widths) > width:
             raise InvalidArgumentError(f"kv_caches have {sum(widths)} bytes a block, block_bytes is {width}")
+        self._region = region
         self._host = HostPool.for_device(
             num_chunks * blocks_per_chunk,
             width,
@@ -168,6 +169,8 @@ class BlockyardWorker(OffloadingWorker):
         self._jobs.clear()
         self._groups = [_Group(None, None)] * len(self._groups)
         self._host.close()
+        if self._region is not None:
+            self._region.close()
 
     def _submit(
         self,
