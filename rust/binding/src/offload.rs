@@ -174,6 +174,7 @@ impl PyOffloadManager {
         let (py, Keys { names, keys }) = (keys.py(), self.read(keys)?);
         let mut state = self.lock();
         let mut stored = memory::reserved(keys.len())?;
+        state.cache.look_ahead(&keys);
         for (name, key) in names.iter().zip(&keys) {
             match state.cache.complete_store(key, success) {
                 Stored::Found => stored.push(name),

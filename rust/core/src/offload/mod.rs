@@ -141,12 +141,19 @@ impl OffloadCache {
         }
     }
 
+    /// Reads the memory that calls with these keys are going to need, so that cache misses overlap.
+    pub fn look_ahead(&self, keys: &[Key]) {
+        keys.iter().for_each(|key| self.pool.look_ahead(key));
+    }
+
     /// Takes a chunk for each key that has none, and writes its place in `keys` and the chunk to `out`. Those that have one
     /// count as just used and are not evicted for it. Keys given twice, and keys whose forgotten store still runs, get no
     /// chunk. Returns false, and changes nothing, if there are too few chunks.
     pub fn prepare_store(&mut self, keys: &[Key], deadline: u64, out: &mut Vec<(usize, BlockId)>) -> bool {
         let first = out.len();
         let mut found = Vec::new();
+        self.look_ahead(keys);
+        self.stores.reserve(keys.len());
         for (place, key) in keys.iter().enumerate() {
             if let Some(chunk) = self.pool.find(key) {
                 found.push(chunk);
