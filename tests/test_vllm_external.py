@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_modules
+from servers import serving
 
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError, StoreError
 from blockyard.testing.faults import FailingStore
@@ -300,6 +301,22 @@ def test_events_say_what_comes_from_the_store_and_what_goes_for_it(engine: Calla
 def test_a_store_that_cannot_be_opened_ends_the_start(vllm: SimpleNamespace, tmp_path: Path):
     with pytest.raises(StoreError):
         Engine(vllm, tmp_path / "missing" / "folder")
+
+
+def test_two_engines_share_a_server_and_go_on_without_it(engine: Callable[..., Engine], tmp_path: Path):
+    with serving("valkey-server", tmp_path) as server:
+        url = f"redis://127.0.0.1:{server.port}?size=1MiB&deadline=20"
+        first, second = engine(external=url, external_deadline=30), engine(external=url, external_deadline=30)
+        first.compute(KEYS[:4])
+        # Neither knows what the server has: it is asked.
+        assert second.found(KEYS[:5]) == 4
+        assert second.load(KEYS[:4])
+        server.process.kill()
+        server.process.wait()
+        first.compute(KEYS[6:8])
+        assert second.found(KEYS[6:8], "two") == 0
+        assert first.found(KEYS[:4], "three") == 4
+        assert first.load(KEYS[:4])
 
 
 def test_nothing_is_left_in_shared_memory(engine: Callable[..., Engine]):

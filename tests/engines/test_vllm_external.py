@@ -1,7 +1,9 @@
 """vLLM itself, on a CPU, with a store below its host memory: tokens are those of vLLM alone, whatever storage does."""
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
 ]
 
-ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "external_deadline": 4}
+ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "external_deadline": 60}
 
 
 class FileStorage:
@@ -32,7 +34,7 @@ class FileStorage:
 
 class ValkeyStorage:
     def __init__(self, server: Server) -> None:
-        self.server, self.url = server, f"redis://127.0.0.1:{server.port}?size=64MiB&deadline=1"
+        self.server, self.url = server, f"redis://127.0.0.1:{server.port}?size=64MiB&deadline=20"
 
     def damage(self) -> None:
         """Flip a byte in every second chunk."""
@@ -79,6 +81,27 @@ def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder
     after = [late - early for early, late in zip(loaded, loaded[1:], strict=False)]
     # Warm, lost, refused, hanging, well again.
     assert [bool(count) for count in after] == [True, False, False, False, True], json.dumps(found["external"])
+
+
+def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: Any, tmp_path: Path):
+    from redis import Redis  # noqa: PLC0415 (an extra)
+
+    rounds = [""] * 4
+    with serving("valkey-server", tmp_path) as server, ThreadPoolExecutor(2) as threads:
+        storage = ValkeyStorage(server)
+        extra = {**ROOMY, "external": f"redis://127.0.0.1:{server.port}?size=64MiB"}
+        first = serve(folder, extra=extra, rounds=1)
+        assert first["external"][-1]["written"] > 0
+        others = [threads.submit(serve, folder, extra=extra, faults=rounds) for _ in range(2)]
+        client = Redis(port=storage.server.port)
+        hits = client.info()["keyspace_hits"]
+        while client.info()["keyspace_hits"] < hits + 10 and not all(other.done() for other in others):
+            time.sleep(0.01)
+        server.process.kill()
+        found = [other.result() for other in others]
+    assert [one["tokens"] for one in found] == [[alone["tokens"][0]] * len(rounds)] * 2
+    # What the first has computed the others have loaded.
+    assert sum(one["external"][-1]["loaded"] for one in found) > 0
 
 
 def test_a_copy_to_the_host_that_is_left_out_shows_in_the_tokens(folder: Path, alone: Any, tmp_path: Path):
