@@ -25,9 +25,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "prefix_router.py"
 
 def new_manager(device: int = 8, *, host: int = 0, events: int = 100) -> BlockManager:
     caching = PrefixCaching(max_events=events)
-    return BlockManager(
-        block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=caching
-    )
+    return BlockManager(block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=caching)
 
 
 def run(manager: BlockManager, prompt: list[int], **key: Any) -> int:

@@ -98,7 +98,10 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
         ({"host_bytes": True}, "host_bytes is True"),
         ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),
         ({"host_bytes": 640, "external": 7}, "external is 7, must be a URL"),
-        ({"host_bytes": 640, "external": "file:///x", "external_deadline": 0}, "external_deadline is 0, must be seconds"),
+        (
+            {"host_bytes": 640, "external": "file:///x", "external_deadline": 0},
+            "external_deadline is 0, must be seconds",
+        ),
         ({"host_bytes": 640, "external": "file:///x", "weights_fixed": 1}, "weights_fixed is 1, must be true or false"),
     ],
 )

@@ -32,7 +32,9 @@ class Engine:
 
     made = 0
 
-    def __init__(self, vllm: SimpleNamespace, root: Path, *, chunks: int = CHUNKS, world: int = 1, **options: Any) -> None:
+    def __init__(
+        self, vllm: SimpleNamespace, root: Path, *, chunks: int = CHUNKS, world: int = 1, **options: Any
+    ) -> None:
         Engine.made += 1
         self.vllm = vllm
         extra = {"host_bytes": world * chunks * BLOCK, "external": f"file://{root}?size=1MiB", **options}
@@ -148,7 +150,9 @@ def engine(vllm: SimpleNamespace, tmp_path: Path) -> Iterator[Callable[..., Engi
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(engine: Callable[..., Engine], world: int):
+def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(
+    engine: Callable[..., Engine], world: int
+):
     first = engine(world=world)
     first.compute(KEYS[:6])
     assert first.tier.counts.written == 6
@@ -165,7 +169,9 @@ def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(
     ("change", "found"),
     [({}, 6), ({"revision": "b"}, 0), ({"world": 2}, 0), ({"blocks_per_chunk": 2}, 0)],
 )
-def test_only_the_same_weights_and_layout_find_chunks(engine: Callable[..., Engine], change: dict[str, Any], found: int):
+def test_only_the_same_weights_and_layout_find_chunks(
+    engine: Callable[..., Engine], change: dict[str, Any], found: int
+):
     first = engine()
     first.compute(KEYS[:6])
     first.close()

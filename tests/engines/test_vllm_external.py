@@ -38,7 +38,7 @@ class ValkeyStorage:
 
     def damage(self) -> None:
         """Flip a byte in every second chunk."""
-        from redis import Redis  # noqa: PLC0415 (an extra)
+        from redis import Redis
 
         client = Redis(port=self.server.port)
         names = sorted(name for name in client.scan_iter() if client.strlen(name) > 20000)
@@ -84,7 +84,7 @@ def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder
 
 
 def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: Any, tmp_path: Path):
-    from redis import Redis  # noqa: PLC0415 (an extra)
+    from redis import Redis
 
     rounds = [""] * 4
     with serving("valkey-server", tmp_path) as server, ThreadPoolExecutor(2) as threads:

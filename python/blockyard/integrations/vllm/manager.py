@@ -35,6 +35,7 @@ __all__ = ["BlockyardManager"]
 STORE_DEADLINE_SECONDS: Final = 60.0
 """A key is a pending hit for no longer than this: a store that never ends keeps nobody waiting."""
 
+_HIT: Final = LookupResult.HIT
 _RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING, "miss": LookupResult.MISS}
 # vLLM 0.33 says when the transfers that a reset met have ended; 0.32 waits for them before the next step begins.
 _HAS_FLUSH: Final = hasattr(OffloadingManager, "on_reset_flushed")
@@ -108,6 +109,8 @@ class BlockyardManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, is on its way from an external store, or is not here."""
         found = self._lookup([key])[0]
+        if found == "hit":
+            return _HIT
         if found == "miss" and self._external is not None:
             return self._external.lookup(key, req_context)
         return _RESULTS[found]
