@@ -7,7 +7,7 @@ offloading connector, so that stores evict. Prints a table; with BENCH_JSON=FILE
 JSON object in FILE.
 
 With `--vllm`, or VLLM_SOURCE, a folder that holds `vllm/v1/kv_offload` as unpacked from a wheel of vLLM 0.33, it takes
-turns with vLLM's own CPU manager in the same rounds, and with ours behind vLLM's interface, which looks keys up one by one.
+turns with vLLM's own CPU manager in the same rounds, and with ours behind vLLM's interface: one lookup a key.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from peers import vllm_offload
 from blockyard.offload import OffloadManager
 
 BATCH, KEY_BYTES = 128, 36
+SOURCE = os.environ.get("VLLM_SOURCE", "").split(":")[-1]
 Calls = list[tuple[str, Callable[[list[bytes]], object]]]
 
 
@@ -64,9 +65,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=60_000, help="of the host cache")
     parser.add_argument("--batches", type=int, default=400, help="of 128 keys, fewer than the chunks")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--vllm", default=os.environ.get("VLLM_SOURCE", "").split(":")[-1], help="folder of its sources"
-    )
+    parser.add_argument("--vllm", default=SOURCE, help="folder of its sources")
     options = parser.parse_args()
     subjects = {"ours": own(options.chunks), **others(options.vllm, options.chunks)}
     found = measure(subjects, options.batches, options.rounds)

@@ -1,4 +1,4 @@
-"""Routes prompts to the engine that has most of their prefix, by its events. Run it: `python examples/prefix_router.py`."""
+"""Routes prompts to the engine that has most of their prefix, by its events: `python examples/prefix_router.py`."""
 
 import msgspec
 import zmq

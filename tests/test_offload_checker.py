@@ -77,15 +77,10 @@ def test_a_planted_fault_is_caught(planted: type[Planted], message: str):
         OffloadChecker(planted(), CHUNKS).run(5000)
 
 
-def test_a_salt_that_is_dropped_on_the_way_is_caught():
-    with pytest.raises(InvariantError, match="holds"):
-        OffloadChecker(
-            OffloadManager(CHUNKS), CHUNKS, name=lambda prefix, _, group: exact_name(prefix, b"", group)
-        ).run(5000)
+@pytest.mark.parametrize("forgotten", ["salt", "group"])
+def test_a_salt_dropped_on_the_way_and_a_hybrid_pool_that_comes_back_in_part_are_caught(forgotten: str):
+    def name(prefix: tuple[int, ...], salt: bytes, group: int) -> bytes:
+        return exact_name(prefix, b"" if forgotten == "salt" else salt, 0 if forgotten == "group" else group)
 
-
-def test_a_hybrid_pool_that_comes_back_in_part_is_caught():
     with pytest.raises(InvariantError, match="holds"):
-        OffloadChecker(
-            OffloadManager(CHUNKS), CHUNKS, groups=2, name=lambda prefix, salt, _: exact_name(prefix, salt, 0)
-        ).run(5000)
+        OffloadChecker(OffloadManager(CHUNKS), CHUNKS, groups=2, name=name).run(5000)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class ValkeyStorage:
         from redis import Redis
 
         client = Redis(port=self.server.port)
-        names = sorted(name for name in client.scan_iter() if client.strlen(name) > 20000)
+        names = sorted(name for name in client.scan_iter(_type="string") if client.strlen(name) > 20000)
         assert names
         for name in names[::2]:
             byte = client.getrange(name, 20000, 20000)[0]
@@ -78,7 +79,7 @@ def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder
     found = serve(folder, extra={**ROOMY, "external": storage.url}, faults=faults)
     assert found["tokens"] == [alone["tokens"][0]] * len(faults)
     loaded = [count["loaded"] for count in found["external"]]
-    after = [late - early for early, late in zip(loaded, loaded[1:], strict=False)]
+    after = [late - early for early, late in pairwise(loaded)]
     # Warm, lost, refused, hanging, well again.
     assert [bool(count) for count in after] == [True, False, False, False, True], json.dumps(found["external"])
 

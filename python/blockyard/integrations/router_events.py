@@ -4,9 +4,11 @@
     publisher.know(prompt, salt=b"tenant-a")          # before its events: they then carry its tokens and salt
     publisher.publish(manager.prefix.take_events())   # once a step
 
-A message has three frames: topic, number (8 bytes, big-endian), and a MessagePack array of time, events and data-parallel
-rank. `BlockStored` and `BlockRemoved` name the medium: `GPU`, `CPU` or `STORAGE`. A router that keeps media by block knows
-that a block which left the device is still on the host. It needs `pip install 'blockyard[events]'`.
+A message has three frames: topic, number (8 bytes, big-endian), and a MessagePack array of time, events and
+data-parallel rank. `BlockStored` and `BlockRemoved` name the medium: `GPU`, `CPU` or `STORAGE`. A router that keeps the
+media of each block knows that a block which left the device is still on the host.
+
+It needs `pip install 'blockyard[events]'`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.events import EventBatch, export_keys
@@ -28,6 +31,9 @@ except ImportError as error:
     raise ImportError(
         f"blockyard.integrations.router_events needs msgspec and pyzmq ({error}): pip install 'blockyard[events]'"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventPublisher", "Message"]
 
@@ -149,17 +155,19 @@ class EventPublisher:
         self._told: dict[tuple[int, bytes], _Known] = {}  # of blocks that are in no medium yet
         self._known: dict[tuple[int, bytes], _Known] = {}
         self._present: dict[str, dict[tuple[int, bytes], None]] = {medium: {} for medium in MEDIA.values()}
-        self._context = zmq.Context.instance()
+        self._context: Any = zmq.Context.instance()
         self._closed = threading.Event()
         self._socket = self._open(zmq.PUB, endpoint)
-        self._replay = self._thread = None
+        self._thread: threading.Thread | None = None
         if replay_endpoint is not None:
             try:
-                self._replay = self._open(zmq.ROUTER, replay_endpoint)
+                replay = self._open(zmq.ROUTER, replay_endpoint)
             except InvalidArgumentError:
                 self._socket.close(linger=0)
                 raise
-            self._thread = threading.Thread(target=self._serve_replay, name="blockyard-events", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve_replay, args=(replay,), name="blockyard-events", daemon=True
+            )
             self._thread.start()
 
     def know(
@@ -225,7 +233,7 @@ class EventPublisher:
         if self._thread is not None:
             self._thread.join()
 
-    def __enter__(self) -> EventPublisher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -279,8 +287,9 @@ class EventPublisher:
         )
 
     def _leave(self, place: tuple[int, bytes], medium: str) -> None:
-        if self._present[medium].pop(place, self) is self:
+        if place not in self._present[medium]:
             return
+        del self._present[medium][place]
         known = self._known[place]
         known.media -= 1
         if not known.media:
@@ -303,8 +312,7 @@ class EventPublisher:
             raise InvalidArgumentError(f"endpoint is {endpoint!r}: {error}") from None
         return socket
 
-    def _serve_replay(self) -> None:
-        socket = self._replay
+    def _serve_replay(self, socket: Any) -> None:
         while not self._closed.is_set():
             if not socket.poll(_POLL_MS):
                 continue

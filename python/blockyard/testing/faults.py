@@ -205,9 +205,9 @@ class FailingStore(ExternalStore):
         deadline: seconds after which what hangs is given up.
 
     Attributes:
-        fault: what goes wrong from now on. `"lose"`: it says that it has a key, and then has not. `"refuse"`: every call
-            that reads or writes raises StoreError. `"hang"`: reads and writes come back as misses, at the deadline.
-            Empty: nothing.
+        fault: what goes wrong from now on. `"lose"`: it says that it has a key, and then has not. `"refuse"`: every
+            call that reads or writes raises StoreError. `"hang"`: reads and writes come back as misses, at the
+            deadline. Empty: nothing.
         faults: calls that went wrong.
 
     Example:

@@ -26,8 +26,8 @@ _WORD: Final = np.dtype("<u8")
 class SharedRegion:
     """One process's view of host memory that an engine's workers and its scheduler share.
 
-    The file in `/dev/shm` has one part for each worker, and a page that says who has mapped it. The last to come removes
-    its name, so the memory goes with the last process, however that ends.
+    The file in `/dev/shm` has one part for each worker, and a page that says who has mapped it. The last to come
+    removes its name, so the memory goes with the last process, however that ends.
 
     Args:
         engine_id: of the engine, from vLLM.
