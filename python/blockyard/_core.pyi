@@ -2664,6 +2664,17 @@ class OffloadManager:
         Raises:
             InvalidArgumentError: a key is not bytes.
         """
+    def evict(self, count: int, protected: _ByteKeys | None = None) -> list[bytes] | None:
+        """Evict keys that nothing loads, those first that the eviction policy says; their chunks are free then.
+
+        Args:
+            count: keys to evict.
+            protected: keys to keep: bytes, in any collection.
+        Returns:
+            The keys that were evicted; or None, and nothing is changed, if there are not so many.
+        Raises:
+            InvalidArgumentError: `count` is negative, or a key is not bytes.
+        """
     def forget(self, keys: _ByteKeys) -> list[bytes]:
         """Forget keys whose bytes are bad or not wanted any more: they are misses from now on.
 

@@ -3,23 +3,17 @@
 `make test-engines` makes the environment and names its Python in `ENGINES_PYTHON`.
 """
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_engine import OURS, PYTHON, SPEC, serve
 
-PYTHON = os.environ.get("ENGINES_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
 ]
 
-HERE = Path(__file__).parent
-OURS = "blockyard.integrations.vllm"
-SPEC = {"spec_name": "BlockyardSpec", "spec_module_path": OURS, "host_bytes": "16MiB"}
 POLICY = {
     "spec_name": "PolicyOnCpu",
     "spec_module_path": "cpu_specs",
@@ -31,33 +25,6 @@ POLICY = {
 TIERING = {"spec_name": "TieringOnCpu", "spec_module_path": "cpu_specs", "cpu_bytes_to_use": 8 * 32768}
 LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
 PROMOTED, FAILED = "vllm:kv_offload_tiering_read_bytes", "vllm:kv_offload_tiering_promotion_job_failures"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-def serve(folder: Path, **options: Any) -> Any:
-    paths = [str(HERE), str(HERE.parents[1] / "python")]
-    finished = subprocess.run(
-        [PYTHON, str(HERE / "serve_vllm.py"), str(folder), json.dumps(options)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"},
-    )
-    results = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return json.loads(results[0].removeprefix("RESULT "))
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> Any:
-    found = serve(folder)
-    assert found["counters"]["vllm:num_preemptions"] > 0
-    return found
 
 
 def tier(root: Path) -> dict[str, Any]:

@@ -55,6 +55,14 @@ def records() -> Namespace:
     class ReqContext:
         req_id: str
         kv_transfer_params: dict[str, Any] | None = None
+        kv_hints: Any = None
+        _state: dict[type, Any] = field(default_factory=dict)
+
+        def set_state(self, val: Any) -> None:
+            self._state[type(val)] = val
+
+        def get_state(self, cls: type) -> Any:
+            return self._state.get(cls)
 
     class LoadStoreSpec:
         pass

@@ -28,31 +28,36 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class HostMapping:
-    """Anonymous memory, all zeros; it lives as long as a tensor over it does.
+    """Memory, all zeros; it lives as long as a tensor over it does.
 
     Args:
         num_bytes: its size.
+        file: descriptor of a file to share with other processes; anonymous memory if None.
+        offset: where in the file, a multiple of the page size.
 
     Attributes:
         tensor: all of it, uint8 `[num_bytes]`.
-        address: of its first byte, a multiple of 2 MiB.
+        address: of its first byte, a multiple of 2 MiB; of a file's, a multiple of the page size.
 
     Raises:
         OutOfMemoryError: the system does not give so much.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, file: int | None = None, offset: int = 0) -> None:
         if num_bytes < 0:
             raise InvalidArgumentError(f"{num_bytes} bytes are wanted, must be at least 0")
         self.num_bytes = num_bytes
         try:
-            # A mapping of nothing is refused, and private memory is what huge pages are for.
-            self._memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if file is None:
+                # A mapping of nothing is refused, and private memory is what huge pages are for.
+                self._memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                self._memory = mmap.mmap(file, num_bytes, mmap.MAP_SHARED, offset=offset)
         except (OSError, OverflowError, ValueError) as error:
             message = f"the system gives no {num_bytes} bytes for host blocks: {error}"
             raise OutOfMemoryError(message, num_bytes) from error
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        start = -whole.data_ptr() % _HUGE_PAGE
+        start = -whole.data_ptr() % _HUGE_PAGE if file is None else 0
         self.tensor: Tensor = whole[start : start + num_bytes]
         self.address = whole.data_ptr() + start
         # Kernels without them say no, which changes nothing but speed.

@@ -91,6 +91,7 @@ class HostPool:
         chunk_bytes: about so many are made ready at a time.
         on_failure: what follows where memory cannot be page-locked: an error, from here or from `wait`, or ordinary
             memory from that chunk on, which copies slowly (`problem` says why).
+        mapping: the memory, at least as much as the blocks need; fresh memory if None.
 
     Attributes:
         node: where the memory comes from; None if there is no preference, or none that the system accepts.
@@ -111,6 +112,7 @@ class HostPool:
         touch: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
         on_failure: OnFailure = "raise",
+        mapping: HostMapping | None = None,
     ) -> None:
         if num_blocks < 0 or bytes_per_block < 1 or chunk_bytes < 1:
             raise InvalidArgumentError(
@@ -118,8 +120,9 @@ class HostPool:
             )
         if on_failure not in get_args(OnFailure):
             raise InvalidArgumentError(f"on_failure is {on_failure!r}, must be one of {get_args(OnFailure)}")
-        mapping = HostMapping(num_blocks * bytes_per_block)
-        self._rows: Tensor = mapping.tensor.view(num_blocks, bytes_per_block)
+        wanted = num_blocks * bytes_per_block
+        mapping = mapping or HostMapping(wanted)
+        self._rows: Tensor = mapping.tensor[:wanted].view(num_blocks, bytes_per_block)
         problem = mapping.prefer(node) if node is not None else ""
         self.node = None if problem else node
         chunk_blocks = blocks_per_chunk(bytes_per_block, chunk_bytes)
@@ -150,16 +153,22 @@ class HostPool:
 
     @classmethod
     def for_device(
-        cls, num_blocks: int, bytes_per_block: int, device: torch.device, *, on_failure: OnFailure = "raise"
+        cls,
+        num_blocks: int,
+        bytes_per_block: int,
+        device: torch.device,
+        *,
+        on_failure: OnFailure = "raise",
+        mapping: HostMapping | None = None,
     ) -> Self:
         """Make a pool for copies to and from a device: page-locked and near it if it is a CUDA device.
 
         For the CPU it is ordinary memory, which is taken as it is written.
         """
         if device.type != "cuda" or not num_blocks:
-            return cls(num_blocks, bytes_per_block, touch=False, on_failure=on_failure)
+            return cls(num_blocks, bytes_per_block, touch=False, on_failure=on_failure, mapping=mapping)
         locker, node = CudaLocker(device), node_of_device(device)
-        return cls(num_blocks, bytes_per_block, locker=locker, node=node, on_failure=on_failure)
+        return cls(num_blocks, bytes_per_block, locker=locker, node=node, on_failure=on_failure, mapping=mapping)
 
     @property
     def rows(self) -> Tensor:

@@ -1,14 +1,16 @@
 """Damage to stored blocks, on purpose: what a bad disk does, for tests and for `blockyard demo --corrupt`.
 
 The file of a live store is changed behind its back. Whatever is changed, the store must report a miss. `UnrulyStore` is
-a store that breaks the rules of `ExternalStore` itself, for tests of what uses one.
+a store that breaks the rules of `ExternalStore` itself, and `FailingStore` one that keeps them and yet brings nothing,
+for tests of what uses one.
 """
 
 import os
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from blockyard._core import Completion, SlabStore, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, Keys
 
-__all__ = ["PARTS", "UnrulyStore", "corrupt_slots", "flip_bytes"]
+__all__ = ["PARTS", "FailingStore", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 
 HEADER_BYTES = 4096
 PARTS: dict[str, tuple[int, int]] = {
@@ -206,6 +208,112 @@ class UnrulyStore(ExternalStore):
         if how == "after":
             raise self._random.choice(_ERRORS)
         return self._random.choice(others(found)) if how else found
+
+
+class FailingStore(ExternalStore):
+    """A prefix store that fails as storage does: what uses one must lose hits alone, never tokens, and never wait long.
+
+    Args:
+        inner: a store with keys that works.
+        deadline: seconds after which what hangs is given up.
+
+    Attributes:
+        fault: what goes wrong from now on. `"lose"`: it says that it has a key, and then has not. `"refuse"`: every
+            call that reads or writes raises StoreError. `"hang"`: reads and writes come back as misses, at the
+            deadline. Empty: nothing.
+        faults: calls that went wrong.
+
+    Example:
+        >>> import tempfile
+        >>> from blockyard.stores import open_store
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     inner = open_store(f"file://{folder}?size=1MiB", bytes_per_block=4096, use="prefix")
+        ...     with FailingStore(inner) as store:
+        ...         store.fault = "lose"
+        ...         print(store.contains([bytes(32)]), store.wait(store.submit_get([bytes(32)])).reasons)
+        [ True] ('absent',)
+    """
+
+    def __init__(self, inner: ExternalStore, *, deadline: float = 2.0) -> None:
+        self._inner, self._deadline = inner, deadline
+        self._late: dict[int, float] = {}
+        self.fault: Literal["", "lose", "refuse", "hang"] = ""
+        self.faults = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that the store can hold."""
+        return self._inner.num_slots
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block."""
+        return self._inner.bytes_per_block
+
+    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+        """Start to write blocks to slots."""
+        return self._submit(lambda: self._inner.submit_write(slots, rows))
+
+    def submit_read(self, slots: NDArray[np.int64]) -> int:
+        """Start to read blocks of slots."""
+        return self._submit(lambda: self._inner.submit_read(slots))
+
+    def submit_put(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+        """Start to store blocks under keys."""
+        return self._submit(lambda: self._inner.submit_put(keys, rows))
+
+    def submit_get(self, keys: Keys) -> int:
+        """Start to read blocks by key."""
+        if self.fault == "lose":
+            # Names that nobody has stored.
+            keys = [os.urandom(32) for _ in keys]
+        return self._submit(lambda: self._inner.submit_get(keys))
+
+    def submit_delete(self, keys: Keys) -> int:
+        """Start to delete keys."""
+        return self._submit(lambda: self._inner.submit_delete(keys))
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether each key has a block, or claim it."""
+        found = self._inner.contains(keys)
+        return np.ones_like(found) if self.fault == "lose" else found
+
+    def forget(self) -> None:
+        """Forget every key."""
+        self._inner.forget()
+
+    def poll(self) -> list[int]:
+        """Return tickets that finished; those that hang when their time is over."""
+        now = time.monotonic()
+        return [ticket for ticket in self._inner.poll() if self._late.get(ticket, 0.0) <= now]
+
+    def wait(self, ticket: int, timeout: float | None = None, out: NDArray[np.uint8] | None = None) -> Completion:
+        """Collect a ticket; one that hangs at its deadline, or at the timeout, as misses."""
+        until = self._late.pop(ticket, None)
+        if until is None:
+            return self._inner.wait(ticket, timeout, out)
+        left = until - time.monotonic()
+        time.sleep(max(0.0, left if timeout is None else min(timeout, left)))
+        answer = self._inner.wait(ticket, timeout, out)
+        missed = np.zeros_like(answer.ok)
+        return Completion(ticket, missed, np.zeros_like(answer.rows), ("timeout",) * len(missed))
+
+    def stats(self) -> StoreStats:
+        """Return the counters of the store below."""
+        return self._inner.stats()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Close the store below."""
+        return self._inner.close(timeout)
+
+    def _submit(self, call: Callable[[], int]) -> int:
+        self.faults += bool(self.fault)
+        if self.fault == "refuse":
+            raise StoreError("the storage refuses, on purpose")
+        ticket = call()
+        if self.fault == "hang":
+            self._late[ticket] = time.monotonic() + self._deadline
+        return ticket
 
 
 def _misshapen(answer: Completion) -> Sequence[object]:

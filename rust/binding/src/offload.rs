@@ -76,14 +76,18 @@ impl PyOffloadManager {
 
     /// Keys as the caller gave them, and as the cache knows them.
     fn read<'py>(&self, keys: &Bound<'py, PyAny>) -> PyResult<Keys<'py>> {
+        self.read_argument(keys, "keys")
+    }
+
+    fn read_argument<'py>(&self, keys: &Bound<'py, PyAny>, argument: &str) -> PyResult<Keys<'py>> {
         let name = |item: &Bound<'py, PyAny>, at: usize| match item.cast_exact::<PyBytes>() {
             Ok(name) => Ok(name.clone()),
             // Bytes of another class may run code when they are dropped.
-            Err(_) => Err(invalid(format!("keys[{at}] is {}, must be bytes", args::shown(item)))),
+            Err(_) => Err(invalid(format!("{argument}[{at}] is {}, must be bytes", args::shown(item)))),
         };
         let names = match keys.cast_exact::<PyList>() {
             Ok(list) => list.iter().enumerate().map(|(at, item)| name(&item, at)).collect::<PyResult<_>>()?,
-            Err(_) => args::items(keys, &"keys", name)?,
+            Err(_) => args::items(keys, &argument, name)?,
         };
         let keys = names.iter().map(|name: &Bound<'py, PyBytes>| self.names.key(name.as_bytes())).collect();
         Ok(Keys { names, keys })
@@ -170,6 +174,7 @@ impl PyOffloadManager {
         let (py, Keys { names, keys }) = (keys.py(), self.read(keys)?);
         let mut state = self.lock();
         let mut stored = memory::reserved(keys.len())?;
+        state.cache.look_ahead(&keys);
         for (name, key) in names.iter().zip(&keys) {
             match state.cache.complete_store(key, success) {
                 Stored::Found => stored.push(name),
@@ -223,6 +228,33 @@ impl PyOffloadManager {
         let mut state = self.lock();
         keys.iter().rev().for_each(|key| state.cache.touch(key));
         Ok(())
+    }
+
+    /// Evict keys that nothing loads, those first that the eviction policy says; their chunks are free then.
+    ///
+    /// Args:
+    ///     count: keys to evict.
+    ///     protected: keys to keep: bytes, in any collection.
+    /// Returns:
+    ///     The keys that were evicted; or None, and nothing is changed, if there are not so many.
+    /// Raises:
+    ///     InvalidArgumentError: `count` is negative, or a key is not bytes.
+    #[pyo3(signature = (count, protected = None))]
+    fn evict<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::count)] count: usize,
+        protected: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let read = |keys| self.read_argument(keys, "protected").map(|read| read.keys);
+        let keys = protected.map_or(Ok(Vec::new()), read)?;
+        let (mut chunks, mut state) = (Vec::new(), self.lock());
+        if !state.cache.evict(count, &keys, &mut chunks) {
+            return Ok(None);
+        }
+        let gone: Vec<_> = chunks.iter().filter_map(|chunk| state.names[chunk.index()].take()).collect();
+        drop(state);
+        PyList::new(py, gone).map(Some)
     }
 
     /// Forget keys whose bytes are bad or not wanted any more: they are misses from now on.

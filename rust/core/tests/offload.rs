@@ -16,6 +16,7 @@ enum Op {
     EndLoad(usize),
     Touch(u8),
     Forget(u8),
+    Evict(usize, Vec<u8>),
     Expire(u64),
     Reset,
 }
@@ -29,6 +30,7 @@ fn op() -> impl Strategy<Value = Op> {
         5 => (0usize..16).prop_map(Op::EndLoad),
         2 => (0u8..12).prop_map(Op::Touch),
         2 => (0u8..12).prop_map(Op::Forget),
+        2 => (0usize..4, names()).prop_map(|(count, kept)| Op::Evict(count, kept)),
         1 => (0u64..4).prop_map(Op::Expire),
         1 => Just(Op::Reset),
     ]
@@ -127,6 +129,20 @@ impl Plain {
         assert!(self.cache.complete_load(&key(name)));
     }
 
+    fn evict(&mut self, count: usize, protected: &[u8]) {
+        let keys: Vec<Key> = protected.iter().copied().map(key).collect();
+        let held = self.held();
+        let may_go = self.hits.iter().filter(|(name, chunk)| !protected.contains(name) && !held.contains(&chunk.0));
+        let (fits, mut out) = (count <= may_go.count(), Vec::new());
+        assert_eq!(self.cache.evict(count, &keys, &mut out), fits);
+        assert_eq!(out.len(), if fits { count } else { 0 });
+        for chunk in out {
+            let (&name, _) = self.hits.iter().find(|(_, hit)| **hit == chunk).unwrap();
+            assert!(!protected.contains(&name) && !held.contains(&chunk.0), "{name} was to be kept");
+            self.hits.remove(&name);
+        }
+    }
+
     fn forget(&mut self, name: u8) {
         self.hits.remove(&name);
         self.stores.iter_mut().filter(|store| store.0 == name).for_each(|store| store.3 = true);
@@ -143,6 +159,7 @@ impl Plain {
                 self.cache.forget(&key(*name));
                 self.forget(*name);
             }
+            Op::Evict(count, protected) => self.evict(*count, protected),
             Op::Expire(now) => {
                 let (mut out, mut late) = (Vec::new(), Vec::new());
                 self.cache.expire(*now, &mut out);

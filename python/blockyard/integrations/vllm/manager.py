@@ -24,13 +24,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.vllm.external import ExternalTier
+from blockyard.integrations.vllm.hints import Pins
+from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager
+from blockyard.stores.base import ExternalStore
 
 __all__ = ["BlockyardManager"]
 
 STORE_DEADLINE_SECONDS: Final = 60.0
 """A key is a pending hit for no longer than this: a store that never ends keeps nobody waiting."""
 
+_HIT: Final = LookupResult.HIT
 _RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING, "miss": LookupResult.MISS}
 # vLLM 0.33 says when the transfers that a reset met have ended; 0.32 waits for them before the next step begins.
 _HAS_FLUSH: Final = hasattr(OffloadingManager, "on_reset_flushed")
@@ -44,6 +49,7 @@ class BlockyardManager(OffloadingManager):
         num_chunks: chunks of host memory.
         policy: which chunk is evicted first, a name as for `blockyard.PrefixCaching`.
         enable_events: whether `take_events` reports what was stored and removed.
+        weights_fixed: whether the weights stay the same while the engine runs, also over a reset of the cache.
         info: facts for `config_info`.
     """
 
@@ -53,6 +59,7 @@ class BlockyardManager(OffloadingManager):
         *,
         policy: str = "lru",
         enable_events: bool = False,
+        weights_fixed: bool = False,
         info: dict[str, str | int] | None = None,
     ) -> None:
         self._offload = OffloadManager(num_chunks, eviction=policy)
@@ -67,6 +74,10 @@ class BlockyardManager(OffloadingManager):
         self._stale_loading: Counter[OffloadKey] = Counter()
         self._flushed_loading: set[OffloadKey] = set()
         self._reported_evictions = 0
+        self._reported_external = [0, 0, 0, 0]
+        self._weights_fixed = weights_fixed
+        self._external: ExternalTier | None = None
+        self._pins = Pins(self._offload)
 
     @property
     def num_chunks(self) -> int:
@@ -78,15 +89,31 @@ class BlockyardManager(OffloadingManager):
         """What a caller holds over calls that belong together."""
         return self._lock
 
+    def use_external(self, store: ExternalStore, region: SharedRegion, deadline: float) -> None:
+        """Look up in a prefix store what the host has not, and write behind what it has; see `ExternalTier`."""
+        self._external = ExternalTier(
+            store, region, self._offload, lock=self._lock, report=self._report_both, deadline=deadline
+        )
+
     # ---- requests and lookups ----
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Store each chunk once, when it is computed."""
         return RequestOffloadingContext()
 
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what the request asked an external store for."""
+        if self._external is not None:
+            self._external.finish(req_context)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a key can be loaded, is being stored, or is not here."""
-        return _RESULTS[self._lookup([key])[0]]
+        """Return whether a key can be loaded, is being stored, is on its way from an external store, or is not here."""
+        found = self._lookup([key])[0]
+        if found == "hit":
+            return _HIT
+        if found == "miss" and self._external is not None:
+            return self._external.lookup(key, req_context)
+        return _RESULTS[found]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Hits are loaded from host memory."""
@@ -96,33 +123,40 @@ class BlockyardManager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Count keys as just used, the first as the last to be evicted."""
-        self._offload.touch(list(keys))
+        keys = list(keys)
+        self._offload.touch(keys)
+        if req_context.kv_hints is not None:
+            self._pins.add(keys, req_context, _now())
 
     # ---- stores ----
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Give chunks to the keys that have none, evicting others; None, and nothing is changed, if that cannot be."""
-        store = self._offload.prepare_store(list(keys), deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
-        if store is None:
-            return None
-        stored, evicted = _keys(store.keys), _keys(store.evicted)
-        self._storing.update(stored)
-        if evicted:
+        with self._lock:
+            store = self._offload.prepare_store(list(keys), deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
+            if store is None:
+                return None
+            stored, evicted = _keys(store.keys), _keys(store.evicted)
             self._report(evicted, removed=True)
+        self._storing.update(stored)
         return PrepareStoreOutput(keys_to_store=stored, store_spec=CPULoadStoreSpec(store.chunks), evicted_keys=evicted)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """End stores: their keys become hits, or, after a failure, misses whose chunks are free."""
         keys = list(keys)
-        # The end of a prefix is of no use without its head: the head counts as used last.
-        stored = _keys(self._offload.complete_store(keys[::-1], success))[::-1]
         failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
+        with self._lock:
+            # The end of a prefix is of no use without its head: the head counts as used last.
+            stored = _keys(self._offload.complete_store(keys[::-1], success))[::-1]
+            self._report(stored, removed=False)
+            if failed and _SAYS_METADATA:
+                self._report(failed, removed=True, metadata_only=True)
+            if stored and self._external is not None:
+                self._external.write(stored)
         self._storing.difference_update(keys)
         self._stale_storing.difference_update(keys)
-        if stored:
-            self._report(stored, removed=False)
-        if failed and _SAYS_METADATA:
-            self._report(failed, removed=True, metadata_only=True)
+        if stored and req_context.kv_hints is not None:
+            self._pins.add(stored, req_context, _now())
 
     # ---- loads ----
 
@@ -163,13 +197,24 @@ class BlockyardManager(OffloadingManager):
     # ---- the rest of a step ----
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Let no lookup wait any longer for stores that are overdue."""
-        if self._storing:
+        """Let no lookup wait any longer for stores that are overdue, and ask the external store for what was missed."""
+        if self._storing or self._external is not None:
             self._offload.expire(_now())
+        self._pins.expire(_now())
+        if self._external is not None:
+            self._external.end_step(list(context.preempted_req_ids))
 
     def reset_cache(self) -> None:
-        """Forget all keys. Chunks of transfers under way are given out again only when those have ended."""
-        self._offload.reset()
+        """Forget all keys. Chunks of transfers under way are given out again only when those have ended.
+
+        vLLM resets also when it goes to sleep and when weights change, and does not say which. Unless the weights are
+        known to stay the same, nothing that an external store has now is found again.
+        """
+        with self._lock:
+            self._offload.reset()
+            if self._external is not None:
+                self._external.reset(keep=self._weights_fixed)
+        self._pins.clear()
         self._stale_storing |= self._storing
         self._stale_loading += self._loading
         self._storing.clear()
@@ -191,7 +236,8 @@ class BlockyardManager(OffloadingManager):
         """Yield what was stored and removed since the last call."""
         if not self._events:
             return
-        events, self._events = self._events, []
+        with self._lock:
+            events, self._events = self._events, []
         for event in events:
             # Another request may be storing by now what had failed.
             gone = getattr(event, "metadata_only", False) and self._offload.lookup(event.keys)
@@ -220,6 +266,12 @@ class BlockyardManager(OffloadingManager):
         evictions = manager.num_evicted - self._reported_evictions
         self._reported_evictions = manager.num_evicted
         stats.increase_counter(Metrics.EVICTED, evictions)
+        if self._external is not None:
+            counts = self._external.counts
+            now = [counts.loaded, counts.missed, counts.written, counts.not_written]
+            for name, count, before in zip(Metrics.EXTERNAL, now, self._reported_external, strict=True):
+                stats.increase_counter(name, count - before)
+            self._reported_external = now
         return stats
 
     def config_info(self) -> Sequence[dict[str, str | int]]:
@@ -227,11 +279,17 @@ class BlockyardManager(OffloadingManager):
         return [dict(self._info)]
 
     def shutdown(self) -> None:
-        """Forget all keys; there is nothing else to release."""
+        """Forget all keys, and let writes to the external store end for a while."""
+        if self._external is not None:
+            self._external.close()
         self._offload.reset()
 
+    def _report_both(self, stored: list[bytes], evicted: list[bytes]) -> None:
+        self._report(_keys(evicted), removed=True)
+        self._report(_keys(stored), removed=False)
+
     def _report(self, keys: list[OffloadKey], *, removed: bool, **more: bool) -> None:
-        if self._events is not None:
+        if keys and self._events is not None:
             self._events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed, **more))
 
 

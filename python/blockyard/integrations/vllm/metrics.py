@@ -13,6 +13,13 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
 __all__ = ["Metrics", "definitions"]
 
+_EXTERNAL: Final = (
+    "Chunks that came from the external store to the host.",
+    "Chunks that were asked for and did not come: absent, damaged, refused or late.",
+    "Chunks that were written to the external store.",
+    "Chunks that were not written: present already, too many at a time, or refused.",
+)
+
 
 class Metrics:
     """Names; those of vLLM's own CPU manager where the figure is the same."""
@@ -22,6 +29,9 @@ class Metrics:
     READ_USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC
     STORED: Final[str] = "blockyard:kv_offload_stored_perc"
     EVICTED: Final[str] = "blockyard:kv_offload_evicted_chunks"
+    EXTERNAL: Final = tuple(
+        f"blockyard:kv_offload_external_{what}_chunks" for what in ("loaded", "missed", "written", "not_written")
+    )
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -32,4 +42,8 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         Metrics.READ_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that loads read now."),
         Metrics.STORED: OffloadingGaugeMetadata(documentation="Fraction of host chunks that can be loaded."),
         Metrics.EVICTED: OffloadingCounterMetadata(documentation="Host chunks that were evicted."),
+        **{
+            name: OffloadingCounterMetadata(documentation=text)
+            for name, text in zip(Metrics.EXTERNAL, _EXTERNAL, strict=True)
+        },
     }

@@ -28,14 +28,12 @@ class _Policy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
-        self._idle: set[OffloadKey] = set()
         self._pinned: set[OffloadKey] = set()
         self._fresh()
 
     def _fresh(self) -> None:
         self._order = OffloadManager(self.cache_capacity, eviction=self.eviction)
         self._chunks.clear()
-        self._idle.clear()
         self._pinned.clear()
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
@@ -61,7 +59,6 @@ class _Policy(CachePolicy):
     def remove(self, key: OffloadKey) -> None:
         """Drop a chunk; raises KeyError if the key has none."""
         del self._chunks[key]
-        self._idle.discard(key)
         self._order.forget([key])
         self._order.complete_store([key], success=False)
         if key in self._pinned:
@@ -74,21 +71,11 @@ class _Policy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         """Drop and return `n` chunks that nothing reads; None, and nothing is changed, if there are not so many."""
-        kept = self._idle & protected
-        if n > len(self._idle) - len(kept):
-            return None
         if n <= 0:
             return []
-        # Placeholders take the places that are free and those of the chunks that go, and give them back.
-        places = n + self.cache_capacity - len(self._chunks)
-        placeholders = [b"blockyard placeholder %d" % place for place in range(places)]
-        held = list(kept)
-        self._order.prepare_load(held)
-        store = self._order.prepare_store(placeholders)
-        self._order.complete_store(placeholders, success=False)
-        self._order.complete_load(held)
-        evicted = store.evicted if store is not None else []
-        self._idle.difference_update(evicted)
+        evicted = self._order.evict(n, list(protected & self._chunks.keys()))
+        if evicted is None:
+            return None
         return [(key, self._chunks.pop(key)) for key in evicted]
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -100,12 +87,10 @@ class _Policy(CachePolicy):
             self._order.complete_store([key])
         else:
             raise InvalidArgumentError(f"key is {key!r}, which has no chunk")
-        self._idle.add(key)
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         """Keep a chunk from being evicted: its first load begins."""
         self._order.prepare_load([key])
-        self._idle.discard(key)
         self._pinned.add(key)
 
     def clear(self) -> None:

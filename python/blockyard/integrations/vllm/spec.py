@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.vllm.external import DEADLINE_SECONDS
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
+from blockyard.integrations.vllm.region import SharedRegion
+from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.worker import BlockyardWorker
-from blockyard.stores.base import parse_size
+from blockyard.stores.base import open_store, parse_size
 
 __all__ = ["BlockyardSpec"]
 
@@ -31,6 +34,10 @@ class BlockyardSpec(OffloadingSpec):
     | `cpu_bytes_to_use` | the same, by the name that vLLM's own spec has for it | |
     | `policy` | which chunk is evicted first, a name as for `blockyard.PrefixCaching` | `"lru"` |
     | `blocks_per_chunk` | device blocks that are stored under one key | 1 |
+    | `external` | URL of a prefix store below the host, as for `blockyard.open_store` | none |
+    | `revision` | of the weights; chunks of another revision are not found | empty |
+    | `external_deadline` | least seconds that a request waits for the store | 5 |
+    | `weights_fixed` | whether the weights stay the same while the engine runs, also over sleep and reset | false |
 
     Args:
         config: from vLLM.
@@ -42,11 +49,6 @@ class BlockyardSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         options = config.extra_config
-        if "external" in options:
-            raise InvalidArgumentError(
-                f"external is {options['external']!r}: BlockyardSpec has host memory alone; for an external store, "
-                "name BlockyardTier in secondary_tiers of vLLM's TieringOffloadingSpec"
-            )
         self.bytes_per_chunk: int = (
             config.worker_kv_bytes_per_block * config.parallel.world_size * config.cache.blocks_per_chunk
         )
@@ -58,6 +60,7 @@ class BlockyardSpec(OffloadingSpec):
                 f"host_bytes is {host_bytes}, must be at least the {self.bytes_per_chunk} bytes of one chunk"
             )
         self.policy = str(options.get("policy", "lru"))
+        self._external = _external(options)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
 
@@ -79,18 +82,71 @@ class BlockyardSpec(OffloadingSpec):
                 self.num_chunks,
                 policy=self.policy,
                 enable_events=self.kv_events_config.enable_kv_cache_events,
+                weights_fixed=self._external is not None and self._external.weights_fixed,
                 info=dict(zip(_INFO, facts, strict=True)),
             )
+            if self._external is not None and self.num_chunks:
+                self._open_external(self._external)
             _LOG.info("%d host chunks of %d bytes, policy %s", self.num_chunks, self.bytes_per_chunk, self.policy)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> BlockyardWorker:
         """Return what copies between these KV caches and host memory, always the same one."""
         if self._worker is None:
+            shared = self._external is not None and self.num_chunks
             self._worker = BlockyardWorker(
-                kv_caches, blocks_per_chunk=self.blocks_per_chunk, num_chunks=self.num_chunks
+                kv_caches,
+                blocks_per_chunk=self.blocks_per_chunk,
+                num_chunks=self.num_chunks,
+                region=self._region(self.config.parallel.rank) if shared else None,
+                block_bytes=self.config.worker_kv_bytes_per_block if shared else None,
             )
         return self._worker
+
+    def _open_external(self, external: _External) -> None:
+        manager = self._manager
+        if manager is None:
+            return
+        store = open_store(
+            external.url,
+            bytes_per_block=self.bytes_per_chunk,
+            namespace=namespace(self, self.bytes_per_chunk, external.revision),
+            use="prefix",
+        )
+        try:
+            region = self._region(self.config.parallel.world_size)
+        except BlockyardError:
+            store.close()
+            raise
+        manager.use_external(store, region, external.deadline)
+
+    def _region(self, place: int) -> SharedRegion:
+        world = self.config.parallel.world_size
+        part = self.num_chunks * self.blocks_per_chunk * self.config.worker_kv_bytes_per_block
+        return SharedRegion(self.config.engine_id, part, world, place)
+
+
+class _External(NamedTuple):
+    url: str
+    revision: str
+    deadline: float
+    weights_fixed: bool
+
+
+def _external(options: Any) -> _External | None:
+    """Read the options of the external store; None if there is none."""
+    url = options.get("external")
+    if url is None:
+        return None
+    if not isinstance(url, str):
+        raise InvalidArgumentError(f"external is {url!r}, must be a URL: file:///dir?size=500GiB")
+    deadline = options.get("external_deadline", DEADLINE_SECONDS)
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
+        raise InvalidArgumentError(f"external_deadline is {deadline!r}, must be seconds above 0, at most 3600")
+    fixed = options.get("weights_fixed", False)
+    if not isinstance(fixed, bool):
+        raise InvalidArgumentError(f"weights_fixed is {fixed!r}, must be true or false")
+    return _External(url, str(options.get("revision", "")), float(deadline), fixed)
 
 
 def _host_bytes(options: Any) -> int:

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import open_store
 
-__all__ = ["BlockyardTier"]
+__all__ = ["BlockyardTier", "namespace"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard vllm tier 1"
@@ -83,7 +83,7 @@ class BlockyardTier(SecondaryTierManager):
         self._store = open_store(
             url if url is not None else f"file://{quote(str(root_dir))}?size={size}",
             bytes_per_block=width,
-            namespace=_namespace(offloading_spec, width, revision),
+            namespace=namespace(offloading_spec, width, revision),
             use="prefix",
         )
         self._batch = max(1, _BATCH_BYTES // width)
@@ -227,7 +227,7 @@ def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
     return [_digest(key) for key in keys]
 
 
-def _namespace(spec: Any, width: int, revision: str) -> bytes:
+def namespace(spec: Any, width: int, revision: str) -> bytes:
     """Digest what decides a chunk's bytes beside its key, in which vLLM has tokens, adapter and salt."""
     config = getattr(spec, "config", None)
     model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))

@@ -32,6 +32,7 @@ from blockyard.engine.mapping import unequal_pairs
 from blockyard.engine.ops import bind
 from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.vllm.region import SharedRegion
 
 __all__ = ["BlockyardWorker"]
 
@@ -73,13 +74,23 @@ class BlockyardWorker(OffloadingWorker):
         kv_caches: from vLLM, on a CPU or a CUDA device.
         blocks_per_chunk: device blocks in a host chunk.
         num_chunks: host chunks, as many as the manager gives out.
+        region: memory for them that is shared with the scheduler; memory of this worker alone if None.
+        block_bytes: bytes of a block in that region.
 
     Raises:
         InvalidArgumentError: the tensors do not fit one another.
         OutOfMemoryError: there is not so much host memory.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, *, blocks_per_chunk: int, num_chunks: int) -> None:
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        *,
+        blocks_per_chunk: int,
+        num_chunks: int,
+        region: SharedRegion | None = None,
+        block_bytes: int | None = None,
+    ) -> None:
         device_rows = [_rows(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
         if not device_rows:
             raise InvalidArgumentError("kv_caches.tensors is empty, must hold at least one tensor")
@@ -87,8 +98,16 @@ class BlockyardWorker(OffloadingWorker):
         self._per_chunk, self._num_chunks = blocks_per_chunk, num_chunks
         widths = [rows.shape[1] for rows in device_rows]
         starts = [sum(widths[:index]) for index in range(len(widths))]
+        width = sum(widths) if block_bytes is None else block_bytes
+        if sum(widths) > width:
+            raise InvalidArgumentError(f"kv_caches have {sum(widths)} bytes a block, block_bytes is {width}")
+        self._region = region
         self._host = HostPool.for_device(
-            num_chunks * blocks_per_chunk, sum(widths), self._device, on_failure="unpinned"
+            num_chunks * blocks_per_chunk,
+            width,
+            self._device,
+            on_failure="unpinned",
+            mapping=region.mapping if region is not None else None,
         )
         if self._host.problem:
             _LOG.warning("copies will be slow: %s", self._host.problem)
@@ -150,6 +169,8 @@ class BlockyardWorker(OffloadingWorker):
         self._jobs.clear()
         self._groups = [_Group(None, None)] * len(self._groups)
         self._host.close()
+        if self._region is not None:
+            self._region.close()
 
     def _submit(
         self,

@@ -141,12 +141,19 @@ impl OffloadCache {
         }
     }
 
+    /// Reads the memory that calls with these keys are going to need, so that cache misses overlap.
+    pub fn look_ahead(&self, keys: &[Key]) {
+        keys.iter().for_each(|key| self.pool.look_ahead(key));
+    }
+
     /// Takes a chunk for each key that has none, and writes its place in `keys` and the chunk to `out`. Those that have one
     /// count as just used and are not evicted for it. Keys given twice, and keys whose forgotten store still runs, get no
     /// chunk. Returns false, and changes nothing, if there are too few chunks.
     pub fn prepare_store(&mut self, keys: &[Key], deadline: u64, out: &mut Vec<(usize, BlockId)>) -> bool {
         let first = out.len();
         let mut found = Vec::new();
+        self.look_ahead(keys);
+        self.stores.reserve(keys.len());
         for (place, key) in keys.iter().enumerate() {
             if let Some(chunk) = self.pool.find(key) {
                 found.push(chunk);
@@ -252,6 +259,24 @@ impl OffloadCache {
             self.pool.begin_chain();
             self.pool.release(chunk);
         }
+    }
+
+    /// Evicts `count` keys that nothing loads, none of `protected`, and appends their chunks, which are free then, to `out`.
+    /// Returns false, and changes nothing, if there are not so many.
+    pub fn evict(&mut self, count: usize, protected: &[Key], out: &mut Vec<BlockId>) -> bool {
+        let kept = |key| self.pool.find(key).filter(|&chunk| self.pool.refs(chunk) == 0);
+        let mut kept: Vec<BlockId> = protected.iter().filter_map(kept).collect();
+        kept.sort_unstable();
+        kept.dedup();
+        if count.saturating_add(kept.len()) > self.pool.evictable() {
+            return false;
+        }
+        let first = out.len();
+        kept.iter().for_each(|&chunk| self.pool.claim(chunk));
+        self.pool.evict(count, false, out);
+        self.pool.begin_chain();
+        kept.iter().chain(&out[first..]).for_each(|&chunk| self.pool.release(chunk));
+        true
     }
 
     /// Forgets a key: it is a miss from now on, also when a store of it ends. Returns the chunk that it had.

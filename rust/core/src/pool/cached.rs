@@ -116,7 +116,7 @@ impl Pool {
     }
 
     /// Takes cached blocks with one reference each, in the order of eviction; as many as there are.
-    pub(super) fn evict(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) {
+    pub(crate) fn evict(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         while out.len() < end {
             let first = out.len();

@@ -1,0 +1,285 @@
+"""Chunks of an external store below the host: found, read, verified and copied to host memory before they are hits."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
+
+from blockyard._core import SlabStore
+from blockyard.integrations.vllm.hints import read_hints
+from blockyard.integrations.vllm.region import SharedRegion
+from blockyard.offload import OffloadManager
+from blockyard.stores.base import ExternalStore
+
+__all__ = ["ExternalTier"]
+
+_LOG = logging.getLogger(__name__)
+DEADLINE_SECONDS: Final = 5.0
+_BYTES_PER_SECOND: Final = 16_000_000  # storage that is slower than this costs a miss
+_WINDOW: Final = 64  # keys of one request that are asked for before the first answer is known
+_BATCH_BYTES: Final = 32 << 20
+_ABSENT_SECONDS: Final = 1.0  # how long a key that was not there is not asked for again
+_MOST_ABSENT: Final = 1 << 16
+_STAGING_DEADLINE_MS: Final = 60_000
+_CLOSE_SECONDS: Final = 10.0
+
+Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
+
+
+@dataclass(slots=True)
+class _Request:
+    """What one request has asked for: each key once, so that no key keeps it waiting for ever."""
+
+    until: float
+    asked: set[OffloadKey] = field(default_factory=set)
+    pending: set[OffloadKey] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Chunks since the start."""
+
+    loaded: int = 0
+    missed: int = 0
+    written: int = 0
+    not_written: int = 0
+
+
+class ExternalTier:
+    """Brings chunks from a prefix store to host memory, and writes chunks behind; the scheduler never waits for it.
+
+    A chunk is read into memory of its own and verified there. Only then it gets a chunk of the host, evicting another,
+    and becomes a hit. Storage that damages, loses, refuses or hangs costs misses, at the latest at the deadline.
+
+    Args:
+        store: opened for use as a prefix store; its blocks are the chunks of all workers.
+        region: host memory of all workers.
+        offload: which host chunks hold which keys.
+        lock: held while host chunks change hands.
+        report: is told the keys that were stored in host memory, and those that were evicted.
+        deadline: least seconds that a request waits; it grows by a second for every 16 MB that it asked for.
+    """
+
+    def __init__(
+        self,
+        store: ExternalStore,
+        region: SharedRegion,
+        offload: OffloadManager,
+        *,
+        lock: Any,
+        report: Report,
+        deadline: float = DEADLINE_SECONDS,
+    ) -> None:
+        self._store, self._region, self._offload = store, region, offload
+        self._lock, self._report, self._deadline = lock, report, deadline
+        self._parts = region.rows(offload.num_chunks)
+        self._batch = max(1, _BATCH_BYTES // store.bytes_per_block)
+        # A local store knows what it has; others must be asked.
+        self._is_sure = isinstance(store, SlabStore)
+        self._most_writing = max(1, offload.num_chunks // 2)
+        self._epoch = b""
+        self._state = threading.Lock()  # over all below; taken after `lock`, never before
+        self._requests: dict[str, _Request] = {}
+        self._wanted: dict[OffloadKey, None] = {}
+        self._coming: set[OffloadKey] = set()
+        self._absent: dict[OffloadKey, float] = {}
+        self._writing = 0
+        self._open: set[Future[None]] = set()
+        # Loads never queue behind stores.
+        self._loads = ThreadPoolExecutor(2, "blockyard-vllm-external-load")
+        self._stores = ThreadPoolExecutor(1, "blockyard-vllm-external-store")
+        self.counts = Counts()
+
+    # ---- lookups ----
+
+    def lookup(self, key: OffloadKey, context: ReqContext) -> LookupResult:
+        """Return whether a key that is no hit of the host may become one: RETRY while it is looked for, else MISS."""
+        now = time.monotonic()
+        with self._state:
+            request = self._requests.get(context.req_id)
+            if request is None:
+                request = self._requests[context.req_id] = _Request(now + self._deadline_of(context))
+            if now >= request.until:
+                return LookupResult.MISS
+            if self._is_under_way(key):
+                request.asked.add(key)
+                return LookupResult.RETRY
+            if key in request.asked or self._absent.get(key, 0.0) > now or not self._is_allowed(context):
+                return LookupResult.MISS
+            if len(request.pending) >= _WINDOW:
+                request.pending = {other for other in request.pending if self._is_under_way(other)}
+                if len(request.pending) >= _WINDOW:
+                    # vLLM looks no further in this step, and asks again in the next.
+                    return LookupResult.MISS
+            if self._is_sure and not self._store.contains(self._digests([key]))[0]:
+                return LookupResult.MISS
+            request.asked.add(key)
+            request.pending.add(key)
+            request.until += self._store.bytes_per_block / _BYTES_PER_SECOND
+            self._wanted[key] = None
+        return LookupResult.RETRY
+
+    def end_step(self, preempted: Sequence[str] = ()) -> None:
+        """Start to read what was looked up in this step. Requests that were preempted may ask again."""
+        with self._state:
+            for req_id in preempted:
+                self._requests.pop(req_id, None)
+            keys, self._wanted = list(self._wanted), {}
+            self._coming.update(keys)
+            epoch = self._epoch
+        for first in range(0, len(keys), self._batch):
+            part = keys[first : first + self._batch]
+            self._submit(self._loads, partial(self._load, part, epoch))
+
+    def finish(self, context: ReqContext) -> None:
+        """Forget what a request asked for: it has ended."""
+        with self._state:
+            self._requests.pop(context.req_id, None)
+
+    # ---- stores ----
+
+    def write(self, keys: list[OffloadKey]) -> None:
+        """Start to write chunks that host memory holds; those that are too many at a time are left out."""
+        if not self._region.is_complete:
+            return
+        with self._state:
+            room = max(0, self._most_writing - self._writing)
+            self.counts.not_written += max(0, len(keys) - room)
+            keys = keys[:room]
+            self._writing += len(keys)
+            epoch = self._epoch
+        for first in range(0, len(keys), self._batch):
+            part = keys[first : first + self._batch]
+            chunks = self._offload.prepare_load(part)
+            self._submit(self._stores, partial(self._put, part, chunks, epoch))
+
+    def reset(self, *, keep: bool) -> None:
+        """Forget what is under way, and unless `keep` everything in the store: the weights may be others now."""
+        with self._state:
+            # Nothing is found under a random name, neither by this engine nor by a later one.
+            self._epoch = self._epoch if keep else os.urandom(16)
+            self._requests.clear()
+            self._wanted.clear()
+            self._coming.clear()
+            self._absent.clear()
+
+    def close(self) -> None:
+        """Let writes end for a while, and close the store; twice does nothing."""
+        with self._state:
+            running = set(self._open)
+        wait(running, _CLOSE_SECONDS)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._stores.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+        self._region.close()
+
+    # ---- in threads ----
+
+    def _load(self, keys: list[OffloadKey], epoch: bytes) -> None:
+        staged: set[OffloadKey] = set()
+        try:
+            entry = self._store.wait(self._store.submit_get(self._digests(keys, epoch)))
+            good = [place for place, ok in enumerate(entry.ok) if ok]
+            staged = self._stage([keys[place] for place in good], [entry.rows[place] for place in good], epoch)
+        finally:
+            until = time.monotonic() + _ABSENT_SECONDS
+            with self._state:
+                self.counts.loaded += len(staged)
+                self.counts.missed += len(keys) - len(staged)
+                if epoch == self._epoch:
+                    self._coming.difference_update(keys)
+                    if len(self._absent) > _MOST_ABSENT:
+                        self._absent.clear()
+                    self._absent.update((key, until) for key in keys if key not in staged)
+
+    def _stage(self, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], epoch: bytes) -> set[OffloadKey]:
+        """Copy verified chunks to host memory, as many as can have a chunk there; only then they are hits."""
+        store = None
+        deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
+        while keys and store is None:
+            with self._lock:
+                if epoch != self._epoch:
+                    return set()
+                store = self._offload.prepare_store(keys, deadline=deadline)
+                if store is not None:
+                    self._report([], store.evicted)
+                else:
+                    keys = keys[: len(keys) // 2]
+        if store is None:
+            return set()
+        places = {key: place for place, key in enumerate(keys)}
+        success = False
+        try:
+            for key, chunk in zip(store.keys, store.chunks.tolist(), strict=True):
+                first = 0
+                for part in self._parts:
+                    np.copyto(part[chunk], rows[places[key]][first : first + part.shape[1]])
+                    first += part.shape[1]
+            success = True
+        finally:
+            with self._lock:
+                self._report(self._offload.complete_store(store.keys, success), [])
+        return set(store.keys)
+
+    def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int32], epoch: bytes) -> None:
+        done, new = 0, np.arange(len(keys))
+        try:
+            digests = self._digests(keys, epoch)
+            new = np.flatnonzero(~self._store.contains(digests))
+            if len(new):
+                rows = [part[chunks[new]] for part in self._parts]
+                block = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+                entry = self._store.wait(self._store.submit_put([digests[place] for place in new], block))
+                done = int(np.count_nonzero(entry.ok))
+        finally:
+            self._offload.complete_load(keys)
+            with self._state:
+                self._writing -= len(keys)
+                self.counts.written += done
+                self.counts.not_written += len(new) - done
+                for key in keys:
+                    self._absent.pop(key, None)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        future = pool.submit(_logged, work)
+        with self._state:
+            self._open.add(future)
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[None]) -> None:
+        with self._state:
+            self._open.discard(future)
+
+    def _is_under_way(self, key: OffloadKey) -> bool:
+        return key in self._coming or key in self._wanted
+
+    def _digests(self, keys: Sequence[OffloadKey], epoch: bytes | None = None) -> list[bytes]:
+        epoch = self._epoch if epoch is None else epoch
+        return [hashlib.sha256(epoch + key).digest() for key in keys]
+
+    def _deadline_of(self, context: ReqContext) -> float:
+        wanted = read_hints(context).wait
+        return self._deadline if wanted is None else min(wanted, self._deadline)
+
+    def _is_allowed(self, context: ReqContext) -> bool:
+        tiers = getattr(context, "load_tier_filter", None)
+        return self._region.is_complete and (tiers is None or bool(tiers.allows(Medium.STORAGE, None)))
+
+
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:  # noqa: BLE001 (whatever it is, its keys are misses)
+        _LOG.exception("the external store failed")

@@ -1,0 +1,96 @@
+"""What an orchestrator asks for with a request: vLLM's `kv_hints`, as far as they concern host memory.
+
+    {"action_type": "blockyard.pin", "payload": {"seconds": 600}}     keep the request's chunks in host memory so long
+    {"action_type": "blockyard.wait", "payload": {"seconds": 0.5}}    wait no longer for an external store
+
+Other actions are left to others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from typing import Any, Final, NamedTuple
+
+from blockyard.offload import OffloadManager
+
+__all__ = ["Hints", "Pins", "read_hints"]
+
+_LOG = logging.getLogger(__name__)
+_PIN: Final = "blockyard.pin"
+_WAIT: Final = "blockyard.wait"
+_MOST_SECONDS: Final = 86_400.0
+_SHARE: Final = 2  # at most one in so many chunks is pinned
+
+
+class Hints(NamedTuple):
+    """Seconds of each; None where nothing is asked for."""
+
+    pin: float | None = None
+    wait: float | None = None
+
+
+def read_hints(context: Any) -> Hints:
+    """Read the hints of a request; a malformed one is passed over, and the log says so."""
+    envelope = getattr(context, "kv_hints", None)
+    if envelope is None:
+        return Hints()
+    known = context.get_state(Hints)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    found: dict[str, float] = {}
+    for action in envelope.actions:
+        if action.action_type not in {_PIN, _WAIT}:
+            continue
+        seconds = action.payload.get("seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_SECONDS:
+            _LOG.warning("%s has seconds %r, must be 0 to %d", action.action_type, seconds, _MOST_SECONDS)
+            continue
+        found["pin" if action.action_type == _PIN else "wait"] = float(seconds)
+    hints = Hints(**found)
+    context.set_state(hints)
+    return hints
+
+
+class Pins:
+    """Keys that stay in host memory until a time: they are held as by a load.
+
+    Args:
+        offload: which host chunks hold which keys.
+    """
+
+    def __init__(self, offload: OffloadManager) -> None:
+        self._offload = offload
+        self._until: dict[bytes, int] = {}
+        self._order: list[tuple[int, bytes]] = []
+
+    def add(self, keys: list[bytes], context: Any, now: int) -> None:
+        """Pin those of a request's keys that are hits, if it asks for that; milliseconds."""
+        seconds = read_hints(context).pin
+        if not seconds:
+            return
+        until = now + int(seconds * 1000)
+        known = [key for key in keys if key in self._until]
+        room = max(0, self._offload.num_chunks // _SHARE - len(self._until))
+        new = [key for key in dict.fromkeys(keys) if key not in self._until][:room]
+        found = self._offload.lookup(new)
+        new = [key for key, what in zip(new, found, strict=True) if what == "hit"]
+        self._offload.prepare_load(new)
+        for key in known + new:
+            if until > self._until.get(key, 0):
+                self._until[key] = until
+                heapq.heappush(self._order, (until, key))
+
+    def expire(self, now: int) -> None:
+        """Let go of the keys whose time has come."""
+        while self._order and self._order[0][0] <= now:
+            until, key = heapq.heappop(self._order)
+            if self._until.get(key) == until:
+                del self._until[key]
+                self._offload.complete_load([key])
+
+    def clear(self) -> None:
+        """Let go of all keys."""
+        self._offload.complete_load(list(self._until))
+        self._until.clear()
+        self._order.clear()

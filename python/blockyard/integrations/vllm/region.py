@@ -1,0 +1,129 @@
+"""Host memory that the workers of one engine share with its scheduler."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.engine.host_memory import HostMapping
+from blockyard.errors import InvalidArgumentError, OutOfMemoryError
+
+__all__ = ["SharedRegion"]
+
+_FOLDER: Final = Path("/dev/shm")  # noqa: S108 (files there are 0600, and never follow links)
+_WORD: Final = np.dtype("<u8")
+
+
+class SharedRegion:
+    """One process's view of host memory that an engine's workers and its scheduler share.
+
+    The file in `/dev/shm` has one part for each worker, and a page that says who has mapped it. The last to come
+    removes its name, so the memory goes with the last process, however that ends.
+
+    Args:
+        engine_id: of the engine, from vLLM.
+        part_bytes: memory of one worker.
+        world_size: workers, all on this machine.
+        place: rank of this worker; `world_size` for the scheduler.
+
+    Raises:
+        OutOfMemoryError: `/dev/shm` has too little room.
+        InvalidArgumentError: the file is not of this size, or somebody has this place already.
+    """
+
+    def __init__(self, engine_id: str, part_bytes: int, world_size: int, place: int) -> None:
+        if not 0 <= place <= world_size < 8 * _WORD.itemsize:
+            raise InvalidArgumentError(f"place is {place}, must be 0 to world_size {world_size}, at most 63")
+        self._part_bytes = part_bytes
+        self._stride = -(-max(1, part_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._world_size = world_size
+        self._all = (2 << world_size) - 1
+        self._path = _FOLDER / f"blockyard-{os.geteuid()}-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
+        file = self._open()
+        try:
+            self._attach(file, place)
+            # A mapping keeps the descriptor open, and the lock with it.
+            fcntl.flock(file, fcntl.LOCK_UN)
+            self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * world_size)
+            self._parts = [
+                HostMapping(self._stride, file=file, offset=self._stride * rank)
+                for rank in (range(world_size) if place == world_size else [place])
+            ]
+            # An engine that ends before all have come leaves no file behind.
+            self._finish = weakref.finalize(self, _remove, self._path, os.fstat(file).st_ino)
+        finally:
+            os.close(file)
+
+    @property
+    def mapping(self) -> HostMapping:
+        """The memory of this worker."""
+        return self._parts[0]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all workers and the scheduler have mapped the memory."""
+        return int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
+
+    def close(self) -> None:
+        """Remove the file's name if somebody has not come; the memory stays as long as it is used."""
+        self._finish()
+
+    def rows(self, count: int) -> list[NDArray[np.uint8]]:
+        """See the memory of each worker as so many rows, uint8 `[count, bytes]`: for the scheduler."""
+        return [part.tensor[: self._part_bytes].numpy().reshape(count, -1) for part in self._parts]
+
+    def _open(self) -> int:
+        """Open the file by its name, with the lock; it may be removed between both."""
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                if os.path.samestat(os.fstat(file), self._path.stat()):
+                    return file
+            except FileNotFoundError:
+                pass
+            os.close(file)
+
+    def _attach(self, file: int, place: int) -> None:
+        """Note who has come; the first makes the file, the last removes its name. The lock is held."""
+        at, size = self._stride * self._world_size, self._stride * self._world_size + mmap.PAGESIZE
+        there = os.fstat(file)
+        if there.st_uid != os.geteuid():
+            raise InvalidArgumentError(f"{self._path} belongs to user {there.st_uid}, must be this one's")
+        if there.st_size == 0:
+            self._reserve(file, size)
+        elif there.st_size != size:
+            raise InvalidArgumentError(
+                f"{self._path} has {there.st_size} bytes, must have {size}: workers and scheduler have other options"
+            )
+        present = int(np.frombuffer(os.pread(file, _WORD.itemsize, at), _WORD)[0])
+        if present >> place & 1:
+            raise InvalidArgumentError(f"place is {place}, which another process has in {self._path}")
+        present |= 1 << place
+        os.pwrite(file, np.array([present], _WORD).tobytes(), at)
+        if present == self._all:
+            self._path.unlink()
+
+    def _reserve(self, file: int, size: int) -> None:
+        room = os.fstatvfs(file)
+        free = room.f_bavail * room.f_frsize
+        if size > free:
+            self._path.unlink()
+            raise OutOfMemoryError(f"{_FOLDER} has {free} bytes free, the host tier needs {size}", size)
+        os.ftruncate(file, size)
+
+
+def _remove(path: Path, inode: int) -> None:
+    """Remove the file's name, if it still has it."""
+    with suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()

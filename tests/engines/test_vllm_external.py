@@ -1,0 +1,111 @@
+"""vLLM itself, on a CPU, with a store below its host memory: tokens are those of vLLM alone, whatever storage does."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Server, serving
+from vllm_engine import PYTHON, SPEC, serve
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
+]
+
+ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "external_deadline": 60}
+
+
+class FileStorage:
+    def __init__(self, root: Path) -> None:
+        self.root, self.url = root, f"file://{root}?size=64MiB"
+
+    def damage(self) -> None:
+        """Flip a byte in every second chunk."""
+        slab = self.root / "blockyard-prefix.slab"
+        content = bytearray(slab.read_bytes())
+        for place in range(20000, len(content), 2 * 36864):
+            content[place] ^= 0xFF
+        slab.write_bytes(content)
+
+
+class ValkeyStorage:
+    def __init__(self, server: Server) -> None:
+        self.server, self.url = server, f"redis://127.0.0.1:{server.port}?size=64MiB&deadline=20"
+
+    def damage(self) -> None:
+        """Flip a byte in every second chunk."""
+        from redis import Redis
+
+        client = Redis(port=self.server.port)
+        names = sorted(name for name in client.scan_iter(_type="string") if client.strlen(name) > 20000)
+        assert names
+        for name in names[::2]:
+            byte = client.getrange(name, 20000, 20000)[0]
+            client.setrange(name, 20000, bytes([byte ^ 0xFF]))
+
+
+@pytest.fixture(params=["file", "valkey"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    if request.param == "file":
+        yield FileStorage(tmp_path)
+        return
+    with serving("valkey-server", tmp_path) as server:
+        yield ValkeyStorage(server)
+
+
+def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: Path, alone: Any, storage: Any):
+    extra = {**ROOMY, "external": storage.url}
+    cold = serve(folder, extra=extra, rounds=1)
+    assert cold["tokens"] == alone["tokens"][:1]
+    assert cold["external"][-1]["written"] > 0
+    warm = serve(folder, extra=extra, rounds=1)
+    assert warm["tokens"] == alone["tokens"][:1]
+    assert warm["external"][-1]["loaded"] > 0
+    assert warm["cached"] > cold["cached"]
+    storage.damage()
+    damaged = serve(folder, extra=extra, rounds=1)
+    assert damaged["tokens"] == alone["tokens"][:1]
+    assert damaged["external"][-1]["missed"] > 0
+    assert damaged["external"][-1]["loaded"] < warm["external"][-1]["loaded"]
+
+
+def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder: Path, alone: Any, storage: Any):
+    faults = ["", "", "lose", "refuse", "hang", ""]
+    found = serve(folder, extra={**ROOMY, "external": storage.url}, faults=faults)
+    assert found["tokens"] == [alone["tokens"][0]] * len(faults)
+    loaded = [count["loaded"] for count in found["external"]]
+    after = [late - early for early, late in pairwise(loaded)]
+    # Warm, lost, refused, hanging, well again.
+    assert [bool(count) for count in after] == [True, False, False, False, True], json.dumps(found["external"])
+
+
+def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: Any, tmp_path: Path):
+    from redis import Redis
+
+    rounds = [""] * 4
+    with serving("valkey-server", tmp_path) as server, ThreadPoolExecutor(2) as threads:
+        storage = ValkeyStorage(server)
+        extra = {**ROOMY, "external": f"redis://127.0.0.1:{server.port}?size=64MiB"}
+        first = serve(folder, extra=extra, rounds=1)
+        assert first["external"][-1]["written"] > 0
+        others = [threads.submit(serve, folder, extra=extra, faults=rounds) for _ in range(2)]
+        client = Redis(port=storage.server.port)
+        hits = client.info()["keyspace_hits"]
+        while client.info()["keyspace_hits"] < hits + 10 and not all(other.done() for other in others):
+            time.sleep(0.01)
+        server.process.kill()
+        found = [other.result() for other in others]
+    assert [one["tokens"] for one in found] == [[alone["tokens"][0]] * len(rounds)] * 2
+    # What the first has computed the others have loaded.
+    assert sum(one["external"][-1]["loaded"] for one in found) > 0
+
+
+def test_a_copy_to_the_host_that_is_left_out_shows_in_the_tokens(folder: Path, alone: Any, tmp_path: Path):
+    extra = {**ROOMY, "external": FileStorage(tmp_path).url}
+    serve(folder, extra=extra, rounds=1)
+    assert serve(folder, extra=extra, rounds=1, sabotage="staging")["tokens"] != alone["tokens"][:1]

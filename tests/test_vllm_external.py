@@ -1,0 +1,361 @@
+"""The external store below `BlockyardSpec`'s host memory, over vLLM's own classes (`VLLM_SOURCE`) or stand-ins."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm_modules
+from servers import serving
+
+from blockyard.errors import InvalidArgumentError, OutOfMemoryError, StoreError
+from blockyard.testing.faults import FailingStore
+
+BLOCK, CHUNKS = 4096, 16
+KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
+
+
+@pytest.fixture(params=vllm_modules.KINDS)
+def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+    with vllm_modules.loaded(request.param) as modules:
+        yield modules
+
+
+class Engine:
+    """Scheduler's and workers' side of one engine, and the blocks of its workers."""
+
+    made = 0
+
+    def __init__(
+        self, vllm: SimpleNamespace, root: Path, *, chunks: int = CHUNKS, world: int = 1, **options: Any
+    ) -> None:
+        Engine.made += 1
+        self.vllm = vllm
+        extra = {"host_bytes": world * chunks * BLOCK, "external": f"file://{root}?size=1MiB", **options}
+        config = vllm_modules.config(
+            vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=f"test-{os.getpid()}-{Engine.made}"
+        )
+        self.blocks = [torch.zeros((16, BLOCK), dtype=torch.int8) for _ in range(world)]
+        self.workers = []
+        for rank, blocks in enumerate(self.blocks):
+            config.parallel.__dict__["rank"] = rank
+            spec = vllm.ours.BlockyardSpec(config)
+            base = vllm.base
+            caches = base.CanonicalKVCaches(
+                [base.CanonicalKVCacheTensor(blocks, BLOCK)], [[base.CanonicalKVCacheRef(0, BLOCK)]]
+            )
+            self.workers.append(spec.get_worker(caches))
+        config.parallel.__dict__["rank"] = 0
+        self.manager = vllm.ours.BlockyardSpec(config).get_manager()
+        self.tier = self.manager._external
+        self.store = FailingStore(self.tier._store, deadline=0.2)
+        self.tier._store = self.store
+        self.jobs = 0
+
+    def context(self, name: str = "one", *actions: Any) -> Any:
+        context = self.vllm.base.ReqContext(req_id=name)
+        if actions:
+            context.kv_hints = SimpleNamespace(actions=list(actions))
+        return context
+
+    def end_step(self, *preempted: str) -> None:
+        self.manager.on_schedule_end(self.vllm.base.ScheduleEndContext([], preempted))
+
+    def compute(self, keys: list[bytes], context: Any | None = None) -> None:
+        """Compute blocks, and store them in the host, as vLLM does."""
+        context = context or self.context()
+        prepared = self.manager.prepare_store(keys, context)
+        for block, key in enumerate(prepared.keys_to_store):
+            for rank, blocks in enumerate(self.blocks):
+                blocks[block] = content(key, rank)
+        self.copy("submit_store", list(range(len(prepared.keys_to_store))), prepared.store_spec)
+        self.manager.complete_store(prepared.keys_to_store, context)
+        self.settle()
+
+    def load(self, keys: list[bytes]) -> bool:
+        """Load blocks; returns whether every worker has the right bytes."""
+        chunks = self.manager.prepare_load(keys, self.context())
+        for blocks in self.blocks:
+            blocks.zero_()
+        self.copy("submit_load", list(range(len(keys))), chunks)
+        self.manager.complete_load(keys, self.context())
+        return all(
+            bool((blocks[place] == content(key, rank)).all())
+            for rank, blocks in enumerate(self.blocks)
+            for place, key in enumerate(keys)
+        )
+
+    def copy(self, call: str, blocks: list[int], chunks: Any) -> None:
+        self.jobs += 1
+        device = self.vllm.base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
+        for worker in self.workers:
+            both = (device, chunks) if call == "submit_store" else (chunks, device)
+            assert getattr(worker, call)(self.jobs, *both)
+            worker.wait({self.jobs})
+            assert [result.success for result in worker.get_finished()] == [True]
+
+    def settle(self) -> None:
+        """Wait until nothing is under way."""
+        self.end_step()
+        until = time.monotonic() + 30
+        while self.tier._open:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def lookups(self, keys: list[bytes], context: Any | None = None) -> list[str]:
+        context = context or self.context()
+        return [self.manager.lookup(key, context).name for key in keys]
+
+    def found(self, keys: list[bytes], name: str = "one") -> int:
+        """Keys from the first that can be loaded in the end, as vLLM asks for them."""
+        until = time.monotonic() + 30
+        context = self.context(name)
+        while True:
+            states = [self.manager.lookup(key, context).name for key in keys]
+            self.end_step()
+            if "RETRY" not in states and "HIT_PENDING" not in states:
+                self.manager.on_request_finished(context)
+                return next((place for place, state in enumerate(states) if state == "MISS"), len(keys))
+            assert time.monotonic() < until, states
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.manager.shutdown()
+
+
+def content(key: bytes, rank: int) -> torch.Tensor:
+    random = np.random.default_rng([*key[:4], rank])
+    return torch.from_numpy(random.integers(-128, 128, BLOCK, dtype=np.int8))
+
+
+@pytest.fixture
+def engine(vllm: SimpleNamespace, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(Engine(vllm, tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(
+    engine: Callable[..., Engine], world: int
+):
+    first = engine(world=world)
+    first.compute(KEYS[:6])
+    assert first.tier.counts.written == 6
+    first.close()
+    again = engine(world=world)
+    context = again.context()
+    assert again.lookups(KEYS[:7], context) == ["RETRY"] * 6 + (["RETRY"] if not again.tier._is_sure else ["MISS"])
+    again.settle()
+    assert again.lookups(KEYS[:7], context) == ["HIT"] * 6 + ["MISS"]
+    assert again.load(KEYS[:6])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [({}, 6), ({"revision": "b"}, 0), ({"world": 2}, 0), ({"blocks_per_chunk": 2}, 0)],
+)
+def test_only_the_same_weights_and_layout_find_chunks(
+    engine: Callable[..., Engine], change: dict[str, Any], found: int
+):
+    first = engine()
+    first.compute(KEYS[:6])
+    first.close()
+    assert engine(**change).found(KEYS[:6]) == found
+
+
+@pytest.mark.parametrize("fault", ["lose", "refuse", "hang"])
+def test_storage_that_fails_costs_misses_and_not_for_ever(engine: Callable[..., Engine], fault: Any):
+    first = engine()
+    first.compute(KEYS[:4])
+    first.close()
+    again = engine()
+    again.store.fault = fault
+    assert again.found(KEYS[:4]) == 0
+    again.compute(KEYS[4:6])
+    again.store.fault = ""
+    again.tier._absent.clear()
+    assert again.found(KEYS[:4], "two") == 4
+    assert again.load(KEYS[:4])
+    assert again.found(KEYS[4:6], "three") == 2
+    again.manager._offload.check()
+
+
+def test_a_request_waits_no_longer_than_its_deadline(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):
+    first = engine()
+    first.compute(KEYS[:4])
+    first.close()
+    again = engine(external_deadline=0.05)
+    release = threading.Event()
+    wait = again.store.wait
+    monkeypatch.setattr(again.store, "wait", lambda *arguments: (release.wait(), wait(*arguments))[1])
+    assert again.found(KEYS[:4]) == 0
+    hinted = again.context("two", SimpleNamespace(action_type="blockyard.wait", payload={"seconds": 0}))
+    assert set(again.lookups(KEYS[:4], hinted)) == {"MISS"}
+    release.set()
+    again.settle()
+    # What came late is a hit for others.
+    assert again.found(KEYS[:4], "three") == 4
+
+
+def test_more_chunks_than_the_host_has_come_as_far_as_they_fit_and_the_request_goes_on(engine: Callable[..., Engine]):
+    first = engine(chunks=24)
+    first.compute(KEYS[:12])
+    first.compute(KEYS[12:])
+    first.close()
+    again = engine(chunks=4)
+    assert again.found(KEYS) <= 4
+    again.settle()
+    again.manager._offload.check()
+
+
+def test_what_is_loaded_keeps_its_chunk_and_the_rest_misses(engine: Callable[..., Engine]):
+    first = engine(chunks=24)
+    first.compute(KEYS[:8])
+    first.close()
+    again = engine(chunks=4)
+    assert again.found(KEYS[:4]) == 4
+    again.manager.prepare_load(KEYS[:4], again.context())
+    assert again.found(KEYS[4:8], "two") == 0
+    again.manager.complete_load(KEYS[:4], again.context())
+    again.tier._absent.clear()
+    assert again.found(KEYS[4:8], "three") == 4
+
+
+def test_a_reset_forgets_the_store_unless_the_weights_are_fixed(engine: Callable[..., Engine]):
+    first = engine()
+    first.compute(KEYS[:4])
+    first.manager.reset_cache()
+    first.manager.on_reset_flushed()
+    assert first.found(KEYS[:4], "two") == 0
+    first.compute(KEYS[:4])
+    first.close()
+    # What was stored after the reset may be of other weights than those that are named.
+    fixed = engine(weights_fixed=True)
+    assert fixed.found(KEYS[:4]) == 4
+    fixed.manager.reset_cache()
+    fixed.manager.on_reset_flushed()
+    assert fixed.lookups(KEYS[:1], fixed.context("two")) == ["RETRY"]
+    fixed.settle()
+    assert fixed.found(KEYS[:4], "three") == 4
+
+
+def test_a_load_that_a_reset_meets_is_no_hit(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):
+    first = engine()
+    first.compute(KEYS[:4])
+    first.close()
+    again = engine()
+    release = threading.Event()
+    wait = again.store.wait
+    monkeypatch.setattr(again.store, "wait", lambda *arguments: (release.wait(), wait(*arguments))[1])
+    assert set(again.lookups(KEYS[:4])) == {"RETRY"}
+    again.end_step()
+    again.manager.reset_cache()
+    release.set()
+    again.settle()
+    assert again.manager._offload.num_stored == 0
+
+
+def test_pinned_chunks_stay_and_are_let_go_in_time(engine: Callable[..., Engine]):
+    one = engine(chunks=4)
+    pin = SimpleNamespace(action_type="blockyard.pin", payload={"seconds": 600})
+    others = [
+        SimpleNamespace(action_type="other", payload={}),
+        SimpleNamespace(action_type="blockyard.pin", payload={"seconds": "long"}),
+    ]
+    one.compute(KEYS[:2], one.context("pinned", *others, pin))
+    one.compute(KEYS[2:4])
+    one.compute(KEYS[4:6], one.context("more", pin))
+    assert one.lookups(KEYS[:2], one.context("x")) == ["HIT", "HIT"]
+    assert one.manager._offload.lookup(KEYS[2:4]) == ["miss", "miss"]
+    # At most every second chunk is pinned.
+    one.compute(KEYS[6:8])
+    assert one.manager._offload.lookup(KEYS[4:6]) == ["miss", "miss"]
+    one.manager._pins.expire(1 << 60)
+    one.compute(KEYS[8:12])
+    assert one.manager._offload.lookup(KEYS[:2]) == ["miss", "miss"]
+    one.manager.reset_cache()
+    one.manager._offload.check()
+
+
+def test_events_say_what_comes_from_the_store_and_what_goes_for_it(engine: Callable[..., Engine]):
+    first = engine()
+    first.compute(KEYS[:8])
+    first.close()
+    again = engine(chunks=4)
+    again.compute(KEYS[20:24])
+    list(again.manager.take_events())
+    assert again.found(KEYS[:2]) == 2
+    events = [(event.removed, sorted(event.keys)) for event in again.manager.take_events()]
+    assert events == [(True, KEYS[20:22]), (False, KEYS[:2])] or events == [(True, KEYS[22:24]), (False, KEYS[:2])]
+
+
+def test_a_store_that_cannot_be_opened_ends_the_start(vllm: SimpleNamespace, tmp_path: Path):
+    with pytest.raises(StoreError):
+        Engine(vllm, tmp_path / "missing" / "folder")
+
+
+def test_two_engines_share_a_server_and_go_on_without_it(engine: Callable[..., Engine], tmp_path: Path):
+    with serving("valkey-server", tmp_path) as server:
+        url = f"redis://127.0.0.1:{server.port}?size=1MiB&deadline=20"
+        first, second = engine(external=url, external_deadline=30), engine(external=url, external_deadline=30)
+        first.compute(KEYS[:4])
+        # Neither knows what the server has: it is asked.
+        assert second.found(KEYS[:5]) == 4
+        assert second.load(KEYS[:4])
+        server.process.kill()
+        server.process.wait()
+        first.compute(KEYS[6:8])
+        assert second.found(KEYS[6:8], "two") == 0
+        assert first.found(KEYS[:4], "three") == 4
+        assert first.load(KEYS[:4])
+
+
+def test_nothing_is_left_in_shared_memory(engine: Callable[..., Engine]):
+    before = {path.name for path in Path("/dev/shm").glob("blockyard-*")}
+    one = engine(world=2)
+    assert one.tier._region.is_complete
+    assert {path.name for path in Path("/dev/shm").glob("blockyard-*")} <= before
+
+
+def test_an_engine_that_ends_before_all_have_come_leaves_no_file(vllm: SimpleNamespace):
+    from blockyard.integrations.vllm.region import SharedRegion
+
+    region = SharedRegion(f"test-{os.getpid()}-early", 4096, 2, 0)
+    assert region._path.exists()
+    region.close()
+    assert not region._path.exists()
+
+
+def test_the_scheduler_uses_no_memory_that_a_worker_has_not_mapped(vllm: SimpleNamespace):
+    from blockyard.integrations.vllm.region import SharedRegion
+
+    name = f"test-{os.getpid()}-alone"
+    scheduler = SharedRegion(name, 4096, 1, 1)
+    assert not scheduler.is_complete
+    with pytest.raises(InvalidArgumentError, match="place is 1, which another process has"):
+        SharedRegion(name, 4096, 1, 1)
+    with pytest.raises(InvalidArgumentError, match="workers and scheduler have other options"):
+        SharedRegion(name, 8192, 1, 0)
+    worker = SharedRegion(name, 4096, 1, 0)
+    assert scheduler.is_complete
+    worker.mapping.tensor[7] = 9
+    assert scheduler.rows(4)[0][0, 7] == 9
+    with pytest.raises(OutOfMemoryError, match="bytes free, the host tier needs"):
+        SharedRegion(name, 1 << 50, 1, 0)
+    with pytest.raises(InvalidArgumentError, match="place is 2, must be 0 to world_size 1"):
+        SharedRegion(name, 4096, 1, 2)
