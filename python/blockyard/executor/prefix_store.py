@@ -400,8 +400,9 @@ class PrefixStore:
     def _give_back(self, task: StoreTask | None) -> None:
         """Let the rows of a read be used again, once neither store nor engine has them."""
         if task is not None and task.ended and task.taken is not None:
-            with self._buffers_lock:
-                self._buffers.give_back(task.taken)
+            if task.answer is not None and task.answer.are_rows_free:
+                with self._buffers_lock:
+                    self._buffers.give_back(task.taken)
             task.taken = task.answer = None
 
     def _note_failed(self, task: StoreTask, index: int, answer: Answer) -> None:

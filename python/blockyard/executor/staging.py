@@ -134,8 +134,7 @@ class Staging:
                 self.end(part, [part.missed] if part.missed else [], None)
         if part.ended and part.rows is not None:
             rows, part.rows = part.rows, None
-            # The engine has ended. A store that has missed its deadline may write to the rows still.
-            if batch is not None and batch.answer is not None and batch.answer.ok.all():
+            if batch is not None and batch.answer is not None and batch.answer.are_rows_free:
                 self._buffers.give_back(rows)
 
     def lose(self, part: Part, error: Exception) -> None:

@@ -24,6 +24,8 @@ from blockyard.stores.base import ExternalStore
 
 __all__ = ["Answer", "Batch", "StoreSide"]
 
+NOTHING_READ: Final = {"absent", "empty"}
+"""Reasons of misses for which no byte was read."""
 OVERDUE_SECONDS: Final = 600.0
 """A batch that the store has not reported by then is given up."""
 
@@ -44,6 +46,14 @@ class Answer(NamedTuple):
     rows: NDArray[np.uint8]
     error: StoreError | None = None
     reasons: tuple[str, ...] = ()
+
+    @property
+    def are_rows_free(self) -> bool:
+        """Whether the store no longer uses the rows that it was given: after a miss a thread of its may still."""
+        return self.error is None and bool(
+            self.ok.all()
+            or all(good or reason in NOTHING_READ for good, reason in zip(self.ok, self.reasons, strict=True))
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -97,17 +107,17 @@ class StoreSide:
     def read(self, slots: NDArray[np.int64], out: NDArray[np.uint8]) -> Batch:
         """Start to read blocks into rows; see `write`.
 
-        The rows are the store's until the batch has an answer, and for good if that has a miss.
+        The rows are the store's until the batch has an answer, and for longer unless its `are_rows_free`.
         """
         return self._submit(Batch("read", len(slots), out), partial(self._store.lend_read, slots, out))
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> Batch:
         """Start to store blocks under their keys, uint8 `[n, 32]`; see `write`."""
-        return self._submit(Batch("put", len(keys)), partial(self._store.submit_put, keys, rows))
+        return self._submit(Batch("put", len(keys)), partial(self._store.lend_put, keys, rows))
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> Batch:
         """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
-        return self._submit(Batch("get", len(keys), out), partial(self._store.submit_get, keys))
+        return self._submit(Batch("get", len(keys), out), partial(self._store.lend_get, keys, out))
 
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
