@@ -198,7 +198,7 @@ impl PySlabStore {
         submitted.ok_or_else(wanted)?.map_err(|error| to_py(&error))
     }
 
-    /// Start to write blocks straight from `rows`, if they begin on a page and are whole pages, else as `submit_write`.
+    /// Start to write blocks straight from `rows` if these are whole pages, else as `submit_write`.
     /// See `ExternalStore.lend_write`.
     fn lend_write(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let numbers = slot_array(slots)?;
@@ -208,8 +208,8 @@ impl PySlabStore {
         }
     }
 
-    /// Start to read blocks straight into `rows`, if they begin on a page and are whole pages, else when the ticket is
-    /// collected. See `ExternalStore.lend_read`.
+    /// Start to read blocks straight into `rows` if these are whole pages, else when the ticket is collected.
+    /// See `ExternalStore.lend_read`.
     fn lend_read(&self, slots: &Bound<'_, PyAny>, rows: &Bound<'_, PyAny>) -> PyResult<u64> {
         let numbers = slot_array(slots)?;
         self.read_into(rows, numbers.len(), |lent| match lent {

@@ -51,8 +51,9 @@ impl PyStoreJob {
     }
 }
 
-/// Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`. `KVCache(prefix_store=...)` carries them
-/// out.
+/// Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`.
+///
+/// `KVCache(prefix_store=...)` carries them out.
 ///
 /// A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
 /// are neither given out, evicted nor moved.
