@@ -271,6 +271,8 @@ pub(crate) fn lend_rows<R: Send>(
     Ok(Some(py.detach(|| call(bytes))))
 }
 
+pub(crate) type LentRows = Vec<Box<dyn LentRow>>;
+
 /// A row of an array that a store reads or writes after the call that lent it has ended.
 struct Row {
     data: *mut u8,
@@ -297,21 +299,22 @@ impl LentRow for Row {
     }
 }
 
-/// Rows of an array `[n, width]` of this shape that a store uses in place until it drops them; the inner value is none if
-/// rows are not pages in a row, the outer if `value` is no such array.
+/// Rows of an array `[n, width]` of this shape that a store uses in place until it drops them; none if they are
+/// not pages in a row.
 pub(crate) fn lent_rows(
     value: &Bound<'_, PyAny>,
     [count, width]: [usize; 2],
     is_written: bool,
-) -> PyResult<Option<Option<Vec<Box<dyn LentRow>>>>> {
+) -> PyResult<Option<LentRows>> {
     let array = value.cast::<PyArray<u8, Ix2>>().ok().filter(|array| array.shape() == [count, width]);
-    let Some(array) = array else { return Ok(None) };
+    let wanted = || invalid(format!("rows is {}, must be uint8 [{count}, {width}]", describe(value)));
+    let array = array.ok_or_else(wanted)?;
     if is_written {
         Target::<u8, Ix2>::new(array, "rows", "uint8 [n, bytes_per_block]").checked(true)?;
     }
     let start = array.data().addr();
     if !is_slice(array) || array.is_empty() || start % PAGE != 0 || width % PAGE != 0 {
-        return Ok(Some(None));
+        return Ok(None);
     }
     let extent = Extent::lend(start..start + array.len(), is_written);
     let extent =
@@ -322,7 +325,7 @@ pub(crate) fn lent_rows(
     let row = |at: usize| -> Box<dyn LentRow> {
         Box::new(Row { data: data.wrapping_add(at * width), len: width, is_written, _lent: Arc::clone(&lent) })
     };
-    Ok(Some(Some((0..count).map(row).collect())))
+    Ok(Some((0..count).map(row).collect()))
 }
 
 fn is_slice<T: Plain, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {

@@ -8,9 +8,9 @@ pub(crate) use results::{PyCompletion, PyTierStats};
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays::Ticket;
-use crate::convert::memory;
+use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, LentRow, Miss, Progress, SlabFile, SlabOptions, SlabStore,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore,
     StoreOptions, checksum,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
@@ -355,15 +355,8 @@ impl PySlabStore {
     }
 
     /// Rows of the caller's for the store to use in place; `None` if they do not lie on pages.
-    fn lent_rows(
-        &self,
-        rows: &Bound<'_, PyAny>,
-        count: usize,
-        is_written: bool,
-    ) -> PyResult<Option<Vec<Box<dyn LentRow>>>> {
-        let shape = [count, self.bytes_per_block()];
-        let wanted = || expected("rows", &format!("a uint8 array of shape {shape:?}"), rows);
-        memory::lent_rows(rows, shape, is_written)?.ok_or_else(wanted)
+    fn lent_rows(&self, rows: &Bound<'_, PyAny>, count: usize, is_written: bool) -> PyResult<Option<LentRows>> {
+        memory::lent_rows(rows, [count, self.bytes_per_block()], is_written)
     }
 
     /// Submits a read that fills rows of the caller's, and remembers them for `wait`.
@@ -371,7 +364,7 @@ impl PySlabStore {
         &self,
         rows: &Bound<'_, PyAny>,
         count: usize,
-        submit: impl FnOnce(Option<Vec<Box<dyn LentRow>>>) -> Result<u64, Error> + Send,
+        submit: impl FnOnce(Option<LentRows>) -> Result<u64, Error> + Send,
     ) -> PyResult<u64> {
         let lent = self.lent_rows(rows, count, true)?;
         let (in_place, array) = (lent.is_some(), rows.cast::<PyArray<u8, Ix2>>()?.clone().unbind());
