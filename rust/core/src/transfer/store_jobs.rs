@@ -11,7 +11,7 @@ use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::{BlockId, JobId, Tier};
 use crate::prefix::CachedIdentity;
-use crate::tiers::{StoreWrites, Tiers};
+use crate::tiers::{Outbox, StoreWrites, Tiers};
 use std::collections::{BTreeMap, HashSet};
 
 /// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
@@ -150,7 +150,7 @@ impl StoreJobs {
 
     /// Begins to write blocks that are to be stored, at most so many; none if nothing is.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> Result<StoreJob> {
-        let (tier, found) = match tiers.outbox().map(|outbox| outbox.writes()) {
+        let (tier, found) = match tiers.outbox().map(Outbox::writes) {
             Some(StoreWrites::Back) => {
                 before_eviction(tiers, most, self.writes.values().map(|(_, blocks)| blocks.len()).sum())
             }
@@ -179,7 +179,9 @@ impl StoreJobs {
         let (tier, blocks) = self.writes.remove(&job).ok_or(Error::UnknownJob { job })?;
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
         if tiers.outbox().is_some_and(|outbox| outbox.writes() == StoreWrites::Back) {
-            blocks.iter().for_each(|&block| tiers.drop_cached((tier, block)));
+            for &block in &blocks {
+                tiers.drop_cached((tier, block));
+            }
         }
         Ok(())
     }
@@ -210,7 +212,7 @@ impl StoreJobs {
         if targets().count() != self.loading.len() {
             return Err(format!("{} blocks are loaded, {} keys", targets().count(), self.loading.len()));
         }
-        tiers.outbox().map_or(Ok(()), |outbox| outbox.check())
+        tiers.outbox().map_or(Ok(()), Outbox::check)
     }
 }
 
@@ -222,9 +224,9 @@ fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind
 
 /// The next blocks of the queue that one tier has; those of the device first.
 fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
-    let (mut device, mut host): (Vec<(Key, BlockId)>, Vec<(Key, BlockId)>) = Default::default();
+    let (mut device, mut host) = (Vec::new(), Vec::new());
     while device.len() < most && host.len() < most {
-        let Some(key) = tiers.outbox_mut().and_then(|outbox| outbox.pop()) else { break };
+        let Some(key) = tiers.outbox_mut().and_then(Outbox::pop) else { break };
         if let Some(block) = tiers.device().find(&key) {
             device.push((key, block));
         } else if let Some(block) = tiers.host().find(&key) {
