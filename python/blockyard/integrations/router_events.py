@@ -267,7 +267,7 @@ class EventPublisher:
 
     def _stored(self, batch: EventBatch, at: int, place: tuple[int, bytes], medium: str) -> BlockStored:
         if place not in self._known:
-            self._known[place] = self._told.pop(place, None) or _Known([], None, None)
+            self._known[place] = self._told.pop(place, _Known([], None, None))
         known = self._known[place]
         if place not in self._present[medium]:
             self._present[medium][place] = None
