@@ -334,7 +334,7 @@ def open_store(
     }
     if scheme == "file" and options:
         raise StoreError(
-            f"{public_url(url)!r}: the file store takes no {' and no '.join(options)}; its slots hold blocks as they are"
+            f"{public_url(url)!r}: the file store takes no {' and no '.join(options)}; its slots hold plain blocks"
         )
     if scheme in _registered:
         store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)

@@ -62,7 +62,7 @@ class Codec:
         Raises:
             StoreError: the encoded block has no bytes, or more than `out` has.
         """
-        encoded = np.frombuffer(self.encode(memoryview(block)), np.uint8)
+        encoded = np.frombuffer(self.encode(block.data), np.uint8)
         if not 0 < len(encoded) <= len(out):
             raise StoreError(f"codec {self.name!r} encoded a block as {len(encoded)} bytes, must be 1 to {len(out)}")
         out[: len(encoded)] = encoded
@@ -75,7 +75,7 @@ class Codec:
         Raises:
             StoreError: the block has another length.
         """
-        block = np.frombuffer(self.decode(memoryview(encoded)), np.uint8)
+        block = np.frombuffer(self.decode(encoded.data), np.uint8)
         if len(block) != len(out):
             raise StoreError(f"codec {self.name!r} decoded a block of {len(block)} bytes, must be {len(out)}")
         out[:] = block

@@ -277,11 +277,11 @@ class ObjectStore(RemoteStore):
             self._helpers -= max(0, helpers)
 
         def work() -> None:
-            while not errors and (number := next(numbers, None)) is not None:
-                try:
+            try:
+                while not errors and (number := next(numbers, None)) is not None:
                     call(number)
-                except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
-                    errors.append(error)
+            except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
+                errors.append(error)
 
         def help_out() -> None:
             try:
@@ -290,10 +290,12 @@ class ObjectStore(RemoteStore):
                 with self._changed:
                     self._helpers += 1
 
+        def give_up() -> None:
+            errors.append(StoreError("the interpreter ends"))
+
         threads: list[threading.Thread] = []
         try:
-            for _ in range(helpers):
-                threads.append(start_worker("blockyard-store", help_out, lambda: errors.append(StoreError("closed"))))
+            threads.extend(start_worker("blockyard-store", help_out, give_up) for _ in range(helpers))
         except RuntimeError:  # no thread can be started: fewer do the work
             with self._changed:
                 self._helpers += helpers - len(threads)

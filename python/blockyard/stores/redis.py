@@ -3,12 +3,13 @@
     redis://[[user]:password@]host[:port]?size=2GiB&ttl=3600&db=0&threads=4&memory=1GiB&deadline=2
     rediss://host?size=2GiB&ca=/etc/ca.pem&cert=/etc/cert.pem&key=/etc/key.pem
     unix:///run/redis.sock?size=2GiB
+    redis+cluster://host:6379?size=2GiB        rediss+cluster://host?size=2GiB&ca=/etc/ca.pem
 
 | option | meaning | default |
 |---|---|---|
 | `size` | most bytes of blocks and headers under this namespace | what `num_slots` need |
 | `ttl` | seconds after which the server drops a block that was not put again; 0 for never | 0; swap 86400 |
-| `db` | number of the database | 0 |
+| `db` | number of the database; a cluster has one | 0 |
 | `threads` | connections that work at once, 1 to 64 | 4 |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
@@ -20,34 +21,31 @@ Percent signs decode user and password, which no message shows. It needs `pip in
 - Prefix store: shared by every process with this namespace. A full one drops what was not used for longest. The
   server's own `maxmemory` may drop more; give it a policy `allkeys-*`. A value is checked whole before it is a hit;
   a damaged one is deleted.
+- Cluster: name any of its nodes. Blocks are spread over all of them. The list of blocks by their last use is one key,
+  so it lies on one node. A node that fails makes batches misses until the cluster has another for its keys.
 
 All keys begin with `blockyard:` and 16 digits of the namespace. Decision 0023 has the format and the choice of client.
 """
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, Keys, StoreURL, Use, keyless, parse_size
-from blockyard.stores.threaded import ThreadedStore
+from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.redis_servers import RedisCluster, RedisServer
+from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
+from blockyard.stores.resp import Answer, Command, ReplyError
 from blockyard.stores.value import HEADER
-from blockyard.workers import start_worker
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 __all__ = ["RedisStore", "open_redis"]
 
-_PIPELINE_BYTES: Final = 1 << 20  # larger pipelines are slower: the client joins their commands
-_PIPELINE_KEYS: Final = 512
-_CONNECT_SECONDS: Final = 2.0
+_BYTES: Final = 8 << 20  # of one exchange: a socket's timeout is for each
+_KEYS: Final = 512
 _SWAP_TTL: Final = 86_400.0
-_SIZE: Final = "a size, for example 2GiB, 500MB or plain bytes"
 
 
 class RedisURL(NamedTuple):
@@ -55,6 +53,7 @@ class RedisURL(NamedTuple):
 
     parts: StoreURL
     client: dict[str, Any]
+    is_cluster: bool
     size: int | None
     ttl: float | None
     threads: int
@@ -73,12 +72,14 @@ def read_url(url: str) -> RedisURL:
     """
     parts = StoreURL.parse(url)
     split = urlsplit(url)
+    transport, _, cluster = split.scheme.partition("+")
+    is_cluster = bool(cluster)
     client: dict[str, Any] = {
         "username": unquote(split.username) if split.username else None,
         "password": unquote(split.password) if split.password else None,
-        "db": parts.take("db", _count(0, 1 << 31), 0, "0 or more"),
+        "db": 0 if is_cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
     }
-    if split.scheme == "unix":
+    if transport == "unix":
         if split.hostname or not parts.path.startswith("/"):
             parts.reject(split.hostname or parts.path, "must be the absolute path of a socket: unix:///run/redis.sock")
         client["unix_socket_path"] = parts.path
@@ -91,18 +92,19 @@ def read_url(url: str) -> RedisURL:
             client |= {"host": split.hostname, "port": split.port or 6379}
         except ValueError:
             parts.reject(parts.host, "has a port that is none")
-    if split.scheme == "rediss":
+    if transport == "rediss":
         client |= {"ssl": True, "ssl_ca_certs": parts.take("ca", str, None, "a path")}
         client["ssl_certfile"] = parts.take("cert", str, None, "a path")
         client["ssl_keyfile"] = parts.take("key", str, None, "a path")
     found = RedisURL(
         parts,
         client,
-        size=parts.take("size", _positive, 0, _SIZE) or None,
-        ttl=parts.take("ttl", _seconds(0, 1e9), None, "0 to 1e9 seconds"),
-        threads=parts.take("threads", _count(1, 64), 4, "1 to 64"),
-        memory=parts.take("memory", _positive, 1 << 30, _SIZE),
-        deadline=parts.take("deadline", _seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
+        is_cluster,
+        size=parts.take("size", positive, 0, SIZE) or None,
+        ttl=parts.take("ttl", seconds(0, 1e9), None, "0 to 1e9 seconds"),
+        threads=parts.take("threads", count(1, 64), 4, "1 to 64"),
+        memory=parts.take("memory", positive, 1 << 30, SIZE),
+        deadline=parts.take("deadline", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
     )
     parts.finish("size, ttl, db, threads, memory, deadline and, for rediss, ca, cert, key")
     return found
@@ -115,6 +117,7 @@ def open_redis(
     num_slots: int | None = None,
     namespace: bytes = bytes(32),
     use: Use = "swap",
+    **options: Any,
 ) -> ExternalStore:
     """Open the Redis store; `blockyard.stores.open_store` does, for `redis://`, `rediss://` and `unix://`.
 
@@ -124,6 +127,7 @@ def open_redis(
         num_slots: blocks to hold; as many as fit into `size` if None.
         namespace: 32-byte digest of all that decides the bytes.
         use: `"swap"` or `"prefix"`.
+        options: `codec` and `mac_key`, as for `open_store`.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
@@ -137,206 +141,109 @@ def open_redis(
     if fit is not None and fit < (num_slots or 1):
         raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
     store = RedisStore(
-        found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use
+        found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use, **options
     )
     store.ping()
     return store
 
 
-class RedisStore(ThreadedStore):
-    """Blocks on a Redis or Valkey server; `open_redis` makes it."""
+class RedisStore(RemoteStore):
+    """Blocks on a Redis or Valkey server or cluster; `open_redis` makes it."""
 
-    def __init__(self, found: RedisURL, *, bytes_per_block: int, num_slots: int, namespace: bytes, use: Use) -> None:
-        super().__init__(found.parts.url, bytes_per_block=bytes_per_block, namespace=namespace)
-        self.num_slots = num_slots
+    _reuses_rows = True
+
+    def __init__(self, found: RedisURL, *, use: Use, **options: Any) -> None:
+        secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
+        super().__init__(found.parts, use=use, secrets=secrets, **options)
         self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
-        self._use = use
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
-        self._ttl = round(ttl * 1000) or None
-        self._prefix = f"blockyard:{namespace[:8].hex()}:".encode()
+        self._ttl: tuple[bytes, ...] = (b"PX", b"%d" % round(ttl * 1000)) if ttl else ()
+        self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
         self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
-        self._names: set[bytes] = set()  # of slots
-        self._secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
-        self._client = _connect(found)
-
-    def __repr__(self) -> str:
-        return f"RedisStore({self.url!r})"
-
-    def ping(self) -> None:
-        """Raise StoreError if the server does not answer."""
         try:
-            self._client.ping()
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
-            raise StoreError(f"{self.url!r}: {self._public(error)}") from None
+            self._servers = RedisCluster(found) if found.is_cluster else RedisServer(found)
+        except StoreError as error:
+            raise self._public(error) from None
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. Of blocks under keys, drop those that are too many."""
-        is_block, ttl = self._is_block(rows), self._ttl
-        if self._use == "swap":
-            self._names.update(key.tobytes() for key in keys)
-        elif not is_block:
-            ttl = None
+        self._remember(keys)
+        is_block = self._is_block(rows)
+        ttl = self._ttl if is_block or self._use == "swap" else ()
         stored = []
-        for part in _parts(rows):
-            now, pipe = time.time(), self._pipeline()
-            for key, row in zip(keys[part], rows[part], strict=True):
-                if is_block:
-                    pipe.zadd(self._order, {key.tobytes(): now})
-                pipe.set(self._prefix + key.tobytes(), memoryview(row), px=ttl)
-            answers = self._execute(pipe)
-            stored += [answer is True for answer in answers[is_block :: 1 + is_block]]
+        for part in batched(rows, _KEYS, _BYTES):
+            names = [key.tobytes() for key in keys[part]]
+            commands = [self._used(names)] if is_block else []
+            commands += [
+                Command((b"SET", self._prefix + name, self._stored(row), *ttl))
+                for name, row in zip(names, rows[part], strict=True)
+            ]
+            answers = self._run(commands, keep_errors=True)
+            stored += [answer == b"OK" for answer in answers[is_block:]]
         if is_block:
             self._trim()
         return np.array(stored, np.bool_)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
-        there = []
-        for part in _parts(out):
-            now, pipe = time.time(), self._pipeline()
-            for key in keys[part]:
-                pipe.get(self._prefix + key.tobytes())
+        there: list[bool] = []
+        for part in batched(out, _KEYS, _BYTES):
+            names = [key.tobytes() for key in keys[part]]
+            commands = [Command((b"GET", self._prefix + name), row) for name, row in zip(names, out[part], strict=True)]
             if self._is_block(out):
-                pipe.zadd(self._order, {key.tobytes(): now for key in keys[part]}, xx=True)
-            for row, value in zip(out[part], self._execute(pipe), strict=False):
-                if isinstance(value, Exception):
-                    raise self._public(value)
-                there.append(value is not None)
-                if value is not None and len(value) == len(row):
-                    row[:] = np.frombuffer(value, np.uint8)
+                commands.append(self._used(names, b"XX"))
+            answers = self._run(commands, keep_errors=True)[: len(names)]  # a full server refuses the note of the use
+            for answer in answers:
+                if isinstance(answer, ReplyError):
+                    raise self._public(answer)
+            there += [answer is not None for answer in answers]
         return np.array(there, np.bool_)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
-        for part in _parts(keys):
-            pipe = self._pipeline()
+        for part in batched(keys, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
-            pipe.zrem(self._order, *names)
-            pipe.unlink(*(self._prefix + name for name in names))
-            for answer in self._execute(pipe):
-                if isinstance(answer, Exception):
-                    raise self._public(answer)
+            order = [Command((b"ZREM", self._order, *names))] if self._use == "prefix" else []
+            self._run([*order, *(Command((b"UNLINK", self._prefix + name)) for name in names)])
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         found: list[bool] = []
-        for part in _parts(keys):
-            pipe = self._pipeline()
-            for key in keys[part]:
-                pipe.exists(self._prefix + key.tobytes())
-            found += [answer == 1 for answer in self._execute(pipe)]
+        for part in batched(keys, _KEYS, _BYTES):
+            answers = self._run([Command((b"EXISTS", self._prefix + key.tobytes())) for key in keys[part]])
+            found += [answer == 1 for answer in answers]
         return np.array(found, np.bool_)
 
-    def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way, and delete the blocks of swap space; see `ExternalStore.close`."""
-        until = time.monotonic() + timeout
-        in_time = super().close(timeout)
-        if self._process.is_current and self._names:
-            cleaner = start_worker("blockyard-store", self._remove_slots, lambda: None)
-            cleaner.join(max(0.0, until - time.monotonic()))
-            in_time = in_time and not cleaner.is_alive()
-        if in_time and self._process.is_current:
-            self._client.close()
-        return in_time
+    def _ask(self) -> None:
+        self._run([Command((b"EXISTS", self._prefix))])
 
-    def _remove_slots(self) -> None:
-        names, self._names = list(self._names), set()
-        try:
-            for start in range(0, len(names), _PIPELINE_KEYS):
-                self._client.unlink(*(self._prefix + name for name in names[start : start + _PIPELINE_KEYS]))
-        except Exception as error:  # noqa: BLE001 (they have a time to live)
-            with self._changed:
-                self._note(self._public(error))
+    def _disconnect(self) -> None:
+        self._servers.close()
 
-    def _check(self, slots: NDArray[np.int64]) -> None:
-        if self._use == "prefix":
-            raise StoreError("the store is a prefix store, which has no slots")
-        super()._check(slots)
-
-    def _keys_of(self, keys: Keys) -> list[bytes]:
-        if self._use == "swap":
-            raise keyless()
-        return super()._keys_of(keys)
-
-    def _is_block(self, rows: NDArray[np.uint8]) -> bool:
-        return self._use == "prefix" and rows.shape[1] == HEADER + self.bytes_per_block
+    def _used(self, names: list[bytes], *options: bytes) -> Command:
+        now = b"%.6f" % time.time()
+        return Command((b"ZADD", self._order, *options, *(part for name in names for part in (now, name))))
 
     def _trim(self) -> None:
         """Drop what was not used for longest, if there are more blocks than fit."""
-        pipe = self._pipeline()
-        pipe.zcard(self._order)
-        count = self._execute(pipe)[0]
+        [count] = self._run([Command((b"ZCARD", self._order))], keep_errors=True)
         while isinstance(count, int) and count > self.num_slots:
-            pipe = self._pipeline()
-            pipe.zpopmin(self._order, min(count - self.num_slots, _PIPELINE_KEYS))
-            dropped = self._execute(pipe)[0]
-            if isinstance(dropped, Exception) or not dropped:
+            most = min(count - self.num_slots, _KEYS)
+            [dropped] = self._run([Command((b"ZPOPMIN", self._order, b"%d" % most))], keep_errors=True)
+            if not isinstance(dropped, list) or not dropped:
                 return
-            pipe = self._pipeline()
-            pipe.unlink(*(self._prefix + name for name, _ in dropped))
-            self._execute(pipe)
-            count -= len(dropped)
+            names = [self._prefix + name for name in dropped[::2] if isinstance(name, bytes)]
+            self._run([Command((b"UNLINK", name)) for name in names], keep_errors=True)
+            count -= len(names)
 
-    def _pipeline(self) -> Any:
-        return self._client.pipeline(transaction=False)
-
-    def _execute(self, pipe: Any) -> list[Any]:
+    def _run(self, commands: list[Command], *, keep_errors: bool = False) -> list[Answer]:
+        """Run commands. Raises StoreError, also for an answer that is an error if those are not kept."""
         try:
-            answers: list[Any] = pipe.execute(raise_on_error=False)
+            answers = self._servers.run(commands, self._takes)
         except Exception as error:  # noqa: BLE001 (whatever the client raises)
             raise self._public(error) from None
+        if not keep_errors:
+            for answer in answers:
+                if isinstance(answer, ReplyError):
+                    raise self._public(answer)
         return answers
-
-    def _public(self, error: Exception) -> StoreError:
-        """Return an error without user name and password, which servers quote now and then."""
-        text = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return StoreError(text)
-
-
-def _connect(found: RedisURL) -> "Redis":
-    try:
-        from redis import Redis  # noqa: PLC0415 (an extra)
-        from redis.backoff import NoBackoff  # noqa: PLC0415
-        from redis.retry import Retry  # noqa: PLC0415
-    except ImportError as error:
-        raise StoreError(f"{found.parts.url!r} needs redis-py ({error}): pip install 'blockyard[redis]'") from None
-    return Redis(
-        **found.client,
-        protocol=2,
-        socket_timeout=found.deadline,
-        socket_connect_timeout=min(found.deadline, _CONNECT_SECONDS),
-        retry=Retry(NoBackoff(), 0),
-    )
-
-
-def _parts(rows: NDArray[np.uint8]) -> Iterator[slice]:
-    """Split a batch into pipelines."""
-    count = min(_PIPELINE_KEYS, max(1, _PIPELINE_BYTES // max(1, rows.shape[1])))
-    return (slice(start, start + count) for start in range(0, len(rows), count))
-
-
-def _positive(text: str) -> int:
-    size = parse_size(text)
-    if not size:
-        raise ValueError(text)
-    return size
-
-
-def _count(least: int, most: int) -> Any:
-    def read(text: str) -> int:
-        if not least <= int(text) <= most:
-            raise ValueError(text)
-        return int(text)
-
-    return read
-
-
-def _seconds(least: float, most: float) -> Any:
-    def read(text: str) -> float:
-        if not least <= float(text) <= most:
-            raise ValueError(text)
-        return float(text)
-
-    return read

@@ -343,7 +343,7 @@ class ThreadedStore(BatchStore):
             for index, (row, value) in enumerate(zip(rows, values, strict=True)):
                 try:
                     lengths.append(self._codec.encode_into(row, value[HEADER:]))
-                except Exception as error:  # noqa: BLE001 (whatever a codec raises)
+                except Exception as error:  # noqa: BLE001, PERF203 (whatever a codec raises)
                     reasons[index] = "codec"
                     lengths.append(0)
                     with self._changed:
@@ -391,7 +391,7 @@ class ThreadedStore(BatchStore):
     def _stored(self, row: NDArray[np.uint8]) -> memoryview:
         """Return the bytes of a row that count: those of a codec are followed by zeros."""
         is_padded = self._codec is not None and len(row) == self._width
-        return memoryview(row[: HEADER + value_length(row)] if is_padded else row)
+        return (row[: HEADER + value_length(row)] if is_padded else row).data
 
     def _takes(self, row: NDArray[np.uint8], size: int) -> bool:
         """Return whether a stored row of `size` bytes fits `row`; what is left of it becomes zero."""
