@@ -29,6 +29,7 @@ __all__ = ["Batch", "BatchStore", "Kind", "Name", "of"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
+_IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
 _PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
 
 Kind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
@@ -73,7 +74,10 @@ class BatchStore(ExternalStore):
 
     def __init__(self) -> None:
         self._process = Process("a store")
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._work = threading.Condition(lock)  # idle threads wait for it
+        self._idle = 0
         self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # not collected
         self._ready: deque[Batch] = deque()  # what a thread may take
@@ -234,6 +238,9 @@ class BatchStore(ExternalStore):
 
     def _make_ready(self, batch: Batch) -> None:
         self._ready.append(batch)
+        if len(self._ready) <= self._idle:
+            self._work.notify()
+            return
         # A probe must not wait for the calls that hang.
         if self._num_threads < self.threads + self._looking and not self._closed:
             self._num_threads += 1
@@ -246,15 +253,20 @@ class BatchStore(ExternalStore):
     def _stop(self) -> None:
         with self._changed:
             self._closed = True
+            self._work.notify_all()
             self._ready = deque(batch for batch in self._ready if batch.ticket)
             for batch in self._open.values():
                 if not batch.running:
                     self._give_up(batch, "closed")
 
     def _serve(self) -> None:
-        """Carry out batches until none is ready."""
+        """Carry out batches until none has come for a while."""
         while True:
             with self._changed:
+                if not self._ready and not self._closed:
+                    self._idle += 1
+                    self._work.wait_for(lambda: self._ready or self._closed, _IDLE_SECONDS)
+                    self._idle -= 1
                 if not self._ready:
                     self._num_threads -= 1
                     self._changed.notify_all()
