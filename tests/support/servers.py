@@ -17,6 +17,7 @@ from typing import Any
 
 import obstore
 import pytest
+import redis
 from obstore.store import S3Store
 
 PASSWORD = "a secret/@?"
@@ -57,11 +58,9 @@ def binary(name: str) -> str:
 
 
 @contextmanager
-def serving(name: str, folder: Path, *options: str) -> Iterator[Server]:
+def serving(name: str, folder: Path, *options: str, port: int = 0) -> Iterator[Server]:
     """Run a server with its files in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port or free_ports(1)[0]
     path = folder / "server.sock"
     command = [binary(name), "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
     command += ["--save", "", "--appendonly", "no", "--dir", str(folder), *options]
@@ -78,6 +77,32 @@ def serving(name: str, folder: Path, *options: str) -> Iterator[Server]:
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
+
+
+@contextmanager
+def serving_cluster(folder: Path) -> Iterator[list[Server]]:
+    """Run a cluster of three Valkey nodes that share the slots."""
+    with ExitStack() as stack:
+        nodes, ports = [], free_ports(6)
+        for number, (port, bus) in enumerate(zip(ports[:3], ports[3:], strict=True)):
+            (folder / str(number)).mkdir()
+            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "2000"]
+            nodes.append(stack.enter_context(serving("valkey-server", folder / str(number), *options, port=port)))
+        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
+        for number, client in enumerate(clients):
+            first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", ports[0], ports[3])
+        until = time.monotonic() + 30
+        while not all(_is_formed(client) for client in clients):
+            assert time.monotonic() < until, "the cluster has not formed"
+            time.sleep(0.05)
+        yield nodes
+
+
+def _is_formed(client: "redis.Redis") -> bool:
+    info = bytes(client.execute_command("CLUSTER", "INFO"))
+    return b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info
 
 
 @dataclass
