@@ -121,7 +121,9 @@ def compare(port: int, name: str, size: int, repeat: int) -> dict[str, float]:
     return figures
 
 
-def ours(store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str) -> None:
+def ours(
+    store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str
+) -> None:
     step, tickets = max(1, BATCH_BYTES // rows.shape[1]), []
     for start in range(0, len(rows), step):
         part = slice(start, start + step)

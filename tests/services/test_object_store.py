@@ -206,7 +206,13 @@ def test_no_message_shows_a_credential(server: ObjectServer, tmp_path: Path, mon
     shown, url = [], server.url("bucket")
     with opened(url) as store:
         assert isinstance(store, ObjectStore)
-        shown += [repr(store), store.url, repr(store._client), repr(read_url(url)), str(store._public(ValueError(SECRET)))]
+        shown += [
+            repr(store),
+            store.url,
+            repr(store._client),
+            repr(read_url(url)),
+            str(store._public(ValueError(SECRET))),
+        ]
     for bad in (f"{url}secret_access_key={SECRET}", f"{url}aws_session_token={SECRET}", f"s3://tester:{SECRET}@bucket"):
         with pytest.raises(StoreURLError, match="from the environment") as caught:
             opened(bad)

@@ -263,7 +263,12 @@ def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCapture
         with open_store(f"redis://:{secret}@{address}", **options) as store:
             assert isinstance(store, RedisStore)
             put(store, 2)
-            shown += [repr(store), store.url, repr(read_url(f"redis://:{secret}@{address}")), repr(store._servers._client)]
+            shown += [
+                repr(store),
+                store.url,
+                repr(read_url(f"redis://:{secret}@{address}")),
+                repr(store._servers._client),
+            ]
         for url in (
             f"redis://:{secret}x@{address}",
             f"redis://:{secret}@{address}?speed=9",

@@ -89,21 +89,22 @@ def read_mac_key(key: MacKey) -> bytes:
         StoreError: the file cannot be read, or others than its owner can.
     """
     if isinstance(key, Path):
+        path = key
         try:
-            if stat.S_IMODE(key.stat().st_mode) & 0o077:
-                raise StoreError(f"mac_key is in {str(key)!r}, which others can read or write: chmod 600")
-            with key.open("rb") as file:
+            if stat.S_IMODE(path.stat().st_mode) & 0o077:
+                raise StoreError(f"mac_key is in {str(path)!r}, which others can read or write: chmod 600")
+            with path.open("rb") as file:
                 data = file.read(80)
         except OSError as error:
             raise StoreError(f"mac_key cannot be read: {error}") from None
-        if len(data) != 32:
-            try:
-                data = bytes.fromhex(data.decode("ascii"))
-            except ValueError:
-                raise InvalidArgumentError(
-                    f"mac_key in {str(key)!r} has {len(data)} bytes, must have 32, or 64 hexadecimal digits"
-                ) from None
-        key = data
+        try:
+            key = data if len(data) == 32 else bytes.fromhex(data.decode("ascii"))
+        except ValueError:
+            key = b""
+        if len(key) != 32:
+            raise InvalidArgumentError(
+                f"mac_key in {str(path)!r} has {len(data)} bytes, must have 32, or 64 hexadecimal digits"
+            )
     if not isinstance(key, bytes) or len(key) != 32:
         shown = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
         raise InvalidArgumentError(f"mac_key is {shown}, must be 32 bytes or the path of a file with them")
