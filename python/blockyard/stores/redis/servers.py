@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.stores.resp import Answer, Command, ReplyError, exchange
+from blockyard.stores.redis.resp import Answer, Command, ReplyError, exchange
 
 if TYPE_CHECKING:
-    from blockyard.stores.redis import RedisURL
+    from blockyard.stores.redis.store import RedisURL
 
 __all__ = ["RedisCluster", "RedisServer"]
 
