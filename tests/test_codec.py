@@ -158,7 +158,7 @@ def test_the_key_may_be_in_a_file_that_only_its_owner_reads(tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [b"", b"secret", "text", 7])
 def test_a_key_of_another_length_is_refused_and_not_shown(bad: Any):
-    with pytest.raises(InvalidArgumentError, match="mac_key is .* must be 32 bytes") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"mac_key is .* must be 32 bytes") as caught:
         open_store("memory://x?size=1MiB", bytes_per_block=SIZE, use="prefix", mac_key=bad)
     assert "secret" not in str(caught.value)
 
@@ -191,5 +191,5 @@ def test_keyed_checksums_are_blake3s():
     sums = checksum_rows(np.zeros((1, 0), np.uint8), b"whats the Elvish word for friend")
     assert sums.tobytes().hex() == "92b2b75604ed3c761f9d6f62392c8a92"
     for bad in (b"", b"short", bytes(33)):
-        with pytest.raises(InvalidArgumentError, match="key has .* bytes, must have 32"):
+        with pytest.raises(InvalidArgumentError, match=r"key has .* bytes, must have 32"):
             checksum_rows(np.zeros((1, 4), np.uint8), bad)

@@ -53,14 +53,15 @@ def test_commands_are_sent_whole(size: int):
         theirs.sendall(b"+OK\r\n" * 2)
         if size < 1 << 20:
             assert exchange(ours, [Command((b"SET", b"k", value.data))] * 2, takes) == [b"OK"] * 2
-            assert theirs.recv(1 << 20, socket.MSG_WAITALL if size else 0)[: len(expected)] == expected
+            ours.shutdown(socket.SHUT_WR)
+            assert theirs.makefile("rb").read() == 2 * expected
         else:  # nobody reads
             with pytest.raises(TimeoutError):
                 exchange(ours, [Command((b"SET", b"k", value.data))] * 2, takes)
 
 
 def test_random_answers_raise_errors_only():
-    """A hundred thousand answers: bytes at random, and good ones that were changed."""
+    """Twenty thousand answers: bytes at random, and good ones that were changed."""
     random = np.random.default_rng(0)
     good = b"$6\r\nabcdef\r\n*2\r\n$1\r\nx\r\n:2\r\n+OK\r\n"
     symbols = np.frombuffer(b"$*+-:0123456789\r\n\r\n\r\nab\xff", np.uint8)
@@ -81,7 +82,7 @@ def test_random_answers_raise_errors_only():
             view[: len(part)] = part
             return len(part)
 
-    for number in range(100_000):
+    for number in range(20_000):
         if number % 2:
             data = bytes(random.choice(symbols, random.integers(1, 40)))
         else:
@@ -92,7 +93,7 @@ def test_random_answers_raise_errors_only():
             good_ones += 1
         except (OSError, ReplyError):
             pass
-    assert 0 < good_ones < 50_000
+    assert 0 < good_ones < 10_000
 
 
 @pytest.mark.parametrize(

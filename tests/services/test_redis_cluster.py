@@ -79,7 +79,7 @@ def test_blocks_are_found_where_their_slots_have_moved(nodes: list[Server], url:
         ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
         source, target = clients[2], clients[0]
         moved = []
-        for name in source.keys():
+        for name in list(source.keys()):
             slot = source.execute_command("CLUSTER", "KEYSLOT", name)
             target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[2])
             source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[0])

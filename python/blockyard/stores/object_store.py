@@ -147,7 +147,7 @@ class ObjectStore(RemoteStore):
     def __init__(self, found: ObjectURL, **options: Any) -> None:
         super().__init__(found.parts, secrets=[], **options)
         self.threads, self.memory, self.deadline = _BATCHES, found.memory, found.deadline
-        self._helpers = found.connections - _BATCHES  # threads that may still be started to help
+        self._free = found.connections  # requests that may still begin; each batch has one whatever others do
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
         self._ob, self._client = _connect(found, found.deadline + self._width / _SLOWEST)
         self._can_create = True
@@ -273,8 +273,8 @@ class ObjectStore(RemoteStore):
         """Call with 0 to `total - 1`, some at once; raises the first error, after which no call begins."""
         numbers, errors = iter(range(total)), list[BaseException]()
         with self._changed:
-            helpers = min(total - 1, self._helpers)
-            self._helpers -= max(0, helpers)
+            helpers = max(0, min(total, self._free) - 1)
+            self._free -= helpers + 1
 
         def work() -> None:
             try:
@@ -288,7 +288,7 @@ class ObjectStore(RemoteStore):
                 work()
             finally:
                 with self._changed:
-                    self._helpers += 1
+                    self._free += 1
 
         def give_up() -> None:
             errors.append(StoreError("the interpreter ends"))
@@ -298,8 +298,8 @@ class ObjectStore(RemoteStore):
             threads.extend(start_worker("blockyard-store", help_out, give_up) for _ in range(helpers))
         except RuntimeError:  # no thread can be started: fewer do the work
             with self._changed:
-                self._helpers += helpers - len(threads)
-        work()
+                self._free += helpers - len(threads)
+        help_out()
         for thread in threads:
             thread.join()
         if errors:

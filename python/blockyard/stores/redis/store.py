@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.redis.resp import Answer, Command, ReplyError
 from blockyard.stores.redis.servers import RedisCluster, RedisServer
 from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
-from blockyard.stores.redis.resp import Answer, Command, ReplyError
 from blockyard.stores.value import HEADER
 
 __all__ = ["RedisStore", "open_redis"]
