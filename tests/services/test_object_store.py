@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,28 @@ def test_a_connection_that_is_refused_is_an_error_at_opening_and_a_miss_later(tm
     with ObjectStore(read_url(url), **options) as store:
         assert set(store.wait(store.submit_put(keys_of(2), rows_of(2))).reasons) <= {"error", "timeout"}
         assert not store.contains(keys_of(2)).any()
+
+
+def test_an_object_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch):
+    with opened("memory://one-fails") as store:
+        assert isinstance(store, ObjectStore)
+        put(store, 1)
+        store._free = 1  # one after the other
+        bad = names_of(store, 6)[3]
+
+        def failing(client: Any, path: str, *arguments: Any, real: Any, **options: Any) -> Any:
+            if path == bad:
+                raise OSError("the disk of this object is broken")
+            return real(client, path, *arguments, **options)
+
+        monkeypatch.setattr(obstore, "put", partial(failing, real=obstore.put))
+        monkeypatch.setattr(obstore, "get", partial(failing, real=obstore.get))
+        done = store.wait(store.submit_put(keys_of(6), rows_of(6)))
+        assert done.ok.tolist() == [True] * 3 + [False] * 3, "the first error ends the batch"
+        read = store.wait(store.submit_get(keys_of(3)))
+        assert np.array_equal(read.rows, rows_of(3))
+        assert "the disk of this object is broken" in store.stats().last_error
+        assert store.wait(store.submit_put(keys_of(6)[3:4], rows_of(1))).reasons == ("error",)
 
 
 def test_a_block_that_is_there_is_not_sent_again(place: str):

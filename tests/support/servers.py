@@ -137,7 +137,7 @@ def serving_objects(folder: Path, secret: str, bucket: str = "bucket") -> Iterat
     names = [f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-    command += [f"-s3.config={folder / 'users.json'}", "-volume.max=20", "-master.volumeSizeLimitMB=64"]
+    command += [f"-s3.config={folder / 'users.json'}", "-volume.max=60", "-master.volumeSizeLimitMB=64"]
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items())]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={"PATH": os.environ["PATH"]})

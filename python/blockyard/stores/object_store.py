@@ -159,24 +159,29 @@ class ObjectStore(RemoteStore):
         """Store values; blocks under keys only where there is none."""
         self._remember(keys)
         is_block = self._is_block(rows)
-        self._each(len(rows), lambda index: self._put_one(self._path(keys[index]), self._stored(rows[index]), is_block))
-        return np.ones(len(rows), np.bool_)
+        stored = np.zeros(len(rows), np.bool_)
+
+        def send(index: int) -> None:
+            self._put_one(self._path(keys[index]), self._stored(rows[index]), is_block)
+            stored[index] = True
+
+        self._each_of(stored, len(rows), send)
+        return stored
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
-        there = np.ones(len(keys), np.bool_)
         width = out.shape[1]
         step = _RANGE if width >= _LARGE and self._codec is None else width
-        pieces = [(index, start) for index in range(len(keys)) for start in range(0, width, step)]
+        pieces = [(index, start) for start in range(0, width, step) for index in range(len(keys))]
+        found = np.zeros((len(keys), -(-width // step)), np.bool_)
 
         def read(number: int) -> None:
             index, start = pieces[number]
             end = min(start + step, width)
-            if not self._read_piece(self._path(keys[index]), out[index], start, end):
-                there[index] = False
+            found[index, start // step] = self._read_piece(self._path(keys[index]), out[index], start, end)
 
-        self._each(len(pieces), read)
-        return there
+        self._each_of(found, len(pieces), read)
+        return np.asarray(found.all(axis=1))
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
@@ -268,6 +273,16 @@ class ObjectStore(RemoteStore):
         if len(data) == end - start if end - start < len(row) else self._takes(row, len(data)):
             row[start : start + len(data)] = np.frombuffer(data, np.uint8)
         return True
+
+    def _each_of(self, done: NDArray[np.bool_], total: int, call: Callable[[int], None]) -> None:
+        """Do `_each`; an error is only noted if some are done: a server that fails one object has others."""
+        try:
+            self._each(total, call)
+        except Exception as error:
+            if not done.any():
+                raise
+            with self._changed:
+                self._note(error)
 
     def _each(self, total: int, call: Callable[[int], None]) -> None:
         """Call with 0 to `total - 1`, some at once; raises the first error, after which no call begins."""
