@@ -31,8 +31,8 @@ from blockyard.stores import ExternalStore, open_store
 
 SIZES = {"64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "2m": 2 << 20}
 PASS_BYTES = 64 << 20
-BATCH_BYTES = 4 << 20
-AHEAD = 4
+BATCH_BYTES = 1 << 20
+AHEAD = 8
 CONNECTIONS = 4
 
 

@@ -22,7 +22,8 @@ class Buffers:
         """Return an array uint8 `[count, width]` with any content."""
         size = count * width
         with self._lock:
-            for index, array in enumerate(self._free):
+            for index in range(len(self._free) - 1, -1, -1):  # what was used last is in the cache
+                array = self._free[index]
                 if size <= array.nbytes <= 2 * size:
                     del self._free[index]
                     break

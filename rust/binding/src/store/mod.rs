@@ -49,9 +49,7 @@ pub(crate) fn checksum_rows<'py>(
     let (count, width) = (shape[0], shape[1]);
     let key: Option<&[u8; 32]> = match key {
         None => None,
-        Some(key) => {
-            Some(key.try_into().map_err(|_| invalid(format!("key has {} bytes, must have 32", key.len())))?)
-        }
+        Some(key) => Some(key.try_into().map_err(|_| invalid(format!("key has {} bytes, must have 32", key.len())))?),
     };
     let sum = |bytes: &[u8]| key.map_or_else(|| checksum(bytes), |key| keyed_checksum(key, bytes));
     let hash = |bytes: &[u8]| (0..count).map(|row| sum(&bytes[row * width..][..width])).collect::<Vec<_>>();
