@@ -430,13 +430,13 @@ def test_an_epoch_that_cannot_be_read_is_an_error_and_no_hit():
 
 
 def test_a_registered_class_is_opened_by_its_scheme(schemes: None):
-    assert register("memory")(MemoryStore) is MemoryStore
-    with open_store("memory://x?a=1", bytes_per_block=SIZE, num_slots=32, namespace=b"n" * 32) as store:
+    assert register("mine")(MemoryStore) is MemoryStore
+    with open_store("mine://x?a=1", bytes_per_block=SIZE, num_slots=32, namespace=b"n" * 32) as store:
         assert isinstance(store, MemoryStore)
-        assert (store.url, store.bytes_per_block, store.num_slots) == ("memory://x?a=1", SIZE, 32)
+        assert (store.url, store.bytes_per_block, store.num_slots) == ("mine://x?a=1", SIZE, 32)
     with pytest.raises(StoreFullError, match="the store has 32 slots, must have at least 33"):
-        open_store("memory://", bytes_per_block=SIZE, num_slots=33)
-    with pytest.raises(StoreURLError, match="there are file, memory, redis"):
+        open_store("mine://", bytes_per_block=SIZE, num_slots=33)
+    with pytest.raises(StoreURLError, match="local, memory, mine, redis"):
         open_store("mammary://", bytes_per_block=SIZE)
 
 
@@ -462,8 +462,8 @@ def test_a_class_that_is_defined_again_takes_its_scheme_and_another_does_not(sch
 
 def test_sequences_come_back_from_a_store_of_ones_own(schemes: None):
     layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-    register("memory")(MemoryStore)
-    with KVCache(layout, device_blocks=8, host_blocks=8, external="memory://") as cache:
+    register("mine")(MemoryStore)
+    with KVCache(layout, device_blocks=8, host_blocks=8, external="mine://") as cache:
         sequence = cache.manager.allocate(13)
         with cache.step():
             cache.engine.tensors[0].copy_(cache.engine.tensors[0].normal_())

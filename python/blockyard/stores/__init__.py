@@ -4,10 +4,12 @@
 """
 
 from blockyard.stores.base import Completion, ExternalStore, StoreStats, StoreURL, open_store, parse_size, register
+from blockyard.stores.codec import Codec
 from blockyard.stores.namespace import store_namespace
 from blockyard.stores.threaded import ThreadedStore
 
 __all__ = [
+    "Codec",
     "Completion",
     "ExternalStore",
     "StoreStats",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -29,16 +29,18 @@ from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, S
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from blockyard.stores.codec import Codec, MacKey
+
 __all__ = ["Completion", "ExternalStore", "StoreStats", "StoreURL", "open_store", "parse_size", "register"]
 
 ENTRY_POINTS = "blockyard.stores"
 MOST_BYTES = 1 << 62
 _REDIS = ("blockyard.stores.redis", "open_redis")
+_OBJECTS = ("blockyard.stores.object_store", "open_object_store")
 _BUILT_IN = {
     "file": ("blockyard.stores.file", "open_file"),
-    "redis": _REDIS,
-    "rediss": _REDIS,
-    "unix": _REDIS,
+    **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"), _REDIS),
+    **dict.fromkeys(("s3", "gs", "az", "local", "memory"), _OBJECTS),
 }
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -325,18 +327,24 @@ def open_store(
     num_slots: int | None = None,
     namespace: bytes = bytes(32),
     use: Use = "swap",
+    codec: "Codec | None" = None,
+    mac_key: "MacKey | None" = None,
 ) -> ExternalStore:
     """Open the external store that a URL names.
 
     Args:
         url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; `redis://host?size=2GiB`, see
-            `blockyard.stores.redis`; or a plug-in's scheme, see `register`.
+            `blockyard.stores.redis`; `s3://bucket?size=1TiB`, see `blockyard.stores.object_store`; or a plug-in's
+            scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
         num_slots: blocks to hold; as many as fit if None.
         namespace: 32-byte digest of all that decides the bytes, see `store_namespace`; a block of another namespace is
             a miss.
         use: `"swap"` for blocks that are addressed by slot and die with the process, `"prefix"` for blocks that are
             found by key and outlive it.
+        codec: encodes blocks before they are stored: compresses, encrypts or quantises them. The file store has none.
+        mac_key: 32 bytes, or the path of a file with them, for storage that is not trusted: a value that was not
+            written with this key is a miss. Never part of a URL or a message. The file store has none.
 
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong.
@@ -363,15 +371,22 @@ def open_store(
     if len(namespace) != 32:
         raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
     scheme = _scheme(url)
+    options: dict[str, Any] = {
+        name: value for name, value in (("codec", codec), ("mac_key", mac_key)) if value is not None
+    }
+    if scheme == "file" and options:
+        raise StoreError(
+            f"{public_url(url)!r}: the file store takes no {' and no '.join(options)}; its slots hold plain blocks"
+        )
     if scheme in _registered:
-        store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace)
+        store = _registered[scheme](url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
         return _checked(store, url, num_slots or 1, use)
     if scheme in _BUILT_IN:
         module, name = _BUILT_IN[scheme]
         opener = cast("Opener", getattr(import_module(module), name))
     else:
         opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
-    options = {} if use == "swap" else {"use": use}
+    options |= {} if use == "swap" else {"use": use}
     return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, **options)
 
 

@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore
+from blockyard.stores.buffers import Buffers
 from blockyard.workers import Process, start_worker
 
 __all__ = ["Batch", "BatchStore", "Kind", "Name", "of"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
+_IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
 _PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
 
 Kind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
@@ -72,7 +74,11 @@ class BatchStore(ExternalStore):
 
     def __init__(self) -> None:
         self._process = Process("a store")
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._work = threading.Condition(lock)  # idle threads wait for it
+        self._idle = 0
+        self._buffers = Buffers()
         self._open: dict[int, Batch] = {}  # not collected
         self._ready: deque[Batch] = deque()  # what a thread may take
         self._last: dict[Name, Batch] = {}  # batch of each slot and key, until it has ended
@@ -136,7 +142,9 @@ class BatchStore(ExternalStore):
         with self._changed:
             batch = self._open.get(ticket)
             if batch is not None:
-                _check_out(out, (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block))
+                shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
+                _check_out(out, shape)
+                result = np.zeros(shape, np.uint8) if out is None or not batch.is_read else out
                 now = time.monotonic()
                 left = batch.deadline - now if timeout is None else min(timeout, batch.deadline - now)
                 self._changed.wait_for(lambda: batch.ended, max(0.0, left))
@@ -148,14 +156,14 @@ class BatchStore(ExternalStore):
             if not batch.running:
                 self._release(batch)
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
-        if not batch.is_read or (rows is None and out is None):
-            rows = np.zeros((len(reasons) if batch.is_read else 0, self.bytes_per_block), np.uint8)
-        elif out is not None:
-            if rows is not None:
-                np.copyto(out, rows, where=ok[:, None])
-            rows = out
-        assert rows is not None  # noqa: S101 (for the type checker)
-        return Completion(ticket, ok, rows, reasons)
+        if rows is not None:
+            if ok.all():
+                np.copyto(result, rows)
+            else:
+                for index in np.flatnonzero(ok):
+                    result[index] = rows[index]
+            self._buffers.give(rows)
+        return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
         """Return the counters since the store was opened."""
@@ -183,7 +191,8 @@ class BatchStore(ExternalStore):
             in_time = self._changed.wait_for(lambda: not self._num_threads, max(0.0, timeout))
             for batch in self._open.values():
                 self._give_up(batch, "closed")
-            return in_time
+        self._buffers.clear()
+        return in_time
 
     def _submit(
         self,
@@ -229,6 +238,9 @@ class BatchStore(ExternalStore):
 
     def _make_ready(self, batch: Batch) -> None:
         self._ready.append(batch)
+        if len(self._ready) <= self._idle:
+            self._work.notify()
+            return
         # A probe must not wait for the calls that hang.
         if self._num_threads < self.threads + self._looking and not self._closed:
             self._num_threads += 1
@@ -241,15 +253,20 @@ class BatchStore(ExternalStore):
     def _stop(self) -> None:
         with self._changed:
             self._closed = True
+            self._work.notify_all()
             self._ready = deque(batch for batch in self._ready if batch.ticket)
             for batch in self._open.values():
                 if not batch.running:
                     self._give_up(batch, "closed")
 
     def _serve(self) -> None:
-        """Carry out batches until none is ready."""
+        """Carry out batches until none has come for a while."""
         while True:
             with self._changed:
+                if not self._ready and not self._closed:
+                    self._idle += 1
+                    self._work.wait_for(lambda: self._ready or self._closed, _IDLE_SECONDS)
+                    self._idle -= 1
                 if not self._ready:
                     self._num_threads -= 1
                     self._changed.notify_all()

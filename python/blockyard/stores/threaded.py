@@ -16,7 +16,8 @@ from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
 from blockyard.stores.base import Keys, keyless
 from blockyard.stores.batches import Batch, BatchStore, Name, of
-from blockyard.stores.value import HEADER, check_values, seal_values
+from blockyard.stores.codec import Codec, MacKey, read_mac_key
+from blockyard.stores.value import HEADER, check_values, seal_values, value_length
 
 __all__ = ["ThreadedStore"]
 
@@ -43,13 +44,17 @@ class ThreadedStore(BatchStore):
     for it has a header (`blockyard.stores.value`), so rows are wider then; one row more, of 144 bytes, says since when
     blocks count. `forget` replaces it; other processes notice within a second.
 
-    `contains` answers from what this process knows. It says False for a key that is new to it, and looks it up in the
-    background: ask again. A plug-in evicts by itself when it is full.
+    With a codec or a MAC key the blocks of slots have the header too.
+
+    `contains` answers from what this process knows: False means "absent, or not known yet". It looks a key that is new
+    to it up in the background: ask again. A plug-in evicts by itself when it is full.
 
     Args:
         url: as given to `open_store`; `blockyard.stores.StoreURL.parse` reads options from it.
         bytes_per_block: bytes of one block.
         namespace: digest of all that decides the bytes.
+        codec: encodes the blocks.
+        mac_key: 32 bytes; values are then authenticated, not only checksummed.
 
     Attributes:
         num_slots: slots, numbered from 0; the subclass sets it.
@@ -83,14 +88,28 @@ class ThreadedStore(BatchStore):
         ([True, False], ('', 'empty'))
     """
 
-    def __init__(self, url: str, *, bytes_per_block: int, namespace: bytes) -> None:
+    _reuses_rows = False  # whether nothing refers to rows any more once `put` has returned
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        bytes_per_block: int,
+        namespace: bytes,
+        codec: Codec | None = None,
+        mac_key: MacKey | None = None,
+    ) -> None:
         if bytes_per_block < 1:
             raise InvalidArgumentError(f"bytes_per_block is {bytes_per_block}, must be at least 1")
         super().__init__()
         self.url = url
         self.bytes_per_block = bytes_per_block
-        self.namespace = namespace
-        self._seed = namespace + os.urandom(16)
+        self._codec = codec
+        self._mac_key = None if mac_key is None else read_mac_key(mac_key)
+        self._is_guarded = codec is not None or mac_key is not None
+        self.namespace = _guarded(namespace, codec, self._mac_key) if self._is_guarded else namespace
+        self._width = HEADER + (bytes_per_block if codec is None else codec.bound(bytes_per_block))
+        self._seed = self.namespace + os.urandom(16)
         self._digests: dict[Name, dict[Name, bytes]] = {}  # of the last write of each slot
         self._known: dict[bytes, float] = {}  # keys: `_THERE`, `_FAILED`, or until when they are absent
         self._wanted: dict[bytes, None] = {}  # keys to look up
@@ -104,7 +123,7 @@ class ThreadedStore(BatchStore):
         Args:
             keys: uint8 `[n, 32]`, no repeats. A call has its keys to itself unless an earlier one missed its deadline.
             rows: what to store, uint8 `[n, width]`, this call's own; `width` is `bytes_per_block` or, for a store with
-                keys, another.
+                keys, a codec or a MAC key, another.
 
         Returns:
             Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
@@ -116,8 +135,8 @@ class ThreadedStore(BatchStore):
 
         Args:
             keys: uint8 `[n, 32]`; they may repeat. Those of slots were put earlier; others may be absent.
-            out: where to, uint8 `[n, width]`, zeros; not to be written after the call has returned. If a stored row has
-                another width, return True and leave the row as it is.
+            out: where to, uint8 `[n, width]`, with any content; not to be written after the call has returned. If a
+                stored row has another width, return True and leave the row as it is.
 
         Returns:
             Whether each block was there, bool `[n]`; False is a miss, `"absent"`.
@@ -137,7 +156,7 @@ class ThreadedStore(BatchStore):
         Args:
             keys: uint8 `[n, 32]`.
         """
-        row = np.zeros((1, HEADER + self.bytes_per_block), np.uint8)
+        row = np.zeros((1, self._width), np.uint8)
         return np.array([_answer("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
@@ -148,7 +167,10 @@ class ThreadedStore(BatchStore):
         shape = (len(slots), self.bytes_per_block)
         if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != shape:
             raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
-        return self._submit("write", slots.tolist(), rows.copy(order="C"))
+        header = HEADER if self._mac_key is not None and self._codec is None else 0
+        blocks = self._buffers.take(len(slots), header + self.bytes_per_block)
+        blocks[:, header:] = rows
+        return self._submit("write", slots.tolist(), blocks)
 
     def submit_read(self, slots: NDArray[np.int64]) -> int:
         """Start to read blocks; see `ExternalStore.submit_read`."""
@@ -163,9 +185,13 @@ class ThreadedStore(BatchStore):
             raise InvalidArgumentError(f"rows is {of(rows)}, must be uint8 {list(shape)}")
         single = {name: index for index, name in enumerate(dict.fromkeys(names))}
         spread = [single[name] for name in names] if len(single) < len(names) else None
-        values = np.empty((len(single), HEADER + self.bytes_per_block), np.uint8)
-        for index, row in zip(range(len(names)) if spread is None else spread, rows, strict=True):
-            values[index, HEADER:] = row
+        header = 0 if self._codec else HEADER
+        values = self._buffers.take(len(single), header + self.bytes_per_block)
+        if spread is None:
+            values[:, header:] = rows
+        else:
+            for index, row in zip(spread, rows, strict=True):
+                values[index, header:] = row
         return self._submit("put", list(single), values, spread)
 
     def submit_get(self, keys: Keys) -> int:
@@ -181,7 +207,9 @@ class ThreadedStore(BatchStore):
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key is known to have a block; see `ExternalStore.contains`.
 
-        A key that is new to this process is looked up in the background, and False until then.
+        False means "absent, or not known yet": this never waits for the storage. A key that is new to this process is
+        looked up in the background, so asking again some milliseconds later tells. A key that was absent is looked up
+        again after a second, if it is asked for.
         """
         names = self._keys_of(keys)
         with self._changed:
@@ -242,68 +270,135 @@ class ThreadedStore(BatchStore):
         if batch.kind == "put":
             return self._put(batch, keys, names)
         if batch.kind == "get":
-            return self._get(keys, names, len(batch.reasons))
+            return self._get(keys, names)
         late = self._delete(names) if batch.kind == "delete" else set()
         return None, ["lost" if key in late else "" for key in keys]
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
         rows, slots = batch.rows, [name for name in batch.names if isinstance(name, int)]
         assert rows is not None  # noqa: S101 (for the type checker)
-        digests = [digest.tobytes() for digest in checksum_rows(rows)]
-        stored = _answer("put", self.put(self._slot_names(slots), rows), len(rows))
+        names, reasons = self._slot_names(slots), [""] * len(slots)
+        if self._is_guarded:
+            rows, reasons = self._seal(rows, [name.tobytes() for name in names])
+        digests = rows[:, :16].copy() if self._is_guarded else checksum_rows(rows)
+        self._put_good(names, rows, reasons)
         landed: dict[Name, bytes] = {
-            slot: digest for slot, digest, good in zip(slots, digests, stored, strict=True) if good
+            slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
         }
         with self._changed:
             if not batch.ended:
                 batch.digests.update(landed)
-        return None, ["" if good else "refused" for good in stored]
+        return None, reasons
 
     def _read(self, batch: Batch) -> tuple[NDArray[np.uint8], list[str]]:
         slots = [name for name in batch.names if isinstance(name, int)]
         digests = [known.get(slot) for slot, known in zip(slots, batch.expected, strict=True)]
         there = [index for index, digest in enumerate(digests) if digest is not None]
         reasons = ["empty"] * len(digests)
-        out = np.zeros((len(batch.reasons), self.bytes_per_block), np.uint8)
         if not there:
-            return out, reasons
-        rows = out if len(there) == len(out) else np.zeros((len(there), self.bytes_per_block), np.uint8)
-        found = _answer("get", self.get(self._slot_names([slots[index] for index in there]), rows), len(there))
-        for index, row, good, digest in zip(there, rows, found, checksum_rows(rows), strict=True):
-            reasons[index] = "absent" if not good else "" if digest.tobytes() == digests[index] else "payload_checksum"
-            out[index] = 0 if reasons[index] else row
-        return out, reasons
+            return np.zeros((0, self.bytes_per_block), np.uint8), reasons
+        names = self._slot_names([slots[index] for index in there])
+        if self._is_guarded:
+            rows, found, sums = self._fetch(names, [name.tobytes() for name in names])
+        else:
+            rows = self._buffers.take(len(there), self.bytes_per_block)
+            found = ["" if good else "absent" for good in _answer("get", self.get(names, rows), len(there))]
+            sums = checksum_rows(rows)
+        for index, reason, digest in zip(there, found, sums, strict=True):
+            reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
+        return _spread_out(rows, there, len(slots)), reasons
 
     def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[None, list[str]]:
-        values = batch.rows
-        assert values is not None  # noqa: S101 (for the type checker)
-        seal_values(values, self.namespace, keys)
-        stored = _answer("put", self.put(names, values), len(keys))
-        return None, ["" if good else "refused" for good in stored]
+        assert batch.rows is not None  # noqa: S101 (for the type checker)
+        values, reasons = self._seal(batch.rows, keys)
+        self._put_good(names, values, reasons)
+        return None, reasons
 
-    def _get(self, keys: list[bytes], names: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint8], list[str]]:
+    def _get(self, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[str]]:
         with self._changed:
             there = [index for index, key in enumerate(keys) if self._known.get(key) != _FAILED]
-        reasons, rows = ["absent"] * len(keys), np.zeros((count, self.bytes_per_block), np.uint8)
-        wanted = [keys[index] for index in there]
-        if not wanted:
-            return rows, reasons
-        values = np.zeros((len(wanted), HEADER + self.bytes_per_block), np.uint8)
+        reasons = ["absent"] * len(keys)
+        if not there:
+            return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         names = names[there]
-        found = _answer("get", self.get(names, values), len(wanted))
-        checked = check_values(values, self.namespace, wanted)
-        for index, value, good, reason in zip(there, values, found, checked, strict=True):
-            reasons[index] = reason if good else "absent"
-            if good and not reason:
-                rows[index] = value[HEADER:]
-        bad = {index for index, (good, reason) in enumerate(zip(found, checked, strict=True)) if good and reason}
+        rows, found, _ = self._fetch(names, [keys[index] for index in there])
+        for index, reason in zip(there, found, strict=True):
+            reasons[index] = reason
+        bad = [index for index, reason in enumerate(found) if reason not in {"", "absent"}]
         if bad:
             try:
-                self.delete(np.unique(names[sorted(bad)], axis=0))
+                self.delete(np.unique(names[bad], axis=0))
             except Exception as error:  # noqa: BLE001 (it is a miss either way)
                 with self._changed:
                     self._note(error)
-        return rows, reasons
+        return _spread_out(rows, there, len(keys)), reasons
+
+    # ---- values: blocks with a header ----
+
+    def _seal(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
+        """Make values of blocks. Returns them, and why some are none."""
+        values, reasons, lengths = rows, [""] * len(keys), None
+        if self._codec is not None:
+            values, lengths = self._buffers.take(len(keys), self._width), []
+            for index, (row, value) in enumerate(zip(rows, values, strict=True)):
+                try:
+                    lengths.append(self._codec.encode_into(row, value[HEADER:]))
+                except Exception as error:  # noqa: BLE001, PERF203 (whatever a codec raises)
+                    reasons[index] = "codec"
+                    lengths.append(0)
+                    with self._changed:
+                        self._note(error)
+            self._buffers.give(rows)
+        seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self._mac_key)
+        return values, reasons
+
+    def _put_good(self, names: NDArray[np.uint8], rows: NDArray[np.uint8], reasons: list[str]) -> None:
+        """Put the rows that have no reason yet not to be, and set the reasons of those that are refused."""
+        good = [index for index, reason in enumerate(reasons) if not reason]
+        if not good:
+            return
+        chosen = (names, rows) if len(good) == len(rows) else (names[good], rows[good])
+        for index, stored in zip(good, _answer("put", self.put(*chosen), len(good)), strict=True):
+            reasons[index] = "" if stored else "refused"
+        if self._reuses_rows:
+            self._buffers.give(rows)
+
+    def _fetch(
+        self, names: NDArray[np.uint8], keys: list[bytes]
+    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        """Read values. Returns their blocks, each one's reason, and the checksums in their headers."""
+        values = self._buffers.take(len(keys), self._width)
+        values[:, :HEADER] = 0
+        found = _answer("get", self.get(names, values), len(keys))
+        sums, varies = values[:, :16].copy(), self._codec is not None
+        checked = check_values(values, self.namespace, keys, varies=varies, mac_key=self._mac_key)
+        reasons = [reason if good else "absent" for reason, good in zip(checked, found, strict=True)]
+        if self._codec is None:
+            return values[:, HEADER:], reasons, sums
+        rows = self._buffers.take(len(keys), self.bytes_per_block)
+        for index, (value, row) in enumerate(zip(values, rows, strict=True)):
+            if reasons[index]:
+                continue
+            try:
+                self._codec.decode_into(value[HEADER : HEADER + value_length(value)], row)
+            except Exception as error:  # noqa: BLE001 (whatever a codec raises)
+                reasons[index] = "codec"
+                with self._changed:
+                    self._note(error)
+        self._buffers.give(values)
+        return rows, reasons, sums
+
+    def _stored(self, row: NDArray[np.uint8]) -> memoryview:
+        """Return the bytes of a row that count: those of a codec are followed by zeros."""
+        is_padded = self._codec is not None and len(row) == self._width
+        return (row[: HEADER + value_length(row)] if is_padded else row).data
+
+    def _takes(self, row: NDArray[np.uint8], size: int) -> bool:
+        """Return whether a stored row of `size` bytes fits `row`; what is left of it becomes zero."""
+        if self._codec is None or len(row) != self._width:
+            return size == len(row)
+        row[min(size, len(row)) :] = 0
+        return HEADER <= size <= len(row)
 
     def _delete(self, names: NDArray[np.uint8]) -> set[Name]:
         """Delete values. Returns the keys that a put may still bring back."""
@@ -360,13 +455,13 @@ class ThreadedStore(BatchStore):
     def _read_epoch(self, name: bytes) -> bytes:
         row = np.zeros((1, HEADER + 16), np.uint8)
         found = self.get(np.frombuffer(name, np.uint8)[None], row)
-        good = _answer("get", found, 1)[0] and not check_values(row, self.namespace, [name])[0]
+        good = _answer("get", found, 1)[0] and not check_values(row, self.namespace, [name], mac_key=self._mac_key)[0]
         return row[0, HEADER:].tobytes() if good else b""
 
     def _write_epoch(self, name: bytes, epoch: bytes) -> None:
         row = np.zeros((1, HEADER + 16), np.uint8)
         row[0, HEADER:] = np.frombuffer(epoch, np.uint8)
-        seal_values(row, self.namespace, [name])
+        seal_values(row, self.namespace, [name], mac_key=self._mac_key)
         if not _answer("put", self.put(np.frombuffer(name, np.uint8)[None], row), 1)[0]:
             raise StoreError("put refused the row that says since when blocks count")
 
@@ -412,6 +507,25 @@ class ThreadedStore(BatchStore):
 
     def _count_stored(self) -> int:
         return list(self._known.values()).count(_THERE)
+
+
+def _guarded(namespace: bytes, codec: Codec | None, mac_key: bytes | None) -> bytes:
+    """Return the namespace of blocks that a codec encodes or a key authenticates: others cannot read them."""
+    name = b"" if codec is None else codec.name.encode()
+    key = b"" if mac_key is None else hashlib.sha256(b"BLKYMACKEY1" + mac_key).digest()
+    return hashlib.sha256(
+        b"BLKYGUARD1" + namespace.ljust(32, b"\0") + len(name).to_bytes(8, "little") + name + key
+    ).digest()
+
+
+def _spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:
+    """Return rows with each at its place among `count`."""
+    if len(where) == count:
+        return rows
+    out = np.zeros((count, rows.shape[1]), np.uint8)
+    for index, row in zip(where, rows, strict=True):
+        out[index] = row
+    return out
 
 
 def _answer(name: str, found: object, count: int) -> list[bool]:

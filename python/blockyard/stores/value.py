@@ -2,16 +2,18 @@
 
 | bytes | field |
 |---|---|
-| 0..16 | XXH3-128 of the whole value with zeros here |
+| 0..16 | XXH3-128 of the whole value with zeros here; with a MAC key its keyed BLAKE3, the first 16 bytes |
 | 16..24 | `BLKYVALU` |
 | 24..28 | version, 1 |
 | 32..64 | namespace digest |
 | 64..96 | key of the block |
-| 96..104 | length of the block in bytes |
+| 96..104 | length of the block in bytes, as the codec returned it |
 
-Numbers are little-endian; the rest is zero. A value counts only if all of it is as expected.
+Numbers are little-endian; the rest is zero. A value counts only if all of it is as expected. What a codec returned is
+padded with zeros to the codec's most bytes for the checksum; stores need not keep the padding.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 
-__all__ = ["HEADER", "check_values", "seal_values"]
+__all__ = ["HEADER", "check_values", "seal_values", "value_length"]
 
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
@@ -34,18 +36,52 @@ _FIELDS: Final = (
 )
 
 
-def seal_values(values: NDArray[np.uint8], namespace: bytes, keys: list[bytes]) -> None:
-    """Write the headers of values, uint8 `[n, HEADER + length]`, whose blocks are in place."""
-    values[:, :HEADER] = _headers(values, namespace, keys)
-    values[:, :16] = checksum_rows(values)
+def seal_values(
+    values: NDArray[np.uint8],
+    namespace: bytes,
+    keys: Sequence[bytes],
+    *,
+    lengths: Sequence[int] | None = None,
+    mac_key: bytes | None = None,
+) -> None:
+    """Write the headers of values, uint8 `[n, HEADER + width]`, whose blocks are in place.
+
+    Args:
+        values: headers are written; a block that is shorter than its place is followed by zeros.
+        namespace: 32 bytes.
+        keys: 32 bytes each.
+        lengths: of the blocks, if they differ.
+        mac_key: 32 bytes for a keyed checksum.
+    """
+    values[:, :HEADER] = _headers(
+        namespace, keys, [values.shape[1] - HEADER] * len(keys) if lengths is None else lengths
+    )
+    values[:, :16] = checksum_rows(values, mac_key)
 
 
-def check_values(values: NDArray[np.uint8], namespace: bytes, keys: list[bytes]) -> list[str]:
-    """Return the reason why each value is a miss, `""` for those that are whole. Zeroes the values' checksums."""
+def check_values(
+    values: NDArray[np.uint8],
+    namespace: bytes,
+    keys: Sequence[bytes],
+    *,
+    varies: bool = False,
+    mac_key: bytes | None = None,
+) -> list[str]:
+    """Return the reason why each value is a miss, `""` for those that are whole. Zeroes the values' checksums.
+
+    Args:
+        values: as for `seal_values`.
+        namespace: 32 bytes.
+        keys: 32 bytes each.
+        varies: a block may be shorter than its place.
+        mac_key: 32 bytes for a keyed checksum.
+    """
     sums = values[:, :16].copy()
     values[:, :16] = 0
-    whole = (sums == checksum_rows(values)).all(axis=1)
-    expected = _headers(values, namespace, keys)
+    whole = (sums == checksum_rows(values, mac_key)).all(axis=1)
+    width = values.shape[1] - HEADER
+    lengths = [min(value_length(value), width) for value in values] if varies else [width] * len(keys)
+    expected = _headers(namespace, keys, lengths)
     same = (values[:, :HEADER] == expected).all(axis=1)
     reasons = ["" if good else "payload_checksum" for good in whole]
     for index in np.flatnonzero(~same):
@@ -55,7 +91,12 @@ def check_values(values: NDArray[np.uint8], namespace: bytes, keys: list[bytes])
     return reasons
 
 
-def _headers(values: NDArray[np.uint8], namespace: bytes, keys: list[bytes]) -> NDArray[np.uint8]:
-    length = (values.shape[1] - HEADER).to_bytes(8, "little")
-    headers = b"".join(bytes(16) + _START + namespace.ljust(32, b"\0") + key + length + bytes(24) for key in keys)
+def value_length(value: NDArray[np.uint8]) -> int:
+    """Return the length of the block that a value's header names; nothing is checked."""
+    return int.from_bytes(value[96:104].tobytes(), "little")
+
+
+def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.uint8]:
+    start, end = bytes(16) + _START + namespace.ljust(32, b"\0"), bytes(24)
+    headers = b"".join(start + key + size.to_bytes(8, "little") + end for key, size in zip(keys, lengths, strict=True))
     return np.frombuffer(headers, np.uint8).reshape(-1, HEADER)

@@ -18,6 +18,13 @@ pub fn checksum(bytes: &[u8]) -> [u8; 16] {
     XxHash3_128::oneshot(bytes).to_le_bytes()
 }
 
+/// Keyed BLAKE3 of the bytes, its first 16: a checksum that only who has the key can make.
+#[must_use]
+pub fn keyed_checksum(key: &[u8; 32], bytes: &[u8]) -> [u8; 16] {
+    let hash = blake3::keyed_hash(key, bytes);
+    std::array::from_fn(|index| hash.as_bytes()[index])
+}
+
 /// One page of the format: magic, version, fields, checksum.
 type Page = [u8; PAGE];
 

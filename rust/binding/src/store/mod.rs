@@ -11,7 +11,7 @@ use crate::convert::arrays::Ticket;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
     BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore,
-    StoreOptions, checksum,
+    StoreOptions, checksum, keyed_checksum,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
@@ -31,16 +31,29 @@ mod classes {
     import_exception!(blockyard.errors, UnknownTicketError);
 }
 
-/// XXH3-128 of each row of a uint8 array `[n, width]`, little-endian, uint8 `[n, 16]`.
+/// XXH3-128 of each row of a uint8 array `[n, width]`, little-endian; with a key the first 16 bytes of its keyed
+/// BLAKE3. uint8 `[n, 16]`.
 ///
+/// Args:
+///     rows: uint8 `[n, width]`.
+///     key: 32 bytes that only who may write knows: nobody else can make these checksums.
 /// Raises:
-///     InvalidArgumentError: wrong dtype or shape.
+///     InvalidArgumentError: wrong dtype or shape, or the key has another length.
 #[pyfunction]
-pub(crate) fn checksum_rows<'py>(rows: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray<u8, Ix2>>> {
+#[pyo3(signature = (rows, key=None))]
+pub(crate) fn checksum_rows<'py>(
+    rows: &Bound<'py, PyAny>,
+    key: Option<&[u8]>,
+) -> PyResult<Bound<'py, PyArray<u8, Ix2>>> {
     let refused = || expected("rows", "a uint8 array [n, width]", rows);
     let shape = rows.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?.dims();
     let (count, width) = (shape[0], shape[1]);
-    let hash = |bytes: &[u8]| (0..count).map(|row| checksum(&bytes[row * width..][..width])).collect::<Vec<_>>();
+    let key: Option<&[u8; 32]> = match key {
+        None => None,
+        Some(key) => Some(key.try_into().map_err(|_| invalid(format!("key has {} bytes, must have 32", key.len())))?),
+    };
+    let sum = |bytes: &[u8]| key.map_or_else(|| checksum(bytes), |key| keyed_checksum(key, bytes));
+    let hash = |bytes: &[u8]| (0..count).map(|row| sum(&bytes[row * width..][..width])).collect::<Vec<_>>();
     let sums = memory::lend_rows(rows, [count, width], hash)?.ok_or_else(refused)?;
     memory::filled(rows.py(), [count, 16], sums.as_flattened(), |&byte| byte)
 }

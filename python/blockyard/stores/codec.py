@@ -1,0 +1,111 @@
+"""What a store may do to blocks on their way: encode them by a codec, and authenticate them with a key."""
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError, StoreError
+
+__all__ = ["Codec", "MacKey", "read_mac_key"]
+
+MacKey: TypeAlias = bytes | Path
+_SLACK: Final = 256
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a store encodes blocks: compressed, encrypted, quantised.
+
+    The checksum covers what `encode` returns, so `decode` sees nothing else. An exception, or a wrong length, is a
+    failed put or a miss, `"codec"`. Both functions run in the store's threads, several at once.
+
+    Args:
+        name: of format, version and key. It is part of the namespace: a block is found only with the codec that
+            encoded it. Two codecs of one name give wrong bytes.
+        encode: takes a block, a memoryview of `bytes_per_block` bytes; returns at most `max_bytes` bytes.
+        decode: takes what `encode` returned; returns `bytes_per_block` bytes.
+        max_bytes: most bytes of an encoded block; a block, one sixty-fourth of it and 256 bytes if None.
+
+    Example:
+        >>> import zlib
+        >>> import numpy as np
+        >>> from blockyard.stores import Codec, open_store
+        >>> codec = Codec("zlib-6", zlib.compress, zlib.decompress)
+        >>> url = "memory://example?size=1MiB"
+        >>> with open_store(url, bytes_per_block=4096, use="prefix", codec=codec) as store:  # doctest: +SKIP
+        ...     done = store.wait(store.submit_put([bytes(32)], np.ones((1, 4096), np.uint8)))
+    """
+
+    name: str
+    encode: Callable[[memoryview], Any]
+    decode: Callable[[memoryview], Any]
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InvalidArgumentError("name is '', must name the format of the encoded blocks")
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise InvalidArgumentError(f"max_bytes is {self.max_bytes}, must be at least 1")
+
+    def bound(self, bytes_per_block: int) -> int:
+        """Return the most bytes of an encoded block."""
+        return self.max_bytes or bytes_per_block + bytes_per_block // 64 + _SLACK
+
+    def encode_into(self, block: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
+        """Encode a block. Returns its length; the rest of `out` becomes zero.
+
+        Raises:
+            StoreError: the encoded block has no bytes, or more than `out` has.
+        """
+        encoded = np.frombuffer(self.encode(block.data), np.uint8)
+        if not 0 < len(encoded) <= len(out):
+            raise StoreError(f"codec {self.name!r} encoded a block as {len(encoded)} bytes, must be 1 to {len(out)}")
+        out[: len(encoded)] = encoded
+        out[len(encoded) :] = 0
+        return len(encoded)
+
+    def decode_into(self, encoded: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+        """Decode a block into its place.
+
+        Raises:
+            StoreError: the block has another length.
+        """
+        block = np.frombuffer(self.decode(encoded.data), np.uint8)
+        if len(block) != len(out):
+            raise StoreError(f"codec {self.name!r} decoded a block of {len(block)} bytes, must be {len(out)}")
+        out[:] = block
+
+
+def read_mac_key(key: MacKey) -> bytes:
+    """Return a MAC key; if it is the path of a file, what that holds: 32 bytes, or 64 hexadecimal digits.
+
+    Raises:
+        InvalidArgumentError: the key has another length.
+        StoreError: the file cannot be read, or others than its owner can.
+    """
+    if isinstance(key, Path):
+        path = key
+        try:
+            if stat.S_IMODE(path.stat().st_mode) & 0o077:
+                raise StoreError(f"mac_key is in {str(path)!r}, which others can read or write: chmod 600")
+            with path.open("rb") as file:
+                data = file.read(80)
+        except OSError as error:
+            raise StoreError(f"mac_key cannot be read: {error}") from None
+        try:
+            key = data if len(data) == 32 else bytes.fromhex(data.decode("ascii"))
+        except ValueError:
+            key = b""
+        if len(key) != 32:
+            raise InvalidArgumentError(
+                f"mac_key in {str(path)!r} has {len(data)} bytes, must have 32, or 64 hexadecimal digits"
+            )
+    if not isinstance(key, bytes) or len(key) != 32:
+        shown = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
+        raise InvalidArgumentError(f"mac_key is {shown}, must be 32 bytes or the path of a file with them")
+    return key

@@ -1,0 +1,249 @@
+"""The Redis store: blocks on a Redis or Valkey server, for one process or shared by machines.
+
+    redis://[[user]:password@]host[:port]?size=2GiB&ttl=3600&db=0&threads=4&memory=1GiB&deadline=2
+    rediss://host?size=2GiB&ca=/etc/ca.pem&cert=/etc/cert.pem&key=/etc/key.pem
+    unix:///run/redis.sock?size=2GiB
+    redis+cluster://host:6379?size=2GiB        rediss+cluster://host?size=2GiB&ca=/etc/ca.pem
+
+| option | meaning | default |
+|---|---|---|
+| `size` | most bytes of blocks and headers under this namespace | what `num_slots` need |
+| `ttl` | seconds after which the server drops a block that was not put again; 0 for never | 0; swap 86400 |
+| `db` | number of the database; a cluster has one | 0 |
+| `threads` | connections that work at once, 1 to 64 | 4 |
+| `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
+| `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
+| `ca`, `cert`, `key` | PEM files for `rediss`: authorities of the server's certificate; our own | the system's; none |
+
+Percent signs decode user and password, which no message shows. It needs `pip install 'blockyard[redis]'`.
+
+- Swap space: keys of this store alone, which are deleted when it is closed, or after `ttl`.
+- Prefix store: shared by every process with this namespace. A full one drops what was not used for longest. The
+  server's own `maxmemory` may drop more; give it a policy `allkeys-*`. A value is checked whole before it is a hit;
+  a damaged one is deleted.
+- Cluster: name any of its nodes. Blocks are spread over all of them. The list of blocks by their last use is one key,
+  so it lies on one node. A node that fails makes batches misses until the cluster has another for its keys.
+
+All keys begin with `blockyard:` and 16 digits of the namespace. Decision 0023 has the format and the choice of client.
+"""
+
+import time
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import StoreError, StoreFullError
+from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.redis.resp import Answer, Command, ReplyError
+from blockyard.stores.redis.servers import RedisCluster, RedisServer
+from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
+from blockyard.stores.value import HEADER
+
+__all__ = ["RedisStore", "open_redis"]
+
+_BYTES: Final = 8 << 20  # of one exchange: a socket's timeout is for each
+_KEYS: Final = 512
+_SWAP_TTL: Final = 86_400.0
+
+
+class RedisURL(NamedTuple):
+    """What a URL of the Redis store says."""
+
+    parts: StoreURL
+    client: dict[str, Any]
+    is_cluster: bool
+    size: int | None
+    ttl: float | None
+    threads: int
+    memory: int
+    deadline: float
+
+    def __repr__(self) -> str:
+        return f"RedisURL({self.parts.url!r})"
+
+
+def read_url(url: str) -> RedisURL:
+    """Read a URL with the scheme `redis`, `rediss` or `unix`; nothing is opened.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
+    """
+    parts = StoreURL.parse(url)
+    split = urlsplit(url)
+    transport, _, cluster = split.scheme.partition("+")
+    is_cluster = bool(cluster)
+    client: dict[str, Any] = {
+        "username": unquote(split.username) if split.username else None,
+        "password": unquote(split.password) if split.password else None,
+        "db": 0 if is_cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
+    }
+    if transport == "unix":
+        if split.hostname or not parts.path.startswith("/"):
+            parts.reject(split.hostname or parts.path, "must be the absolute path of a socket: unix:///run/redis.sock")
+        client["unix_socket_path"] = parts.path
+    else:
+        if not split.hostname:
+            parts.reject(parts.host, "must name a host: redis://host:6379")
+        if parts.path not in {"", "/"}:
+            parts.reject(parts.path, "is not part of the URL; write ?db=1 for a database")
+        try:
+            client |= {"host": split.hostname, "port": split.port or 6379}
+        except ValueError:
+            parts.reject(parts.host, "has a port that is none")
+    if transport == "rediss":
+        client |= {"ssl": True, "ssl_ca_certs": parts.take("ca", str, None, "a path")}
+        client["ssl_certfile"] = parts.take("cert", str, None, "a path")
+        client["ssl_keyfile"] = parts.take("key", str, None, "a path")
+    found = RedisURL(
+        parts,
+        client,
+        is_cluster,
+        size=parts.take("size", positive, 0, SIZE) or None,
+        ttl=parts.take("ttl", seconds(0, 1e9), None, "0 to 1e9 seconds"),
+        threads=parts.take("threads", count(1, 64), 4, "1 to 64"),
+        memory=parts.take("memory", positive, 1 << 30, SIZE),
+        deadline=parts.take("deadline", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
+    )
+    parts.finish("size, ttl, db, threads, memory, deadline and, for rediss, ca, cert, key")
+    return found
+
+
+def open_redis(
+    url: str,
+    *,
+    bytes_per_block: int,
+    num_slots: int | None = None,
+    namespace: bytes = bytes(32),
+    use: Use = "swap",
+    **options: Any,
+) -> ExternalStore:
+    """Open the Redis store; `blockyard.stores.open_store` does, for `redis://`, `rediss://` and `unix://`.
+
+    Args:
+        url: `redis://host:6379?size=2GiB`, options as the module describes them.
+        bytes_per_block: bytes of one block.
+        num_slots: blocks to hold; as many as fit into `size` if None.
+        namespace: 32-byte digest of all that decides the bytes.
+        use: `"swap"` or `"prefix"`.
+        options: `codec` and `mac_key`, as for `open_store`.
+
+    Raises:
+        StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
+        StoreFullError: `size` holds too few blocks.
+        StoreError: the server does not answer or refuses the password, or the client is not installed.
+    """
+    found = read_url(url)
+    fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
+    if fit is None and num_slots is None:
+        found.parts.reject(found.parts.host or found.parts.path, "needs ?size=, for example ?size=2GiB")
+    if fit is not None and fit < (num_slots or 1):
+        raise StoreFullError(f"{found.parts.url!r}: size holds {fit} blocks, must hold at least {num_slots or 1}")
+    store = RedisStore(
+        found, bytes_per_block=bytes_per_block, num_slots=num_slots or fit or 1, namespace=namespace, use=use, **options
+    )
+    store.ping()
+    return store
+
+
+class RedisStore(RemoteStore):
+    """Blocks on a Redis or Valkey server or cluster; `open_redis` makes it."""
+
+    _reuses_rows = True
+
+    def __init__(self, found: RedisURL, *, use: Use, **options: Any) -> None:
+        secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
+        super().__init__(found.parts, use=use, secrets=secrets, **options)
+        self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
+        ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
+        self._ttl: tuple[bytes, ...] = (b"PX", b"%d" % round(ttl * 1000)) if ttl else ()
+        self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
+        self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
+        try:
+            self._servers = RedisCluster(found) if found.is_cluster else RedisServer(found)
+        except StoreError as error:
+            raise self._public(error) from None
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Store values. Of blocks under keys, drop those that are too many."""
+        self._remember(keys)
+        is_block = self._is_block(rows)
+        ttl = self._ttl if is_block or self._use == "swap" else ()
+        stored = []
+        for part in batched(rows, _KEYS, _BYTES):
+            names = [key.tobytes() for key in keys[part]]
+            commands = [self._used(names)] if is_block else []
+            commands += [
+                Command((b"SET", self._prefix + name, self._stored(row), *ttl))
+                for name, row in zip(names, rows[part], strict=True)
+            ]
+            answers = self._run(commands, keep_errors=True)
+            stored += [answer == b"OK" for answer in answers[is_block:]]
+        if is_block:
+            self._trim()
+        return np.array(stored, np.bool_)
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Read values; one of another length is left to the check of its header."""
+        there: list[bool] = []
+        for part in batched(out, _KEYS, _BYTES):
+            names = [key.tobytes() for key in keys[part]]
+            commands = [Command((b"GET", self._prefix + name), row) for name, row in zip(names, out[part], strict=True)]
+            if self._is_block(out):
+                commands.append(self._used(names, b"XX"))
+            answers = self._run(commands, keep_errors=True)[: len(names)]  # a full server refuses the note of the use
+            for answer in answers:
+                if isinstance(answer, ReplyError):
+                    raise self._public(answer)
+            there += [answer is not None for answer in answers]
+        return np.array(there, np.bool_)
+
+    def delete(self, keys: NDArray[np.uint8]) -> None:
+        """Delete values."""
+        for part in batched(keys, _KEYS, _BYTES):
+            names = [key.tobytes() for key in keys[part]]
+            order = [Command((b"ZREM", self._order, *names))] if self._use == "prefix" else []
+            self._run([*order, *(Command((b"UNLINK", self._prefix + name)) for name in names)])
+
+    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return whether each key has a value."""
+        found: list[bool] = []
+        for part in batched(keys, _KEYS, _BYTES):
+            answers = self._run([Command((b"EXISTS", self._prefix + key.tobytes())) for key in keys[part]])
+            found += [answer == 1 for answer in answers]
+        return np.array(found, np.bool_)
+
+    def _ask(self) -> None:
+        self._run([Command((b"EXISTS", self._prefix))])
+
+    def _disconnect(self) -> None:
+        self._servers.close()
+
+    def _used(self, names: list[bytes], *options: bytes) -> Command:
+        now = b"%.6f" % time.time()
+        return Command((b"ZADD", self._order, *options, *(part for name in names for part in (now, name))))
+
+    def _trim(self) -> None:
+        """Drop what was not used for longest, if there are more blocks than fit."""
+        [count] = self._run([Command((b"ZCARD", self._order))], keep_errors=True)
+        while isinstance(count, int) and count > self.num_slots:
+            most = min(count - self.num_slots, _KEYS)
+            [dropped] = self._run([Command((b"ZPOPMIN", self._order, b"%d" % most))], keep_errors=True)
+            if not isinstance(dropped, list) or not dropped:
+                return
+            names = [self._prefix + name for name in dropped[::2] if isinstance(name, bytes)]
+            self._run([Command((b"UNLINK", name)) for name in names], keep_errors=True)
+            count -= len(names)
+
+    def _run(self, commands: list[Command], *, keep_errors: bool = False) -> list[Answer]:
+        """Run commands. Raises StoreError, also for an answer that is an error if those are not kept."""
+        try:
+            answers = self._servers.run(commands, self._takes)
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            raise self._public(error) from None
+        if not keep_errors:
+            for answer in answers:
+                if isinstance(answer, ReplyError):
+                    raise self._public(answer)
+        return answers

@@ -1,0 +1,157 @@
+"""`RemoteStore`: what stores on servers have in common: one of two uses, slots that are removed, and secrets.
+
+Redis and object stores build on it. The readers of their URL options are here too.
+"""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import StoreError
+from blockyard.stores.base import Keys, StoreURL, Use, keyless, parse_size
+from blockyard.stores.threaded import ThreadedStore
+from blockyard.workers import start_worker
+
+__all__ = ["SIZE", "RemoteStore", "batched", "count", "positive", "seconds"]
+
+SIZE: Final = "a size, for example 2GiB, 500MB or plain bytes"
+_REMOVED_AT_ONCE: Final = 512
+
+
+class RemoteStore(ThreadedStore):
+    """Blocks on a server, for one use: swap space, whose slots go when it is closed, or a prefix store.
+
+    Args:
+        parts: the URL; messages show it without user name and password.
+        bytes_per_block: bytes of one block.
+        num_slots: as `ExternalStore.num_slots`.
+        namespace: digest of all that decides the bytes.
+        use: `"swap"` or `"prefix"`.
+        secrets: texts that no message shows.
+        options: `codec` and `mac_key`, as for `open_store`.
+    """
+
+    def __init__(
+        self,
+        parts: StoreURL,
+        *,
+        bytes_per_block: int,
+        num_slots: int,
+        namespace: bytes,
+        use: Use,
+        secrets: list[str],
+        **options: Any,
+    ) -> None:
+        super().__init__(parts.url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
+        self.num_slots = num_slots
+        self._use = use
+        self._names: set[bytes] = set()  # of slots
+        self._secrets = secrets
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @abstractmethod
+    def _ask(self) -> None:
+        """Ask the server for anything; raises what the client raises."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Release the client; called once, with no call under way."""
+
+    def ping(self) -> None:
+        """Raise StoreError if the server does not answer."""
+        try:
+            self._ask()
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            raise StoreError(f"{self.url!r}: {self._public(error)}") from None
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Give up what is under way, and delete the blocks of swap space; see `ExternalStore.close`."""
+        until = time.monotonic() + timeout
+        in_time = super().close(timeout)
+        if self._process.is_current and self._names:
+            cleaner = start_worker("blockyard-store", self._remove_slots, lambda: None)
+            cleaner.join(max(0.0, until - time.monotonic()))
+            in_time = in_time and not cleaner.is_alive()
+        if in_time and self._process.is_current:
+            self._disconnect()
+        return in_time
+
+    def _remove_slots(self) -> None:
+        names, self._names = list(self._names), set()
+        try:
+            for start in range(0, len(names), _REMOVED_AT_ONCE):
+                part = names[start : start + _REMOVED_AT_ONCE]
+                self.delete(np.frombuffer(b"".join(part), np.uint8).reshape(-1, 32))
+        except Exception as error:  # noqa: BLE001 (Redis has given them a time to live)
+            with self._changed:
+                self._note(self._public(error))
+
+    def _remember(self, keys: NDArray[np.uint8]) -> None:
+        """Take note of slots that are being written, to remove them."""
+        if self._use == "swap":
+            self._names.update(key.tobytes() for key in keys)
+
+    def _check(self, slots: NDArray[np.int64]) -> None:
+        if self._use == "prefix":
+            raise StoreError("the store is a prefix store, which has no slots")
+        super()._check(slots)
+
+    def _keys_of(self, keys: Keys) -> list[bytes]:
+        if self._use == "swap":
+            raise keyless()
+        return super()._keys_of(keys)
+
+    def _is_block(self, rows: NDArray[np.uint8]) -> bool:
+        return self._use == "prefix" and rows.shape[1] == self._width
+
+    def _public(self, error: Exception) -> StoreError:
+        """Return an error without secrets, which servers quote now and then."""
+        text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return StoreError(text)
+
+
+def batched(rows: NDArray[np.uint8], most_rows: int, most_bytes: int) -> Iterator[slice]:
+    """Split rows into parts of at most so many rows and bytes, but at least one row."""
+    size = min(most_rows, max(1, most_bytes // max(1, rows.shape[1])))
+    return (slice(start, start + size) for start in range(0, len(rows), size))
+
+
+# ---- readers of URL options ----
+
+
+def positive(text: str) -> int:
+    """Read a size of at least a byte."""
+    size = parse_size(text)
+    if not size:
+        raise ValueError(text)
+    return size
+
+
+def count(least: int, most: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers in a range."""
+
+    def read(text: str) -> int:
+        if not least <= int(text) <= most:
+            raise ValueError(text)
+        return int(text)
+
+    return read
+
+
+def seconds(least: float, most: float) -> Callable[[str], float]:
+    """Return a reader of numbers in a range."""
+
+    def read(text: str) -> float:
+        if not least <= float(text) <= most:
+            raise ValueError(text)
+        return float(text)
+
+    return read
