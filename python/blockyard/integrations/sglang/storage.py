@@ -64,7 +64,7 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
     Args:
         storage_config: from SGLang. Its `extra_config` has the options: `root_dir` (folder of file stores, one for each
             rank) or `url` (any store with keys, as for `blockyard.open_store`); `size`, most bytes of a file store;
-            `revision`, of the weights.
+            `revision`, of the weights; `kv_dtype`, of the KV cache, where that is a float8.
         kwargs: from SGLang, unused.
 
     Raises:
@@ -76,10 +76,11 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
         options = dict(storage_config.extra_config or {})
         self._root, self._url = options.pop("root_dir", None), options.pop("url", None)
         self._size, self._revision = options.pop("size", "1GiB"), str(options.pop("revision", ""))
+        self._kv_dtype = str(options.pop("kv_dtype", ""))
         unknown = sorted(options.keys() - _SGLANGS_OWN)
         if unknown:
             raise InvalidArgumentError(
-                f"extra_config has {', '.join(unknown)}, must be of root_dir, url, size and revision"
+                f"extra_config has {', '.join(unknown)}, must be of root_dir, url, size, revision and kv_dtype"
             )
         if self._root is not None and storage_config.is_mla_model and storage_config.tp_size > 1:
             raise InvalidArgumentError(
@@ -271,10 +272,12 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
         except NotImplementedError as error:
             raise InvalidArgumentError(f"pool {name} has no flat pages, which Blockyard needs: {error}") from error
         config = self._config
-        # Two kinds of float8 are both stored as uint8: only the pool of the device knows which it is.
-        dtype = getattr(getattr(host, "device_pool", None), "dtype", None) or getattr(host, "dtype", None)
+        if host.dtype == torch.uint8 and not self._kv_dtype:
+            raise InvalidArgumentError(
+                f"pool {name} is uint8, as every float8 is: kv_dtype must name the type of the KV cache, such as fp8_e4m3"
+            )
         fields = [
-            *(sglang_version, config.model_name, dtype, type(host).__name__, _nbytes(blank)),
+            *(sglang_version, config.model_name, host.dtype, self._kv_dtype, type(host).__name__, _nbytes(blank)),
             *(getattr(host, field, None) for field in _GEOMETRY),
             *(config.tp_lcm_size, config.should_split_heads, config.logical_page_size),
             *self._rank(name),
