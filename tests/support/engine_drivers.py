@@ -55,15 +55,16 @@ class FaultyStore(KeyedStore):
 
 @contextlib.contextmanager
 def sglang() -> Iterator[None]:
-    """Put SGLang in place, its own or stand-ins, and forget ours afterwards."""
-    before = dict(sys.modules)
-    if importlib.util.find_spec("sglang") is None:
-        sys.modules.update(sglang_stand_in.modules())
+    """Put stand-ins of SGLang in place where it is missing, and forget them and ours afterwards."""
+    if importlib.util.find_spec("sglang") is not None:
+        yield
+        return
+    sys.modules.update(sglang_stand_in.modules())
     try:
         yield
     finally:
         for name in [name for name in sys.modules if name.startswith(("sglang", "blockyard.integrations.sglang"))]:
-            if name not in before:
+            if name != "sglang_stand_in":
                 del sys.modules[name]
 
 
