@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import select
 import sys
 import threading
@@ -214,7 +215,10 @@ class LMCache:
         return [*found, False].index(False)
 
     def close(self) -> None:
-        self.adapter.close()
+        # LMCache's own adapter would close its descriptors a second time.
+        adapter, self.adapter = self.adapter, None
+        if adapter is not None:
+            adapter.close()
 
 
 class _Adapter:
@@ -234,17 +238,21 @@ class _Adapter:
         return {ticket: ok for ticket, ok, _, _ in self.connector.drain_completions()}
 
     def query_load_result(self, ticket: int) -> list[bool]:
-        ((done, ok, error, found),) = self.connector.drain_completions()
+        ((done, _, _, found),) = self.connector.drain_completions()
         assert done == ticket
-        assert ok == all(found) == (not error)
         return list(found)
 
-    query_lookup_and_lock_result = query_load_result
+    def query_lookup_and_lock_result(self, ticket: int) -> list[bool]:
+        """LMCache takes no hit from a lookup that is not ok."""
+        ((done, ok, _, found),) = self.connector.drain_completions()
+        assert done == ticket
+        return [ok and hit for hit in found]
 
 
 def _await(descriptor: int) -> None:
     assert select.select([descriptor], [], [], SECONDS)[0], "nothing ended"
+    os.eventfd_read(descriptor)
 
 
 def _bits(found: Any, count: int) -> list[bool]:
-    return found if isinstance(found, list) else [bit == "1" for bit in str(found)[:count]]
+    return found if isinstance(found, list) else [found.test(index) for index in range(count)]

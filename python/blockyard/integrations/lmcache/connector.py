@@ -92,13 +92,18 @@ class BlockyardConnector:
         def take(index: int, data: NDArray[np.uint8]) -> None:
             rows[index][:] = data
 
-        return self._submit(self._loads, lambda: self._objects.get(names, [row.nbytes for row in rows], take), len(names))
+        sizes = [row.nbytes for row in rows]
+        return self._submit(self._loads, lambda: self._objects.get(names, sizes, take), len(names))
 
     def submit_batch_set(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Start to store objects; return an id."""
         names, rows = list(keys), _rows(keys, memoryviews)
         sizes = [row.nbytes for row in rows]
-        return self._submit(self._stores, lambda: self._objects.put(names, sizes, rows.__getitem__), len(names))
+
+        def put() -> list[bool]:
+            return self._objects.put(names, sizes, rows.__getitem__)
+
+        return self._submit(self._stores, put, len(names), is_put=True)
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
         """Start to look for objects; return an id. One that is found can still be damaged: then its load is a miss."""
@@ -111,7 +116,10 @@ class BlockyardConnector:
         return self._submit(self._stores, lambda: self._objects.delete(names), len(names))
 
     def drain_completions(self) -> list[tuple[int, bool, str, list[bool]]]:
-        """Return what has ended since the last call: id, whether all succeeded, an error, and which keys did."""
+        """Return what has ended since the last call: id, whether it succeeded, an error, and which keys did.
+
+        A lookup, load or deletion succeeds with any number of keys, a store only with all: so LMCache reads it.
+        """
         with self._changed:
             try:
                 os.eventfd_read(self._event)
@@ -131,23 +139,25 @@ class BlockyardConnector:
         self._objects.close()
         os.close(self._event)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int) -> int:
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int, *, is_put: bool = False) -> int:
         with self._changed:
             if self._closed:
                 raise StoreError("the connector is closed")
             ticket = next(self._ids)
-            pool.submit(self._run, ticket, work, count)
+            pool.submit(self._run, ticket, work, count, is_put)
         return ticket
 
-    def _run(self, ticket: int, work: Callable[[], list[bool]], count: int) -> None:
+    def _run(self, ticket: int, work: Callable[[], list[bool]], count: int, is_put: bool) -> None:  # noqa: FBT001
         error = ""
         try:
             found = work()
         except Exception as caught:  # noqa: BLE001 (LMCache waits for a completion)
             _LOG.exception("operation %d failed", ticket)
             found, error = [False] * count, repr(caught)
+        if is_put and not all(found):
+            error = error or f"{found.count(False)} of {count} objects were not stored"
         with self._changed:
-            self._done.append((ticket, all(found), error or ("" if all(found) else "miss"), found))
+            self._done.append((ticket, not error, error, found))
             os.eventfd_write(self._event, 1)
 
 
