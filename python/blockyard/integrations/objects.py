@@ -19,7 +19,6 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
 
@@ -64,6 +63,8 @@ class ObjectStore:
 
     def __init__(self, url: str, *, object_bytes: int, fields: Mapping[str, Any]) -> None:
         self._width = object_bytes + _LENGTH_BYTES
+        # A file store knows its keys.
+        self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
         text = json.dumps(fields, sort_keys=True, default=str)
         self._store: ExternalStore = open_store(
             url,
@@ -119,7 +120,7 @@ class ObjectStore:
     def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None) -> list[bool]:
         """Return which objects can probably be loaded. Without `sizes`, only their first blocks are looked for."""
         names = [_name(key, 0) for key in keys] if sizes is None else self._names(keys, sizes)
-        patience = time.monotonic() + (0 if isinstance(self._store, SlabStore) else _ASK_SECONDS)
+        patience = time.monotonic() + self._patience
         try:
             found = self._store.contains(names)
             while not found.all() and time.monotonic() < patience:
@@ -128,12 +129,17 @@ class ObjectStore:
         except Exception:  # noqa: BLE001 (what cannot be asked for is a miss)
             _LOG.exception("a lookup of %d objects failed", len(keys))
             return [False] * len(keys)
-        return found.tolist() if sizes is None else [bool(part.all()) for part in self._split(found, sizes)]
+        return (
+            [bool(there) for there in found]
+            if sizes is None
+            else [bool(part.all()) for part in self._split(found, sizes)]
+        )
 
     def delete(self, keys: Sequence[str]) -> list[bool]:
         """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""
         try:
-            return self._store.wait(self._store.submit_delete([_name(key, 0) for key in keys])).ok.tolist()
+            done = self._store.wait(self._store.submit_delete([_name(key, 0) for key in keys]))
+            return [bool(ok) for ok in done.ok]
         except Exception:  # noqa: BLE001 (the caller counts it)
             _LOG.exception("%d objects were not deleted", len(keys))
             return [False] * len(keys)
@@ -159,9 +165,7 @@ class ObjectStore:
         return -(-(size + _LENGTH_BYTES) // self._width)
 
     def _names(self, keys: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
-        return [
-            _name(key, part) for key, size in zip(keys, sizes, strict=True) for part in range(self._parts(size))
-        ]
+        return [_name(key, part) for key, size in zip(keys, sizes, strict=True) for part in range(self._parts(size))]
 
     def _split(self, rows: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
         ends = np.cumsum([self._parts(size) for size in sizes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -26,9 +27,9 @@ _LOADERS = 4
 class BlockyardConnector:
     """Objects of LMCache in a Blockyard store. LMCache names it in an L2 adapter of the type `native_plugin`.
 
-    An object is checked when it is read; one that is damaged, lost or late is a miss, and its memory stays as it was. No
-    operation ends later than the store's deadline, and none fails but as a miss. Objects are found only with the same
-    key, length, version of LMCache, `kv_dtype` and `revision`. LMCache's key has model, ranks, tokens and salt.
+    An object is checked when it is read; one that is damaged, lost or late is a miss, and its memory stays as it was.
+    No operation ends later than the store's deadline, and none fails but as a miss. Objects are found only with the
+    same key, length, version of LMCache, `kv_dtype` and `revision`. LMCache's key has model, ranks, tokens and salt.
 
     Args:
         kv_dtype: of the KV cache: LMCache's keys do not tell one float8 from another.
@@ -74,7 +75,7 @@ class BlockyardConnector:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ids = itertools.count(1)
         self._changed = threading.Lock()
-        self._done: list[tuple[int, bool, str, list[bool] | None]] = []
+        self._done: list[tuple[int, bool, str, list[bool]]] = []
         self._closed = False
         # What waits for storage never queues before lookups, nor stores before loads.
         self._lookups = ThreadPoolExecutor(1, "blockyard-lmcache-lookup")
@@ -121,10 +122,8 @@ class BlockyardConnector:
         A lookup, load or deletion succeeds with any number of keys, a store only with all: so LMCache reads it.
         """
         with self._changed:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
-            except BlockingIOError:
-                pass
             done, self._done = self._done, []
         return done
 
@@ -139,7 +138,9 @@ class BlockyardConnector:
         self._objects.close()
         os.close(self._event)
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int, *, is_put: bool = False) -> int:
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Callable[[], list[bool]], count: int, *, is_put: bool = False
+    ) -> int:
         with self._changed:
             if self._closed:
                 raise StoreError("the connector is closed")

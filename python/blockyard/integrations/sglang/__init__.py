@@ -6,6 +6,8 @@
 `docs/sglang.md` shows each option. Importing this raises `ImportError` where SGLang is missing or has other interfaces.
 """
 
+from blockyard.integrations.fit import require_fit, warn_version
+
 SUPPORTED = "0.5.23"
 
 try:
@@ -15,8 +17,6 @@ try:
     from blockyard.integrations.sglang.storage import BlockyardHiCache
 except ImportError as error:
     raise ImportError(f"blockyard.integrations.sglang needs SGLang {SUPPORTED}: {error}") from error
-
-from blockyard.integrations.fit import require_fit, warn_version
 
 __all__ = ["BlockyardHiCache"]
 

@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -22,8 +21,9 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.objects import ObjectStore, store_url
+from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
 
-__all__ = ["BlockyardHiCache", "restorable_pages"]
+__all__ = ["BlockyardHiCache"]
 
 _LOG = logging.getLogger(__name__)
 _SGLANGS_OWN: Final = {"backend_name", "module_path", "class_name", "interface_v1"}
@@ -54,11 +54,11 @@ class _Pool(NamedTuple):
         self.host.set_from_flat_data_page(index, page)
 
 
-class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
+class BlockyardHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as the storage backend `dynamic`.
 
-    A page is checked when it is read; one that is damaged, lost or late is a miss, and SGLang computes it again. No call
-    raises or waits beyond the store's deadline. Pages are found only by engines of the same SGLang version, model,
+    A page is checked when it is read; one that is damaged, lost or late is a miss, and SGLang computes it again. No
+    call raises or waits beyond the store's deadline. Pages are found only by engines of the same SGLang version, model,
     `revision`, dtype, page size, layout and place among the ranks.
 
     Args:
@@ -167,7 +167,7 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return how many pages from the first on can probably be loaded."""
-        return _leading(self._contains(self._main, keys))
+        return leading(self._contains(self._main, keys))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -190,9 +190,7 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """Return which prefixes all pools together can restore, by the policy of each."""
-        return restorable_pages(
-            keys, pool_transfers or [], lambda name: self._contains(self._pools.get(str(name)), keys)
-        )
+        return restorable_pages(pool_transfers or [], lambda name: self._contains(self._pools.get(str(name)), keys))
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -274,7 +272,7 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
         config = self._config
         if host.dtype == torch.uint8 and not self._kv_dtype:
             raise InvalidArgumentError(
-                f"pool {name} is uint8, as every float8 is: kv_dtype must name the type of the KV cache, such as fp8_e4m3"
+                f"pool {name} is uint8, as every float8 is: kv_dtype must name the KV cache's type, such as fp8_e4m3"
             )
         fields = [
             *(sglang_version, config.model_name, host.dtype, self._kv_dtype, type(host).__name__, _nbytes(blank)),
@@ -294,47 +292,5 @@ class BlockyardHiCache(HiCacheStorage):  # type: ignore[misc]
 _GEOMETRY: Final = ("layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim")
 
 
-def restorable_pages(
-    keys: Sequence[str], transfers: Sequence[PoolTransfer], contains: Callable[[Any], list[bool]]
-) -> PoolTransferResult:
-    """Return which prefixes of `keys` all pools together can restore, by the policy of each.
-
-    Args:
-        keys: of the pages.
-        transfers: the pools beside the main one.
-        contains: which pages a pool has.
-    """
-    kv_pages = _leading(contains(PoolName.KV))
-    hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
-    restorable = list(range(1, kv_pages + 1))
-    for transfer in transfers:
-        # A second form of pages that are there anyway: never a condition, and not reporting it says nothing of it.
-        if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not restorable:
-            continue
-        there = contains(transfer.name)
-        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-            window = max(1, len(transfer.keys or ()))
-            good = {pages for pages in range(1, kv_pages + 1) if all(there[max(0, pages - window) : pages])}
-        elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-            good = set(range(1, min(kv_pages, _leading(there)) + 1))
-        else:
-            _LOG.error("pool %s has the hit policy %s, which Blockyard does not know", transfer.name, transfer.hit_policy)
-            good = set()
-        if good:
-            hits[transfer.name] = max(good)
-        restorable = [pages for pages in restorable if pages in good]
-    return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
-
-
-def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """See the bytes of a contiguous tensor on the CPU; others are copied."""
-    flat: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return flat
-
-
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
-
-
-def _leading(there: Sequence[bool]) -> int:
-    return there.index(False) if False in there else len(there)

@@ -31,7 +31,7 @@ except ImportError as error:
 __all__ = ["blockyard_allocator"]
 
 
-class _Pool(CachePool):  # type: ignore[misc]
+class _Pool(CachePool):
     """All sectors as blocks of the one allocator, from which cached blocks count as free until they are evicted."""
 
     def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
@@ -70,7 +70,7 @@ class _Pool(CachePool):  # type: ignore[misc]
         return self.blocks.num_free
 
 
-class _Ledger(BlockLedger):  # type: ignore[misc]
+class _Ledger(BlockLedger):
     """References to blocks of the pool; their keys are the allocator's."""
 
     def __init__(self, pool: _Pool) -> None:
@@ -93,7 +93,7 @@ class _Ledger(BlockLedger):  # type: ignore[misc]
         self._pool.blocks.reset()
 
 
-class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
+class _Allocator(FullAttentionCacheAllocator):
     """transformers' allocator of full attention, over the pool above."""
 
     def register_cache_tensor(
@@ -101,6 +101,7 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     ) -> None:
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
         self.ledger = _Ledger(pool)
+        self._ours: _Pool = pool
         self._keys: dict[str, list[bytes]] = {}
         self._matched: list[bytes] = []
 
@@ -119,12 +120,12 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
         # One token is always computed: its logits are what the request waits for.
         self._matched = chain_keys(prompt_ids[:-1], block_size=self.tokens_per_page)
-        return [int(block) + self.pool.offset for block in self.pool.blocks.find(self._matched)]
+        return [int(block) + self._ours.offset for block in self._ours.blocks.find(self._matched)]
 
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         keys = self._matched[: prefix_len // self.tokens_per_page]
-        blocks, _ = self.pool.blocks.allocate_keyed(keys, range(1, len(keys) + 1))
-        self.block_table[request_id] = [int(block) + self.pool.offset for block in blocks]
+        blocks, _ = self._ours.blocks.allocate_keyed(keys, range(1, len(keys) + 1))
+        self.block_table[request_id] = [int(block) + self._ours.offset for block in blocks]
         self._keys[request_id] = keys
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
@@ -135,9 +136,9 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         tokens = token_ids[first * size : last * size]
         keys += chain_keys(tokens, block_size=size, parent=keys[-1] if keys else None)
         for index in range(first, last):
-            block = self.pool.blocks.publish(table[index] - self.pool.offset, keys[index], index + 1)
-            table[index] = block + self.pool.offset
-        self.pool.blocks.mark_computed([block - self.pool.offset for block in table[first:last]])
+            block = self._ours.blocks.publish(table[index] - self._ours.offset, keys[index], index + 1)
+            table[index] = block + self._ours.offset
+        self._ours.blocks.mark_computed([block - self._ours.offset for block in table[first:last]])
 
 
 require_fit(_Allocator, FullAttentionCacheAllocator, _WHICH)
@@ -162,12 +163,13 @@ def blockyard_allocator() -> Iterator[None]:
         ...     pass  # outputs = model.generate_batch(prompts, generation_config=config)
     """
     kind = FullAttentionCacheAllocator.layer_type
-    table: dict[str, Any] = getattr(_cache, "ATTN_TYPE_TO_ALLOCATOR", {})
-    if table.get(kind) is not FullAttentionCacheAllocator or getattr(_cache, "CachePool", None) is not CachePool:
-        raise ImportError(f"{_WHICH} has no ATTN_TYPE_TO_ALLOCATOR and CachePool of its own, or another has replaced them")
+    names = vars(_cache)
+    table: dict[str, Any] = names.get("ATTN_TYPE_TO_ALLOCATOR", {})
+    if table.get(kind) is not FullAttentionCacheAllocator or names.get("CachePool") is not CachePool:
+        raise ImportError(f"{_WHICH} has no ATTN_TYPE_TO_ALLOCATOR and CachePool, or another has replaced them")
     warn_version("transformers", transformers.__version__, SUPPORTED)
-    table[kind], _cache.CachePool = _Allocator, _Pool
+    table[kind], names["CachePool"] = _Allocator, _Pool
     try:
         yield
     finally:
-        table[kind], _cache.CachePool = FullAttentionCacheAllocator, CachePool
+        table[kind], names["CachePool"] = FullAttentionCacheAllocator, CachePool
