@@ -120,8 +120,8 @@ test-asan: dev
 # The tests of `make test` over stand-ins run here over the engine itself; its imports warn.
 test-sglang test-lmcache: test-%: dev .make/engines/.ready-%
 	PATH=$(CURDIR)/.make/engines/$*/bin:$$PATH .make/engines/$*/bin/python -m pytest -W default -p no:cacheprovider \
-	    -k $* tests/test_engine_stores.py tests/test_engine_guides.py \
-	    $(wildcard tests/engines/test_$*_engine.py)
+	    -k $* tests/test_engine_stores.py tests/test_engine_guides.py tests/test_sglang_pools.py \
+	    $(wildcard tests/engines/test_$**.py)
 
 test-engines: test-sglang test-lmcache
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)
