@@ -23,7 +23,7 @@ def configurations(engine: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["root_dir", "url"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_configurations_of_the_guide_work(engine: str, kind: str, tmp_path: Path):
-    (shown,) = [found for found in configurations(engine) if kind in found.get("adapter_params", found)]
+    shown = next(found for found in configurations(engine) if kind in found.get("adapter_params", found))
     assert shown["module_path"] == f"blockyard.integrations.{engine}"
     options = shown.get("adapter_params", shown)
     with contextlib.ExitStack() as stack:

@@ -164,24 +164,29 @@ def test_a_sabotaged_load_shows(group: Any, tmp_path: Path, monkeypatch: pytest.
     again.close()
 
 
-def test_the_command_of_the_guide_is_understood(tmp_path: Path):
+def test_the_commands_of_the_guide_are_understood(tmp_path: Path):
     import argparse
     import re
     import shlex
 
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerConfig
     from sglang.srt.server_args import ServerArgs
 
     text = (Path(__file__).resolve().parents[2] / "docs/sglang.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (file, _) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (file, _, linker) = re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    words = shlex.split(command.replace("\\\n", ""))
-    given = parser.parse_args(words[words.index("sglang.launch_server") + 1 :])
-    assert given.hicache_storage_backend == "dynamic"
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
+    given = []
+    for command in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        words = shlex.split(command.replace("\\\n", "").replace("LINKER", shlex.quote(linker)))
+        given.append(parser.parse_args(words[words.index("sglang.launch_server") + 1 :]))
+    assert given[0].hicache_storage_backend == "dynamic"
     (tmp_path / "blockyard.json").write_text(file)
-    where = given.hicache_storage_backend_extra_config.replace("@", f"@{tmp_path}/")
+    where = given[0].hicache_storage_backend_extra_config.replace("@", f"@{tmp_path}/")
     options, *_ = HybridCacheController.parse_storage_backend_extra_config(where)
     assert options == json.loads(file)
+    assert given[1].unified_cache_external_linker_backend == "dynamic"
+    found = given[1].unified_cache_external_linker_config
+    config = UnifiedCacheLinkerConfig.from_dict(json.loads(found) if isinstance(found, str) else found)
+    assert config.linker == "BlockyardLinker"

@@ -4,6 +4,8 @@ It is driven as SGLang's `UnifiedCacheLinkerWrapper` drives it. The wrapper itse
 """
 
 import importlib.util
+import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +118,14 @@ def engine() -> Iterator[Any]:
     FaultyStore.released.set()
     for one in made:
         one.linker.close()
+
+
+def test_the_options_of_the_guide_work(engine: Any, tmp_path: Path):
+    text = (Path(__file__).resolve().parents[2] / "docs/sglang.md").read_text(encoding="utf-8")
+    shown = json.loads(re.findall(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[-1])
+    one = engine({**shown["linker_extra_config"], "root_dir": str(tmp_path), "size": "1MiB"})
+    assert shown["linker"] == type(one.linker).__name__
+    assert shown["linker_module_path"] == type(one.linker).__module__
 
 
 def test_pages_come_back_into_another_engine_and_no_other_slot_changes(engine: Any, tmp_path: Path):

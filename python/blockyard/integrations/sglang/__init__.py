@@ -1,5 +1,7 @@
 """Blockyard in SGLang 0.5.23, unpatched: loaded by name as the storage backend `dynamic` of its HiCache.
 
+`blockyard.integrations.sglang.linker` has `BlockyardLinker`, for its unified cache without HiCache.
+
     {"backend_name": "blockyard", "module_path": "blockyard.integrations.sglang", "class_name": "BlockyardHiCache",
      "interface_v1": 1, "root_dir": "/var/cache/blockyard", "size": "500GiB"}
 
