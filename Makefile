@@ -118,10 +118,13 @@ test-asan: dev
 	touch $@
 
 # The tests of `make test` over stand-ins run here over the engine itself; its imports warn.
-test-sglang test-lmcache: test-%: dev .make/engines/.ready-%
-	PATH=$(CURDIR)/.make/engines/$*/bin:$$PATH .make/engines/$*/bin/python -m pytest -W default -p no:cacheprovider \
-	    -k $* tests/test_engine_stores.py tests/test_engine_guides.py tests/test_sglang_pools.py \
-	    $(wildcard tests/engines/test_$**.py)
+test-sglang: dev .make/engines/.ready-sglang
+test-lmcache: dev .make/engines/.ready-lmcache
+test-sglang test-lmcache: ENGINE = $(@:test-%=%)
+test-sglang test-lmcache:
+	PATH=$(CURDIR)/.make/engines/$(ENGINE)/bin:$$PATH .make/engines/$(ENGINE)/bin/python -m pytest -W default \
+	    -p no:cacheprovider -k $(ENGINE) tests/test_engine_stores.py tests/test_engine_guides.py \
+	    $(wildcard tests/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py)
 
 test-engines: test-sglang test-lmcache
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)

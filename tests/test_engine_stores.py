@@ -150,24 +150,3 @@ def test_a_load_that_is_sabotaged_shows(
 def test_wrong_options_are_refused_by_name(open_engine: Any, options: dict[str, Any]):
     with pytest.raises(InvalidArgumentError, match="must be exactly one of them"):
         open_engine(options)
-
-
-def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
-    store = ObjectStore(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
-    data = np.arange(250, dtype=np.uint8)
-    assert store.put(["a"], [250], lambda index: data) == [True]
-    taken: list[bytes] = []
-    for size in (249, 251, 300):
-        assert store.contains(["a"]) == [True]
-        assert store.get(["a"], [size], lambda index, found: taken.append(found.tobytes())) == [False]
-        assert not taken
-        assert store.contains(["a"]) == [False]
-        assert store.put(["a"], [250], lambda index: data) == [True]
-    assert store.get(["a"], [250], lambda index, found: taken.append(found.tobytes())) == [True]
-    assert taken == [data.tobytes()]
-    assert store.put(["b"], [251], lambda index: data) == [False]
-    assert store.delete(["a"]) == [True]
-    assert store.contains(["a"]) == [False]
-    store.close()
-    assert store.put(["a"], [250], lambda index: data) == [False]
-    assert store.contains(["a"], [250]) == [False]

@@ -69,6 +69,23 @@ def sglang() -> Iterator[None]:
                 del sys.modules[name]
 
 
+@contextlib.contextmanager
+def lmcache() -> Iterator[Any]:
+    """Import ours; where LMCache is missing, as if it were installed, and forget it afterwards."""
+    name = "blockyard.integrations.lmcache"
+    if importlib.util.find_spec("lmcache") is not None:
+        yield importlib.import_module(name)
+        return
+    known = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.5.6" if name == "lmcache" else known(name)
+    try:
+        yield importlib.import_module(name)
+    finally:
+        importlib.metadata.version = known
+        sys.modules.pop(name)
+        sys.modules.pop(f"{name}.connector")
+
+
 class HostPool:
     """Pages of one pool of SGLang on the host."""
 
@@ -155,14 +172,8 @@ class LMCache:
     def __init__(self, options: dict[str, Any], *, revision: str = "one") -> None:
         params = {"kv_dtype": "float16", "part": "4KiB", "revision": revision, **options}
         if importlib.util.find_spec("lmcache") is None:
-            with contextlib.ExitStack() as stack:
-                known = importlib.metadata.version
-                stack.callback(setattr, importlib.metadata, "version", known)
-                importlib.metadata.version = lambda name: "0.5.6" if name == "lmcache" else known(name)
-                sys.modules.pop("blockyard.integrations.lmcache", None)
-                sys.modules.pop("blockyard.integrations.lmcache.connector", None)
-                made = importlib.import_module("blockyard.integrations.lmcache").BlockyardConnector
-                self.adapter: Any = _Adapter(made(**params))
+            with lmcache() as module:
+                self.adapter: Any = _Adapter(module.BlockyardConnector(**params))
             return
         adapters = importlib.import_module("lmcache.v1.distributed.l2_adapters")
         config = importlib.import_module("lmcache.v1.distributed.l2_adapters.config")
