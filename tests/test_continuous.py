@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import continuous_batching
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from blockyard.allocators import chain_keys
 from blockyard.errors import UnsupportedModelError
 from blockyard.integrations.transformers import continuous
 from blockyard.integrations.transformers.continuous import blockyard_allocator
@@ -71,7 +72,14 @@ def generate(model: Any, *, num_blocks: int = 40, copies: int = 1) -> list[list[
     return [out[name].generated_tokens for name in sorted(out)]
 
 
-@pytest.mark.parametrize(("num_blocks", "copies"), [(80, 1), (24, 1), (80, 3)], ids=["room", "preemption", "forks"])
+@pytest.mark.parametrize(
+    ("num_blocks", "copies"),
+    [
+        pytest.param(80, 1, id="room", marks=pytest.mark.slow),
+        pytest.param(24, 1, id="preemption"),
+        pytest.param(80, 3, id="forks"),
+    ],
+)
 def test_tokens_are_those_of_transformers_alone(
     model: Any, pools: list[Any], monkeypatch: pytest.MonkeyPatch, num_blocks: int, copies: int
 ):
@@ -96,7 +104,7 @@ def test_tokens_are_those_of_transformers_alone(
     assert pool.blocks.num_free == pool.blocks.num_blocks
 
 
-@pytest.mark.parametrize("sabotage", ["wrong blocks", "no copies"])
+@pytest.mark.parametrize("sabotage", ["wrong blocks", pytest.param("no copies", marks=pytest.mark.slow)])
 def test_sabotage_shows_in_the_tokens(model: Any, monkeypatch: pytest.MonkeyPatch, sabotage: str):
     copies = 3 if sabotage == "no copies" else 1
     alone = generate(model, num_blocks=80, copies=copies)
