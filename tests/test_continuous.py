@@ -104,6 +104,13 @@ def test_tokens_are_those_of_transformers_alone(
     assert pool.blocks.num_free == pool.blocks.num_blocks
 
 
+def test_what_prompts_share_is_still_cached_after_memory_was_short(model: Any, pools: list[Any]):
+    with blockyard_allocator():
+        generate(model, num_blocks=24)
+    shared = chain_keys(prompts()[2], block_size=PAGE)
+    assert len(pools[0].blocks.find(shared)) == len(shared) == 5
+
+
 @pytest.mark.parametrize("sabotage", ["wrong blocks", pytest.param("no copies", marks=pytest.mark.slow)])
 def test_sabotage_shows_in_the_tokens(model: Any, monkeypatch: pytest.MonkeyPatch, sabotage: str):
     copies = 3 if sabotage == "no copies" else 1
