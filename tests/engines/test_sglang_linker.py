@@ -184,6 +184,9 @@ def test_a_lookup_waits_no_longer_than_it_may_and_a_load_without_one_is_refused(
     assert one.linker.lookup("one", one.transfers(KEYS)) == []
     assert not one.linker.load("one", one.transfers(KEYS, 7))
     assert not one.linker.cancel_queued_load("one")
+    for number in range(40):
+        assert one.linker.lookup(f"gone {number}", one.transfers(KEYS)) == []
+    assert len(one.linker._reading) <= 16
     FaultyStore.released.set()
     FaultyStore.fault = ""
 

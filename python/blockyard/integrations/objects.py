@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
 
-__all__ = ["ObjectStore", "store_url"]
+__all__ = ["ObjectStore", "require_one", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 1"
@@ -33,6 +33,16 @@ _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that this process meets for the first time."""
 
 
+def require_one(root_dir: str | None, url: str | None) -> None:
+    """Check that exactly one of them names the store.
+
+    Raises:
+        InvalidArgumentError: both do, or neither.
+    """
+    if (root_dir is None) == (url is None):
+        raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
+
+
 def store_url(root_dir: str | None, url: str | None, size: int | str, part: str) -> str:
     """Return the URL of a store: `url`, or that of a file store in the folder `part` of `root_dir`, which is made.
 
@@ -40,8 +50,7 @@ def store_url(root_dir: str | None, url: str | None, size: int | str, part: str)
         InvalidArgumentError: not exactly one of `root_dir` and `url` is given.
         OSError: the folder cannot be made.
     """
-    if (root_dir is None) == (url is None):
-        raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
+    require_one(root_dir, url)
     if url is not None:
         return url
     folder = Path(str(root_dir)).absolute() / part

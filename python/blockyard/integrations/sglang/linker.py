@@ -47,6 +47,8 @@ _OPTIONS: Final = {
     "staging": "1GiB",
     "lookup_seconds": 0.1,
 }
+_MOST_READS: Final = 16
+"""Reads that lookups did not wait for to the end, and whose pages are kept for the next one."""
 _Pages = dict[tuple[str, str], NDArray[np.uint8]]
 
 
@@ -178,6 +180,9 @@ class BlockyardLinker(UnifiedCacheLinker):
                 _LOG.warning("the pages of %s do not fit into staging of %d bytes", rid, self._staging_bytes)
                 return {}
             if reading is None:
+                # Of a request that never comes back, what was read late is dropped.
+                while len(self._reading) >= _MOST_READS:
+                    self._reading.pop(next(iter(self._reading))).cancel()
                 reading = self._reading[rid] = self._readers.submit(self._read, missing)
         try:
             read = reading.result(self._lookup_seconds)

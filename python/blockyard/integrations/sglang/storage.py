@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.objects import ObjectStore, store_url
+from blockyard.integrations.objects import ObjectStore, require_one, store_url
 from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
 
 __all__ = ["BlockyardHiCache"]
@@ -87,7 +87,7 @@ class BlockyardHiCache(HiCacheStorage):
                 f"root_dir is {self._root!r}, but {storage_config.tp_size} ranks share the pages of this model: "
                 "url must name a store that all can open, such as redis://"
             )
-        store_url(None if self._root is None else "", self._url, self._size, "")
+        require_one(self._root, self._url)
         self._objects: ObjectStore | None = None
         self._main: _Pool | None = None
         self._pools: dict[str, _Pool] = {}
