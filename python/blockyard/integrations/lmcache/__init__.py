@@ -1,0 +1,24 @@
+"""Blockyard in LMCache 0.5.6, unpatched: loaded by name as an L2 adapter of the type `native_plugin`.
+
+    {"type": "native_plugin", "module_path": "blockyard.integrations.lmcache", "class_name": "BlockyardConnector",
+     "adapter_params": {"root_dir": "/var/cache/blockyard", "size": "500GiB", "kv_dtype": "bfloat16"}}
+
+`docs/lmcache.md` shows each option. Importing this raises `ImportError` where LMCache is missing.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from blockyard.integrations.fit import warn_version
+
+SUPPORTED = "0.5.6"
+
+try:
+    lmcache_version = version("lmcache")
+except PackageNotFoundError as error:
+    raise ImportError(f"blockyard.integrations.lmcache needs LMCache {SUPPORTED}: {error}") from error
+
+from blockyard.integrations.lmcache.connector import BlockyardConnector  # noqa: E402 (checked above)
+
+__all__ = ["BlockyardConnector"]
+
+warn_version("LMCache", lmcache_version, SUPPORTED)

@@ -1,0 +1,209 @@
+"""Objects of any length in a prefix store, for engines that name what they store by text.
+
+An object is cut into blocks of one width, so that objects of several lengths share one store and its cap. Its first
+block begins with its length. An object counts only if all its blocks come back whole and its length is the one asked
+for; else it is a miss, and its first block is deleted, so that the next `contains` is False.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.stores import ExternalStore, StoreStats, open_store
+
+__all__ = ["ObjectStore", "require_one", "store_url"]
+
+_LOG = logging.getLogger(__name__)
+_DOMAIN: Final = b"blockyard objects 1"
+_LENGTH_BYTES: Final = 8
+_BATCH_BYTES: Final = 64 << 20
+"""Bytes that one batch has in the store at a time, so that its memory for blocks in flight is never full."""
+_ASK_SECONDS: Final = 0.05
+"""How long `contains` waits for a server's answer about keys that this process meets for the first time."""
+
+
+def require_one(root_dir: str | None, url: str | None) -> None:
+    """Check that exactly one of them names the store.
+
+    Raises:
+        InvalidArgumentError: both do, or neither.
+    """
+    if (root_dir is None) == (url is None):
+        raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must be exactly one of them")
+
+
+def store_url(root_dir: str | None, url: str | None, size: int | str, part: str) -> str:
+    """Return the URL of a store: `url`, or that of a file store in the folder `part` of `root_dir`, which is made.
+
+    Raises:
+        InvalidArgumentError: not exactly one of `root_dir` and `url` is given.
+        OSError: the folder cannot be made.
+    """
+    require_one(root_dir, url)
+    if url is not None:
+        return url
+    folder = Path(str(root_dir)).absolute() / part
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"file://{quote(str(folder))}?size={size}"
+
+
+class ObjectStore:
+    """Objects under keys, in a prefix store. No method but the constructor raises: what fails is a miss.
+
+    Args:
+        url: of the store, as for `blockyard.open_store`.
+        object_bytes: length that most objects have; such a one fills one block.
+        fields: all that decides an object's bytes besides its key, as JSON can write it.
+
+    Raises:
+        StoreError: the store cannot be opened, or has no keys.
+    """
+
+    def __init__(self, url: str, *, object_bytes: int, fields: Mapping[str, Any]) -> None:
+        self._width = object_bytes + _LENGTH_BYTES
+        # A file store knows its keys.
+        self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
+        text = json.dumps(fields, sort_keys=True, default=str)
+        self._store: ExternalStore = open_store(
+            url,
+            bytes_per_block=self._width,
+            namespace=hashlib.sha256(_DOMAIN + text.encode(errors="surrogatepass")).digest(),
+            use="prefix",
+        )
+
+    def put(self, keys: Sequence[str], sizes: Sequence[int], read: Callable[[int], NDArray[np.uint8]]) -> list[bool]:
+        """Store objects; return which are stored. `read(i)` gives the bytes of object `i` when they are needed."""
+        stored = [False] * len(keys)
+        for first, last, parts in self._batches(sizes):
+            try:
+                rows = np.empty((parts, self._width), np.uint8)
+                row = 0
+                for index in range(first, last):
+                    count = self._parts(sizes[index])
+                    _fill(rows[row : row + count].reshape(-1), read(index), sizes[index])
+                    row += count
+                names = self._names(keys[first:last], sizes[first:last])
+                ok = self._store.wait(self._store.submit_put(names, rows)).ok
+            except Exception:  # noqa: BLE001 (whatever fails, the engine goes on without it)
+                _LOG.exception("%d objects were not stored", last - first)
+                continue
+            stored[first:last] = [bool(part.all()) for part in self._split(ok, sizes[first:last])]
+        return stored
+
+    def get(
+        self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
+    ) -> list[bool]:
+        """Load objects; return which came back whole. `take(i, data)` is called for these alone, with their bytes."""
+        loaded = [False] * len(keys)
+        for first, last, _ in self._batches(sizes):
+            names = self._names(keys[first:last], sizes[first:last])
+            try:
+                found = self._store.wait(self._store.submit_get(names))
+                parts = self._split(found.ok, sizes[first:last])
+                rows = self._split(found.rows, sizes[first:last])
+                for index, (ok, data) in enumerate(zip(parts, rows, strict=True), first):
+                    flat = data.reshape(-1)
+                    length = int.from_bytes(flat[:_LENGTH_BYTES].tobytes(), "little")
+                    if ok.all() and length == sizes[index]:
+                        take(index, flat[_LENGTH_BYTES : _LENGTH_BYTES + length])
+                        loaded[index] = True
+                # The store has dropped each block that did not come back; their first one must not say hit any more.
+                halves = [index for index, ok in enumerate(parts, first) if ok[0] and not loaded[index]]
+                if halves:
+                    self._store.wait(self._store.submit_delete([_name(keys[index], 0) for index in halves]))
+            except Exception:  # noqa: BLE001 (a load that failed is a miss)
+                _LOG.exception("%d objects could not be loaded", last - first)
+        return loaded
+
+    def contains(self, keys: Sequence[str], sizes: Sequence[int] | None = None) -> list[bool]:
+        """Return which objects can probably be loaded. Without `sizes`, only their first blocks are looked for."""
+        names = [_name(key, 0) for key in keys] if sizes is None else self._names(keys, sizes)
+        patience = time.monotonic() + self._patience
+        try:
+            found = self._store.contains(names)
+            while not found.all() and time.monotonic() < patience:
+                time.sleep(0.001)
+                found = self._store.contains(names)
+        except Exception:  # noqa: BLE001 (what cannot be asked for is a miss)
+            _LOG.exception("a lookup of %d objects failed", len(keys))
+            return [False] * len(keys)
+        return (
+            [bool(there) for there in found]
+            if sizes is None
+            else [bool(part.all()) for part in self._split(found, sizes)]
+        )
+
+    def delete(self, keys: Sequence[str]) -> list[bool]:
+        """Delete objects, known by their first blocks; return which are deleted. The rest is evicted in time."""
+        try:
+            done = self._store.wait(self._store.submit_delete([_name(key, 0) for key in keys]))
+            return [bool(ok) for ok in done.ok]
+        except Exception:  # noqa: BLE001 (the caller counts it)
+            _LOG.exception("%d objects were not deleted", len(keys))
+            return [False] * len(keys)
+
+    def clear(self) -> bool:
+        """Delete everything under this store's fields; return whether later processes find nothing of it either."""
+        try:
+            self._store.forget()
+        except Exception:  # noqa: BLE001 (the caller counts it)
+            _LOG.exception("the store was not cleared")
+            return False
+        return True
+
+    def stats(self) -> StoreStats:
+        """Return the counters of the store."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Close the store; what is asked of it later is a miss."""
+        self._store.close()
+
+    def _parts(self, size: int) -> int:
+        return -(-(size + _LENGTH_BYTES) // self._width)
+
+    def _names(self, keys: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
+        return [_name(key, part) for key, size in zip(keys, sizes, strict=True) for part in range(self._parts(size))]
+
+    def _split(self, rows: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
+        ends = np.cumsum([self._parts(size) for size in sizes])
+        if len(rows) != ends[-1]:
+            raise InvalidArgumentError(f"the store answered {len(rows)} blocks of {ends[-1]}")
+        return np.split(rows, ends[:-1])
+
+    def _batches(self, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield (first, last, blocks) of runs of objects that are read or written together."""
+        first, parts = 0, 0
+        for index, size in enumerate(sizes):
+            count = self._parts(size)
+            if parts and (parts + count) * self._width > _BATCH_BYTES:
+                yield first, index, parts
+                first, parts = index, 0
+            parts += count
+        if parts:
+            yield first, len(sizes), parts
+
+
+def _fill(flat: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
+    if data.nbytes != size:
+        raise InvalidArgumentError(f"an object has {data.nbytes} bytes, must have {size}")
+    end = _LENGTH_BYTES + size
+    flat[:_LENGTH_BYTES] = np.frombuffer(size.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+    flat[_LENGTH_BYTES:end] = data
+    flat[end:] = 0
+
+
+def _name(key: str, part: int) -> bytes:
+    """The name of one block of an object in the store."""
+    return hashlib.sha256(f"{part} {key}".encode(errors="surrogatepass")).digest()

@@ -1,0 +1,420 @@
+"""An external cache linker of SGLang: pages of the device pools in a prefix store, without host pools of SGLang.
+
+SGLang aborts a request whose load fails. So `lookup` reads the pages into host memory and checks them before it says
+that they can be restored, and a load is a copy from there, which no store can spoil.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    DevicePoolEntry,
+    DevicePoolGroup,
+    resolve_hybrid_device_pool_group,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.utils import get_device_module
+from sglang.version import __version__ as sglang_version
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.fit import require_fit
+from blockyard.integrations.objects import ObjectStore, store_url
+from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
+from blockyard.stores import parse_size
+
+__all__ = ["BlockyardLinker"]
+
+_LOG = logging.getLogger(__name__)
+_OPTIONS: Final = {
+    "root_dir": None,
+    "url": None,
+    "size": "1GiB",
+    "revision": "",
+    "staging": "1GiB",
+    "lookup_seconds": 0.1,
+}
+_MOST_READS: Final = 16
+"""Reads that lookups did not wait for to the end, and whose pages are kept for the next one."""
+_Pages = dict[tuple[str, str], NDArray[np.uint8]]
+
+
+class BlockyardLinker(UnifiedCacheLinker):
+    """Pages of SGLang's device pools in a Blockyard store. SGLang names it in its external linker's configuration.
+
+    Args:
+        server_args: from SGLang.
+        params: from SGLang.
+        components: from SGLang.
+        extra_config: options: `root_dir` or `url`, `size` and `revision` as for `BlockyardHiCache`; `staging`, most
+            bytes of host memory for pages that were looked up; `lookup_seconds`, how long a lookup waits for them.
+        forward_stream: from SGLang.
+
+    Raises:
+        InvalidArgumentError: an option is missing, unknown or wrong.
+        StoreError: the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        options = dict(extra_config or {})
+        unknown = sorted(options.keys() - _OPTIONS.keys())
+        if unknown:
+            raise InvalidArgumentError(
+                f"linker_extra_config has {', '.join(unknown)}, must be of {', '.join(_OPTIONS)}"
+            )
+        options = _OPTIONS | options
+        self._staging_bytes, self._lookup_seconds = _limits(options)
+        self.forward_stream = forward_stream
+        self._group = _device_pools(params, components)
+        self.pools = self._group.entry_map
+        rank, ranks = _rank(params)
+        if options["root_dir"] is not None and self._group.rank_replicated and ranks > 1:
+            raise InvalidArgumentError(
+                f"root_dir is {options['root_dir']!r}, but {ranks} ranks share the pages of this model: "
+                "url must name a store that all can open, such as redis://"
+            )
+        self._owner, self._ranks = not self._group.rank_replicated or rank == 0, ranks
+        place = [params.pp_rank, params.pp_size, params.attn_cp_rank, params.attn_cp_size]
+        place += [] if self._group.rank_replicated else [rank, ranks]
+        self._sizes = {str(name): sum(size for _, size in _parts(pool)) for name, pool in self.pools.items()}
+        self._objects = ObjectStore(
+            store_url(
+                options["root_dir"],
+                options["url"],
+                options["size"],
+                f"linker-tp{rank}-pp{params.pp_rank}-cp{params.attn_cp_rank}",
+            ),
+            object_bytes=self._sizes[str(PoolName.KV)],
+            fields={
+                "engine": f"sglang linker {sglang_version}",
+                "model": server_args.model_path,
+                "revision": str(options["revision"]),
+                "place": place,
+                "page": params.page_size,
+                "pools": {str(name): _describe(pool) for name, pool in self.pools.items()},
+            },
+        )
+        self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._start()
+
+    def _start(self) -> None:
+        self._changed = threading.Lock()
+        self._staged: OrderedDict[str, _Pages] = OrderedDict()
+        self._reading: dict[str, Future[_Pages]] = {}
+        self._pending: dict[str, list[tuple[PoolTransfer, NDArray[np.uint8] | None]]] = {}
+        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(2, "blockyard-sglang-read")
+        self._loads = ThreadPoolExecutor(1, "blockyard-sglang-load")
+        self._stores = ThreadPoolExecutor(1, "blockyard-sglang-store")
+        self._running: set[Future[None]] = set()
+        self._closed = False
+
+    # ---- loads ----
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Read what is there of a prompt's pages and return which prefixes are in host memory, checked and whole.
+
+        It waits `lookup_seconds` at most. What comes later is there for the request's next lookup.
+        """
+        expanded = self._group.resolve_transfers(transfers)
+        keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
+        if not expanded or not keys:
+            return []
+        others = [transfer for transfer in expanded if transfer.name != PoolName.KV]
+        found = restorable_pages(others, lambda name: self._contains(str(name), keys))
+        pages = found.kv_hit_pages
+        if not pages:
+            return []
+        wanted = [(str(PoolName.KV), key) for key in keys[:pages]]
+        trailing = False
+        for transfer in others:
+            window = pages
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window, trailing = min(pages, max(1, len(transfer.keys or ()))), True
+            wanted += [(str(transfer.name), key) for key in keys[pages - window : pages]]
+        staged = self._stage(rid, wanted)
+        if trailing:
+            # States of windows that end earlier were not read.
+            return [pages] if all(page in staged for page in wanted) else []
+        names = {name for name, _ in wanted}
+        whole = [all((name, key) in staged for name in names) for key in keys[:pages]]
+        return list(range(1, [*whole, False].index(False) + 1))
+
+    def _contains(self, name: str, keys: Sequence[str]) -> list[bool]:
+        if name not in self._sizes:
+            return [False] * len(keys)
+        return self._objects.contains([f"{name} {key}" for key in keys], [self._sizes[name]] * len(keys))
+
+    def _stage(self, rid: str, wanted: list[tuple[str, str]]) -> _Pages:
+        """Read pages into host memory; return those that are there in time, of which this request keeps its own."""
+        with self._changed:
+            staged = self._staged.get(rid, {})
+            missing = [page for page in wanted if page not in staged]
+            reading = self._reading.get(rid)
+            if not missing or self._closed:
+                return staged
+            if sum(self._sizes[name] for name, _ in wanted) > self._staging_bytes:
+                _LOG.warning("the pages of %s do not fit into staging of %d bytes", rid, self._staging_bytes)
+                return {}
+            if reading is None:
+                # Of a request that never comes back, what was read late is dropped.
+                while len(self._reading) >= _MOST_READS:
+                    self._reading.pop(next(iter(self._reading))).cancel()
+                reading = self._reading[rid] = self._readers.submit(self._read, missing)
+        try:
+            read = reading.result(self._lookup_seconds)
+        except LateError:
+            return {}
+        except Exception:  # noqa: BLE001 (what cannot be read is a miss)
+            _LOG.exception("pages were not read")
+            read = {}
+        with self._changed:
+            self._reading.pop(rid, None)
+            staged = self._staged[rid] = {page: data for page, data in (staged | read).items() if page in set(wanted)}
+            self._staged.move_to_end(rid)
+            total = sum(data.nbytes for pages in self._staged.values() for data in pages.values())
+            while total > self._staging_bytes and len(self._staged) > 1:
+                _, dropped = self._staged.popitem(last=False)
+                total -= sum(data.nbytes for data in dropped.values())
+        return staged
+
+    def _read(self, wanted: list[tuple[str, str]]) -> _Pages:
+        read: _Pages = {}
+
+        def take(index: int, data: NDArray[np.uint8]) -> None:
+            read[wanted[index]] = data.copy()
+
+        self._objects.get([f"{name} {key}" for name, key in wanted], [self._sizes[name] for name, _ in wanted], take)
+        return read
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a copy of pages that `lookup` has found; False if some are gone, and the request computes them."""
+        expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
+        if not expanded or rid in self._pending:
+            return False
+        with self._changed:
+            staged = self._staged.pop(rid, {})
+        work: list[tuple[PoolTransfer, NDArray[np.uint8] | None]] = []
+        for transfer in expanded:
+            pages = [staged.get((str(transfer.name), key)) for key in transfer.keys]
+            whole = [page for page in pages if page is not None]
+            if len(whole) < len(pages) and self._ranks == 1:
+                return False
+            # Ranks must answer alike. So one that has lost pages takes the load and lets it fail.
+            work.append((transfer, np.stack(whole) if len(whole) == len(pages) else None))
+        self._pending[rid] = work
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Forget a load that has not started."""
+        return self._pending.pop(rid, None) is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """Start what is queued; return its number in `layer_done_counter`, -1 if there is nothing."""
+        work = [item for items in self._pending.values() for item in items]
+        self._pending.clear()
+        if not work:
+            return -1
+        index = int(self.layer_done_counter.update_producer())
+        ready = get_device_module().Event()
+        ready.record()
+        self._submit(self._loads, self._copy_in, index, work, ready)
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until a load has ended; True if all of it landed."""
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def _copy_in(self, index: int, work: list[tuple[PoolTransfer, NDArray[np.uint8] | None]], ready: Any) -> None:
+        try:
+            ready.synchronize()
+            lost = [transfer.name for transfer, data in work if data is None]
+            if lost:
+                raise InvalidArgumentError(f"pages of {lost} are no longer in staging")
+            places = [_rows(self.pools[transfer.name], transfer.host_indices) for transfer, _ in work]
+            for layer in range(self._group.num_layers):
+                for (transfer, data), rows in zip(work, places, strict=True):
+                    assert data is not None  # noqa: S101 (checked above)
+                    _copy_layer(self.pools[transfer.name], layer, rows, data)
+                done = get_device_module().Event()
+                done.record()
+                done.synchronize()
+                self.layer_done_counter.complete(index, layer)
+        except BaseException as error:  # noqa: BLE001 (the forward pass waits for each layer)
+            _LOG.exception("load %d failed", index)
+            self.layer_done_counter.fail(index, error)
+
+    # ---- stores ----
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Start to store pages of all pools; False if there is nothing to store."""
+        expanded = self._group.resolve_transfers(transfers, allow_partial=True)
+        if not expanded or self._closed:
+            return False
+        if self._owner:
+            self._submit(self._stores, self._put, expanded, self.record_offload_ready())
+        else:
+            self._results.put(True)
+        return True
+
+    def _put(self, transfers: list[PoolTransfer], ready: list[Any]) -> None:
+        success = False
+        try:
+            for event in ready:
+                event.synchronize()
+            # Every pool is stored, also after one has failed.
+            success = min(self._put_pool(transfer) for transfer in transfers)
+        except Exception:  # noqa: BLE001 (SGLang waits for a result)
+            _LOG.exception("pages were not stored")
+        self._results.put(success)
+
+    def _put_pool(self, transfer: PoolTransfer) -> bool:
+        pool, keys = self.pools[transfer.name], list(transfer.keys)
+        rows = _rows(pool, transfer.host_indices)
+        data = np.concatenate(
+            [as_bytes(buffer.index_select(0, rows).cpu()).reshape(len(keys), size) for buffer, size in _parts(pool)],
+            axis=1,
+        )
+        names = [f"{transfer.name} {key}" for key in keys]
+        return all(self._objects.put(names, [data.shape[1]] * len(keys), data.__getitem__))
+
+    def num_completed_offloads(self) -> int:
+        """Return how many offloads have ended and were not popped."""
+        return self._results.qsize()
+
+    def pop_completed_offload(self) -> bool:
+        """Return whether the oldest offload that has ended has stored all its pages."""
+        return self._results.get_nowait()
+
+    # ---- the rest ----
+
+    def reset(self) -> None:
+        """Wait for what is under way and forget what is queued or staged; what is stored stays."""
+        self._pending.clear()
+        for future in list(self._running):
+            future.exception()
+        with self._changed:
+            self._staged.clear()
+            self._reading.clear()
+        while not self._results.empty():
+            self._results.get_nowait()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """Reset, and close the store; twice does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        self.reset()
+        for pool in (self._readers, self._loads, self._stores):
+            pool.shutdown(cancel_futures=True)
+        self._objects.close()
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Any, *args: Any) -> None:
+        future = pool.submit(work, *args)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+
+
+def _limits(options: Mapping[str, Any]) -> tuple[int, float]:
+    try:
+        staging = parse_size(str(options["staging"]))
+    except ValueError as error:
+        raise InvalidArgumentError(f"staging is {options['staging']!r}: {error}") from None
+    seconds = options["lookup_seconds"]
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= 10:
+        raise InvalidArgumentError(f"lookup_seconds is {seconds!r}, must be 0 to 10")
+    return staging, float(seconds)
+
+
+def _device_pools(params: Any, components: Any) -> Any:
+    """The pools of the device as SGLang groups them, and a group of ours for plain attention, which it leaves out."""
+    cache, page_size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
+    if type(cache) is not MHATokenToKVPool or set(components) != {ComponentType.FULL}:
+        return resolve_hybrid_device_pool_group(
+            kvcache=cache, page_size=page_size, params=params, components=components
+        )
+    if cache.k_scale_buffer is not None:
+        raise InvalidArgumentError("the KV cache has scales, which the linker does not store")
+    entry = DevicePoolEntry(
+        name=PoolName.KV,
+        indices_from_pool=PoolName.KV,
+        device_pool=cache,
+        components=[cache.k_buffer, cache.v_buffer],
+        layer_mapping={layer: layer for layer in range(cache.layer_num)},
+        page_size=page_size,
+        rows_are_pages=False,
+    )
+    return DevicePoolGroup([entry], cache.layer_num, page_size)
+
+
+def _rank(params: Any) -> tuple[int, int]:
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    if group is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
+
+
+def _parts(pool: Any) -> list[tuple[torch.Tensor, int]]:
+    """The buffers of a pool in the order of a page's bytes, with the bytes that a page has in each."""
+    sizes = [size for component in pool.buffer_meta for _, _, size in component]
+    return list(zip((buffer for component in pool.components for buffer in component), sizes, strict=True))
+
+
+def _describe(pool: Any) -> list[Any]:
+    """All that decides the bytes of a page; the pool's dtype tells one float8 from another, its buffers do not."""
+    buffers = [[str(buffer.dtype), *buffer.shape[1:], size] for buffer, size in _parts(pool)]
+    mapping = sorted((layer, str(buffers)) for layer, buffers in pool.layer_mapping.items())
+    return [str(getattr(pool.device_pool, "dtype", "")), pool.page_size, buffers, mapping]
+
+
+def _rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a pool's buffers that pages lie in, one page after the other."""
+    first = torch.tensor(pool.prepare_locations(indices), dtype=torch.int64)
+    buffer, size = _parts(pool)[0]
+    span = size // (buffer.nbytes // buffer.shape[0])
+    return (first[:, None] + torch.arange(span)).flatten().to(buffer.device)
+
+
+def _copy_layer(pool: Any, layer: int, rows: torch.Tensor, data: NDArray[np.uint8]) -> None:
+    """Copy one layer's part of pages, uint8 `[pages, bytes]`, to a pool's buffers."""
+    mapped = pool.layer_mapping.get(layer)
+    if mapped is None:
+        return
+    chosen = {mapped} if isinstance(mapped, int) else set(mapped)
+    end = 0
+    for component, meta in zip(pool.components, pool.buffer_meta, strict=True):
+        for number, (buffer, (_, _, size)) in enumerate(zip(component, meta, strict=True)):
+            begin, end = end, end + size
+            if number in chosen:
+                part = torch.from_numpy(np.ascontiguousarray(data[:, begin:end]).reshape(-1))
+                buffer.index_copy_(
+                    0, rows, part.view(buffer.dtype).reshape(len(rows), *buffer.shape[1:]).to(buffer.device)
+                )
+
+
+require_fit(BlockyardLinker, UnifiedCacheLinker, f"SGLang {sglang_version}")

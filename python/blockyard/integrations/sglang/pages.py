@@ -1,0 +1,56 @@
+"""What the two ways into SGLang share: which prefixes can be restored, and a tensor's bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
+
+__all__ = ["as_bytes", "leading", "restorable_pages"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any], list[bool]]) -> PoolTransferResult:
+    """Return which prefixes all pools together can restore, by the policy of each.
+
+    Args:
+        transfers: the pools beside the main one.
+        contains: which pages of the prompt a pool has, by the pool's name.
+    """
+    kv_pages = leading(contains(PoolName.KV))
+    hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+    restorable = list(range(1, kv_pages + 1))
+    for transfer in transfers:
+        # A second form of pages that are there anyway: never a condition, and not reporting it says nothing of it.
+        if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS or not restorable:
+            continue
+        there = contains(transfer.name)
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            window = max(1, len(transfer.keys or ()))
+            good = {pages for pages in range(1, kv_pages + 1) if all(there[max(0, pages - window) : pages])}
+        elif transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            good = set(range(1, min(kv_pages, leading(there)) + 1))
+        else:
+            _LOG.error("pool %s has the unknown hit policy %s", transfer.name, transfer.hit_policy)
+            good = set()
+        if good:
+            hits[transfer.name] = max(good)
+        restorable = [pages for pages in restorable if pages in good]
+    return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+
+def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """See the bytes of a contiguous tensor on the CPU; others are copied."""
+    flat: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def leading(there: Sequence[bool]) -> int:
+    """Return how many are true from the first on."""
+    return there.index(False) if False in there else len(there)

@@ -1,0 +1,296 @@
+"""A storage backend of SGLang's HiCache over a prefix store: pages of the host pools, bounded, verified, kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.version import __version__ as sglang_version
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.objects import ObjectStore, require_one, store_url
+from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
+
+__all__ = ["BlockyardHiCache"]
+
+_LOG = logging.getLogger(__name__)
+_SGLANGS_OWN: Final = {"backend_name", "module_path", "class_name", "interface_v1"}
+_OTHER_BYTES: Final = 256 << 10
+"""Bytes of a block where the main pool keeps nothing: its pages are those of other pools alone."""
+_SHARDED: Final = {"mamba", "draft", "draft_swa"}
+"""Pools that each rank has its own part of, also where the main pool is the same on all."""
+
+
+class _Pool(NamedTuple):
+    host: Any
+    name: str
+    blank: torch.Tensor
+
+    @property
+    def page_bytes(self) -> int:
+        return _nbytes(self.blank)
+
+    def key(self, key: str) -> str:
+        return f"{self.name} {key}"
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        return as_bytes(self.host.get_data_page(index, flat=True))
+
+    def write(self, index: int, data: NDArray[np.uint8]) -> None:
+        page = torch.empty_like(self.blank)
+        as_bytes(page)[:] = data
+        self.host.set_from_flat_data_page(index, page)
+
+
+class BlockyardHiCache(HiCacheStorage):
+    """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as the storage backend `dynamic`.
+
+    A page is checked when it is read; one that is damaged, lost or late is a miss, and SGLang computes it again. No
+    call raises or waits beyond the store's deadline. Pages are found only by engines of the same SGLang version, model,
+    `revision`, dtype, page size, layout and place among the ranks.
+
+    Args:
+        storage_config: from SGLang. Its `extra_config` has the options: `root_dir` (folder of file stores, one for each
+            rank) or `url` (any store with keys, as for `blockyard.open_store`); `size`, most bytes of a file store;
+            `revision`, of the weights; `kv_dtype`, of the KV cache, where that is a float8.
+        kwargs: from SGLang, unused.
+
+    Raises:
+        InvalidArgumentError: an option is missing, unknown or wrong.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._config = storage_config
+        options = dict(storage_config.extra_config or {})
+        self._root, self._url = options.pop("root_dir", None), options.pop("url", None)
+        self._size, self._revision = options.pop("size", "1GiB"), str(options.pop("revision", ""))
+        self._kv_dtype = str(options.pop("kv_dtype", ""))
+        unknown = sorted(options.keys() - _SGLANGS_OWN)
+        if unknown:
+            raise InvalidArgumentError(
+                f"extra_config has {', '.join(unknown)}, must be of root_dir, url, size, revision and kv_dtype"
+            )
+        if self._root is not None and storage_config.is_mla_model and storage_config.tp_size > 1:
+            raise InvalidArgumentError(
+                f"root_dir is {self._root!r}, but {storage_config.tp_size} ranks share the pages of this model: "
+                "url must name a store that all can open, such as redis://"
+            )
+        require_one(self._root, self._url)
+        self._objects: ObjectStore | None = None
+        self._main: _Pool | None = None
+        self._pools: dict[str, _Pool] = {}
+
+    # ---- pools ----
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the main pool, and open the store: a block has the length of its pages.
+
+        Raises:
+            InvalidArgumentError: the pool has no flat pages.
+            StoreError: the store cannot be opened.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._main = self._pool(mem_pool_host, PoolName.KV)
+        self._pools[str(PoolName.KV)] = self._main
+        if self._objects is None:
+            config, rank = self._config, self._rank(PoolName.KV)
+            folder = f"tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-dp{config.dp_rank}"
+            self._objects = ObjectStore(
+                store_url(self._root, self._url, self._size, folder),
+                object_bytes=self._main.page_bytes or _OTHER_BYTES,
+                fields={"engine": "sglang", "main": self._main.name, "rank": rank, "revision": self._revision},
+            )
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take a pool of a hybrid model.
+
+        Raises:
+            InvalidArgumentError: the pool has no flat pages.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools[str(host_pool_name)] = self._pool(host_pool, host_pool_name)
+
+    # ---- pages of the main pool ----
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Load a page into a tensor and return that, or None."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Load pages, each into its tensor, which is written only by a whole page; return the tensors, None for misses.
+
+        Without tensors, the pages come in new ones.
+        """
+        found: list[torch.Tensor | None] = [None] * len(keys)
+        main = self._main
+        if main is None:
+            return found
+        targets = target_locations or [main.host.get_dummy_flat_data_page() for _ in keys]
+
+        def take(index: int, data: NDArray[np.uint8]) -> None:
+            as_bytes(targets[index].view(-1))[:] = data
+            found[index] = targets[index]
+
+        self._get(main, keys, take, sizes=[_nbytes(target) for target in targets])
+        return found
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page; return whether it is stored."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store pages; return whether all are stored."""
+        if self._main is None or values is None or any(value is None for value in values):
+            return False
+        sizes = [_nbytes(value) for value in values]
+        return all(self._put(self._main, keys, lambda index: as_bytes(values[index]), sizes=sizes))
+
+    def exists(self, key: str) -> bool:
+        """Return whether a page can probably be loaded."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return how many pages from the first on can probably be loaded."""
+        return leading(self._contains(self._main, keys))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Load pages into the main pool, each at the first of its indices; return which were loaded."""
+        return self._move(self._main, keys, host_indices, is_load=True)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store pages of the main pool; return which are stored."""
+        return self._move(self._main, keys, host_indices, is_load=False)
+
+    # ---- pages of several pools ----
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return which prefixes all pools together can restore, by the policy of each."""
+        return restorable_pages(pool_transfers or [], lambda name: self._contains(self._pools.get(str(name)), keys))
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Load pages into their pools; return which were loaded, by pool."""
+        return self._move_all(transfers, is_load=True)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store pages of pools; return which are stored, by pool."""
+        return self._move_all(transfers, is_load=False)
+
+    # ---- the rest ----
+
+    def clear(self) -> bool:
+        """Delete all pages of this rank; return whether later processes find none of them either."""
+        return self._objects is None or self._objects.clear()
+
+    def close(self) -> None:
+        """Close the store; from then on all is a miss."""
+        if self._objects is not None:
+            self._objects.close()
+
+    def _move_all(self, transfers: list[PoolTransfer], *, is_load: bool) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self._move(
+                self._pools.get(str(transfer.name)), transfer.keys or [], transfer.host_indices, is_load=is_load
+            )
+            for transfer in transfers
+        }
+
+    def _move(
+        self, pool: _Pool | None, keys: Sequence[str], host_indices: torch.Tensor | None, *, is_load: bool
+    ) -> list[bool]:
+        page = 1 if pool is None else getattr(pool.host, "page_size", 1) or 1
+        count = 0 if host_indices is None else host_indices.numel()
+        if pool is None or host_indices is None or count != len(keys) * page:
+            _LOG.error("%d keys and %d indices of pages of %d for pool %s", len(keys), count, page, pool and pool.name)
+            return [False] * len(keys)
+        places = [int(index) for index in host_indices.flatten()[::page].tolist()]
+        if is_load:
+            return self._get(pool, keys, lambda index, data: pool.write(places[index], data))
+        return self._put(pool, keys, lambda index: pool.read(places[index]))
+
+    def _get(
+        self,
+        pool: _Pool,
+        keys: Sequence[str],
+        take: Callable[[int, NDArray[np.uint8]], None],
+        sizes: Sequence[int] | None = None,
+    ) -> list[bool]:
+        if self._objects is None:
+            return [False] * len(keys)
+        return self._objects.get([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), take)
+
+    def _put(
+        self,
+        pool: _Pool,
+        keys: Sequence[str],
+        read: Callable[[int], NDArray[np.uint8]],
+        sizes: Sequence[int] | None = None,
+    ) -> list[bool]:
+        if self._objects is None:
+            return [False] * len(keys)
+        return self._objects.put([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), read)
+
+    def _contains(self, pool: _Pool | None, keys: Sequence[str]) -> list[bool]:
+        if pool is None or self._objects is None or not keys:
+            return [False] * len(keys)
+        return self._objects.contains([pool.key(key) for key in keys], [pool.page_bytes] * len(keys))
+
+    def _pool(self, host: Any, name: Any) -> _Pool:
+        """Describe a pool: its page's length, and all that decides a page's bytes beside its key."""
+        try:
+            blank = torch.empty_like(host.get_dummy_flat_data_page())
+        except NotImplementedError as error:
+            raise InvalidArgumentError(f"pool {name} has no flat pages, which Blockyard needs: {error}") from error
+        config = self._config
+        if host.dtype == torch.uint8 and not self._kv_dtype:
+            raise InvalidArgumentError(
+                f"pool {name} is uint8, as every float8 is: kv_dtype must name the KV cache's type, such as fp8_e4m3"
+            )
+        fields = [
+            *(sglang_version, config.model_name, host.dtype, self._kv_dtype, type(host).__name__, _nbytes(blank)),
+            *(getattr(host, field, None) for field in _GEOMETRY),
+            *(config.tp_lcm_size, config.should_split_heads, config.logical_page_size),
+            *self._rank(name),
+        ]
+        return _Pool(host, f"{name} {fields}", blank)
+
+    def _rank(self, name: Any) -> list[int]:
+        config = self._config
+        ranks = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
+        ranks += [config.dcp_rank, config.dcp_size]
+        return ranks if config.is_mla_model and str(name) not in _SHARDED else [*ranks, config.tp_rank, config.tp_size]
+
+
+_GEOMETRY: Final = ("layout", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim")
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())

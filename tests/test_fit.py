@@ -1,0 +1,47 @@
+"""`require_fit` and `warn_version`: what is said where an engine's interfaces are not those we were written for."""
+
+import logging
+from abc import ABC, abstractmethod
+
+import pytest
+
+from blockyard.integrations.fit import require_fit, warn_version
+
+
+class Theirs(ABC):
+    @abstractmethod
+    def get(self, key: str, place: int = 0) -> None: ...
+
+    def clear(self) -> bool:
+        return False
+
+
+class Ours(Theirs):
+    def get(self, key: str, place: int = 0, *, more: bool = False) -> None: ...
+
+
+class Older(Theirs):
+    def get(self, key: str) -> None: ...  # type: ignore[override]
+
+
+class Unfinished(Theirs):
+    pass
+
+
+def test_a_class_that_takes_what_is_passed_fits():
+    require_fit(Ours, Theirs, "Engine 9")
+
+
+def test_other_arguments_and_missing_methods_are_import_errors_with_both_sides():
+    with pytest.raises(ImportError, match=r"^Engine 9: Theirs.get takes self, key, place, Blockyard's self, key$"):
+        require_fit(Older, Theirs, "Engine 9")
+    with pytest.raises(ImportError, match=r"^Engine 9 wants Unfinished to have get$"):
+        require_fit(Unfinished, Theirs, "Engine 9")
+
+
+@pytest.mark.parametrize(("version", "warns"), [("5.23", False), ("5.23.1", False), ("5.230", True), ("6", True)])
+def test_a_version_that_was_not_tested_is_a_warning(caplog: pytest.LogCaptureFixture, version: str, warns: bool):
+    with caplog.at_level(logging.WARNING):
+        warn_version("Engine", version, "5.23")
+    assert bool(caplog.messages) == warns
+    assert not warns or caplog.messages == [f"Engine is {version}, Blockyard was tested with 5.23"]

@@ -1,0 +1,105 @@
+"""`BlockyardConnector` by itself: what each operation says, and its end. Its bytes: `test_engine_stores.py`."""
+
+import importlib.metadata
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import engine_drivers
+import pytest
+from engine_drivers import FaultyStore
+
+from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.stores import register
+
+register("faulty")(FaultyStore)
+
+
+@pytest.fixture
+def lmcache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with engine_drivers.lmcache() as module:
+        FaultyStore.fault = ""
+        FaultyStore.media.clear()
+        FaultyStore.released.clear()
+        yield module
+        FaultyStore.released.set()
+
+
+def outcome(connector: Any, ticket: int) -> tuple[bool, str, list[bool]]:
+    assert select.select([connector.event_fd()], [], [], engine_drivers.SECONDS)[0]
+    ((done, ok, error, found),) = connector.drain_completions()
+    assert done == ticket
+    assert connector.drain_completions() == []
+    assert not select.select([connector.event_fd()], [], [], 0)[0]
+    return ok, error, found
+
+
+def test_lookups_loads_and_deletions_of_some_are_successes_and_stores_of_some_are_not(lmcache: Any):
+    with closing(lmcache.BlockyardConnector(url="faulty://one", kv_dtype="float16", part="4KiB")) as connector:
+        data = bytearray(b"abc" * 3000)
+        assert outcome(connector, connector.submit_batch_set(["a"], [memoryview(data)])) == (True, "", [True])
+        assert outcome(connector, connector.submit_batch_exists(["a", "b"])) == (True, "", [True, False])
+        places = [memoryview(bytearray(9000)), memoryview(bytearray(9000))]
+        assert outcome(connector, connector.submit_batch_get(["b", "a"], places)) == (True, "", [False, True])
+        assert [bytes(place) for place in places] == [bytes(9000), bytes(data)]
+        assert outcome(connector, connector.submit_batch_delete(["a"])) == (True, "", [True])
+        assert outcome(connector, connector.submit_batch_exists(["a"])) == (True, "", [False])
+        FaultyStore.fault = "raises"
+        assert outcome(connector, connector.submit_batch_set(["c"], [memoryview(data)])) == (
+            *(False, "1 of 1 objects were not stored"),
+            [False],
+        )
+
+
+def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_nothing(lmcache: Any):
+    connector = lmcache.BlockyardConnector(url="faulty://one", kv_dtype="float16", part="4KiB")
+    outcome(connector, connector.submit_batch_set(["a"], [memoryview(bytes(9000))]))
+    FaultyStore.fault = "hangs"
+    load = connector.submit_batch_get(["a"], [memoryview(bytearray(9000))])
+    lookup = connector.submit_batch_exists(["a"])
+    ended: list[int] = []
+    while len(ended) < 2:
+        assert select.select([connector.event_fd()], [], [], engine_drivers.SECONDS)[0]
+        ended += [ticket for ticket, _, _, _ in connector.drain_completions()]
+    assert sorted(ended) == [load, lookup]
+    FaultyStore.released.set()
+    connector.close()
+    connector.close()
+    with pytest.raises(StoreError, match="the connector is closed"):
+        connector.submit_batch_exists(["a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_dtype": ""}, "kv_dtype is ''"),
+        ({"part": "1K"}, "part is '1K'"),
+        ({"part": 1024}, "must be 4KiB to 64MiB"),
+        ({"url": None}, "must be exactly one of them"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(lmcache: Any, change: dict[str, Any], message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        lmcache.BlockyardConnector(**({"url": "faulty://one", "kv_dtype": "float16"} | change))
+
+
+def test_keys_and_memory_that_do_not_pair_are_refused_and_nothing_is_begun(lmcache: Any, tmp_path: Path):
+    options = {"root_dir": str(tmp_path), "size": "8MiB", "kv_dtype": "float16"}
+    with closing(lmcache.BlockyardConnector(**options)) as connector:
+        with pytest.raises(InvalidArgumentError, match="2 keys and 1 memoryviews"):
+            connector.submit_batch_get(["a", "b"], [memoryview(bytearray(8))])
+        assert connector.drain_completions() == []
+
+
+def test_without_lmcache_the_import_says_what_it_needs(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    for name in [name for name in sys.modules if name.startswith("blockyard.integrations.lmcache")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ImportError, match=r"blockyard.integrations.lmcache needs LMCache 0.5.6"):
+        importlib.import_module("blockyard.integrations.lmcache")

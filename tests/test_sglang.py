@@ -1,0 +1,172 @@
+"""SGLang's HiCache backend over the pools of hybrid models and many ranks; over stand-ins or SGLang itself."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_drivers
+import pytest
+import torch
+from engine_drivers import HostPool, SGLang, indices
+
+from blockyard.errors import InvalidArgumentError
+
+KEYS = [f"{n:064x}" for n in range(6)]
+
+
+@pytest.fixture
+def storage() -> Iterator[Any]:
+    with engine_drivers.sglang():
+        yield importlib.import_module("sglang.srt.mem_cache.hicache_storage")
+
+
+def hybrid(path: Path) -> tuple[Any, HostPool]:
+    """A backend with a second pool, whose pages are five times as long and lie elsewhere."""
+    engine = SGLang({"root_dir": str(path), "size": "1MiB"})
+    states = HostPool(width=500)
+    engine.backend.register_mem_host_pool_v2(states, "mamba")
+    engine.pool.data[:] = torch.randn(engine.pool.data.shape).half()
+    states.data[:] = torch.randn(states.data.shape).half()
+    return engine, states
+
+
+def transfer(storage: Any, pages: list[int], keys: list[str], policy: str = "all_pages", name: str = "mamba") -> Any:
+    return storage.PoolTransfer(
+        name=storage.PoolName(name),
+        keys=keys,
+        host_indices=indices(pages),
+        hit_policy=storage.PoolHitPolicy(policy),
+    )
+
+
+def test_pages_of_two_pools_travel_by_one_key_and_come_back_whole(storage: Any, tmp_path: Path):
+    engine, states = hybrid(tmp_path)
+    backend = engine.backend
+    before = engine.pool.data.clone(), states.data.clone()
+    pools = [transfer(storage, [3, 1], KEYS[:2]), transfer(storage, [0, 2], KEYS[:2], name="kv")]
+    assert backend.batch_set_v2(pools) == {"mamba": [True, True], "kv": [True, True]}
+    engine.pool.data.zero_()
+    states.data.zero_()
+    wanted = [transfer(storage, [5, 4, 6], KEYS[:3]), transfer(storage, [1, 0], KEYS[:2], name="kv")]
+    assert backend.batch_get_v2(wanted) == {"mamba": [True, True, False], "kv": [True, True]}
+    assert torch.equal(states.data[[5, 4]], before[1][[3, 1]])
+    assert torch.equal(engine.pool.data[[1, 0]], before[0][[0, 2]])
+    assert not states.data[[0, 1, 2, 3, 6]].any()
+    engine.close()
+
+
+def test_a_prefix_is_restorable_where_all_pools_have_what_their_policy_wants(storage: Any, tmp_path: Path):
+    engine, _ = hybrid(tmp_path)
+    backend = engine.backend
+    assert all(backend.batch_set_v1(KEYS[:5], indices(range(5))))
+    backend.batch_set_v2([transfer(storage, [0, 1, 2], [KEYS[0], KEYS[1], KEYS[3]])])
+
+    def restorable(policy: str, window: int = 1) -> tuple[int, Any, Any]:
+        found = backend.batch_exists_v2(KEYS, [transfer(storage, [0] * window, KEYS[:window], policy)])
+        return found.kv_hit_pages, found.restorable_prefix_pages, found.extra_pool_hit_pages.get("mamba")
+
+    assert restorable("all_pages") == (2, [1, 2], 2)
+    assert restorable("trailing_pages") == (4, [1, 2, 4], 4)
+    assert restorable("trailing_pages", 2) == (2, [1, 2], 2)
+    # Never a condition, and nothing is said of it.
+    assert restorable("block_groups") == (5, [1, 2, 3, 4, 5], None)
+    absent = transfer(storage, [0], KEYS[:1], name="swa")
+    assert backend.batch_exists_v2(KEYS, [absent]).kv_hit_pages == 0
+    assert backend.batch_exists_v2(["none"], []).kv_hit_pages == 0
+    engine.close()
+
+
+def test_indices_that_do_not_fit_the_keys_and_unknown_pools_are_misses(storage: Any, tmp_path: Path):
+    engine, states = hybrid(tmp_path)
+    before = states.data.clone()
+    for bad in (transfer(storage, [0], KEYS[:2]), transfer(storage, [0, 1], KEYS[:2], name="swa")):
+        for call in (engine.backend.batch_set_v2, engine.backend.batch_get_v2):
+            assert call([bad]) == {bad.name: [False, False]}
+    assert torch.equal(states.data, before)
+    assert engine.backend.batch_get_v1(KEYS[:2], indices([0])) == [False, False]
+    engine.close()
+
+
+def backend_of(engine: SGLang, **change: Any) -> Any:
+    made = type(engine.backend)(dataclasses.replace(engine.config, **change), {})
+    made.register_mem_pool_host(engine.pool)
+    return made
+
+
+def test_ranks_share_pages_only_where_they_are_the_same(storage: Any):
+    from blockyard.stores import register
+
+    register("faulty")(engine_drivers.FaultyStore)
+    engine_drivers.FaultyStore.media.clear()
+    engine_drivers.FaultyStore.fault = ""
+    engine = SGLang({"url": "faulty://ranks"})
+    assert engine.store(KEYS[:2], engine.pool.rows()[:2].copy())
+    again = backend_of(engine)
+    # A store that must ask a server knows in the background.
+    while again.batch_exists(KEYS) < 2:
+        pass
+    again.close()
+    for change in (
+        {"tp_rank": 1, "tp_size": 2},
+        {"tp_size": 2},
+        {"pp_rank": 1, "pp_size": 2},
+        {"model_name": "other"},
+        {"attn_cp_size": 2},
+    ):
+        other = backend_of(engine, **change)
+        assert other.batch_exists(KEYS) == 0
+        other.close()
+    # One rank writes what all have: multi-head latent attention.
+    one = backend_of(engine, is_mla_model=True, tp_size=2)
+    two = backend_of(engine, is_mla_model=True, tp_size=2, tp_rank=1)
+    assert all(one.batch_set_v1(KEYS[:2], indices([0, 1])))
+    while two.batch_exists(KEYS) < 2:
+        pass
+    for made in (one, two, engine):
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        ({"sise": 3}, {}, "extra_config has sise"),
+        ({"root_dir": "/nowhere"}, {"is_mla_model": True, "tp_size": 2}, "url must name a store"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    storage: Any, tmp_path: Path, options: dict[str, Any], change: dict[str, Any], message: str
+):
+    engine = SGLang({"root_dir": str(tmp_path), "size": "1MiB"})
+    config = {**engine.config.extra_config, **options}
+    with pytest.raises(InvalidArgumentError, match=message):
+        backend_of(engine, extra_config=config, **change)
+    engine.close()
+
+
+def test_a_float8_cache_must_be_named(storage: Any, tmp_path: Path):
+    engine = SGLang({"root_dir": str(tmp_path), "size": "1MiB"})
+    engine.close()
+    engine.pool = HostPool(dtype=torch.uint8)
+    with pytest.raises(InvalidArgumentError, match="kv_dtype"):
+        backend_of(engine)
+    backend_of(engine, extra_config={**engine.config.extra_config, "kv_dtype": "fp8_e4m3"}).close()
+
+
+def test_clear_forgets_all_pages(storage: Any, tmp_path: Path):
+    engine, _ = hybrid(tmp_path)
+    assert all(engine.backend.batch_set_v1(KEYS, indices(range(6))))
+    assert engine.leading(KEYS) == 6
+    assert engine.backend.clear() is True
+    assert engine.leading(KEYS) == 0
+    engine.close()
+
+
+def test_a_missing_interface_is_an_import_error(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("blockyard.integrations.sglang")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.hicache_storage", None)
+    with pytest.raises(ImportError, match=r"blockyard.integrations.sglang needs SGLang 0.5.23"):
+        importlib.import_module("blockyard.integrations.sglang")
