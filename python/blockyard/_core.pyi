@@ -556,8 +556,9 @@ class StoreJob:
 
 @final
 class StoreJobs:
-    """Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`. `KVCache(prefix_store=...)` carries them
-    out.
+    """Loads from a prefix store and writes to it, as `manager.prefix.store_jobs`.
+
+    `KVCache(prefix_store=...)` carries them out.
 
     A block that is loaded is found by nobody before `end_load` says that its bytes have landed. Blocks of open jobs
     are neither given out, evicted nor moved.
@@ -1780,12 +1781,12 @@ class SlabStore:
     def submit_get(self, keys: NDArray[np.uint8] | _Each[bytes]) -> int:
         """Start to read blocks by key. Returns a ticket. See `ExternalStore.submit_get`."""
     def lend_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks straight from `rows`, if they begin on a page and are whole pages, else as `submit_write`.
+        """Start to write blocks straight from `rows` if these are whole pages, else as `submit_write`.
         See `ExternalStore.lend_write`.
         """
     def lend_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to read blocks straight into `rows`, if they begin on a page and are whole pages, else when the ticket is
-        collected. See `ExternalStore.lend_read`.
+        """Start to read blocks straight into `rows` if these are whole pages, else when the ticket is collected.
+        See `ExternalStore.lend_read`.
         """
     def lend_put(self, keys: NDArray[np.uint8] | _Each[bytes], rows: NDArray[np.uint8]) -> int:
         """Start to store blocks straight from `rows`, else as `submit_put`. See `ExternalStore.lend_write`."""

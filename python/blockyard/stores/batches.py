@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore
-from blockyard.stores.buffers import Buffers
 from blockyard.workers import Process, start_worker
 
 __all__ = ["Batch", "BatchStore", "Kind", "Name", "of"]
@@ -31,6 +30,7 @@ _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do: starting one costs as much as a small batch
 _PAUSES: Final = (0.5, 8.0)  # least and most seconds between probes of storage that does not answer
+_KEPT_BYTES: Final = 256 << 20  # of memory that is used again
 
 Kind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
 Name: TypeAlias = int | bytes  # a slot or a key
@@ -397,3 +397,43 @@ def _check_out(out: object, shape: tuple[int, int]) -> None:
         return
     if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous:
         raise InvalidArgumentError(f"out is {of(out)}, must be uint8 {list(shape)}, C-contiguous")
+
+
+class Buffers:
+    """Arrays that were given back, for whoever asks next. They hold whatever was in them.
+
+    The first use of fresh memory costs as much as copying it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, count: int, width: int) -> NDArray[np.uint8]:
+        """Return an array uint8 `[count, width]` with any content."""
+        size = count * width
+        with self._lock:
+            for index in range(len(self._free) - 1, -1, -1):  # what was used last is in the cache
+                array = self._free[index]
+                if size <= array.nbytes <= 2 * size:
+                    del self._free[index]
+                    break
+            else:
+                array = np.empty(size, np.uint8)
+        return array[:size].reshape(count, width)
+
+    def give(self, array: NDArray[np.uint8] | None) -> None:
+        """Take back an array from `take`, or a view of it, that nobody uses any more."""
+        while array is not None and isinstance(array.base, np.ndarray):
+            array = array.base
+        if array is None or not array.nbytes or array.nbytes > _KEPT_BYTES:
+            return
+        with self._lock:
+            self._free.append(array.reshape(-1))
+            while sum(free.nbytes for free in self._free) > _KEPT_BYTES:
+                del self._free[0]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._free.clear()

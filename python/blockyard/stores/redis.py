@@ -36,15 +36,17 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use
-from blockyard.stores.redis.resp import Answer, Command, ReplyError
-from blockyard.stores.redis.servers import RedisCluster, RedisServer
 from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
 from blockyard.stores.value import HEADER
 
 __all__ = ["RedisStore", "open_redis"]
 
-_BYTES: Final = 8 << 20  # of one exchange: a socket's timeout is for each
-_KEYS: Final = 512
+_KEYS: Final = 512  # of one pipeline
+_BYTES: Final = 1 << 20
+_LARGE: Final = (
+    16 << 10
+)  # values from here on go singly: a pipeline joins what it sends, and holds all that it receives
+_CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
 
 
@@ -157,11 +159,11 @@ class RedisStore(RemoteStore):
         super().__init__(found.parts, use=use, secrets=secrets, **options)
         self.threads, self.memory, self.deadline = found.threads, found.memory, found.deadline
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
-        self._ttl: tuple[bytes, ...] = (b"PX", b"%d" % round(ttl * 1000)) if ttl else ()
+        self._ttl = round(ttl * 1000) or None
         self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
         self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
         try:
-            self._servers = RedisCluster(found) if found.is_cluster else RedisServer(found)
+            self._client, self._answer_error = _connect(found)
         except StoreError as error:
             raise self._public(error) from None
 
@@ -169,17 +171,17 @@ class RedisStore(RemoteStore):
         """Store values. Of blocks under keys, drop those that are too many."""
         self._remember(keys)
         is_block = self._is_block(rows)
-        ttl = self._ttl if is_block or self._use == "swap" else ()
-        stored = []
+        ttl = self._ttl if is_block or self._use == "swap" else None
+        stored: list[bool] = []
         for part in batched(rows, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
-            commands = [self._used(names)] if is_block else []
-            commands += [
-                Command((b"SET", self._prefix + name, self._stored(row), *ttl))
+            if is_block:
+                self._call("zadd", self._order, dict.fromkeys(names, time.time()))
+            calls = [
+                ("set", self._prefix + name, self._stored(row), None, ttl)
                 for name, row in zip(names, rows[part], strict=True)
             ]
-            answers = self._run(commands, keep_errors=True)
-            stored += [answer == b"OK" for answer in answers[is_block:]]
+            stored += [answer is True for answer in self._run(calls, rows.shape[1])]
         if is_block:
             self._trim()
         return np.array(stored, np.bool_)
@@ -189,61 +191,98 @@ class RedisStore(RemoteStore):
         there: list[bool] = []
         for part in batched(out, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
-            commands = [Command((b"GET", self._prefix + name), row) for name, row in zip(names, out[part], strict=True)]
+            values = self._run([("get", self._prefix + name) for name in names], out.shape[1])
+            for row, value in zip(out[part], values, strict=True):
+                if isinstance(value, Exception):
+                    raise self._public(value)
+                there.append(value is not None)
+                if value is not None and self._takes(row, len(value)):
+                    row[: len(value)] = np.frombuffer(value, np.uint8)
             if self._is_block(out):
-                commands.append(self._used(names, b"XX"))
-            answers = self._run(commands, keep_errors=True)[: len(names)]  # a full server refuses the note of the use
-            for answer in answers:
-                if isinstance(answer, ReplyError):
-                    raise self._public(answer)
-            there += [answer is not None for answer in answers]
+                used = dict.fromkeys(names, time.time())
+                self._call("zadd", self._order, used, xx=True)  # a full server refuses it
         return np.array(there, np.bool_)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
         for part in batched(keys, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
-            order = [Command((b"ZREM", self._order, *names))] if self._use == "prefix" else []
-            self._run([*order, *(Command((b"UNLINK", self._prefix + name)) for name in names)])
+            order = [("zrem", self._order, *names)] if self._use == "prefix" else []
+            for answer in self._run([*order, *(("unlink", self._prefix + name) for name in names)]):
+                if isinstance(answer, Exception):
+                    raise self._public(answer)
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         found: list[bool] = []
         for part in batched(keys, _KEYS, _BYTES):
-            answers = self._run([Command((b"EXISTS", self._prefix + key.tobytes())) for key in keys[part]])
+            answers = self._run([("exists", self._prefix + key.tobytes()) for key in keys[part]])
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise self._public(answer)
             found += [answer == 1 for answer in answers]
         return np.array(found, np.bool_)
 
     def _ask(self) -> None:
-        self._run([Command((b"EXISTS", self._prefix))])
+        self._client.exists(self._prefix)
 
     def _disconnect(self) -> None:
-        self._servers.close()
-
-    def _used(self, names: list[bytes], *options: bytes) -> Command:
-        now = b"%.6f" % time.time()
-        return Command((b"ZADD", self._order, *options, *(part for name in names for part in (now, name))))
+        self._client.close()
 
     def _trim(self) -> None:
         """Drop what was not used for longest, if there are more blocks than fit."""
-        [count] = self._run([Command((b"ZCARD", self._order))], keep_errors=True)
+        count = self._call("zcard", self._order)
         while isinstance(count, int) and count > self.num_slots:
-            most = min(count - self.num_slots, _KEYS)
-            [dropped] = self._run([Command((b"ZPOPMIN", self._order, b"%d" % most))], keep_errors=True)
-            if not isinstance(dropped, list) or not dropped:
+            dropped = self._call("zpopmin", self._order, min(count - self.num_slots, _KEYS))
+            if isinstance(dropped, Exception) or not dropped:
                 return
-            names = [self._prefix + name for name in dropped[::2] if isinstance(name, bytes)]
-            self._run([Command((b"UNLINK", name)) for name in names], keep_errors=True)
-            count -= len(names)
+            self._run([("unlink", self._prefix + name) for name, _ in dropped])
+            count -= len(dropped)
 
-    def _run(self, commands: list[Command], *, keep_errors: bool = False) -> list[Answer]:
-        """Run commands. Raises StoreError, also for an answer that is an error if those are not kept."""
+    def _run(self, calls: list[tuple[Any, ...]], size: int = 0) -> list[Any]:
+        """Run commands: a method's name and its arguments each, whose values have `size` bytes.
+
+        Returns:
+            An answer each, or the error that the server answered.
+
+        Raises:
+            StoreError: the server does not answer.
+        """
+        if size >= _LARGE:
+            return [self._call(*call) for call in calls]
+        pipe = self._client.pipeline(transaction=False)
+        for name, *arguments in calls:
+            getattr(pipe, name)(*arguments)
         try:
-            answers = self._servers.run(commands, self._takes)
+            answers: list[Any] = pipe.execute(raise_on_error=False)
         except Exception as error:  # noqa: BLE001 (whatever the client raises)
             raise self._public(error) from None
-        if not keep_errors:
-            for answer in answers:
-                if isinstance(answer, ReplyError):
-                    raise self._public(answer)
         return answers
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Run a command. Returns its answer, or the error that the server answered."""
+        try:
+            return getattr(self._client, name)(*arguments, **options)
+        except self._answer_error as error:
+            return error
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            raise self._public(error) from None
+
+
+def _connect(found: RedisURL) -> tuple[Any, type[Exception]]:
+    """Return a client that retries nothing, and the class of its errors that are a server's answer."""
+    try:
+        import redis  # noqa: PLC0415 (an extra)
+        from redis.backoff import NoBackoff  # noqa: PLC0415
+        from redis.retry import Retry  # noqa: PLC0415
+    except ImportError as error:
+        raise StoreError(f"{found.parts.url!r} needs redis-py ({error}): pip install 'blockyard[redis]'") from None
+    timeouts = {"socket_timeout": found.deadline, "socket_connect_timeout": min(found.deadline, _CONNECT_SECONDS)}
+    options = {**found.client, **timeouts, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+    if not found.is_cluster:
+        return redis.Redis(**options), redis.ResponseError
+    del options["db"]
+    try:
+        return redis.RedisCluster(**options), redis.ResponseError
+    except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        raise StoreError(f"{found.parts.url!r}: {type(error).__name__}: {error}") from None
