@@ -268,7 +268,7 @@ def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCapture
                 repr(store),
                 store.url,
                 repr(read_url(f"redis://:{secret}@{address}")),
-                repr(store._servers._client),
+                repr(store._client),
             ]
         for url in (
             f"redis://:{secret}x@{address}",
