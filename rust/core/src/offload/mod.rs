@@ -143,7 +143,9 @@ impl OffloadCache {
 
     /// Reads the memory that calls with these keys are going to need, so that cache misses overlap.
     pub fn look_ahead(&self, keys: &[Key]) {
-        keys.iter().for_each(|key| self.pool.look_ahead(key));
+        for key in keys {
+            self.pool.look_ahead(key);
+        }
     }
 
     /// Takes a chunk for each key that has none, and writes its place in `keys` and the chunk to `out`. Those that have one
@@ -272,7 +274,9 @@ impl OffloadCache {
             return false;
         }
         let first = out.len();
-        kept.iter().for_each(|&chunk| self.pool.claim(chunk));
+        for &chunk in &kept {
+            self.pool.claim(chunk);
+        }
         self.pool.evict(count, false, out);
         self.pool.begin_chain();
         kept.iter().chain(&out[first..]).for_each(|&chunk| self.pool.release(chunk));

@@ -283,7 +283,7 @@ impl Choice for SegmentsModel {
         self.chains += 1;
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
         let probation = entries.iter().filter(|entry| entry.class == 1).count();
-        let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).min(BLOCKS / 2).max(BLOCKS / 16);
+        let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
         self.fresh = if self.rule == Rule::Keep && !is_kept { 1 } else { 2 };
     }
 }

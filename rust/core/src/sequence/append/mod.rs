@@ -28,6 +28,7 @@ pub enum Counts<'a> {
 impl Counts<'_> {
     /// Tokens for one sequence of the batch.
     #[inline]
+    #[must_use]
     pub fn at(self, index: usize) -> u32 {
         match self {
             Self::All(n) => n,
