@@ -350,6 +350,7 @@ VALID: dict[str, Any] = {
     "FillMap.count.blocks": lambda: np.array([1]),
     "OffloadManager.complete_store.success": True,
     "OffloadManager.complete_load.keys": [b"a"],
+    "OffloadManager.evict.protected": [b"a"],
     "OffloadManager.prepare_load.keys": [b"a"],
     "OnlineDefragmenter.fresh": None,
     "OnlineDefragmenter.hot": [],
