@@ -23,7 +23,7 @@ from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class FrozenStore(SimulatedStore):

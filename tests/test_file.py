@@ -478,7 +478,7 @@ print(result.ok.all(), (result.rows == 7).all(), store.stats().pending_bytes)
 
 def test_a_result_that_memory_has_no_room_for_can_be_collected_later(tmp_path: Path):
     url = f"file://{tmp_path}/swap?memory=256MiB"
-    done = subprocess.run([sys.executable, "-c", SCARCE, url], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SCARCE, url], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == [str(64 << 20)] * 2 + ["True", "True", "0"]
 

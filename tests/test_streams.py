@@ -9,7 +9,7 @@ from blockyard.engine import streams as streams_module
 from blockyard.engine.streams import STREAMS, WorkerStreams
 from blockyard.errors import BlockyardError
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from blockyard.layout.kv import KVLayout
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
 IDS = np.array([[0, 1]])
-PATIENCE = 60.0
+PATIENCE = 300.0
 KINDS = ("swap_out", "swap_in", "copy", "move", "exchange")
 
 # ---- the interpreter ends ----

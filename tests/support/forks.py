@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 
 
 def in_child(check: Callable[[], None]) -> None:
