@@ -30,7 +30,6 @@ in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `mem
 
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -42,9 +41,9 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.call_pool import CallPool
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.value import HEADER
-from blockyard.workers import start_worker
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -147,7 +146,7 @@ class ObjectStore(RemoteStore):
     def __init__(self, found: ObjectURL, **options: Any) -> None:
         super().__init__(found.parts, secrets=[], **options)
         self.threads, self.memory, self.deadline = _BATCHES, found.memory, found.deadline
-        self._free = found.connections  # requests that may still begin; each batch has one whatever others do
+        self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
         self._ob, self._client = _connect(found, found.deadline + self._width / _SLOWEST)
         self._can_create = True
@@ -201,7 +200,7 @@ class ObjectStore(RemoteStore):
             except Exception as error:  # noqa: BLE001
                 raise self._public(error) from None
         else:
-            self._each(len(paths), remove)
+            self._calls.each(len(paths), remove)
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
@@ -216,7 +215,7 @@ class ObjectStore(RemoteStore):
             except Exception as error:  # noqa: BLE001
                 raise self._public(error) from None
 
-        self._each(len(keys), look)
+        self._calls.each(len(keys), look)
         return there
 
     def _ask(self) -> None:
@@ -227,7 +226,7 @@ class ObjectStore(RemoteStore):
                 raise StoreError("the bucket does not exist") from None
 
     def _disconnect(self) -> None:
-        """Do nothing: the client has no connection that must be closed."""
+        self._calls.close()  # the client has no connection that must be closed
 
     def _path(self, key: NDArray[np.uint8]) -> str:
         return self._folder + key.tobytes().hex()
@@ -275,50 +274,14 @@ class ObjectStore(RemoteStore):
         return True
 
     def _each_of(self, done: NDArray[np.bool_], total: int, call: Callable[[int], None]) -> None:
-        """Do `_each`; an error is only noted if some are done: a server that fails one object has others."""
+        """Do all calls; an error is only noted if some are done: a server that fails one object has others."""
         try:
-            self._each(total, call)
+            self._calls.each(total, call)
         except Exception as error:
             if not done.any():
                 raise
             with self._changed:
                 self._note(error)
-
-    def _each(self, total: int, call: Callable[[int], None]) -> None:
-        """Call with 0 to `total - 1`, some at once; raises the first error, after which no call begins."""
-        numbers, errors = iter(range(total)), list[BaseException]()
-        with self._changed:
-            helpers = max(0, min(total, self._free) - 1)
-            self._free -= helpers + 1
-
-        def work() -> None:
-            try:
-                while not errors and (number := next(numbers, None)) is not None:
-                    call(number)
-            except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
-                errors.append(error)
-
-        def help_out() -> None:
-            try:
-                work()
-            finally:
-                with self._changed:
-                    self._free += 1
-
-        def give_up() -> None:
-            errors.append(StoreError("the interpreter ends"))
-
-        threads: list[threading.Thread] = []
-        try:
-            threads.extend(start_worker("blockyard-store", help_out, give_up) for _ in range(helpers))
-        except RuntimeError:  # no thread can be started: fewer do the work
-            with self._changed:
-                self._free += helpers - len(threads)
-        help_out()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
     def _public(self, error: Exception) -> StoreError:
         text = str(super()._public(error)).partition("\n")[0]
