@@ -159,7 +159,12 @@ fn a_write_gives_way_to_a_verb_that_lacks_its_blocks() {
     manager.free(&out).unwrap();
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
-    assert_eq!(manager.begin_write(100).unwrap().keys, job.keys, "it is written once it has been computed again");
+    let mut written = Vec::new();
+    while let Some(next) = Some(manager.begin_write(100).unwrap()).filter(|next| !next.keys.is_empty()) {
+        written.extend(next.keys);
+        assert_eq!(manager.end_write(next.job), Ok(true));
+    }
+    assert_eq!((written.len(), &written[4..]), (7, &job.keys[..]), "they are written once they are computed again");
 }
 
 #[test]
