@@ -77,8 +77,8 @@ def read_url(url: str) -> ObjectURL:
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong, but no credential.
     """
-    scheme, split = url.partition(":")[0], urlsplit(url)
     parts = StoreURL.parse(url)
+    scheme, split = url.partition(":")[0], urlsplit(url)
     for name in parts.options:
         if _SECRET.search(name.lower()):
             parts.url = re.sub(r"\?.*", "?***", parts.url, flags=re.DOTALL)
