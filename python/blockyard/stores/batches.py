@@ -157,7 +157,7 @@ class BatchStore(ExternalStore):
             if not batch.running:
                 self._release(batch)
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
-        if rows is not None and rows is not result:
+        if rows is not None and not _is_same(rows, result):
             if ok.all():
                 np.copyto(result, rows)
             else:
@@ -394,6 +394,11 @@ class BatchStore(ExternalStore):
 def of(value: object) -> str:
     """Say what an argument is, for a message."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:
+    """Return whether two arrays are the same memory."""
+    return rows.shape == others.shape and rows.ctypes.data == others.ctypes.data
 
 
 def check_out(out: object, shape: tuple[int, int]) -> None:

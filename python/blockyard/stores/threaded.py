@@ -361,7 +361,7 @@ class ThreadedStore(BatchStore):
         chosen = (names, rows) if len(good) == len(rows) else (names[good], rows[good])
         for index, stored in zip(good, _answer("put", self.put(*chosen), len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
-        if self._reuses_rows:
+        if self._reuses_rows and not any(reasons):
             self._buffers.give(rows)
 
     def _fetch(
