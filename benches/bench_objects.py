@@ -101,7 +101,9 @@ def ours(
     for start in range(0, len(rows), BATCH):
         part = slice(start, start + BATCH)
         is_put = verb == "put"
-        tickets.append((store.submit_put(keys[part], rows[part]) if is_put else store.lend_get(keys[part], out[part]), part))
+        tickets.append(
+            (store.submit_put(keys[part], rows[part]) if is_put else store.lend_get(keys[part], out[part]), part)
+        )
         if len(tickets) == AHEAD:
             collect(store, *tickets.pop(0), out, verb)
     for ticket, part in tickets:

@@ -1,10 +1,11 @@
 """Calls of several batches in one pool of threads."""
 
 import threading
+from functools import partial
 
 import pytest
 
-from blockyard.stores.call_pool import CallPool
+from blockyard.workers import CallPool
 
 PATIENCE = 60.0
 
@@ -25,7 +26,7 @@ def test_every_number_is_called_once_and_no_more_run_at_once_than_allowed():
 
     def batch(name: str) -> None:
         for size in (0, 1, 40):
-            pool.each(size, lambda number: call(f"{name}{size}", number))
+            pool.each(size, partial(call, f"{name}{size}"))
 
     threads = [threading.Thread(target=batch, args=(name,)) for name in "abc"]
     for thread in threads:

@@ -624,6 +624,9 @@ class StoreJobs:
     def begin_write(self, max_blocks: int) -> StoreJob:
         """Begin to read blocks for the store, all of one tier.
 
+        All writes hold at most a quarter of the device's blocks. A call that needs a block in their hands takes it:
+        `end_write` says so.
+
         Args:
             max_blocks: most blocks.
         Returns:
@@ -1727,6 +1730,7 @@ def checksum_rows(
     Args:
         rows: uint8 `[n, width]`.
         key: 32 bytes that only who may write knows: nobody else can make these checksums.
+        heads: bytes in front of each row, uint8 `[n, m]`; the checksum is that of both together.
     Raises:
         InvalidArgumentError: wrong dtype or shape, or the key has another length.
     """

@@ -16,10 +16,10 @@ from servers import ObjectServer, serving_objects
 from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
 from blockyard.stores import ExternalStore, open_store
-from blockyard.stores.call_pool import CallPool
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.value import HEADER
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
+from blockyard.workers import CallPool
 
 WIDTH = 5000
 SPACE = bytes(range(32))

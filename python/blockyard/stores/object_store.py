@@ -43,9 +43,9 @@ from blockyard._core import checksum_rows
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Keys, StoreURL, Use
 from blockyard.stores.batches import check_out
-from blockyard.stores.call_pool import CallPool
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.value import HEADER, check_parts
+from blockyard.workers import CallPool
 
 __all__ = ["ObjectStore", "open_object_store"]
 

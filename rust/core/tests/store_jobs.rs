@@ -262,7 +262,10 @@ impl Model {
         let read: Vec<_> = job.blocks.iter().map(|block| self.bytes[&(job.tier, block.0)].clone()).collect();
         if self.manager.end_write(job.job).unwrap() {
             for (key, bytes) in job.keys.iter().zip(read) {
-                assert!(self.store.insert(key.0, bytes.clone()).is_none_or(|before| before == bytes), "one key, one block");
+                assert!(
+                    self.store.insert(key.0, bytes.clone()).is_none_or(|before| before == bytes),
+                    "one key, one block"
+                );
             }
         }
     }
