@@ -100,8 +100,9 @@ def ours(
     tickets: list[tuple[int, slice]] = []
     for start in range(0, len(rows), BATCH):
         part = slice(start, start + BATCH)
+        is_put = verb == "put"
         tickets.append(
-            (store.submit_put(keys[part], rows[part]) if verb == "put" else store.submit_get(keys[part]), part)
+            (store.submit_put(keys[part], rows[part]) if is_put else store.lend_get(keys[part], out[part]), part)
         )
         if len(tickets) == AHEAD:
             collect(store, *tickets.pop(0), out, verb)

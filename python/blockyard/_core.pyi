@@ -550,6 +550,9 @@ class StoreJob:
     def blocks(self) -> NDArray[np.int64]:
         """The blocks, int64 `[n]`."""
     @property
+    def tenants(self) -> NDArray[np.int64]:
+        """Number of each block's tenant, int64 `[n]`; 0 for one without a number, see `tenant`."""
+    @property
     def awaited(self) -> int:
         """Of a load: blocks of its prompt that other loads are bringing."""
     def __len__(self) -> int: ...
@@ -621,18 +624,31 @@ class StoreJobs:
     def begin_write(self, max_blocks: int) -> StoreJob:
         """Begin to read blocks for the store, all of one tier.
 
+        All writes hold at most a quarter of the device's blocks. A call that needs a block in their hands takes it:
+        `end_write` says so.
+
         Args:
             max_blocks: most blocks.
         Returns:
             `StoreJob`; it ends with `end_write` once its blocks have been read, unless it has no blocks.
         """
-    def end_write(self, job: int) -> None:
+    def end_write(self, job: int) -> bool:
         """End the reading of blocks for the store. With `"back"` they are free then, unless they are in use again.
 
         Args:
             job: number of the job.
+        Returns:
+            False if a call has taken blocks meanwhile: what was read must not be stored.
         Raises:
             UnknownTicketError: there is no such write, or it has ended.
+        """
+    def tenant(self, salt: bytes | None) -> int:
+        """Return the number under which jobs name a tenant from now on: blocks that were cached earlier stay without.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+        Raises:
+            InvalidArgumentError: 65535 tenants have numbers, or prefix caching is off.
         """
 
 @final
@@ -1705,13 +1721,16 @@ def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport
         StoreError: it cannot be read or written, is no slab, or is in use.
     """
 
-def checksum_rows(rows: NDArray[np.uint8], key: bytes | None = None) -> NDArray[np.uint8]:
+def checksum_rows(
+    rows: NDArray[np.uint8], key: bytes | None = None, heads: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8]:
     """XXH3-128 of each row of a uint8 array `[n, width]`, little-endian; with a key the first 16 bytes of its keyed
     BLAKE3. uint8 `[n, 16]`.
 
     Args:
         rows: uint8 `[n, width]`.
         key: 32 bytes that only who may write knows: nobody else can make these checksums.
+        heads: bytes in front of each row, uint8 `[n, m]`; the checksum is that of both together.
     Raises:
         InvalidArgumentError: wrong dtype or shape, or the key has another length.
     """

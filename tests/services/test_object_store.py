@@ -19,6 +19,7 @@ from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.value import HEADER
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
+from blockyard.workers import CallPool
 
 WIDTH = 5000
 SPACE = bytes(range(32))
@@ -162,7 +163,7 @@ def test_an_object_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch
     with opened("memory://one-fails") as store:
         assert isinstance(store, ObjectStore)
         put(store, 1)
-        store._free = 1  # one after the other
+        store._calls = CallPool(1)  # one after the other
         bad = names_of(store, 6)[3]
 
         def failing(client: Any, path: str, *arguments: Any, real: Any, **options: Any) -> Any:

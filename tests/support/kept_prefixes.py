@@ -45,16 +45,16 @@ class CheckedCache:
         self.prefixes: PrefixStore = self.cache.prefix_store
         self.cached: dict[tuple[str, int], bytes] = {}
 
-    def fetch(self, prompt: list[int]) -> Prefetch:
+    def fetch(self, prompt: list[int], salt: bytes | None = None) -> Prefetch:
         """Load what the store has of a prompt."""
-        fetch = self.prefixes.prefetch(prompt)
+        fetch = self.prefixes.prefetch(prompt, salt=salt)
         assert self.prefixes.wait(60, until=lambda: fetch.done)
         return fetch
 
-    def serve(self, prompt: list[int]) -> int:
+    def serve(self, prompt: list[int], salt: bytes | None = None) -> int:
         """Compute a prompt and free it. Returns how many of its tokens were found."""
-        sequence = self.manager.allocate(prompt)
-        keys = export_keys(prompt, block_size=BLOCK)
+        sequence = self.manager.allocate(prompt, salt=salt)
+        keys = export_keys(prompt, block_size=BLOCK, salt=salt)
         with self.cache.step() as step:
             pass
         assert not any(len(end.lost) for end in step.ended + self.cache.drain())

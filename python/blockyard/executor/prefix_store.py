@@ -33,6 +33,7 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.executor.staging import Buffers
+from blockyard.executor.store_quotas import StoreQuotas
 from blockyard.executor.store_side import StoreSide
 from blockyard.executor.store_worker import StoreTask, StoreWorker
 from blockyard.stores.base import ExternalStore
@@ -63,7 +64,9 @@ class PrefixStoreStats:
             `"no_room"`, `"unavailable"`, `"failed_before"`, `"copy_failed"` and the store's own reasons.
         written_blocks: blocks that the store has taken, or had.
         written_bytes: their bytes.
-        unwritten_blocks: blocks that it has not.
+        unwritten_blocks: blocks that it has not. Those that a call of the manager took first, and those beyond a quota,
+            count here too.
+        deleted_blocks: blocks that were deleted for their tenants' quotas.
         load_seconds: prefetches by how long they took, see `LOAD_SECONDS`.
     """
 
@@ -74,6 +77,7 @@ class PrefixStoreStats:
     written_blocks: int = 0
     written_bytes: int = 0
     unwritten_blocks: int = 0
+    deleted_blocks: int = 0
     load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS) + 1))
 
     def as_dict(self) -> dict[str, int]:
@@ -85,6 +89,7 @@ class PrefixStoreStats:
             "prefix_store_written_blocks": self.written_blocks,
             "prefix_store_written_bytes": self.written_bytes,
             "prefix_store_unwritten_blocks": self.unwritten_blocks,
+            "prefix_store_deleted_blocks": self.deleted_blocks,
         }
         counters |= {f"prefix_store_misses_{reason}": count for reason, count in sorted(self.misses.items())}
         total = 0
@@ -151,6 +156,10 @@ class _Write:
     num_bytes: int
     task: StoreTask | None = None
 
+    def entries(self) -> list[tuple[int, bytes]]:
+        """The tenant and key of each block that has a tenant; see `_entries`."""
+        return _entries(self.job, np.ones(len(self.job), np.bool_))
+
 
 class PrefixStore:
     """Loads blocks from a prefix store before their prompts are admitted, and writes blocks to it.
@@ -202,6 +211,8 @@ class PrefixStore:
         self._open: list[Prefetch] = []
         self._abandoned: list[StoreTask] = []  # reads past their deadline: their rows are the store's until they end
         self._writing: list[_Write] = []
+        self._deleting: list[StoreTask] = []
+        self._quotas, self._tenants = StoreQuotas(size), dict[bytes | None, int]()
         self._failed: dict[bytes, float] = {}
         self._retry_at, self._pause = 0.0, PAUSES[0]
 
@@ -265,7 +276,7 @@ class PrefixStore:
             Whether that happened in time.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        met = until or (lambda: not self._writing)
+        met = until or (lambda: not self._writing and not self._deleting)
         while True:
             self.poll()
             if met():
@@ -288,11 +299,41 @@ class PrefixStore:
         Raises:
             StoreError: the store could not forget its keys.
         """
-        if self._open or self._writing or not self._manager.prefix.reset():
+        if self._open or self._writing or self._deleting or not self._manager.prefix.reset():
             return False
         self.store.forget()
         self._failed.clear()
+        self._quotas.clear()
         return True
+
+    def set_quota(self, salt: bytes | None, num_bytes: int | None) -> None:
+        """Limit what one tenant keeps in the store, as `manager.prefix.set_quota` limits what it keeps on the device.
+
+        Beyond its quota the tenant's own blocks are deleted, those that were not used for longest first. What counts is
+        what this process has put into the store or found there since the tenant's first quota: see decision 0033.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+            num_bytes: most bytes of its blocks; None for no limit.
+
+        Raises:
+            InvalidArgumentError: the number is negative, or 65535 tenants have quotas.
+        """
+        if num_bytes is not None and num_bytes < 0:
+            raise InvalidArgumentError(f"num_bytes is {num_bytes}, must be at least 0, or None")
+        self._tenants[salt] = self._manager.prefix.store_jobs.tenant(salt)
+        self._delete(self._quotas.set_quota(self._tenants[salt], num_bytes))
+
+    def quota(self, salt: bytes | None) -> tuple[int, int | None] | None:
+        """Return the bytes that count towards a tenant's quota, and the quota in whole blocks.
+
+        Args:
+            salt: the tenant; None for prompts without a salt.
+
+        Returns:
+            `(bytes, quota)`; None for a tenant that never had a quota here.
+        """
+        return self._quotas.quota(self._tenants[salt]) if salt in self._tenants else None
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is left, and let go of the store; waits at most `timeout` seconds for it. False if it hung."""
@@ -426,6 +467,7 @@ class PrefixStore:
         job = fetch.job
         assert job is not None  # noqa: S101 (for the type checker)
         found = self._manager.prefix.store_jobs.end_load(job.job, fetch.landed & has_landed)
+        self._delete(self._quotas.use(_entries(job, fetch.landed & has_landed)))
         self._give_back(fetch._task)  # noqa: SLF001
         fetch.job = fetch._transfer = fetch._task = None  # noqa: SLF001
         if not has_landed:
@@ -469,6 +511,7 @@ class PrefixStore:
         for write in self._writing:
             self._advance_write(write)
         self._writing = [write for write in self._writing if not (write.task and write.task.ended)]
+        self._deleting = [task for task in self._deleting if not task.ended]
         if self._writes == "never":
             return
         while True:
@@ -489,25 +532,56 @@ class PrefixStore:
             self._advance_write(self._writing[-1])
 
     def _advance_write(self, write: _Write) -> None:
-        count = len(write.job)
         if write.task is None and write.transfer.done:
-            self._manager.prefix.store_jobs.end_write(write.job.job)
+            is_whole = self._manager.prefix.store_jobs.end_write(write.job.job)
             rows, write.transfer.rows = write.transfer.rows, None
-            if rows is None or write.transfer.error is not None:
-                self.stats.unwritten_blocks += count
-                write.task = StoreTask(write.job.keys, ended=True)
-                return
-            write.task = StoreTask(write.job.keys, rows=rows)
-            self._worker.submit(write.task)
-        if write.task is not None and write.task.ended and write.task.answer is not None:
-            written = int(write.task.answer.ok.sum())
-            write.task.answer = None
+            is_whole = is_whole and rows is not None and write.transfer.error is None
+            write.task = self._put_task(write, rows if is_whole else None)
+        task = write.task
+        if task is not None and task.ended and task.answer is not None:
+            ok, task.answer = task.answer.ok, None
+            written = int(ok.sum())
             self.stats.written_blocks += written
             self.stats.written_bytes += written * self._size
-            self.stats.unwritten_blocks += count - written
+            self.stats.unwritten_blocks += len(ok) - written
+            if written < len(ok):
+                lost = {key.tobytes() for key in task.keys[~ok]}
+                self._quotas.drop(entry for entry in write.entries() if entry[1] in lost)
             if self._failed:
-                for key in write.job.keys:
+                for key in task.keys:
                     self._failed.pop(key.tobytes(), None)
+
+    def _put_task(self, write: _Write, rows: NDArray[np.uint8] | None) -> StoreTask:
+        """Give the store the blocks that were read, but none beyond their tenants' quotas."""
+        keys, entries = write.job.keys, write.entries()
+        gone = set(self._quotas.use(entries)) if rows is not None else set()
+        gone.update(key for tenant, key in entries if not self._quotas.takes(tenant))
+        if gone:
+            self._delete(list(gone.difference(key for _, key in entries)))
+            is_kept = np.array([key.tobytes() not in gone for key in keys])
+            self.stats.unwritten_blocks += len(keys) - int(is_kept.sum())
+            keys, rows = keys[is_kept], None if rows is None else rows[is_kept]
+        if rows is None or not len(keys):
+            self.stats.unwritten_blocks += len(keys)
+            return StoreTask(keys, ended=True)
+        task = StoreTask(keys, rows=rows)
+        self._worker.submit(task)
+        return task
+
+    def _delete(self, keys: list[bytes]) -> None:
+        if keys:
+            task = StoreTask(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32))
+            self.stats.deleted_blocks += len(keys)
+            self._deleting.append(task)
+            self._worker.submit(task)
+
+
+def _entries(job: StoreJob, chosen: NDArray[np.bool_]) -> list[tuple[int, bytes]]:
+    """The tenant and key of each chosen block that has a tenant, last to first: the end of a chain is to go first."""
+    chosen = chosen & (job.tenants > 0)
+    return [
+        (tenant, key.tobytes()) for tenant, key in zip(job.tenants[chosen][::-1], job.keys[chosen][::-1], strict=True)
+    ]
 
 
 def _rows_of(

@@ -119,6 +119,10 @@ class StoreSide:
         """Start to read blocks by key, uint8 `[n, 32]`; see `read`."""
         return self._submit(Batch("get", len(keys), out), partial(self._store.lend_get, keys, out))
 
+    def delete(self, keys: NDArray[np.uint8]) -> Batch:
+        """Start to delete keys, uint8 `[n, 32]`."""
+        return self._submit(Batch("delete", len(keys)), partial(self._store.submit_delete, keys))
+
     def contains(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return which keys the store says it has, bool `[n]`; none if it says anything else."""
         try:

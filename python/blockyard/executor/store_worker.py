@@ -31,8 +31,8 @@ class StoreTask:
 
     Attributes:
         keys: uint8 `[n, 32]`.
-        rows: of a put, the blocks; None for a get.
-        take: of a get, gives so many rows for the blocks, in the worker's thread.
+        rows: of a put, the blocks; None for a get or a deletion.
+        take: of a get, gives so many rows for the blocks, in the worker's thread; None for a deletion.
         taken: what it gave. They are the store's until the task has ended.
         answer: of a get: entries for its first blocks, as many as were asked for. Of a put: an entry for each block,
             also for those that the store had.
@@ -118,6 +118,9 @@ class StoreWorker:
 
     def _begin(self, task: StoreTask) -> None:
         try:
+            if task.rows is None and task.take is None:
+                task.batch = self._side.delete(task.keys)
+                return
             found = self._side.contains(task.keys)
             if task.rows is not None:
                 task.is_new = ~found

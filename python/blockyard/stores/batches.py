@@ -24,7 +24,7 @@ from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketErro
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import Process, start_worker
 
-__all__ = ["Batch", "BatchStore", "Kind", "Name", "of"]
+__all__ = ["Batch", "BatchStore", "Kind", "Name", "check_out", "of"]
 
 _SLOWEST: Final = 16e6  # bytes a second that a deadline allows for
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
@@ -50,6 +50,7 @@ class Batch:
     age: int  # calls of `forget` before it
     expected: list[dict[Name, bytes]] = field(default_factory=list)  # of a read: what each slot's last write has left
     spread: list[int] | None = None  # of a put with repeats: entry of each key of the caller
+    lent: NDArray[np.uint8] | None = None  # of a get: rows of the caller to read into
     digests: dict[Name, bytes] = field(default_factory=dict)  # of a write: blocks that landed
     before: int = 0  # earlier batches of its slots that have not ended
     followers: list["Batch"] = field(default_factory=list)
@@ -143,7 +144,7 @@ class BatchStore(ExternalStore):
             batch = self._open.get(ticket)
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
-                _check_out(out, shape)
+                check_out(out, shape)
                 result = np.zeros(shape, np.uint8) if out is None or not batch.is_read else out
                 now = time.monotonic()
                 left = batch.deadline - now if timeout is None else min(timeout, batch.deadline - now)
@@ -151,18 +152,19 @@ class BatchStore(ExternalStore):
             if batch is None or self._open.pop(ticket, None) is None:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
             self._give_up(batch, "timeout")
-            rows = batch.rows if batch.is_read else None
+            rows, lent = batch.rows if batch.is_read else None, batch.lent
             reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
             if not batch.running:
                 self._release(batch)
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
-        if rows is not None:
+        if rows is not None and not _is_same(rows, result):
             if ok.all():
                 np.copyto(result, rows)
             else:
                 for index in np.flatnonzero(ok):
                     result[index] = rows[index]
-            self._buffers.give(rows)
+            if rows is not lent:
+                self._buffers.give(rows)
         return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
@@ -200,6 +202,7 @@ class BatchStore(ExternalStore):
         names: Sequence[Name],
         rows: NDArray[np.uint8] | None = None,
         spread: list[int] | None = None,
+        lent: NDArray[np.uint8] | None = None,
     ) -> int:
         with self._changed:
             if self._closed:
@@ -222,6 +225,7 @@ class BatchStore(ExternalStore):
                 deadline=now + self.deadline + self._pending / _SLOWEST,
                 age=self._age,
                 spread=spread,
+                lent=lent,
             )
             self._open[batch.ticket] = batch
             self._misses.update(batch.reasons[len(taken) :])
@@ -392,7 +396,13 @@ def of(value: object) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
-def _check_out(out: object, shape: tuple[int, int]) -> None:
+def _is_same(rows: NDArray[np.uint8], others: NDArray[np.uint8]) -> bool:
+    """Return whether two arrays are the same memory."""
+    return rows.shape == others.shape and rows.ctypes.data == others.ctypes.data
+
+
+def check_out(out: object, shape: tuple[int, int]) -> None:
+    """Refuse what is no place for a batch's rows."""
     if out is None or not shape[0]:
         return
     if not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous:

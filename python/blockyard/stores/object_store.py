@@ -30,7 +30,6 @@ in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `mem
 
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -40,16 +39,19 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import checksum_rows
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.stores.base import ExternalStore, StoreURL, Use
+from blockyard.stores.base import ExternalStore, Keys, StoreURL, Use
+from blockyard.stores.batches import check_out
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
-from blockyard.stores.value import HEADER
-from blockyard.workers import start_worker
+from blockyard.stores.value import HEADER, check_parts
+from blockyard.workers import CallPool
 
 __all__ = ["ObjectStore", "open_object_store"]
 
 _LARGE: Final = 16 << 20  # objects from here on are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
+_SUMMED_ALONE: Final = 256 << 10  # smaller blocks of a batch are still in the core's cache when it ends
 _SLOWEST: Final = 16e6  # bytes a second that a request's time allows for
 _BATCHES: Final = 4  # that work at once
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
@@ -76,8 +78,8 @@ def read_url(url: str) -> ObjectURL:
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong, but no credential.
     """
-    scheme, split = url.partition(":")[0], urlsplit(url)
     parts = StoreURL.parse(url)
+    scheme, split = url.partition(":")[0], urlsplit(url)
     for name in parts.options:
         if _SECRET.search(name.lower()):
             parts.url = re.sub(r"\?.*", "?***", parts.url, flags=re.DOTALL)
@@ -147,11 +149,12 @@ class ObjectStore(RemoteStore):
     def __init__(self, found: ObjectURL, **options: Any) -> None:
         super().__init__(found.parts, secrets=[], **options)
         self.threads, self.memory, self.deadline = _BATCHES, found.memory, found.deadline
-        self._free = found.connections  # requests that may still begin; each batch has one whatever others do
+        self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
         self._ob, self._client = _connect(found, found.deadline + self._width / _SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
+        self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep them
         environment = os.environ.items()
         self._secrets = [value for name, value in environment if _SECRET_NAME.search(name) and len(value) > 3]
 
@@ -183,6 +186,39 @@ class ObjectStore(RemoteStore):
         self._each_of(found, len(pieces), read)
         return np.asarray(found.all(axis=1))
 
+    def lend_get(self, keys: Keys, rows: NDArray[np.uint8]) -> int:
+        """Start to read blocks by key straight into `rows`; see `ExternalStore.lend_get`."""
+        names = self._keys_of(keys)
+        check_out(rows, (len(names), self.bytes_per_block))
+        return self._submit("get", names, lent=rows)
+
+    def _fetch(
+        self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
+    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        if out is None or self._codec is not None or self._width >= _LARGE:
+            return super()._fetch(names, keys)
+        headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
+        found = np.zeros(len(keys), np.bool_)
+        is_large = self._width >= _SUMMED_ALONE
+
+        def read(index: int) -> None:
+            value = self._read_whole(self._path(names[index]), self._width)
+            found[index] = value is not None
+            if value is not None and len(value) == self._width:
+                header, row = value[:HEADER].copy(), out[index]
+                headers[index], row[:], header[:16] = header, value[HEADER:], 0
+                if is_large:
+                    sums[index] = checksum_rows(row[None], self._mac_key, header[None])[0]
+
+        self._each_of(found, len(keys), read)
+        claimed = headers[:, :16].copy()
+        if not is_large:
+            zeroed = headers.copy()
+            zeroed[:, :16] = 0
+            sums = checksum_rows(out, self._mac_key, zeroed)
+        checked = check_parts(headers, sums, self.namespace, keys, self.bytes_per_block)
+        return out, [reason if good else "absent" for reason, good in zip(checked, found, strict=True)], claimed
+
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
         paths = [self._path(key) for key in keys]
@@ -201,7 +237,7 @@ class ObjectStore(RemoteStore):
             except Exception as error:  # noqa: BLE001
                 raise self._public(error) from None
         else:
-            self._each(len(paths), remove)
+            self._calls.each(len(paths), remove)
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
@@ -216,7 +252,7 @@ class ObjectStore(RemoteStore):
             except Exception as error:  # noqa: BLE001
                 raise self._public(error) from None
 
-        self._each(len(keys), look)
+        self._calls.each(len(keys), look)
         return there
 
     def _ask(self) -> None:
@@ -227,7 +263,7 @@ class ObjectStore(RemoteStore):
                 raise StoreError("the bucket does not exist") from None
 
     def _disconnect(self) -> None:
-        """Do nothing: the client has no connection that must be closed."""
+        self._calls.close()  # the client has no connection that must be closed
 
     def _path(self, key: NDArray[np.uint8]) -> str:
         return self._folder + key.tobytes().hex()
@@ -258,67 +294,40 @@ class ObjectStore(RemoteStore):
 
     def _read_piece(self, path: str, row: NDArray[np.uint8], start: int, end: int) -> bool:
         """Read bytes of a value into their place. Returns whether the value is there."""
+        if end - start == len(row):
+            value = self._read_whole(path, len(row))
+            if value is not None and self._takes(row, len(value)):
+                row[: len(value)] = value
+            return value is not None
         try:
-            if end - start < len(row):
-                data = self._ob.get_range(self._client, path, start=start, end=end)
-            else:
-                answer = self._ob.get(self._client, path)
-                if answer.meta["size"] > len(row):
-                    return True
-                data = answer.bytes()
+            data = self._ob.get_range(self._client, path, start=start, end=end)
         except FileNotFoundError:
             return False
         except Exception as error:  # noqa: BLE001 (whatever the client raises)
             raise self._public(error) from None
-        if len(data) == end - start if end - start < len(row) else self._takes(row, len(data)):
-            row[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        if len(data) == end - start:
+            row[start:end] = np.frombuffer(data, np.uint8)
         return True
 
-    def _each_of(self, done: NDArray[np.bool_], total: int, call: Callable[[int], None]) -> None:
-        """Do `_each`; an error is only noted if some are done: a server that fails one object has others."""
+    def _read_whole(self, path: str, most: int) -> NDArray[np.uint8] | None:
+        """Return a value, no byte of one that is longer than `most`, and None if there is none."""
         try:
-            self._each(total, call)
+            answer = self._ob.get(self._client, path)
+            return np.frombuffer(answer.bytes() if answer.meta["size"] <= most else b"", np.uint8)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            raise self._public(error) from None
+
+    def _each_of(self, done: NDArray[np.bool_], total: int, call: Callable[[int], None]) -> None:
+        """Do all calls; an error is only noted if some are done: a server that fails one object has others."""
+        try:
+            self._calls.each(total, call)
         except Exception as error:
             if not done.any():
                 raise
             with self._changed:
                 self._note(error)
-
-    def _each(self, total: int, call: Callable[[int], None]) -> None:
-        """Call with 0 to `total - 1`, some at once; raises the first error, after which no call begins."""
-        numbers, errors = iter(range(total)), list[BaseException]()
-        with self._changed:
-            helpers = max(0, min(total, self._free) - 1)
-            self._free -= helpers + 1
-
-        def work() -> None:
-            try:
-                while not errors and (number := next(numbers, None)) is not None:
-                    call(number)
-            except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
-                errors.append(error)
-
-        def help_out() -> None:
-            try:
-                work()
-            finally:
-                with self._changed:
-                    self._free += 1
-
-        def give_up() -> None:
-            errors.append(StoreError("the interpreter ends"))
-
-        threads: list[threading.Thread] = []
-        try:
-            threads.extend(start_worker("blockyard-store", help_out, give_up) for _ in range(helpers))
-        except RuntimeError:  # no thread can be started: fewer do the work
-            with self._changed:
-                self._free += helpers - len(threads)
-        help_out()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
     def _public(self, error: Exception) -> StoreError:
         text = str(super()._public(error)).partition("\n")[0]

@@ -270,7 +270,7 @@ class ThreadedStore(BatchStore):
         if batch.kind == "put":
             return self._put(batch, keys, names)
         if batch.kind == "get":
-            return self._get(keys, names)
+            return self._get(batch, keys, names)
         late = self._delete(names) if batch.kind == "delete" else set()
         return None, ["lost" if key in late else "" for key in keys]
 
@@ -314,14 +314,15 @@ class ThreadedStore(BatchStore):
         self._put_good(names, values, reasons)
         return None, reasons
 
-    def _get(self, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[str]]:
+    def _get(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[str]]:
         with self._changed:
             there = [index for index, key in enumerate(keys) if self._known.get(key) != _FAILED]
         reasons = ["absent"] * len(keys)
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
+        out = batch.lent if len(there) == len(batch.reasons) else None
         names = names[there]
-        rows, found, _ = self._fetch(names, [keys[index] for index in there])
+        rows, found, _ = self._fetch(names, [keys[index] for index in there], out)
         for index, reason in zip(there, found, strict=True):
             reasons[index] = reason
         bad = [index for index, reason in enumerate(found) if reason not in {"", "absent"}]
@@ -360,13 +361,19 @@ class ThreadedStore(BatchStore):
         chosen = (names, rows) if len(good) == len(rows) else (names[good], rows[good])
         for index, stored in zip(good, _answer("put", self.put(*chosen), len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
-        if self._reuses_rows:
+        if self._reuses_rows and not any(reasons):
             self._buffers.give(rows)
 
     def _fetch(
-        self, names: NDArray[np.uint8], keys: list[bytes]
+        self,
+        names: NDArray[np.uint8],
+        keys: list[bytes],
+        out: NDArray[np.uint8] | None = None,  # noqa: ARG002 (for stores that can read straight into it)
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Read values. Returns their blocks, each one's reason, and the checksums in their headers."""
+        """Read values. Returns their blocks, each one's reason, and the checksums in their headers.
+
+        A store that has read the blocks into rows of the caller, `out`, returns these.
+        """
         values = self._buffers.take(len(keys), self._width)
         values[:, :HEADER] = 0
         found = _answer("get", self.get(names, values), len(keys))

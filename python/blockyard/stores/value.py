@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 
-__all__ = ["HEADER", "check_values", "seal_values", "value_length"]
+__all__ = ["HEADER", "check_parts", "check_values", "seal_values", "value_length"]
 
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
@@ -81,19 +81,42 @@ def check_values(
     whole = (sums == checksum_rows(values, mac_key)).all(axis=1)
     width = values.shape[1] - HEADER
     lengths = [min(value_length(value), width) for value in values] if varies else [width] * len(keys)
-    expected = _headers(namespace, keys, lengths)
-    same = (values[:, :HEADER] == expected).all(axis=1)
-    reasons = ["" if good else "payload_checksum" for good in whole]
-    for index in np.flatnonzero(~same):
-        reasons[index] = next(
-            reason for part, reason in _FIELDS if not np.array_equal(values[index, part], expected[index, part])
-        )
-    return reasons
+    return _reasons(values[:, :HEADER], _headers(namespace, keys, lengths), whole)
+
+
+def check_parts(
+    headers: NDArray[np.uint8],
+    sums: NDArray[np.uint8],
+    namespace: bytes,
+    keys: Sequence[bytes],
+    length: int,
+) -> list[str]:
+    """Return what `check_values` does, for values whose headers and blocks are apart. Zeroes the headers' checksums.
+
+    Args:
+        headers: uint8 `[n, HEADER]`.
+        sums: checksum of each value with zeros in its place, uint8 `[n, 16]`.
+        namespace: 32 bytes.
+        keys: 32 bytes each.
+        length: of all blocks.
+    """
+    whole = (headers[:, :16] == sums).all(axis=1)
+    headers[:, :16] = 0
+    return _reasons(headers, _headers(namespace, keys, [length] * len(keys)), whole)
 
 
 def value_length(value: NDArray[np.uint8]) -> int:
     """Return the length of the block that a value's header names; nothing is checked."""
     return int.from_bytes(value[96:104].tobytes(), "little")
+
+
+def _reasons(found: NDArray[np.uint8], expected: NDArray[np.uint8], whole: NDArray[np.bool_]) -> list[str]:
+    reasons = ["" if good else "payload_checksum" for good in whole]
+    for index in np.flatnonzero((found != expected).any(axis=1)):
+        reasons[index] = next(
+            reason for part, reason in _FIELDS if not np.array_equal(found[index, part], expected[index, part])
+        )
+    return reasons
 
 
 def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.uint8]:

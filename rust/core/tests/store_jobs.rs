@@ -139,6 +139,53 @@ fn with_second_use_a_block_is_written_once_a_second_prompt_has_it() {
     }
 }
 
+#[test]
+fn a_write_gives_way_to_a_verb_that_lacks_its_blocks() {
+    let (mut manager, asked) = (manager(0, StoreWrites::Through), tokens(1, 29));
+    let (sequence, _) = admit(&mut manager, &asked);
+    compute(&mut manager, sequence);
+    let job = manager.begin_write(100).unwrap();
+    assert_eq!(job.blocks.len(), 3, "a quarter of the device");
+    assert!(manager.begin_write(100).unwrap().blocks.is_empty());
+    let mut out = Vec::new();
+    manager.allocate(&[36], &mut out).unwrap();
+    manager.check().unwrap();
+    assert!(matches!(manager.allocate(&[20], &mut out), Err(Error::OutOfBlocks { .. })), "that many it does not hold");
+    assert_eq!(manager.pool(Tier::Device).free(), 0);
+    manager.append(&[out[0]], blockyard_core::Counts::Each(&[12]), 0, &mut [0; 12]).unwrap();
+    manager.check().unwrap();
+    assert_eq!(manager.end_write(job.job), Ok(false), "what was read may be of other blocks");
+    assert_eq!(manager.end_write(job.job), Err(Error::UnknownJob { job: job.job }));
+    manager.free(&out).unwrap();
+    let (sequence, _) = admit(&mut manager, &asked);
+    compute(&mut manager, sequence);
+    let mut written = Vec::new();
+    while let Some(next) = Some(manager.begin_write(100).unwrap()).filter(|next| !next.keys.is_empty()) {
+        written.extend(next.keys);
+        assert_eq!(manager.end_write(next.job), Ok(true));
+    }
+    assert_eq!((written.len(), &written[4..]), (7, &job.keys[..]), "they are written once they are computed again");
+}
+
+#[test]
+fn jobs_name_the_tenants_of_their_blocks() {
+    let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 9));
+    let spec = KeySpec::new(Some(b"a tenant"), 0);
+    let number = manager.number_tenant(spec.salt).unwrap();
+    assert_eq!((number, manager.number_tenant(spec.salt)), (1, Ok(1)));
+    let mine = Prompt { spec, ..prompt(&asked) };
+    let job = manager.begin_load(&mine, 1).unwrap();
+    assert_eq!(job.tenants, [1]);
+    manager.end_load(job.job, &[false]).unwrap();
+    for prompt in [mine, prompt(&asked)] {
+        let mut out = Vec::new();
+        manager.allocate_prompts(&[prompt], &mut out).unwrap();
+        compute(&mut manager, out[0].0);
+    }
+    assert_eq!(manager.begin_write(2).unwrap().tenants, [1, 1]);
+    assert_eq!(manager.begin_write(2).unwrap().tenants, [0]);
+}
+
 /// The bytes of all blocks, and a store: what a key's block holds is known from its tokens alone.
 struct Model {
     manager: Manager,
@@ -171,7 +218,12 @@ impl Model {
     fn start(&mut self, stream: u32, count: u32) {
         let asked = tokens(stream, count);
         let mut out = Vec::new();
-        if self.manager.allocate_prompts(&[prompt(&asked)], &mut out).is_err() {
+        if let Err(error) = self.manager.allocate_prompts(&[prompt(&asked)], &mut out) {
+            let Error::OutOfBlocks { tier, wanted, free, .. } = error else { panic!("{error}") };
+            let pool = self.manager.pool(tier);
+            let ours = self.writes.iter().filter(|job| job.tier == tier).flat_map(|job| &job.blocks);
+            let held = ours.filter(|&&block| pool.block(block).leases().reads == 1 && pool.refs(block) == 0).count();
+            assert!(free + held < wanted, "{held} blocks that are only read for the store would do");
             return;
         }
         let (sequence, cached) = out[0];
@@ -206,12 +258,16 @@ impl Model {
 
     fn end_write(&mut self, at: usize) {
         let job = self.writes.remove(at);
-        for (key, block) in job.keys.iter().zip(&job.blocks) {
-            // Read only now: the lease has kept the bytes.
-            let bytes = self.bytes[&(job.tier, block.0)].clone();
-            assert!(self.store.insert(key.0, bytes.clone()).is_none_or(|before| before == bytes), "one key, one block");
+        // Read only now: the lease has kept the bytes, unless a verb took the blocks.
+        let read: Vec<_> = job.blocks.iter().map(|block| self.bytes[&(job.tier, block.0)].clone()).collect();
+        if self.manager.end_write(job.job).unwrap() {
+            for (key, bytes) in job.keys.iter().zip(read) {
+                assert!(
+                    self.store.insert(key.0, bytes.clone()).is_none_or(|before| before == bytes),
+                    "one key, one block"
+                );
+            }
         }
-        self.manager.end_write(job.job).unwrap();
     }
 }
 

@@ -18,6 +18,19 @@ pub fn checksum(bytes: &[u8]) -> [u8; 16] {
     XxHash3_128::oneshot(bytes).to_le_bytes()
 }
 
+/// As [`checksum`] or, with a key, [`keyed_checksum`], of two pieces as if the second followed the first in memory.
+#[must_use]
+pub fn checksum_of_two(key: Option<&[u8; 32]>, head: &[u8], rest: &[u8]) -> [u8; 16] {
+    if let Some(key) = key {
+        let hash = blake3::Hasher::new_keyed(key).update(head).update(rest).finalize();
+        return std::array::from_fn(|index| hash.as_bytes()[index]);
+    }
+    let mut state = XxHash3_128::new();
+    state.write(head);
+    state.write(rest);
+    state.finish_128().to_le_bytes()
+}
+
 /// Keyed BLAKE3 of the bytes, its first 16: a checksum that only who has the key can make.
 #[must_use]
 pub fn keyed_checksum(key: &[u8; 32], bytes: &[u8]) -> [u8; 16] {

@@ -27,7 +27,7 @@ pub use buffer::{Buffer, LentRow};
 pub use device::BlockDevice;
 pub use error::{Error, Result};
 pub use geometry::{Geometry, PAGE};
-pub use header::{Expected, Header, checksum, keyed_checksum};
+pub use header::{Expected, Header, checksum, checksum_of_two, keyed_checksum};
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};

@@ -11,7 +11,7 @@ use crate::convert::arrays::Ticket;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
     BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Progress, SlabFile, SlabOptions, SlabStore,
-    StoreOptions, checksum, keyed_checksum,
+    StoreOptions, checksum, checksum_of_two, keyed_checksum,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
@@ -37,13 +37,15 @@ mod classes {
 /// Args:
 ///     rows: uint8 `[n, width]`.
 ///     key: 32 bytes that only who may write knows: nobody else can make these checksums.
+///     heads: bytes in front of each row, uint8 `[n, m]`; the checksum is that of both together.
 /// Raises:
 ///     InvalidArgumentError: wrong dtype or shape, or the key has another length.
 #[pyfunction]
-#[pyo3(signature = (rows, key=None))]
+#[pyo3(signature = (rows, key=None, heads=None))]
 pub(crate) fn checksum_rows<'py>(
     rows: &Bound<'py, PyAny>,
     key: Option<&[u8]>,
+    heads: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyArray<u8, Ix2>>> {
     let refused = || expected("rows", "a uint8 array [n, width]", rows);
     let shape = rows.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?.dims();
@@ -52,10 +54,22 @@ pub(crate) fn checksum_rows<'py>(
         None => None,
         Some(key) => Some(key.try_into().map_err(|_| invalid(format!("key has {} bytes, must have 32", key.len())))?),
     };
-    let sum = |bytes: &[u8]| key.map_or_else(|| checksum(bytes), |key| keyed_checksum(key, bytes));
-    let hash = |bytes: &[u8]| (0..count).map(|row| sum(&bytes[row * width..][..width])).collect::<Vec<_>>();
+    let heads = heads.map(|heads| heads_of(heads, count)).transpose()?;
+    let sum = |row: usize, bytes: &[u8]| match &heads {
+        Some((heads, width)) => checksum_of_two(key, &heads[row * width..][..*width], bytes),
+        None => key.map_or_else(|| checksum(bytes), |key| keyed_checksum(key, bytes)),
+    };
+    let hash = |bytes: &[u8]| (0..count).map(|row| sum(row, &bytes[row * width..][..width])).collect::<Vec<_>>();
     let sums = memory::lend_rows(rows, [count, width], hash)?.ok_or_else(refused)?;
     memory::filled(rows.py(), [count, 16], sums.as_flattened(), |&byte| byte)
+}
+
+/// A copy of what stands in front of so many rows, and how many bytes each.
+fn heads_of(heads: &Bound<'_, PyAny>, count: usize) -> PyResult<(Vec<u8>, usize)> {
+    let refused = || expected("heads", &format!("a uint8 array [{count}, m]"), heads);
+    let shape = heads.cast::<PyArray<u8, Ix2>>().map_err(|_| refused())?.dims();
+    let bytes = memory::lend_rows(heads, [count, shape[1]], <[u8]>::to_vec)?.ok_or_else(refused)?;
+    Ok((bytes, shape[1]))
 }
 
 /// How often a waiting call looks for signals.

@@ -1,12 +1,12 @@
 //! The verbs of a prefix store: what is to be loaded for a prompt, and what is to be written.
 
 use super::Manager;
-use crate::error::{Result, invalid};
+use crate::error::{Error, Result, invalid};
 use crate::hash::ExportedKey;
 use crate::id::JobId;
-use crate::sequence::Prompt;
+use crate::sequence::{Prompt, Sequences};
 use crate::tiers::StoreWrites;
-use crate::transfer::StoreJob;
+use crate::transfer::{Step, StoreJob};
 
 impl Manager {
     /// Notes from now on which blocks a prefix store is to be given.
@@ -62,13 +62,43 @@ impl Manager {
         self.jobs.begin_write(&mut self.tiers, most)
     }
 
-    /// Ends the reading of blocks for the store.
+    /// Ends the reading of blocks for the store. Returns false if a verb has taken some of them meanwhile: what was read must not
+    /// be stored.
     ///
     /// # Errors
     /// The job is unknown.
-    pub fn end_write(&mut self, job: JobId) -> Result<()> {
-        self.jobs.end_write(&mut self.tiers, job)?;
+    pub fn end_write(&mut self, job: JobId) -> Result<bool> {
+        let is_whole = self.jobs.end_write(&mut self.tiers, job)?;
         self.tiers.enforce_quotas();
-        Ok(())
+        Ok(is_whole)
+    }
+
+    /// The number under which jobs name the tenant of a salt; one that has no quota gets one of all blocks.
+    ///
+    /// # Errors
+    /// There is no prefix caching, or so many tenants have quotas that there is no number left.
+    pub fn number_tenant(&mut self, salt: [u8; 32]) -> Result<u16> {
+        self.tiers.number_tenant(salt)
+    }
+
+    /// Carries out a verb. If it lacks blocks that are only being read for the prefix store, it gets them.
+    pub(super) fn carry_out<T>(
+        &mut self,
+        mut verb: impl FnMut(&mut Sequences, &mut Step<'_>) -> Result<T>,
+    ) -> Result<T> {
+        loop {
+            let (state, mut step) = self.parts();
+            match verb(state, &mut step) {
+                Err(error) if self.take_from_writes(&error) => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Whether blocks that an error says are lacking have become free.
+    #[cold]
+    fn take_from_writes(&mut self, error: &Error) -> bool {
+        let Error::OutOfBlocks { tier, wanted, free, .. } = *error else { return false };
+        self.jobs.give_up_writes(&mut self.tiers, tier, wanted.saturating_sub(free))
     }
 }

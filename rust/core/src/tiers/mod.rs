@@ -202,7 +202,7 @@ impl Tiers {
         if published == Published::Now {
             if self.events.is_some() || self.outbox.is_some() {
                 if let Some(publication) = publication() {
-                    self.note_published(at.0, publication);
+                    self.note_published(at.0, identity.tenant, publication);
                 }
             }
         } else if let (Published::As(_), Some(outbox)) = (published, &mut self.outbox) {
@@ -211,22 +211,25 @@ impl Tiers {
         published
     }
 
-    fn note_published(&mut self, tier: Tier, publication: Publication) {
+    fn note_published(&mut self, tier: Tier, tenant: u16, publication: Publication) {
         if let Some(outbox) = &mut self.outbox {
             let [device, host, _] = &self.pools;
-            outbox.note_computed(&publication.key, |key| device.find(key).or_else(|| host.find(key)).is_some());
+            let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
+            outbox.note_computed(&publication.key, tenant, is_cached);
         }
         if let Some(events) = &mut self.events {
             events.stored(&mut self.pools, tier, publication);
         }
     }
 
-    /// Publishes a block that came from a prefix store; returns whether it did.
+    /// Publishes a block that came from a prefix store; returns whether it did. On the host tenants have no quotas.
     pub(crate) fn publish_loaded(&mut self, at: TierBlock, identity: CachedIdentity, publication: Publication) -> bool {
-        let is_published = self.publish_silently(at, identity) == Published::Now;
+        let tenant = if at.0 == Tier::Device { identity.tenant } else { 0 };
+        let is_published = self.publish_silently(at, CachedIdentity { tenant, ..identity }) == Published::Now;
         if let Some(outbox) = &mut self.outbox {
             let [device, host, _] = &self.pools;
-            outbox.note_loaded(&publication.key, |key| device.find(key).or_else(|| host.find(key)).is_some());
+            let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
+            outbox.note_loaded(&publication.key, identity.tenant, is_cached);
         }
         if let (true, Some(events)) = (is_published, &mut self.events) {
             events.stored(&mut self.pools, at.0, publication);

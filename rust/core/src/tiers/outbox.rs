@@ -57,6 +57,8 @@ enum State {
 struct Note {
     /// Frames hashed up to its end, which the exported key depends on.
     frames: u32,
+    /// Number of its tenant, 0 for one without a quota.
+    tenant: u16,
     state: State,
 }
 
@@ -84,11 +86,11 @@ impl Outbox {
         self.writes
     }
 
-    /// Notes a block that was computed; `is_cached` says whether device or host have a key.
-    pub(crate) fn note_computed(&mut self, chain: &Chain, is_cached: impl Fn(&Key) -> bool) {
+    /// Notes a tenant's block that was computed; `is_cached` says whether device or host have a key.
+    pub(crate) fn note_computed(&mut self, chain: &Chain, tenant: u16, is_cached: impl Fn(&Key) -> bool) {
         let key = chain.key();
         let Some(known) = self.notes.get(&key).map(|note| note.state) else {
-            self.insert(key, chain.frames(), State::Published, is_cached);
+            self.insert(key, Note { frames: chain.frames(), tenant, state: State::Published }, is_cached);
             if self.writes == StoreWrites::Through {
                 self.enqueue(key);
             }
@@ -112,12 +114,12 @@ impl Outbox {
     }
 
     /// Notes a block that came from the store.
-    pub(crate) fn note_loaded(&mut self, chain: &Chain, is_cached: impl Fn(&Key) -> bool) {
+    pub(crate) fn note_loaded(&mut self, chain: &Chain, tenant: u16, is_cached: impl Fn(&Key) -> bool) {
         let key = chain.key();
         if self.notes.contains_key(&key) {
             self.set(key, State::Stored);
         } else {
-            self.insert(key, chain.frames(), State::Stored, is_cached);
+            self.insert(key, Note { frames: chain.frames(), tenant, state: State::Stored }, is_cached);
         }
     }
 
@@ -147,9 +149,16 @@ impl Outbox {
         is_new
     }
 
-    /// The key of a noted block as it leaves the process.
-    pub(crate) fn export(&self, key: &Key) -> Option<ExportedKey> {
-        self.notes.get(key).map(|note| Chain::resume(*key, note.frames).export())
+    /// A block that the store was not given after all counts as published again.
+    pub(crate) fn unclaim(&mut self, key: &Key) {
+        if self.notes.get(key).is_some_and(|note| note.state == State::Stored) {
+            self.set(*key, State::Published);
+        }
+    }
+
+    /// The key of a noted block as it leaves the process, and the block's tenant.
+    pub(crate) fn export(&self, key: &Key) -> Option<(ExportedKey, u16)> {
+        self.notes.get(key).map(|note| (Chain::resume(*key, note.frames).export(), note.tenant))
     }
 
     /// Forgets everything.
@@ -157,7 +166,7 @@ impl Outbox {
         *self = Self { writes: self.writes, capacity: self.capacity, ..Self::new(self.writes, 0) };
     }
 
-    fn insert(&mut self, key: Key, frames: u32, state: State, is_cached: impl Fn(&Key) -> bool) {
+    fn insert(&mut self, key: Key, note: Note, is_cached: impl Fn(&Key) -> bool) {
         for _ in 0..SWEPT {
             if self.notes.len() < self.capacity {
                 break;
@@ -169,7 +178,7 @@ impl Outbox {
                 self.notes.remove(&oldest);
             }
         }
-        self.notes.insert(key, Note { frames, state });
+        self.notes.insert(key, note);
         self.order.push_back(key);
     }
 
@@ -215,18 +224,18 @@ mod tests {
     #[test]
     fn a_block_is_written_once_and_again_when_it_had_to_be_computed_again() {
         let mut outbox = Outbox::new(StoreWrites::Through, 4);
-        outbox.note_computed(&chain(1), |_| true);
+        outbox.note_computed(&chain(1), 0, |_| true);
         assert_eq!((taken(&mut outbox), taken(&mut outbox)), (vec![chain(1).key()], vec![]));
-        outbox.note_computed(&chain(1), |_| true);
+        outbox.note_computed(&chain(1), 0, |_| true);
         assert_eq!(taken(&mut outbox), [chain(1).key()]);
-        assert_eq!(outbox.export(&chain(1).key()), Some(chain(1).export()));
+        assert_eq!(outbox.export(&chain(1).key()), Some((chain(1).export(), 0)));
     }
 
     #[test]
     fn what_came_from_the_store_is_not_written_there() {
         for writes in StoreWrites::ALL {
             let mut outbox = Outbox::new(writes, 4);
-            outbox.note_loaded(&chain(1), |_| true);
+            outbox.note_loaded(&chain(1), 0, |_| true);
             outbox.note_hit(chain(1).key());
             assert_eq!((taken(&mut outbox), outbox.claim(&chain(1).key())), (vec![], false), "{}", writes.name());
         }
@@ -235,12 +244,12 @@ mod tests {
     #[test]
     fn with_second_use_a_block_is_written_when_it_is_hit_or_computed_again() {
         let mut outbox = Outbox::new(StoreWrites::SecondUse, 4);
-        outbox.note_computed(&chain(1), |_| true);
-        outbox.note_computed(&chain(2), |_| false);
+        outbox.note_computed(&chain(1), 0, |_| true);
+        outbox.note_computed(&chain(2), 0, |_| false);
         assert_eq!(taken(&mut outbox), []);
         outbox.note_hit(chain(1).key());
         outbox.note_hit(chain(1).key());
-        outbox.note_computed(&chain(2), |_| false);
+        outbox.note_computed(&chain(2), 0, |_| false);
         assert_eq!(taken(&mut outbox), [chain(1).key(), chain(2).key()]);
     }
 
@@ -248,9 +257,9 @@ mod tests {
     fn notes_of_blocks_that_are_gone_make_room() {
         let mut outbox = Outbox::new(StoreWrites::Through, 32);
         let kept = chain(1_000_000).key();
-        outbox.note_computed(&chain(1_000_000), |_| true);
+        outbox.note_computed(&chain(1_000_000), 0, |_| true);
         for token in 0..1000 {
-            outbox.note_computed(&chain(token), |key| *key == kept);
+            outbox.note_computed(&chain(token), 0, |key| *key == kept);
             outbox.check().unwrap();
         }
         assert!(outbox.notes.len() <= 66 && outbox.queue.len() <= 64, "{}", outbox.notes.len());

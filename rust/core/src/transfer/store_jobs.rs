@@ -2,7 +2,8 @@
 //!
 //! A *load* brings blocks from the store to the host, or to the device where the host keeps no copies or has no room. Its targets are in no
 //! table and are found by nobody until its bytes have landed. A *write* reads published blocks for the store. Both hold leases
-//! and nothing else: whatever ends meanwhile, no block is given out before its job has ended.
+//! and nothing else: whatever ends meanwhile, no block is given out before its job has ended. There is one exception: a write
+//! that keeps a verb from having its blocks is given up. What has been read for it must not reach the store.
 
 use super::Lease;
 use crate::block::LeaseKind;
@@ -12,7 +13,7 @@ use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::{BlockId, JobId, Tier};
 use crate::prefix::CachedIdentity;
 use crate::tiers::{Outbox, StoreWrites, Tiers};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// A load or a write: which block of `tier` has, or is to have, the bytes of which key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +26,8 @@ pub struct StoreJob {
     pub keys: Vec<ExportedKey>,
     /// The blocks.
     pub blocks: Vec<BlockId>,
+    /// Number of each block's tenant, 0 for one without a number.
+    pub tenants: Vec<u16>,
     /// Of a load: blocks of its prompt that other loads are bringing.
     pub awaited: usize,
 }
@@ -63,6 +66,8 @@ pub(crate) struct StoreJobs {
     last: u64,
     loads: BTreeMap<JobId, Load>,
     writes: BTreeMap<JobId, (Tier, Vec<BlockId>)>,
+    /// Writes that were given up and have not ended.
+    given_up: BTreeSet<JobId>,
     /// Keys that loads are bringing.
     loading: HashSet<Key>,
 }
@@ -70,7 +75,7 @@ pub(crate) struct StoreJobs {
 impl StoreJobs {
     /// Jobs under way.
     pub(crate) fn len(&self) -> usize {
-        self.loads.len() + self.writes.len()
+        self.loads.len() + self.writes.len() + self.given_up.len()
     }
 
     /// Whether a load is bringing a block.
@@ -113,13 +118,14 @@ impl StoreJobs {
         }
         self.loading.extend(missing.iter().map(|missing| missing.chain.key()));
         let keys = missing.iter().map(|missing| missing.chain.export()).collect();
+        let tenants = missing.iter().map(|missing| missing.tenant).collect();
         let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept };
         if load.targets.is_empty() {
             end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
         } else {
             self.loads.insert(job, load);
         }
-        Ok(StoreJob { job, tier, keys, blocks, awaited })
+        Ok(StoreJob { job, tier, keys, blocks, tenants, awaited })
     }
 
     /// Ends a load; `landed` says which blocks have their bytes: prompts find them from now on.
@@ -135,7 +141,6 @@ impl StoreJobs {
             let Missing { chain, parent, depth, tenant, lora_id } = missing;
             self.loading.remove(&chain.key());
             if landed {
-                let tenant = if tier == Tier::Device { tenant } else { 0 };
                 let identity = CachedIdentity { key: chain.key(), depth, tenant };
                 let publication = Publication { block, key: chain, parent, tokens, lora_id, group: 0 };
                 published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
@@ -148,21 +153,23 @@ impl StoreJobs {
         Ok(published)
     }
 
-    /// Begins to write blocks that are to be stored, at most so many; none if nothing is.
+    /// Begins to write blocks that are to be stored, at most so many; none if nothing is. Writes hold at most a quarter of the
+    /// device's blocks.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> Result<StoreJob> {
+        let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
+        let most = most.min(tiers.device().len().div_ceil(4).saturating_sub(reading));
         let (tier, found) = match tiers.outbox().map(Outbox::writes) {
-            Some(StoreWrites::Back) => {
-                before_eviction(tiers, most, self.writes.values().map(|(_, blocks)| blocks.len()).sum())
-            }
+            Some(StoreWrites::Back) => before_eviction(tiers, most, reading),
             Some(StoreWrites::Through | StoreWrites::SecondUse) => queued(tiers, most),
             Some(StoreWrites::Never) | None => (Tier::Device, Vec::new()),
         };
-        let (mut keys, mut blocks) = (Vec::with_capacity(found.len()), Vec::with_capacity(found.len()));
+        let (mut keys, mut blocks, mut tenants) = (Vec::new(), Vec::with_capacity(found.len()), Vec::new());
         for (key, block) in found {
             let exported = tiers.outbox().and_then(|outbox| outbox.export(&key));
-            if let Some(exported) = exported.filter(|_| tiers.block((tier, block)).lease_room() > 0) {
+            if let Some((exported, tenant)) = exported.filter(|_| tiers.block((tier, block)).lease_room() > 0) {
                 tiers.lease_cached((tier, block), LeaseKind::Read)?;
                 keys.push(exported);
+                tenants.push(tenant);
                 blocks.push(block);
             }
         }
@@ -170,12 +177,36 @@ impl StoreJobs {
         if !blocks.is_empty() {
             self.writes.insert(job, (tier, blocks.clone()));
         }
-        Ok(StoreJob { job, tier, keys, blocks, awaited: 0 })
+        Ok(StoreJob { job, tier, keys, blocks, tenants, awaited: 0 })
+    }
+
+    /// Gives writes of a tier up if they hold the `short` blocks that somebody lacks; returns whether they did. The
+    /// store was not given their blocks.
+    pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, short: usize) -> bool {
+        let mine = |(job, (of, blocks)): (&JobId, &(Tier, Vec<BlockId>))| (*of == tier).then(|| (*job, blocks.clone()));
+        let writes: Vec<_> = self.writes.iter().filter_map(mine).collect();
+        let held = |&block: &BlockId| tiers.pool(tier).refs(block) == 0;
+        if short == 0 || writes.iter().flat_map(|(_, blocks)| blocks).filter(|block| held(block)).count() < short {
+            return false;
+        }
+        for (job, blocks) in writes {
+            let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
+            end_leases(tiers, tier, &blocks, LeaseKind::Read);
+            if let Some(outbox) = tiers.outbox_mut() {
+                keys.iter().for_each(|key| outbox.unclaim(key));
+            }
+            self.writes.remove(&job);
+            self.given_up.insert(job);
+        }
+        true
     }
 
     /// Ends a write: its blocks have been read. Those that were to be evicted next are free from now on, else they would be
-    /// the last to go.
-    pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<()> {
+    /// the last to go. Returns false if it was given up: what was read may be of other blocks.
+    pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<bool> {
+        if self.given_up.remove(&job) {
+            return Ok(false);
+        }
         let (tier, blocks) = self.writes.remove(&job).ok_or(Error::UnknownJob { job })?;
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
         if tiers.outbox().is_some_and(|outbox| outbox.writes() == StoreWrites::Back) {
@@ -183,7 +214,7 @@ impl StoreJobs {
                 tiers.drop_cached((tier, block));
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Leases that jobs hold.

@@ -5,7 +5,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::manager::prompts::{self, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
-use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
+use blockyard_core::{ExportedKey, JobId, KeySpec, StoreJob, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 
@@ -20,6 +20,8 @@ pub(crate) struct PyStoreJob {
     keys: Py<PyArray2<u8>>,
     /// The blocks, int64 `[n]`.
     blocks: Py<PyArray1<i64>>,
+    /// Number of each block's tenant, int64 `[n]`; 0 for one without a number, see `tenant`.
+    tenants: Py<PyArray1<i64>>,
     /// Of a load: blocks of its prompt that other loads are bringing.
     awaited: usize,
 }
@@ -34,9 +36,10 @@ fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>
 
 impl PyStoreJob {
     fn new(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
-        let StoreJob { job, tier, keys, blocks, awaited } = job;
+        let StoreJob { job, tier, keys, blocks, tenants, awaited } = job;
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
-        Ok(Self { job: job.0, tier: tier.name(), keys: keys_array(py, keys)?, blocks, awaited: *awaited })
+        let tenants = memory::array(py, tenants, |&tenant| i64::from(tenant))?.unbind();
+        Ok(Self { job: job.0, tier: tier.name(), keys: keys_array(py, keys)?, blocks, tenants, awaited: *awaited })
     }
 }
 
@@ -156,6 +159,9 @@ impl PyStoreJobs {
 
     /// Begin to read blocks for the store, all of one tier.
     ///
+    /// All writes hold at most a quarter of the device's blocks. A call that needs a block in their hands takes it:
+    /// `end_write` says so.
+    ///
     /// Args:
     ///     max_blocks: most blocks.
     /// Returns:
@@ -173,9 +179,21 @@ impl PyStoreJobs {
     ///
     /// Args:
     ///     job: number of the job.
+    /// Returns:
+    ///     False if a call has taken blocks meanwhile: what was read must not be stored.
     /// Raises:
     ///     UnknownTicketError: there is no such write, or it has ended.
-    fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<()> {
+    fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<bool> {
         self.0.lock().end_write(JobId(job)).map_err(to_py)
+    }
+
+    /// Return the number under which jobs name a tenant from now on: blocks that were cached earlier stay without.
+    ///
+    /// Args:
+    ///     salt: the tenant; None for prompts without a salt.
+    /// Raises:
+    ///     InvalidArgumentError: 65535 tenants have numbers, or prefix caching is off.
+    fn tenant(&self, salt: Option<&[u8]>) -> PyResult<u16> {
+        self.0.lock().number_tenant(KeySpec::new(salt, 0).salt).map_err(to_py)
     }
 }
