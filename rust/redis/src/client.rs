@@ -46,19 +46,7 @@ impl Client {
         if names.is_empty() {
             return Ok(Vec::new());
         }
-        self.with(|connection| {
-            let mut found = vec![false; names.len()];
-            connection.get(names, |index, value| {
-                found[index] = true;
-                let row = &mut *rows[index];
-                if value.len() == row.len() || (varies && value.len() < row.len()) {
-                    let (start, rest) = row.split_at_mut(value.len());
-                    start.copy_from_slice(value);
-                    rest.fill(0);
-                }
-            })?;
-            Ok(found)
-        })
+        self.with(|connection| connection.get(names, rows, varies))
     }
 
     /// Runs commands, at least a word each, and returns what the server answers.

@@ -1,8 +1,10 @@
 //! One connection, to a server or to all nodes of a cluster.
 
 use crate::error::{Error, Result};
+use crate::link::Link;
+use crate::options::Options;
 use redis::cluster::{ClusterClient, ClusterConnection};
-use redis::{ConnectionLike, Value, cmd};
+use redis::{ConnectionLike, RedisResult, Value, cmd};
 use std::time::Duration;
 
 /// Values from here on are sent from where they lie; smaller ones are gathered first.
@@ -12,14 +14,51 @@ const GATHERED: usize = 64 << 10;
 
 /// Where connections are made to.
 pub(crate) enum Server {
-    Single(redis::Client),
+    Plain(Box<Options>),
+    Tls(redis::Client),
     Cluster(Box<ClusterClient>),
 }
 
 /// A connection; only one call uses it at a time.
 pub(crate) enum Connection {
-    Single(Box<redis::Connection>),
+    Single(Box<dyn Wire + Send>),
     Cluster(Box<ClusterConnection>),
+}
+
+/// Commands and answers of one server.
+pub(crate) trait Wire {
+    fn send(&mut self, bytes: &[u8]) -> RedisResult<()>;
+    fn receive(&mut self) -> RedisResult<Value>;
+    /// Reads a value into a row, as `Client::get` says; whether there was one.
+    fn receive_into(&mut self, row: &mut [u8], varies: bool) -> RedisResult<bool>;
+}
+
+impl Wire for Link {
+    fn send(&mut self, bytes: &[u8]) -> RedisResult<()> {
+        Self::send(self, bytes)
+    }
+
+    fn receive(&mut self) -> RedisResult<Value> {
+        Self::receive(self)
+    }
+
+    fn receive_into(&mut self, row: &mut [u8], varies: bool) -> RedisResult<bool> {
+        Self::receive_into(self, row, varies)
+    }
+}
+
+impl Wire for redis::Connection {
+    fn send(&mut self, bytes: &[u8]) -> RedisResult<()> {
+        self.send_packed_command(bytes)
+    }
+
+    fn receive(&mut self) -> RedisResult<Value> {
+        self.recv_response()
+    }
+
+    fn receive_into(&mut self, row: &mut [u8], varies: bool) -> RedisResult<bool> {
+        place(self.recv_response()?, row, varies)
+    }
 }
 
 /// What a server answered to a command.
@@ -40,7 +79,8 @@ pub enum Answer {
 impl Server {
     pub(crate) fn connect(&self, connect_timeout: Duration, timeout: Duration) -> Result<Connection> {
         match self {
-            Self::Single(client) => {
+            Self::Plain(options) => Ok(Connection::Single(Box::new(Link::open(options)?))),
+            Self::Tls(client) => {
                 let connection = client.get_connection_with_timeout(connect_timeout)?;
                 connection.set_read_timeout(Some(timeout))?;
                 connection.set_write_timeout(Some(timeout))?;
@@ -55,9 +95,9 @@ impl Connection {
     /// Stores values under names; whether each was taken.
     pub(crate) fn put(&mut self, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Vec<bool>> {
         match self {
-            Self::Single(connection) => {
-                send_values(connection, names, values, ttl_ms)?;
-                names.iter().map(|_| Ok(connection.recv_response()? == Value::Okay)).collect()
+            Self::Single(wire) => {
+                send_values(&mut **wire, names, values, ttl_ms)?;
+                names.iter().map(|_| Ok(wire.receive()? == Value::Okay)).collect()
             }
             Self::Cluster(connection) => {
                 let pairs = names.iter().zip(values);
@@ -66,28 +106,24 @@ impl Connection {
         }
     }
 
-    /// Reads values and hands each, with its index, to `take`; absent ones are left out.
-    pub(crate) fn get(&mut self, names: &[Vec<u8>], mut take: impl FnMut(usize, &[u8])) -> Result<()> {
-        let mut took = |index: usize, value: Value| match value {
-            Value::BulkString(bytes) => {
-                take(index, &bytes);
-                Ok(())
-            }
-            other => other.extract_error().map(drop).map_err(Error::from),
-        };
+    /// Reads values into rows, as `Client::get` says; whether there was each.
+    pub(crate) fn get(&mut self, names: &[Vec<u8>], rows: &mut [&mut [u8]], varies: bool) -> Result<Vec<bool>> {
         match self {
-            Self::Single(connection) => {
+            Self::Single(wire) => {
                 let mut packed = Vec::new();
                 for name in names {
                     cmd("GET").arg(name).write_packed_command(&mut packed);
                 }
-                connection.send_packed_command(&packed)?;
-                (0..names.len()).try_for_each(|index| took(index, connection.recv_response()?))
+                wire.send(&packed)?;
+                rows.iter_mut().map(|row| Ok(wire.receive_into(row, varies)?)).collect()
             }
-            Self::Cluster(connection) => names.iter().enumerate().try_for_each(|(index, name)| {
-                let value = connection.req_command(cmd("GET").arg(name))?;
-                took(index, value)
-            }),
+            Self::Cluster(connection) => {
+                let mut one = |name, row: &mut [u8]| {
+                    let value = connection.req_command(cmd("GET").arg(name))?;
+                    Ok(place(value, row, varies)?)
+                };
+                names.iter().zip(rows).map(|(name, row)| one(name, row)).collect()
+            }
         }
     }
 
@@ -95,10 +131,10 @@ impl Connection {
     pub(crate) fn run(&mut self, commands: &[Vec<Vec<u8>>]) -> Result<Vec<Answer>> {
         let mut packed = Vec::new();
         match self {
-            Self::Single(connection) => {
+            Self::Single(wire) => {
                 commands.iter().for_each(|words| command(words).write_packed_command(&mut packed));
-                connection.send_packed_command(&packed)?;
-                commands.iter().map(|_| Ok(answer(connection.recv_response()?))).collect()
+                wire.send(&packed)?;
+                commands.iter().map(|_| Ok(answer(wire.receive()?))).collect()
             }
             Self::Cluster(connection) => commands
                 .iter()
@@ -112,6 +148,17 @@ impl Connection {
     }
 }
 
+/// Copies a value into a row.
+fn place(value: Value, row: &mut [u8], varies: bool) -> RedisResult<bool> {
+    let Value::BulkString(bytes) = value else { return value.extract_error().map(|_| false) };
+    if bytes.len() == row.len() || (varies && bytes.len() < row.len()) {
+        let (start, rest) = row.split_at_mut(bytes.len());
+        start.copy_from_slice(&bytes);
+        rest.fill(0);
+    }
+    Ok(true)
+}
+
 fn command(words: &[Vec<u8>]) -> redis::Cmd {
     let mut command = redis::Cmd::new();
     for word in words {
@@ -121,12 +168,7 @@ fn command(words: &[Vec<u8>]) -> redis::Cmd {
 }
 
 /// Sends a `SET` for each value. Large values are not copied.
-fn send_values(
-    connection: &mut redis::Connection,
-    names: &[Vec<u8>],
-    values: &[&[u8]],
-    ttl_ms: Option<u64>,
-) -> Result<()> {
+fn send_values(wire: &mut dyn Wire, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<()> {
     let expiry = ttl_ms.map(|ttl| {
         let digits = ttl.to_string();
         format!("$2\r\nPX\r\n${}\r\n{digits}\r\n", digits.len())
@@ -143,19 +185,19 @@ fn send_values(
         if value.len() < LARGE {
             gathered.extend_from_slice(value);
         } else {
-            connection.send_packed_command(&gathered)?;
-            connection.send_packed_command(value)?;
+            wire.send(&gathered)?;
+            wire.send(value)?;
             gathered.clear();
         }
         gathered.extend_from_slice(b"\r\n");
         gathered.extend_from_slice(expiry.as_bytes());
         if gathered.len() >= GATHERED {
-            connection.send_packed_command(&gathered)?;
+            wire.send(&gathered)?;
             gathered.clear();
         }
     }
     if !gathered.is_empty() {
-        connection.send_packed_command(&gathered)?;
+        wire.send(&gathered)?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Connections to Redis and Valkey servers and clusters: what the Redis store asks of them.
 //!
 //! ```text
-//! options -> client (a pool) -> connection (the crate `redis`)
+//! options -> client (a pool) -> connection -> link, or a connection of the crate `redis`
 //! ```
 //!
 //! Values go from the caller's rows to the socket, and answers into the caller's rows. Nothing here knows what the values
@@ -11,6 +11,7 @@
 mod client;
 mod connection;
 mod error;
+mod link;
 mod options;
 
 pub use client::Client;

@@ -80,7 +80,11 @@ impl Options {
         // Without it the end of a value would wait for the server to acknowledge its beginning.
         let tcp = TcpSettings::default().set_nodelay(true);
         let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp.clone());
-        if self.is_cluster { self.cluster(info, tls, tcp) } else { single(info, tls) }
+        match tls {
+            tls if self.is_cluster => self.cluster(info, tls, tcp),
+            None => Ok(Server::Plain(Box::new(self.clone()))),
+            Some(tls) => Ok(Server::Tls(redis::Client::build_with_tls(info, tls)?)),
+        }
     }
 
     fn cluster(&self, info: ConnectionInfo, tls: Option<TlsCertificates>, tcp: TcpSettings) -> Result<Server> {
@@ -96,13 +100,6 @@ impl Options {
         }
         Ok(Server::Cluster(Box::new(builder.build()?)))
     }
-}
-
-fn single(info: ConnectionInfo, tls: Option<TlsCertificates>) -> Result<Server> {
-    Ok(Server::Single(match tls {
-        None => redis::Client::open(info)?,
-        Some(tls) => redis::Client::build_with_tls(info, tls)?,
-    }))
 }
 
 impl Tls {

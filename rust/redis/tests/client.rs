@@ -86,13 +86,15 @@ fn bulk(bytes: &[u8]) -> Vec<u8> {
 
 #[test]
 fn small_and_large_values_arrive_whole_and_in_order() {
-    let (client, log) = server(|_, words| Some(if words[1][1] == 2 { b"-OOM full\r\n".to_vec() } else { b"+OK\r\n".to_vec() }));
+    let (client, log) =
+        server(|_, words| Some(if words[1][1] == 2 { b"-OOM full\r\n".to_vec() } else { b"+OK\r\n".to_vec() }));
     let values = [vec![1; 10], vec![2; 40_000], vec![3; 16 << 10], vec![4; 1]];
     let slices: Vec<&[u8]> = values.iter().map(Vec::as_slice).collect();
     assert_eq!(client.put(&names(4), &slices, Some(1500)).unwrap(), [true, true, false, true]);
-    let expected = names(4).into_iter().zip(values).map(|(name, value)| {
-        vec![b"SET".to_vec(), name, value, b"PX".to_vec(), b"1500".to_vec()]
-    });
+    let expected = names(4)
+        .into_iter()
+        .zip(values)
+        .map(|(name, value)| vec![b"SET".to_vec(), name, value, b"PX".to_vec(), b"1500".to_vec()]);
     assert_eq!(*log.lock().unwrap(), expected.collect::<Vec<_>>());
 }
 
@@ -162,7 +164,9 @@ fn a_refused_read_is_an_error() {
 
 #[test]
 fn a_refused_command_does_not_spoil_the_others() {
-    let (client, _) = server(|_, words| Some(if words[0] == b"BAD" { b"-ERR no\r\n".to_vec() } else { b"*2\r\n$1\r\na\r\n:1\r\n".to_vec() }));
+    let (client, _) = server(|_, words| {
+        Some(if words[0] == b"BAD" { b"-ERR no\r\n".to_vec() } else { b"*2\r\n$1\r\na\r\n:1\r\n".to_vec() })
+    });
     let answers = client.run(&[vec![b"BAD".to_vec()], vec![b"LIST".to_vec()]]).unwrap();
     assert!(matches!(&answers[0], Answer::Refused(why) if why.contains("no")), "{answers:?}");
     assert_eq!(answers[1], Answer::List(vec![Answer::Bytes(b"a".to_vec()), Answer::Int(1)]));
