@@ -45,6 +45,7 @@ __all__ = [
     "PrefixCachingAllocator",
     "PrefixHit",
     "PreparedStore",
+    "RedisClient",
     "ResizeProgress",
     "Sequence",
     "SlabReport",
@@ -1675,6 +1676,91 @@ class StoreStats:
         """All counters, for JSON."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
+
+@final
+class RedisClient:
+    """Connections to a Redis or Valkey server or cluster, one for each call that is under way. Calls block without the
+    interpreter's lock.
+
+    Args:
+        host: name of the server's machine, or with `transport="unix"` the path of its socket.
+        port: of the server.
+        transport: `"tcp"`, `"tls"` or `"unix"`.
+        cluster: whether the server is a node of a cluster.
+        username, password: None for none.
+        db: number of the database.
+        ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
+        prefix: what names of values begin with.
+        connect_timeout: most seconds that connecting takes.
+        timeout: most seconds that the server may be silent.
+    Raises:
+        StoreError: a PEM file cannot be read.
+    """
+
+    def __new__(
+        cls,
+        host: str,
+        *,
+        port: int = 6379,
+        transport: str = "tcp",
+        cluster: bool = False,
+        username: str | None = None,
+        password: str | None = None,
+        db: int = 0,
+        ca: str | PathLike[str] | None = None,
+        cert: str | PathLike[str] | None = None,
+        key: str | PathLike[str] | None = None,
+        prefix: bytes | None = None,
+        connect_timeout: float = 2.0,
+        timeout: float = 2.0,
+    ) -> RedisClient: ...
+    def put(
+        self,
+        keys: NDArray[np.uint8] | _Each[bytes],
+        rows: NDArray[np.uint8],
+        *,
+        ttl_ms: int | None = None,
+        lengths: _Each[int] | None = None,
+    ) -> NDArray[np.bool_]:
+        """Store values.
+
+        Args:
+            keys: uint8 `[n, 32]` or 32 bytes each.
+            rows: uint8 `[n, width]`.
+            ttl_ms: milliseconds after which the server drops them.
+            lengths: bytes of each row that count.
+        Returns:
+            Whether the server took each, bool `[n]`.
+        Raises:
+            StoreError: the server does not answer.
+        """
+    def get(
+        self, keys: NDArray[np.uint8] | _Each[bytes], out: NDArray[np.uint8], *, varies: bool = False
+    ) -> NDArray[np.bool_]:
+        """Read values into rows. A value of another length leaves its row as it is, unless it is shorter and `varies`
+        is set: then zeros follow it.
+
+        Args:
+            keys: uint8 `[n, 32]` or 32 bytes each.
+            out: uint8 `[n, width]`, C-contiguous.
+            varies: whether values may be shorter than rows.
+        Returns:
+            Whether there was a value, bool `[n]`.
+        Raises:
+            StoreError: the server does not answer, or refuses.
+        """
+    def run(self, commands: _Each[_Each[bytes]]) -> list[Any]:
+        """Run commands in one round trip; in a cluster one after the other.
+
+        Args:
+            commands: words of bytes each, at least one.
+        Returns:
+            An answer each: an int, bytes, None or a list; or the StoreError with which the server refused.
+        Raises:
+            StoreError: the server does not answer.
+        """
+    def close(self) -> None:
+        """Close the connections that no call uses."""
 
 @final
 class SlabReport:

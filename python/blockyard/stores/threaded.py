@@ -395,14 +395,17 @@ class ThreadedStore(BatchStore):
         self._buffers.give(values)
         return rows, reasons, sums
 
+    def _varies(self, rows: NDArray[np.uint8]) -> bool:
+        """Return whether a row or rows hold what a codec returned, followed by zeros."""
+        return self._codec is not None and rows.shape[-1] == self._width
+
     def _stored(self, row: NDArray[np.uint8]) -> memoryview:
         """Return the bytes of a row that count: those of a codec are followed by zeros."""
-        is_padded = self._codec is not None and len(row) == self._width
-        return (row[: HEADER + value_length(row)] if is_padded else row).data
+        return (row[: HEADER + value_length(row)] if self._varies(row) else row).data
 
     def _takes(self, row: NDArray[np.uint8], size: int) -> bool:
         """Return whether a stored row of `size` bytes fits `row`; what is left of it becomes zero."""
-        if self._codec is None or len(row) != self._width:
+        if not self._varies(row):
             return size == len(row)
         row[min(size, len(row)) :] = 0
         return HEADER <= size <= len(row)

@@ -66,7 +66,9 @@ mod _core {
     #[pymodule_export]
     use crate::span::expand_span;
     #[pymodule_export]
-    use crate::store::{PyCompletion, PySlabReport, PySlabStore, PyTierStats, check_slab, checksum_rows, inspect_slab};
+    use crate::store::{
+        PyCompletion, PyRedisClient, PySlabReport, PySlabStore, PyTierStats, check_slab, checksum_rows, inspect_slab,
+    };
     #[pymodule_export]
     use crate::v0::hash_blocks;
 

@@ -1,8 +1,11 @@
-//! `SlabStore`: the file store as Python sees it; what its batches come to is in `results`, its file in `report`.
+//! `SlabStore`: the file store as Python sees it; what its batches come to is in `results`, its file in `report`. The
+//! connections of the Redis store are in `redis`.
 
+mod redis;
 mod report;
 mod results;
 
+pub(crate) use redis::PyRedisClient;
 pub(crate) use report::{PySlabReport, check_slab, inspect_slab};
 pub(crate) use results::{PyCompletion, PyTierStats};
 

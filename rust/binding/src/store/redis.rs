@@ -1,0 +1,199 @@
+//! `RedisClient`: the connections of the Redis store as Python sees them.
+
+use super::{classes, expected, invalid, key_array, seconds};
+use crate::convert::args;
+use crate::convert::memory;
+use blockyard_redis::{Address, Answer, Client, Error, Options, Tls};
+use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use std::path::PathBuf;
+
+fn to_py(error: &Error) -> PyErr {
+    classes::StoreError::new_err(error.to_string())
+}
+
+/// Connections to a Redis or Valkey server or cluster, one for each call that is under way. Calls block without the
+/// interpreter's lock.
+///
+/// Args:
+///     host: name of the server's machine, or with `transport="unix"` the path of its socket.
+///     port: of the server.
+///     transport: `"tcp"`, `"tls"` or `"unix"`.
+///     cluster: whether the server is a node of a cluster.
+///     username, password: None for none.
+///     db: number of the database.
+///     ca, cert, key: PEM files for `"tls"`: authorities of the server's certificate; our own.
+///     prefix: what names of values begin with.
+///     connect_timeout: most seconds that connecting takes.
+///     timeout: most seconds that the server may be silent.
+/// Raises:
+///     StoreError: a PEM file cannot be read.
+#[pyclass(frozen, name = "RedisClient", module = "blockyard._core")]
+pub(crate) struct PyRedisClient {
+    client: Client,
+    prefix: Vec<u8>,
+    host: String,
+}
+
+#[pymethods]
+impl PyRedisClient {
+    #[new]
+    #[pyo3(signature = (host, *, port=6379, transport="tcp", cluster=false, username=None, password=None, db=0, ca=None,
+                        cert=None, key=None, prefix=None, connect_timeout=2.0, timeout=2.0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one a part of the URL")]
+    fn new(
+        py: Python<'_>,
+        host: String,
+        #[pyo3(from_py_with = args::port)] port: u16,
+        transport: &str,
+        cluster: bool,
+        username: Option<String>,
+        password: Option<String>,
+        #[pyo3(from_py_with = args::db)] db: i64,
+        ca: Option<PathBuf>,
+        cert: Option<PathBuf>,
+        key: Option<PathBuf>,
+        prefix: Option<&[u8]>,
+        #[pyo3(from_py_with = args::connect_timeout)] connect_timeout: f64,
+        #[pyo3(from_py_with = args::timeout)] timeout: f64,
+    ) -> PyResult<Self> {
+        let address = match transport {
+            "unix" => Address::Unix(PathBuf::from(&host)),
+            "tcp" => Address::Tcp { host: host.clone(), port, tls: None },
+            "tls" => Address::Tcp { host: host.clone(), port, tls: Some(Tls { ca, cert, key }) },
+            other => return Err(invalid(format!("transport is '{other}', must be 'tcp', 'tls' or 'unix'"))),
+        };
+        let (connect_timeout, timeout) = (seconds("connect_timeout", connect_timeout)?, seconds("timeout", timeout)?);
+        if connect_timeout.is_zero() || timeout.is_zero() {
+            return Err(invalid("connect_timeout and timeout must be more than 0 seconds".to_owned()));
+        }
+        let options = Options { address, is_cluster: cluster, username, password, db, connect_timeout, timeout };
+        let client = py.detach(|| Client::new(options)).map_err(|error| to_py(&error))?;
+        Ok(Self { client, prefix: prefix.unwrap_or_default().to_vec(), host })
+    }
+
+    /// Store values.
+    ///
+    /// Args:
+    ///     keys: uint8 `[n, 32]` or 32 bytes each.
+    ///     rows: uint8 `[n, width]`.
+    ///     ttl_ms: milliseconds after which the server drops them.
+    ///     lengths: bytes of each row that count.
+    /// Returns:
+    ///     Whether the server took each, bool `[n]`.
+    /// Raises:
+    ///     StoreError: the server does not answer.
+    #[pyo3(signature = (keys, rows, *, ttl_ms=None, lengths=None))]
+    fn put<'py>(
+        &self,
+        keys: &Bound<'py, PyAny>,
+        rows: &Bound<'py, PyAny>,
+        #[pyo3(from_py_with = args::ttl_ms)] ttl_ms: Option<u64>,
+        #[pyo3(from_py_with = args::lengths)] lengths: Option<Vec<usize>>,
+    ) -> PyResult<Bound<'py, PyArray1<bool>>> {
+        let names = self.names(keys)?;
+        let [count, width] = shape_of(rows, "rows", names.len())?;
+        let lengths = lengths.unwrap_or_else(|| vec![width; count]);
+        if lengths.len() != count || lengths.iter().any(|&length| length > width) {
+            return Err(invalid(format!("lengths must be {count} ints, 0 to {width}")));
+        }
+        let stored = memory::lend_rows(rows, [count, width], |bytes| {
+            let rows = bytes.chunks_exact(width).zip(&lengths);
+            let values: Vec<&[u8]> = rows.map(|(row, &length)| &row[..length]).collect();
+            self.client.put(&names, &values, ttl_ms)
+        })?;
+        let stored = stored.ok_or_else(|| not_rows("rows", rows))?.map_err(|error| to_py(&error))?;
+        memory::array(rows.py(), &stored, |stored| *stored)
+    }
+
+    /// Read values into rows. A value of another length leaves its row as it is, unless it is shorter and `varies` is
+    /// set: then zeros follow it.
+    ///
+    /// Args:
+    ///     keys: uint8 `[n, 32]` or 32 bytes each.
+    ///     out: uint8 `[n, width]`, C-contiguous.
+    ///     varies: whether values may be shorter than rows.
+    /// Returns:
+    ///     Whether there was a value, bool `[n]`.
+    /// Raises:
+    ///     StoreError: the server does not answer, or refuses.
+    #[pyo3(signature = (keys, out, *, varies=false))]
+    fn get<'py>(
+        &self,
+        keys: &Bound<'py, PyAny>,
+        out: &Bound<'py, PyAny>,
+        varies: bool,
+    ) -> PyResult<Bound<'py, PyArray1<bool>>> {
+        let names = self.names(keys)?;
+        let [count, width] = shape_of(out, "out", names.len())?;
+        let (_, found) = memory::fill_rows(out, "out", [count, width], |bytes| {
+            let mut rows: Vec<&mut [u8]> = bytes.chunks_exact_mut(width).collect();
+            self.client.get(&names, &mut rows, varies)
+        })?;
+        let found = found.map_err(|error| to_py(&error))?;
+        memory::array(out.py(), &found, |found| *found)
+    }
+
+    /// Run commands in one round trip; in a cluster one after the other.
+    ///
+    /// Args:
+    ///     commands: words of bytes each, at least one.
+    /// Returns:
+    ///     An answer each: an int, bytes, None or a list; or the StoreError with which the server refused.
+    /// Raises:
+    ///     StoreError: the server does not answer.
+    fn run<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::commands)] commands: Vec<Vec<Bound<'py, PyBytes>>>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        if commands.iter().any(Vec::is_empty) {
+            return Err(invalid("commands has an empty one, must have at least a word each".to_owned()));
+        }
+        let words = |command: &Vec<Bound<'py, PyBytes>>| command.iter().map(|word| word.as_bytes().to_vec()).collect();
+        let commands: Vec<Vec<Vec<u8>>> = commands.iter().map(words).collect();
+        let answers = py.detach(|| self.client.run(&commands)).map_err(|error| to_py(&error))?;
+        list_of(py, answers)
+    }
+
+    /// Close the connections that no call uses.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.client.close());
+    }
+
+    fn __repr__(&self) -> String {
+        format!("RedisClient('{}')", self.host)
+    }
+}
+
+impl PyRedisClient {
+    fn names(&self, keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
+        Ok(key_array(keys)?.iter().map(|key| [&self.prefix[..], key].concat()).collect())
+    }
+}
+
+fn not_rows(name: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    expected(name, "a uint8 array [n, width]", value)
+}
+
+/// The shape of as many rows as there are keys.
+fn shape_of(value: &Bound<'_, PyAny>, name: &str, count: usize) -> PyResult<[usize; 2]> {
+    let array = value.cast::<PyArray<u8, Ix2>>().map_err(|_| not_rows(name, value))?;
+    match array.shape() {
+        &[found, width] if found == count && width > 0 => Ok([found, width]),
+        shape => Err(invalid(format!("{name} has shape {shape:?}, must have [{count}, 1 or more]"))),
+    }
+}
+
+fn list_of(py: Python<'_>, answers: Vec<Answer>) -> PyResult<Bound<'_, PyList>> {
+    let answers = answers.into_iter().map(|answer| match answer {
+        Answer::Nil => Ok(py.None().into_bound(py)),
+        Answer::Int(number) => number.into_bound_py_any(py),
+        Answer::Bytes(bytes) => Ok(PyBytes::new(py, &bytes).into_any()),
+        Answer::List(answers) => list_of(py, answers).map(Bound::into_any),
+        Answer::Refused(why) => Ok(classes::StoreError::new_err(why).into_value(py).into_bound(py).into_any()),
+    });
+    PyList::new(py, answers.collect::<PyResult<Vec<_>>>()?)
+}

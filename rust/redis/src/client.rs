@@ -1,0 +1,95 @@
+//! `Client`: as many connections as calls run at once.
+//!
+//! A connection whose call failed is not used again: a late answer would be taken for that of the next call. One lock, of
+//! the idle connections; nobody waits for a server under it.
+
+use crate::connection::{Answer, Connection, Server};
+use crate::error::Result;
+use crate::options::Options;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Connections to one server or cluster; any thread may use it.
+pub struct Client {
+    server: Server,
+    options: Options,
+    idle: Mutex<Vec<Connection>>,
+}
+
+impl Client {
+    /// Makes a client; it connects when it is first used.
+    ///
+    /// # Errors
+    /// A file of certificates cannot be read, or has none.
+    pub fn new(options: Options) -> Result<Self> {
+        Ok(Self { server: options.server()?, options, idle: Mutex::default() })
+    }
+
+    /// Stores values under names, for good or for `ttl_ms`; whether the server took each.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or is silent for too long.
+    pub fn put(&self, names: &[Vec<u8>], values: &[&[u8]], ttl_ms: Option<u64>) -> Result<Vec<bool>> {
+        if names.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.with(|connection| connection.put(names, values, ttl_ms))
+    }
+
+    /// Reads values into rows, as many as names. A value of another length than its row's leaves it as it is, unless it is
+    /// shorter and `varies` is set: then zeros follow it.
+    ///
+    /// Returns whether there was a value.
+    ///
+    /// # Errors
+    /// The server cannot be reached, is silent for too long, or refuses to read a value.
+    pub fn get(&self, names: &[Vec<u8>], rows: &mut [&mut [u8]], varies: bool) -> Result<Vec<bool>> {
+        if names.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.with(|connection| connection.get(names, rows, varies))
+    }
+
+    /// Runs commands, at least a word each, and returns what the server answers.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or is silent for too long. A refused command is an [`Answer::Refused`].
+    pub fn run(&self, commands: &[Vec<Vec<u8>>]) -> Result<Vec<Answer>> {
+        if commands.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.with(|connection| connection.run(commands))
+    }
+
+    /// Closes the connections that no call uses; the client may be used again.
+    pub fn close(&self) {
+        let idle = std::mem::take(&mut *self.idle());
+        drop(idle);
+    }
+
+    /// Lets a call use a connection. It is called once more if the server had closed an idle one.
+    fn with<R>(&self, mut call: impl FnMut(&mut Connection) -> Result<R>) -> Result<R> {
+        let idle = self.idle().pop();
+        if let Some(connection) = idle {
+            match self.try_with(connection, &mut call) {
+                Err(error) if error.is_dropped() => {}
+                done => return done,
+            }
+        }
+        let connection = self.server.connect(self.options.connect_timeout, self.options.timeout)?;
+        self.try_with(connection, &mut call)
+    }
+
+    fn try_with<R>(
+        &self,
+        mut connection: Connection,
+        call: &mut impl FnMut(&mut Connection) -> Result<R>,
+    ) -> Result<R> {
+        let done = call(&mut connection)?;
+        self.idle().push(connection);
+        Ok(done)
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<Connection>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

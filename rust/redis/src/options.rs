@@ -1,0 +1,114 @@
+//! Where a server is, who we are there, and how long we wait for it.
+
+use crate::connection::Server;
+use crate::error::{Error, Result};
+use redis::cluster::ClusterClientBuilder;
+use redis::io::tcp::TcpSettings;
+use redis::{
+    ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, TlsCertificates,
+};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A cluster's slots may move while a command is under way: how often it is sent again.
+const CLUSTER_RETRIES: u32 = 3;
+
+/// Where a server is.
+#[derive(Clone, Debug)]
+pub enum Address {
+    /// Over TCP.
+    Tcp {
+        /// Name or number of the machine.
+        host: String,
+        /// Port.
+        port: u16,
+        /// Set for an encrypted connection.
+        tls: Option<Tls>,
+    },
+    /// A socket of this machine.
+    Unix(PathBuf),
+}
+
+/// PEM files for an encrypted connection.
+#[derive(Clone, Debug, Default)]
+pub struct Tls {
+    /// Authorities that the server's certificate may be from; those of the system if none.
+    pub ca: Option<PathBuf>,
+    /// Our certificate.
+    pub cert: Option<PathBuf>,
+    /// The key of our certificate.
+    pub key: Option<PathBuf>,
+}
+
+/// How to connect. It has no `Debug`: it holds a password.
+#[derive(Clone)]
+pub struct Options {
+    /// Where to.
+    pub address: Address,
+    /// Whether the server is a node of a cluster.
+    pub is_cluster: bool,
+    /// Name of the user.
+    pub username: Option<String>,
+    /// Password.
+    pub password: Option<String>,
+    /// Number of the database; a cluster has one.
+    pub db: i64,
+    /// How long connecting may take.
+    pub connect_timeout: Duration,
+    /// How long the server may stay silent.
+    pub timeout: Duration,
+}
+
+impl Options {
+    pub(crate) fn server(&self) -> Result<Server> {
+        let mut user = RedisConnectionInfo::default().set_db(self.db).set_skip_set_lib_name();
+        if let Some(name) = &self.username {
+            user = user.set_username(name);
+        }
+        if let Some(password) = &self.password {
+            user = user.set_password(password);
+        }
+        let (address, tls) = match &self.address {
+            Address::Unix(path) => (ConnectionAddr::Unix(path.clone()), None),
+            Address::Tcp { host, port, tls: None } => (ConnectionAddr::Tcp(host.clone(), *port), None),
+            Address::Tcp { host, port, tls: Some(tls) } => {
+                let insecure = false;
+                let address = ConnectionAddr::TcpTls { host: host.clone(), port: *port, insecure, tls_params: None };
+                (address, Some(tls.read()?))
+            }
+        };
+        // Without it the end of a value would wait for the server to acknowledge its beginning.
+        let tcp = TcpSettings::default().set_nodelay(true);
+        let info = address.into_connection_info()?.set_redis_settings(user).set_tcp_settings(tcp.clone());
+        match tls {
+            tls if self.is_cluster => self.cluster(info, tls, tcp),
+            None => Ok(Server::Plain(Box::new(self.clone()))),
+            Some(tls) => Ok(Server::Tls(redis::Client::build_with_tls(info, tls)?)),
+        }
+    }
+
+    fn cluster(&self, info: ConnectionInfo, tls: Option<TlsCertificates>, tcp: TcpSettings) -> Result<Server> {
+        let mut builder = ClusterClientBuilder::new([info])
+            .retries(CLUSTER_RETRIES)
+            .min_retry_wait(10)
+            .max_retry_wait(100)
+            .connection_timeout(self.connect_timeout)
+            .response_timeout(self.timeout)
+            .tcp_settings(tcp);
+        if let Some(tls) = tls {
+            builder = builder.certs(tls);
+        }
+        Ok(Server::Cluster(Box::new(builder.build()?)))
+    }
+}
+
+impl Tls {
+    fn read(&self) -> Result<TlsCertificates> {
+        let read = |path: &Path| std::fs::read(path).map_err(|error| Error::File { path: path.to_owned(), error });
+        let cert = self.cert.as_deref().map(read).transpose()?;
+        // A file of a certificate may have its key too.
+        let key = self.key.as_deref().or(self.cert.as_deref()).map(read).transpose()?;
+        let client_tls = cert.zip(key).map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key });
+        Ok(TlsCertificates { client_tls, root_cert: self.ca.as_deref().map(read).transpose()? })
+    }
+}
