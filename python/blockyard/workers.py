@@ -1,4 +1,6 @@
-"""Threads of the copy engine and of stores: they end before the interpreter does, and a fork gets an error.
+"""What the copy engine and stores share: threads, and the folder of what `blockyard calibrate` found.
+
+Threads end before the interpreter does, and a fork gets an error.
 
 The interpreter stops a thread that outlasts it wherever that thread next takes its lock. Within torch's C++ code this
 aborts the process, and its exit code and traceback are lost.
@@ -11,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from blockyard.errors import ForkedError
 
-__all__ = ["Process", "start_worker"]
+__all__ = ["Process", "cache_folder", "start_worker"]
 
 _PARTING_SECONDS: Final = 10.0
 _running: dict[threading.Thread, Callable[[], None]] = {}  # each with what makes it end
@@ -89,3 +92,10 @@ def _end_workers() -> None:
 
 
 os.register_at_fork(after_in_child=_running.clear)
+
+
+def cache_folder() -> Path:
+    """Return the folder of what was calibrated: BLOCKYARD_CACHE, or `blockyard/` in the user's cache folder."""
+    folder = os.environ.get("BLOCKYARD_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) if folder else Path(base) / "blockyard"

@@ -139,7 +139,7 @@ struct State {
     threads: usize,
     /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
     event: Option<OwnedFd>,
-    /// Of threads that wait for their rings and can take more.
+    /// Of threads that wait for their rings and can take more. Each thread adds and removes its own.
     listening: Vec<Arc<OwnedFd>>,
 }
 
@@ -163,14 +163,17 @@ impl Shared {
         }
     }
 
-    /// Wakes threads, as many as there are operations to begin; all of them when the store is closing.
-    fn wake_threads(&self, mut state: MutexGuard<'_, State>) {
-        let wanted = if state.queue.is_closing() { usize::MAX } else { state.queue.ready() };
-        let first = state.listening.len().saturating_sub(wanted);
-        let listening = state.listening.split_off(first);
+    /// Wakes threads that wait for work.
+    fn wake_threads(&self, state: MutexGuard<'_, State>) {
+        state.wake_listening();
         drop(state);
         self.work.notify_all();
-        for waker in listening {
+    }
+}
+
+impl State {
+    fn wake_listening(&self) {
+        for waker in &self.listening {
             let _ = rustix::io::write(waker, &1u64.to_ne_bytes());
         }
     }

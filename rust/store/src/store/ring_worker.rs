@@ -94,17 +94,22 @@ impl RingLoop<'_> {
         }
     }
 
-    /// Jobs that the ring has room for, and whether the store is closing. Without any, new ones wake a thread that waits.
+    /// Jobs that the ring has room for, and whether the store is closing. A thread that has some and would wait now leaves
+    /// others to threads that have none, and is woken with them for new ones.
     fn take_jobs(&mut self, will_wait: bool) -> (Vec<Job>, bool) {
-        let room = usize::from(DEPTH).saturating_sub(self.ring.in_flight());
+        let (waker, in_flight) = (self.ring.waker(), self.ring.in_flight());
+        let room = usize::from(DEPTH).saturating_sub(in_flight);
         let mut state = self.worker.shared.lock();
+        state.listening.retain(|other| !Arc::ptr_eq(other, waker));
         if state.queue.is_closing() {
             return (Vec::new(), true);
         }
-        let jobs = state.queue.next_jobs(room);
+        let leaves = will_wait && in_flight > 0 && !state.listening.is_empty();
+        let jobs = if leaves { Vec::new() } else { state.queue.next_jobs(room) };
         self.worker.wake_callers(&mut state);
-        let waker = self.ring.waker();
-        state.listening.retain(|other| !Arc::ptr_eq(other, waker));
+        if leaves && state.queue.ready() > 0 {
+            state.wake_listening();
+        }
         if will_wait && jobs.is_empty() && room > 0 {
             state.listening.push(Arc::clone(waker));
         }
