@@ -63,8 +63,9 @@ impl<T: Memory> Ring<T> {
     pub(crate) fn new(file: BorrowedFd<'_>, depth: u32) -> io::Result<Self> {
         // One more for the waker. Kernels before 5.19 know no flag of these.
         let build = |builder: &mut io_uring::Builder| builder.build(depth + 1);
-        let ring = build(IoUring::builder().setup_coop_taskrun())
-            .or_else(|error| if error.raw_os_error() == Some(libc::EINVAL) { IoUring::new(depth + 1) } else { Err(error) })?;
+        let ring = build(IoUring::builder().setup_coop_taskrun()).or_else(|error| {
+            if error.raw_os_error() == Some(libc::EINVAL) { IoUring::new(depth + 1) } else { Err(error) }
+        })?;
         let mut probe = io_uring::Probe::new();
         ring.submitter().register_probe(&mut probe)?;
         let needed = [opcode::Readv::CODE, opcode::Writev::CODE, opcode::PollAdd::CODE];

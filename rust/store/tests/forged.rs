@@ -50,7 +50,14 @@ impl BlockDevice for Image {
 
 fn options() -> StoreOptions {
     let geometry = Geometry { payload_bytes: BYTES, slots: SLOTS };
-    StoreOptions { geometry, namespace: [7; 32], threads: 2, memory_bytes: 1 << 20, patience: Duration::from_secs(60), io: Io::Threads }
+    StoreOptions {
+        geometry,
+        namespace: [7; 32],
+        threads: 2,
+        memory_bytes: 1 << 20,
+        patience: Duration::from_secs(60),
+        io: Io::Threads,
+    }
 }
 
 fn keys() -> Vec<[u8; 32]> {

@@ -193,7 +193,8 @@ impl SlabStore {
     fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
         let state = State { queue, device: None, threads: 0, event: None, listening: Vec::new() };
         let shared = Arc::new(Shared { state: Mutex::new(state), work: Condvar::new(), done: Condvar::new() });
-        let mut store = Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()), refused: None };
+        let mut store =
+            Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()), refused: None };
         let rings = store.rings(&*device);
         store.shared.lock().device = Some(Arc::clone(&device));
         for ring in rings {
