@@ -1,4 +1,4 @@
-//! Requests to the kernel through io_uring. All of this crate's `unsafe` code is here.
+//! Requests to the kernel through `io_uring`. All of this crate's `unsafe` code is here.
 //!
 //! Invariant: from [`Ring::push`] until its completion is taken, nobody but the kernel uses what a request owns, and nothing
 //! frees it. A ring that is dropped before leaks it: the kernel may use the memory for as long as the device hangs.
@@ -41,7 +41,7 @@ struct Request<T> {
 
 /// One thread's queue of reads and writes of one file.
 pub(crate) struct Ring<T: Memory> {
-    ring: IoUring,
+    queue: IoUring,
     file: OwnedFd,
     waker: Arc<OwnedFd>,
     is_listening: bool,
@@ -59,7 +59,7 @@ impl<T: Memory> Ring<T> {
     /// A ring for up to `depth` requests at a time.
     ///
     /// # Errors
-    /// The system's: kernels without io_uring say `ENOSYS`, containers often `EPERM`.
+    /// The system's: kernels without `io_uring` say `ENOSYS`, containers often `EPERM`.
     pub(crate) fn new(file: BorrowedFd<'_>, depth: u32) -> io::Result<Self> {
         // One more for the waker. Kernels before 5.19 know no flag of these.
         let build = |builder: &mut io_uring::Builder| builder.build(depth + 1);
@@ -74,7 +74,7 @@ impl<T: Memory> Ring<T> {
         }
         let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let file = file.try_clone_to_owned()?;
-        Ok(Self { ring, file, waker, is_listening: false, in_flight: 0, owners: PhantomData })
+        Ok(Self { queue: ring, file, waker, is_listening: false, in_flight: 0, owners: PhantomData })
     }
 
     /// Requests that have not ended.
@@ -136,7 +136,7 @@ impl<T: Memory> Ring<T> {
         for _ in 0..2 {
             // SAFETY: the entry's memory is a request, which stays until its completion was taken, or it has none. Its
             // files are this ring's, which outlive the submission of what is in the queue.
-            if unsafe { self.ring.submission().push(entry) }.is_ok() {
+            if unsafe { self.queue.submission().push(entry) }.is_ok() {
                 return Ok(());
             }
             self.submit()?;
@@ -160,7 +160,7 @@ impl<T: Memory> Ring<T> {
     pub(crate) fn wait(&mut self) -> io::Result<Vec<(T, io::Result<usize>)>> {
         self.submit_and_wait(1)?;
         let mut ended = Vec::new();
-        for entry in self.ring.completion() {
+        for entry in self.queue.completion() {
             if entry.user_data() == WAKE {
                 self.is_listening = false;
                 // Nothing to read if it was woken twice.
@@ -179,7 +179,7 @@ impl<T: Memory> Ring<T> {
     }
 
     fn submit_and_wait(&self, want: usize) -> io::Result<()> {
-        match self.ring.submit_and_wait(want) {
+        match self.queue.submit_and_wait(want) {
             Ok(_) => Ok(()),
             // Completions must be taken first: the caller does.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => Ok(()),

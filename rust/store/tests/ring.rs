@@ -1,5 +1,5 @@
-//! The store with io_uring: what hangs in the kernel, ends in parts or fails, over pipes that stand for a disk and over
-//! files. Without io_uring the tests say so and end.
+//! The store with `io_uring`: what hangs in the kernel, ends in parts or fails, over pipes that stand for a disk and over
+//! files. Without `io_uring` the tests say so and end.
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 #[expect(dead_code, unused_imports, reason = "shared with other tests")]

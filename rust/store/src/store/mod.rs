@@ -50,7 +50,7 @@ pub enum Io {
     /// Each thread waits for one call at a time.
     #[default]
     Threads,
-    /// Each thread keeps several requests in the kernel. Where the kernel or the device has no io_uring, as [`Io::Threads`].
+    /// Each thread keeps several requests in the kernel. Where the kernel or the device has no `io_uring`, as [`Io::Threads`].
     Uring,
 }
 
@@ -121,7 +121,7 @@ pub struct SlabStore {
     keyed: bool,
     /// Held while the superblock is written.
     superblock: Mutex<()>,
-    /// Why io_uring does not run.
+    /// Why `io_uring` does not run.
     refused: Option<String>,
 }
 
@@ -139,8 +139,8 @@ struct State {
     threads: usize,
     /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
     event: Option<OwnedFd>,
-    /// Of threads that wait for their rings and can take more. Each thread adds and removes its own.
-    listening: Vec<Arc<OwnedFd>>,
+    /// Threads that wait for their rings and can take more. Each adds and removes itself.
+    listening: Vec<Listener>,
 }
 
 impl std::fmt::Debug for State {
@@ -165,17 +165,22 @@ impl Shared {
 
     /// Wakes threads that wait for work.
     fn wake_threads(&self, state: MutexGuard<'_, State>) {
-        state.wake_listening();
+        state.listening.iter().for_each(Listener::wake);
         drop(state);
         self.work.notify_all();
     }
 }
 
-impl State {
-    fn wake_listening(&self) {
-        for waker in &self.listening {
-            let _ = rustix::io::write(waker, &1u64.to_ne_bytes());
-        }
+/// A thread that waits for its ring.
+struct Listener {
+    waker: Arc<OwnedFd>,
+    /// Whether it has nothing in the kernel.
+    is_idle: bool,
+}
+
+impl Listener {
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
     }
 }
 
@@ -196,14 +201,14 @@ impl SlabStore {
         let mut store =
             Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()), refused: None };
         let rings = store.rings(&*device);
-        store.shared.lock().device = Some(Arc::clone(&device));
+        store.shared.lock().device = Some(device);
         for ring in rings {
-            store.start_thread(&device, ring)?;
+            store.start_thread(ring)?;
         }
         Ok(store)
     }
 
-    /// A ring for each thread, or none where io_uring is not wanted or refused.
+    /// A ring for each thread, or none where `io_uring` is not wanted or refused.
     fn rings(&mut self, device: &dyn BlockDevice) -> Vec<Option<Ring<Request>>> {
         let threads = self.options.threads;
         let none = || (0..threads).map(|_| None).collect();
@@ -220,18 +225,20 @@ impl SlabStore {
         })
     }
 
-    fn start_thread(&self, device: &Arc<dyn BlockDevice>, ring: Option<Ring<Request>>) -> Result<()> {
+    fn start_thread(&self, ring: Option<Ring<Request>>) -> Result<()> {
         let Self { options: StoreOptions { geometry, namespace, .. }, ref shared, .. } = *self;
-        let worker = Worker { shared: Arc::clone(shared), device: Arc::clone(device), geometry, namespace };
-        let work = move || match ring {
-            Some(ring) => RingWorker { worker, ring }.run(),
-            None => {
+        let mut state = self.shared.lock();
+        let device = Arc::clone(state.device.as_ref().ok_or(Error::Closed)?);
+        let worker = Worker { shared: Arc::clone(shared), device, geometry, namespace };
+        let work = move || {
+            if let Some(ring) = ring {
+                RingWorker { worker, ring }.run();
+            } else {
                 worker.run();
                 worker.end();
             }
         };
         let name = "blockyard-store".to_owned();
-        let mut state = self.shared.lock();
         thread::Builder::new().name(name).spawn(work).map_err(|source| Error::Io {
             action: "start a thread for",
             path: STORE.into(),
@@ -241,7 +248,7 @@ impl SlabStore {
         Ok(())
     }
 
-    /// Why io_uring was asked for and threads run instead; `None` if what was asked for runs.
+    /// Why `io_uring` was asked for and threads run instead; `None` if what was asked for runs.
     #[must_use]
     pub fn refused(&self) -> Option<&str> {
         self.refused.as_deref()

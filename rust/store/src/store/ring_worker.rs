@@ -1,8 +1,9 @@
-//! One thread of the store with io_uring: it keeps several jobs in the kernel, and checks what has ended meanwhile.
+//! One thread of the store with `io_uring`: it keeps several jobs in the kernel, and checks what has ended meanwhile.
 //!
 //! An abandoned request stays in the kernel with its buffer until it ends; the thread goes on with others, and ends after
 //! the last.
 
+use super::Listener;
 use super::worker::{Kind, Run, Worker, settle};
 use crate::device::next_step;
 use crate::queue::Job;
@@ -53,6 +54,7 @@ impl RingWorker {
         let Self { worker, mut ring } = self;
         // Without its ring the thread goes on as one of the pool; what the kernel has stays there.
         if (RingLoop { worker: &worker, ring: &mut ring }).run().is_err() {
+            worker.shared.lock().listening.retain(|other| !Arc::ptr_eq(&other.waker, ring.waker()));
             worker.run();
         }
         // The ring's share of the file goes before the thread has ended.
@@ -100,18 +102,19 @@ impl RingLoop<'_> {
         let (waker, in_flight) = (self.ring.waker(), self.ring.in_flight());
         let room = usize::from(DEPTH).saturating_sub(in_flight);
         let mut state = self.worker.shared.lock();
-        state.listening.retain(|other| !Arc::ptr_eq(other, waker));
+        state.listening.retain(|other| !Arc::ptr_eq(&other.waker, waker));
         if state.queue.is_closing() {
             return (Vec::new(), true);
         }
-        let leaves = will_wait && in_flight > 0 && !state.listening.is_empty();
+        // Only to idle ones, which take them: two that leave jobs to each other would wake each other without end.
+        let leaves = will_wait && in_flight > 0 && state.listening.iter().any(|other| other.is_idle);
         let jobs = if leaves { Vec::new() } else { state.queue.next_jobs(room) };
         self.worker.wake_callers(&mut state);
         if leaves && state.queue.ready() > 0 {
-            state.wake_listening();
+            state.listening.iter().filter(|other| other.is_idle).for_each(Listener::wake);
         }
         if will_wait && jobs.is_empty() && room > 0 {
-            state.listening.push(Arc::clone(waker));
+            state.listening.push(Listener { waker: Arc::clone(waker), is_idle: in_flight == 0 });
         }
         (jobs, false)
     }
