@@ -37,13 +37,14 @@ sys.stdin.read()
 
 class TestDirect(StoreSuite):
     direct = "auto"
+    io = "threads"
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path
 
     def open_store(self) -> ExternalStore:
-        url = f"file://{self.folder}?direct={self.direct}&size=8MiB"
+        url = f"file://{self.folder}?direct={self.direct}&io={self.io}&size=8MiB"
         return open_store(url, bytes_per_block=self.bytes_per_block, num_slots=self.num_slots)
 
 
@@ -55,13 +56,21 @@ class TestWholePages(TestDirect):
     bytes_per_block = 8192
 
 
+class TestRings(TestDirect):
+    io = "uring"
+
+
+class TestBufferedRings(TestRings):
+    direct = "off"
+
+
 def blocks(count: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (count, WIDTH), dtype=np.uint8)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[SlabStore]:
-    with SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=16) as store:
+@pytest.fixture(params=["threads", "uring"])
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
+    with SlabStore(tmp_path / "swap", bytes_per_block=WIDTH, num_slots=16, io=request.param) as store:
         yield store
 
 
@@ -485,6 +494,7 @@ def test_a_result_that_memory_has_no_room_for_can_be_collected_later(tmp_path: P
 
 class TestPrefix(PrefixStoreSuite):
     direct = "auto"
+    io = "threads"
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -492,7 +502,7 @@ class TestPrefix(PrefixStoreSuite):
 
     def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
         return open_store(
-            f"file://{self.folder}?direct={self.direct}",
+            f"file://{self.folder}?direct={self.direct}&io={self.io}",
             bytes_per_block=self.bytes_per_block,
             num_slots=self.num_slots,
             namespace=namespace,
@@ -502,3 +512,7 @@ class TestPrefix(PrefixStoreSuite):
 
 class TestPrefixBuffered(TestPrefix):
     direct = "off"
+
+
+class TestPrefixRings(TestPrefix):
+    io = "uring"

@@ -52,8 +52,9 @@ sys.stdin.read()
 """
 
 
-def test_blocks_of_a_killed_process_come_back_in_the_next(tmp_path: Path):
-    url = f"file://{tmp_path}/kv?size=1MiB"
+@pytest.mark.parametrize("io", ["threads", "uring"])
+def test_blocks_of_a_killed_process_come_back_in_the_next(tmp_path: Path, io: str):
+    url = f"file://{tmp_path}/kv?size=1MiB&io={io}"
     child = subprocess.Popen(
         [sys.executable, "-c", HOLDER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -266,6 +266,16 @@ def test_one_module_of_the_binding_touches_memory_of_the_caller():
     assert excepted == ["rust/binding/src/convert/mod.rs"]
 
 
+def test_one_module_of_the_store_is_unsafe():
+    # Buffers of io_uring belong to the kernel until it has ended a request; what owns them is in one place.
+    source = ROOT / "rust" / "store" / "src"
+    assert "#![deny(unsafe_code)]" in lines(source / "lib.rs")
+    excepted = [name(path) for path in source.rglob("*.rs") for line in lines(path) if "expect(unsafe_code" in line]
+    assert excepted == ["rust/store/src/lib.rs"]
+    found = {path.name for path in source.rglob("*.rs") if re.search(r"\bunsafe\b", "\n".join(lines(path)))}
+    assert found == {"ring.rs"}
+
+
 @pytest.mark.parametrize(
     "line",
     ["let rows = array.as_slice()?;", "array.readonly()", "PyArray2::<u8>::zeros(py, n, false)", "unsafe { f() }"],

@@ -1844,6 +1844,7 @@ class SlabStore:
         size: int | None = None,
         num_slots: int | None = None,
         threads: int = 4,
+        io: str = "threads",
         direct: str = "auto",
         memory: int = 1073741824,
         deadline: float = 10.0,
@@ -1869,8 +1870,11 @@ class SlabStore:
     def direct(self) -> bool:
         """Whether the page cache is bypassed."""
     @property
+    def io(self) -> str:
+        """How blocks are read and written: "threads", or "uring" for io_uring."""
+    @property
     def notes(self) -> tuple[str, ...]:
-        """What the file system did not allow, in words."""
+        """What the system did not allow, in words."""
     def slot_offset(self, slot: int) -> int:
         """Where a slot's header begins in the file, in bytes."""
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:

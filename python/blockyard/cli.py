@@ -1,7 +1,7 @@
 """The `blockyard` command: `demo` runs the whole path, `doctor` describes this installation.
 
-`calibrate` measures the fastest copy strategies of each CUDA device and keeps them. `inspect` and `fsck` look at the
-file of a store.
+`calibrate` measures the fastest copy strategies of each CUDA device, or the I/O of file stores, and keeps them.
+`inspect` and `fsck` look at the file of a store.
 
 The exit codes are in `EXIT_CODES` and in `blockyard --help`. Torch is imported only after the arguments are parsed.
 """
@@ -23,6 +23,7 @@ from types import FrameType
 from blockyard import __version__
 from blockyard._core import SlabReport, check_slab, inspect_slab
 from blockyard.errors import BlockyardError
+from blockyard.stores.file import calibrate_directory
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a stream that cannot be written."""
@@ -136,7 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what is installed, and why something is missing")
     doctor.set_defaults(command=_doctor)
     calibrate = commands.add_parser(
-        "calibrate", help="measure the fastest copy strategies of each CUDA device once, and keep them"
+        "calibrate", help="measure what is fastest once, and keep it: copies of each CUDA device, or I/O of directories"
+    )
+    calibrate.add_argument(
+        "directories", nargs="*", metavar="DIR", help="of file stores: measure threads and io_uring there instead"
     )
     calibrate.set_defaults(command=_calibrate)
     look = commands.add_parser("inspect", help="show what the file of a store holds; the store may be in use")
@@ -251,7 +255,11 @@ def _doctor(_options: argparse.Namespace) -> int:
     return run_doctor()
 
 
-def _calibrate(_options: argparse.Namespace) -> int:
+def _calibrate(options: argparse.Namespace) -> int:
+    if options.directories:
+        for directory in options.directories:
+            print(f"{directory}: {calibrate_directory(directory, print)}")
+        return EXIT_OK
     from blockyard.engine.cuda.calibrate import run_calibrate  # noqa: PLC0415 - it imports torch
 
     return run_calibrate()

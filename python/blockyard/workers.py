@@ -1,4 +1,6 @@
-"""Threads of the copy engine and of stores: they end before the interpreter does, and a fork gets an error.
+"""What the copy engine and stores share: threads, and the folder of what `blockyard calibrate` found.
+
+Threads end before the interpreter does, and a fork gets an error.
 
 The interpreter stops a thread that outlasts it wherever that thread next takes its lock. Within torch's C++ code this
 aborts the process, and its exit code and traceback are lost.
@@ -13,11 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from blockyard.errors import ForkedError, StoreError
 
-__all__ = ["CallPool", "Process", "start_worker"]
+__all__ = ["CallPool", "Process", "cache_folder", "start_worker"]
 
 _PARTING_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.5  # how long a thread waits for more to do
@@ -221,3 +224,10 @@ def _end_workers() -> None:
 
 
 os.register_at_fork(after_in_child=_running.clear)
+
+
+def cache_folder() -> Path:
+    """Return the folder of what was calibrated: BLOCKYARD_CACHE, or `blockyard/` in the user's cache folder."""
+    folder = os.environ.get("BLOCKYARD_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) if folder else Path(base) / "blockyard"

@@ -3,6 +3,7 @@
 use crate::buffer::Buffer;
 use crate::geometry::PAGE;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::BorrowedFd;
 
 /// Storage that is addressed by byte offset. Offsets, lengths and addresses are multiples of 4 KiB.
 pub trait BlockDevice: Send + Sync {
@@ -50,6 +51,11 @@ pub trait BlockDevice: Send + Sync {
 
     /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, after a sync.
     fn save_checkpoint(&self, _bytes: &[u8]) {}
+
+    /// The file at whose offsets the bytes are, if the kernel may read and write it by itself (`io_uring`).
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// Called once, from a thread of its own, when the store is closed.
     fn discard(&self) {}
@@ -103,16 +109,18 @@ fn in_steps(whole: usize, stuck: io::ErrorKind, mut step: impl FnMut(usize) -> i
     while done < whole {
         let moved = match step(done) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            other => other?.min(whole - done),
+            other => other?,
         };
-        let next = done + moved;
-        let next = if next == whole { next } else { next - next % PAGE };
-        if next == done {
-            return Err(stuck.into());
-        }
-        done = next;
+        done = next_step(done, moved, whole).ok_or(stuck)?;
     }
     Ok(())
+}
+
+/// Where a transfer of `whole` bytes goes on after a step from `done` on, on a page boundary; `None` without progress.
+pub(crate) fn next_step(done: usize, moved: usize, whole: usize) -> Option<usize> {
+    let next = (done + moved).min(whole);
+    let next = if next == whole { next } else { next - next % PAGE };
+    (next > done).then_some(next)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 mod disk;
 
 use blockyard_store::{
-    BlockDevice, DirectMode, Geometry, Progress, SlabFile, SlabOptions, SlabStore, StoreOptions, checksum,
+    BlockDevice, DirectMode, Geometry, Io, Progress, SlabFile, SlabOptions, SlabStore, StoreOptions, checksum,
 };
 use disk::{ERRORS, Random};
 use std::io;
@@ -47,7 +47,14 @@ impl Faulty {
         let (calls, nth) = (AtomicU64::new(0), AtomicU64::new(0));
         let device = Self { file: file.unwrap(), calls, nth, frozen: Mutex::default(), thawed: Condvar::new() };
         let device = Arc::new(device);
-        let options = StoreOptions { geometry, namespace, threads: 4, memory_bytes: 1 << 22, patience: PATIENCE };
+        let options = StoreOptions {
+            geometry,
+            namespace,
+            threads: 4,
+            memory_bytes: 1 << 22,
+            patience: PATIENCE,
+            io: Io::Threads,
+        };
         let store = SlabStore::open_keyed(Arc::clone(&device) as _, options).unwrap();
         (device, store)
     }

@@ -3,7 +3,7 @@
 //! runs the same.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
-use blockyard_store::{BlockDevice, Expected, Geometry, Header, PAGE, SlabStore, StoreOptions, checksum};
+use blockyard_store::{BlockDevice, Expected, Geometry, Header, Io, PAGE, SlabStore, StoreOptions, checksum};
 use proptest::prelude::*;
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -50,7 +50,14 @@ impl BlockDevice for Image {
 
 fn options() -> StoreOptions {
     let geometry = Geometry { payload_bytes: BYTES, slots: SLOTS };
-    StoreOptions { geometry, namespace: [7; 32], threads: 2, memory_bytes: 1 << 20, patience: Duration::from_secs(60) }
+    StoreOptions {
+        geometry,
+        namespace: [7; 32],
+        threads: 2,
+        memory_bytes: 1 << 20,
+        patience: Duration::from_secs(60),
+        io: Io::Threads,
+    }
 }
 
 fn keys() -> Vec<[u8; 32]> {

@@ -83,6 +83,7 @@ fn read_block(bytes: &[u8]) -> Option<StoredBlock> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Io;
     use super::*;
     use crate::geometry::Geometry;
     use proptest::prelude::*;
@@ -91,7 +92,7 @@ mod tests {
     fn options() -> StoreOptions {
         let geometry = Geometry { payload_bytes: 100, slots: 8 };
         let patience = Duration::from_secs(1);
-        StoreOptions { geometry, namespace: [3; 32], threads: 2, memory_bytes: 1 << 20, patience }
+        StoreOptions { geometry, namespace: [3; 32], threads: 2, memory_bytes: 1 << 20, patience, io: Io::Threads }
     }
 
     fn landed() -> Landed {

@@ -2,9 +2,9 @@
 //! ([`LentRow`]). No call waits for the device longer than its timeout, but for opening a keyed store and
 //! [`SlabStore::forget`].
 //!
-//! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` wakes threads,
-//! `done` wakes callers. A thread that hangs in the kernel keeps its own buffer and its share of the device, and is
-//! left behind on close.
+//! Locks: one mutex over the [`Queue`], never held during I/O, hashing or copying of blocks. `work` and `listening` wake
+//! threads, `done` wakes callers. A thread whose calls or requests hang in the kernel keeps their buffers and its share of
+//! the device, and is left behind on close.
 
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
@@ -12,10 +12,12 @@ use crate::error::{Error, Result};
 use crate::geometry::{Geometry, PAGE};
 use crate::miss::Miss;
 use crate::queue::{LentRows, Queue, QueueOptions, Stats};
+use crate::ring::Ring;
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, thread};
 use crate::ticket::{Outcomes, Progress};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::HashSet;
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -23,10 +25,12 @@ mod checkpoint;
 mod inspect;
 mod keyed;
 mod recover;
+mod ring_worker;
 #[cfg(test)]
 mod schedules;
 mod worker;
 
+use ring_worker::{DEPTH, Request, RingWorker};
 use worker::Worker;
 
 pub use inspect::SlabReport;
@@ -39,6 +43,27 @@ const STORE: &str = "the external store";
 
 /// Longest time that close waits.
 const LONGEST: Duration = Duration::from_secs(86_400);
+
+/// How blocks are read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Io {
+    /// Each thread waits for one call at a time.
+    #[default]
+    Threads,
+    /// Each thread keeps several requests in the kernel. Where the kernel or the device has no `io_uring`, as [`Io::Threads`].
+    Uring,
+}
+
+impl Io {
+    /// Its name in URLs and messages.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Threads => "threads",
+            Self::Uring => "uring",
+        }
+    }
+}
 
 /// Options of a store. The device decides where the bytes are.
 #[derive(Clone, Debug)]
@@ -53,6 +78,8 @@ pub struct StoreOptions {
     pub memory_bytes: u64,
     /// Least time for an operation; it grows with the bytes in flight.
     pub patience: Duration,
+    /// How blocks are read and written.
+    pub io: Io,
 }
 
 impl StoreOptions {
@@ -78,7 +105,8 @@ impl StoreOptions {
     fn queue(&self, first_generation: u64) -> Queue {
         let Self { geometry, memory_bytes: limit, patience, threads, .. } = *self;
         let Geometry { slots, .. } = geometry;
-        Queue::new(QueueOptions { slots, stride: geometry.stride(), limit, patience, threads }, first_generation)
+        let (stride, depth) = (geometry.stride(), if self.io == Io::Uring { DEPTH.into() } else { 1 });
+        Queue::new(QueueOptions { slots, stride, limit, patience, threads, depth }, first_generation)
     }
 }
 
@@ -93,6 +121,8 @@ pub struct SlabStore {
     keyed: bool,
     /// Held while the superblock is written.
     superblock: Mutex<()>,
+    /// Why `io_uring` does not run.
+    refused: Option<String>,
 }
 
 #[derive(Debug)]
@@ -109,6 +139,8 @@ struct State {
     threads: usize,
     /// Readable while tickets have ended that nobody has polled for, if somebody asked for it.
     event: Option<OwnedFd>,
+    /// Threads that wait for their rings and can take more. Each adds and removes itself.
+    listening: Vec<Listener>,
 }
 
 impl std::fmt::Debug for State {
@@ -130,6 +162,26 @@ impl Shared {
             let _ = rustix::io::write(event, &1u64.to_ne_bytes());
         }
     }
+
+    /// Wakes threads that wait for work.
+    fn wake_threads(&self, state: MutexGuard<'_, State>) {
+        state.listening.iter().for_each(Listener::wake);
+        drop(state);
+        self.work.notify_all();
+    }
+}
+
+/// A thread that waits for its ring.
+struct Listener {
+    waker: Arc<OwnedFd>,
+    /// Whether it has nothing in the kernel.
+    is_idle: bool,
+}
+
+impl Listener {
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+    }
 }
 
 impl SlabStore {
@@ -144,32 +196,62 @@ impl SlabStore {
     }
 
     fn start(device: Arc<dyn BlockDevice>, options: StoreOptions, queue: Queue, keyed: bool) -> Result<Self> {
-        let state = Mutex::new(State { queue, device: Some(device), threads: 0, event: None });
-        let shared = Arc::new(Shared { state, work: Condvar::new(), done: Condvar::new() });
-        let store = Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()) };
-        for _ in 0..store.options.threads {
-            store.start_thread()?;
+        let state = State { queue, device: None, threads: 0, event: None, listening: Vec::new() };
+        let shared = Arc::new(Shared { state: Mutex::new(state), work: Condvar::new(), done: Condvar::new() });
+        let mut store =
+            Self { options, shared, owner: std::process::id(), keyed, superblock: Mutex::new(()), refused: None };
+        let rings = store.rings(&*device);
+        store.shared.lock().device = Some(device);
+        for ring in rings {
+            store.start_thread(ring)?;
         }
         Ok(store)
     }
 
-    fn start_thread(&self) -> Result<()> {
+    /// A ring for each thread, or none where `io_uring` is not wanted or refused.
+    fn rings(&mut self, device: &dyn BlockDevice) -> Vec<Option<Ring<Request>>> {
+        let threads = self.options.threads;
+        let none = || (0..threads).map(|_| None).collect();
+        if self.options.io == Io::Threads {
+            return none();
+        }
+        let rings = device.file().ok_or(io::ErrorKind::Unsupported.into()).and_then(|file| {
+            (0..threads).map(|_| Ring::new(file, DEPTH.into()).map(Some)).collect::<io::Result<Vec<_>>>()
+        });
+        rings.unwrap_or_else(|error| {
+            self.options.io = Io::Threads;
+            self.refused = Some(error.to_string());
+            none()
+        })
+    }
+
+    fn start_thread(&self, ring: Option<Ring<Request>>) -> Result<()> {
+        let Self { options: StoreOptions { geometry, namespace, .. }, ref shared, .. } = *self;
         let mut state = self.shared.lock();
         let device = Arc::clone(state.device.as_ref().ok_or(Error::Closed)?);
-        let worker = Worker {
-            shared: Arc::clone(&self.shared),
-            device,
-            geometry: self.options.geometry,
-            namespace: self.options.namespace,
+        let worker = Worker { shared: Arc::clone(shared), device, geometry, namespace };
+        let work = move || {
+            if let Some(ring) = ring {
+                RingWorker { worker, ring }.run();
+            } else {
+                worker.run();
+                worker.end();
+            }
         };
         let name = "blockyard-store".to_owned();
-        thread::Builder::new().name(name).spawn(move || worker.run()).map_err(|source| Error::Io {
+        thread::Builder::new().name(name).spawn(work).map_err(|source| Error::Io {
             action: "start a thread for",
             path: STORE.into(),
             source,
         })?;
         state.threads += 1;
         Ok(())
+    }
+
+    /// Why `io_uring` was asked for and threads run instead; `None` if what was asked for runs.
+    #[must_use]
+    pub fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
     }
 
     /// Slots and their length.
@@ -297,8 +379,7 @@ impl SlabStore {
         if state.queue.tickets.take_ended() {
             self.shared.wake_callers(&state);
         }
-        drop(state);
-        self.shared.work.notify_all();
+        self.shared.wake_threads(state);
         result
     }
 
@@ -379,9 +460,10 @@ impl SlabStore {
     /// `UnknownTicket`, `Forked`.
     pub fn take(&self, ticket: u64) -> Result<Completion> {
         self.check_process()?;
-        let outcomes = self.shared.lock().queue.take(ticket, Instant::now())?;
+        let mut state = self.shared.lock();
+        let outcomes = state.queue.take(ticket, Instant::now())?;
         // Keys that missed the deadline are wiped.
-        self.shared.work.notify_all();
+        self.shared.wake_threads(state);
         Ok(Completion {
             shared: Arc::clone(&self.shared),
             owner: self.owner,
@@ -419,7 +501,8 @@ impl SlabStore {
         let until = Instant::now() + timeout.min(LONGEST);
         let mut state = self.shared.lock();
         state.queue.close();
-        self.shared.work.notify_all();
+        self.shared.wake_threads(state);
+        state = self.shared.lock();
         let mut device = state.device.take();
         if !self.keyed {
             state.threads += device.take().map_or(0, |device| self.discard_apart(device, None));

@@ -1,7 +1,7 @@
 //! The store's threads and callers in schedules of `shuttle`'s choosing. There no wait times out, so a wake-up that is
 //! missing shows as a deadlock.
 
-use super::{SlabStore, StoreOptions};
+use super::{Io, SlabStore, StoreOptions};
 use crate::device::BlockDevice;
 use crate::error::Error;
 use crate::geometry::Geometry;
@@ -37,7 +37,14 @@ impl BlockDevice for Memory {
 
 fn store() -> Arc<SlabStore> {
     let geometry = Geometry::fit(BYTES, None, Some(4)).unwrap();
-    let options = StoreOptions { geometry, namespace: [0; 32], threads: 2, memory_bytes: 1 << 20, patience: LONG };
+    let options = StoreOptions {
+        geometry,
+        namespace: [0; 32],
+        threads: 2,
+        memory_bytes: 1 << 20,
+        patience: LONG,
+        io: Io::Threads,
+    };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     Arc::new(SlabStore::open(Arc::new(memory), options).unwrap())
 }
@@ -74,7 +81,14 @@ fn callers_find_what_they_wrote_whatever_the_schedule() {
 /// A keyed store of two slots, as an empty slab would give it.
 fn keyed() -> Arc<SlabStore> {
     let geometry = Geometry::fit(BYTES, None, Some(2)).unwrap();
-    let options = StoreOptions { geometry, namespace: [0; 32], threads: 2, memory_bytes: 1 << 20, patience: LONG };
+    let options = StoreOptions {
+        geometry,
+        namespace: [0; 32],
+        threads: 2,
+        memory_bytes: 1 << 20,
+        patience: LONG,
+        io: Io::Threads,
+    };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     let mut queue = options.queue(1);
     queue.restore(&Landed { floor: 1, next_generation: 2, blocks: Vec::new(), older: Vec::new() });

@@ -1,8 +1,9 @@
-//! One thread of the store: it takes neighbouring blocks from the queue and moves them by one call to the device.
+//! What the store does with a job: headers before a write, checks after a read, and outcomes for the queue. One thread
+//! of the pool moves a job's neighbouring blocks by one call to the device.
 
 use super::{Shared, State};
 use crate::buffer::Buffer;
-use crate::device::{BlockDevice, read_blocks, write_blocks, write_whole};
+use crate::device::{BlockDevice, read_blocks, write_blocks};
 use crate::geometry::{Geometry, PAGE};
 use crate::header::Expected;
 use crate::miss::Miss;
@@ -10,6 +11,20 @@ use crate::queue::{Job, Queue};
 use crate::sync::{Arc, MutexGuard, PoisonError};
 use crate::ticket::Place;
 use std::io;
+
+/// Neighbouring blocks.
+pub(super) type Run = Vec<(Place, Buffer)>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Write,
+    Read,
+    /// A page of zeros over a header.
+    Wipe,
+}
+
+/// What a device answered for each block of a run; of those that were read, what the check said.
+type Answers = Vec<io::Result<Result<(), Miss>>>;
 
 pub(super) struct Worker {
     pub(super) shared: Arc<Shared>,
@@ -19,10 +34,20 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn run(self) {
+    /// Carries jobs out one after the other, until the store is closing.
+    pub(super) fn run(&self) {
         while let Some(job) = self.next_job() {
-            self.carry_out(job);
+            let (kind, mut run) = self.begin(job);
+            let results = self.each(kind, &mut run);
+            let answers = self.check(kind, &run, results);
+            let mut state = self.shared.lock();
+            settle(&mut state.queue, kind, run, answers);
+            self.wake_callers(&mut state);
         }
+    }
+
+    /// Lets go of the device, and says that the thread has ended.
+    pub(super) fn end(self) {
         let Self { shared, device, .. } = self;
         drop(device);
         shared.lock().threads -= 1;
@@ -45,78 +70,57 @@ impl Worker {
         }
     }
 
-    fn carry_out(&self, job: Job) {
+    /// The blocks of a job, ready for the device.
+    pub(super) fn begin(&self, job: Job) -> (Kind, Run) {
         match job {
-            Job::Write(run) => self.write(run),
-            Job::Read(run) => self.read(run),
-            Job::Wipe(place) => {
-                let page = Buffer::new(PAGE);
-                let result = write_whole(&*self.device, page.as_slice(), self.geometry.offset(place.slot));
-                self.finish(|queue| {
-                    let result = outcome(queue, "deletion from", place.slot, result);
-                    queue.finish_wipe(place, result);
-                });
+            Job::Write(mut run) => {
+                for (place, buffer) in &mut run {
+                    let header = self.expected(*place).header(buffer.payload(self.geometry.payload_bytes));
+                    header.encode(buffer.as_mut_slice());
+                }
+                (Kind::Write, run)
             }
+            Job::Read(run) => (Kind::Read, run),
+            Job::Wipe(place) => (Kind::Wipe, vec![(place, Buffer::new(PAGE))]),
         }
-    }
-
-    fn write(&self, mut run: Vec<(Place, Buffer)>) {
-        for (place, buffer) in &mut run {
-            let header = self.expected(*place).header(buffer.payload(self.geometry.payload_bytes));
-            header.encode(buffer.as_mut_slice());
-        }
-        let results = self.each(&mut run, |blocks, offset| {
-            write_blocks(&*self.device, blocks.iter().map(|(_, buffer)| buffer), offset)
-        });
-        self.finish(|queue| {
-            for ((place, buffer), result) in run.into_iter().zip(results) {
-                let result = outcome(queue, "write of", place.slot, result);
-                queue.finish_write(place, buffer, result);
-            }
-        });
-    }
-
-    fn read(&self, mut run: Vec<(Place, Buffer)>) {
-        let results = self.each(&mut run, |blocks, offset| {
-            read_blocks(&*self.device, blocks.iter_mut().map(|(_, buffer)| buffer), offset)
-        });
-        let check = |(result, (place, buffer)): (io::Result<()>, &(Place, Buffer))| {
-            let payload = buffer.payload(self.geometry.payload_bytes);
-            result.map(|()| self.expected(*place).check(buffer.as_slice(), payload))
-        };
-        let checked: Vec<_> = results.into_iter().zip(&run).map(check).collect();
-        self.finish(|queue| {
-            for ((place, buffer), result) in run.into_iter().zip(checked) {
-                let result = outcome(queue, "read of", place.slot, result).and_then(|checked| checked);
-                queue.finish_read(place, buffer, result);
-            }
-        });
     }
 
     /// Moves neighbouring blocks together; if that fails, each alone, so that one bad block is no miss of the others.
-    fn each(
-        &self,
-        run: &mut [(Place, Buffer)],
-        mut call: impl FnMut(&mut [(Place, Buffer)], u64) -> io::Result<()>,
-    ) -> Vec<io::Result<()>> {
-        let offset = |(place, _): &(Place, Buffer)| self.geometry.offset(place.slot);
-        let first = run.first().map_or(0, offset);
-        match call(run, first) {
+    fn each(&self, kind: Kind, run: &mut Run) -> Vec<io::Result<()>> {
+        let call = |blocks: &mut [(Place, Buffer)]| {
+            let offset = self.offset(blocks);
+            match kind {
+                Kind::Read => read_blocks(&*self.device, blocks.iter_mut().map(|(_, buffer)| buffer), offset),
+                Kind::Write | Kind::Wipe => {
+                    write_blocks(&*self.device, blocks.iter().map(|(_, buffer)| buffer), offset)
+                }
+            }
+        };
+        match call(run) {
             Ok(()) => run.iter().map(|_| Ok(())).collect(),
             Err(error) if run.len() == 1 => vec![Err(error)],
-            Err(_) => run.chunks_mut(1).map(|block| call(block, block.first().map_or(0, offset))).collect(),
+            Err(_) => run.chunks_mut(1).map(call).collect(),
         }
     }
 
-    /// Hands results to the queue and wakes whoever waits for them.
-    fn finish(&self, note: impl FnOnce(&mut Queue)) {
-        let mut state = self.shared.lock();
-        note(&mut state.queue);
-        state.queue.answered();
-        self.wake_callers(&mut state);
+    /// Where a run begins.
+    pub(super) fn offset(&self, run: &[(Place, Buffer)]) -> u64 {
+        run.first().map_or(0, |(place, _)| self.geometry.offset(place.slot))
     }
 
-    fn wake_callers(&self, state: &mut MutexGuard<'_, State>) {
+    /// Checks blocks that were read.
+    pub(super) fn check(&self, kind: Kind, run: &Run, results: Vec<io::Result<()>>) -> Answers {
+        let check = |(result, (place, buffer)): (io::Result<()>, &(Place, Buffer))| {
+            let payload = || buffer.payload(self.geometry.payload_bytes);
+            result.map(|()| match kind {
+                Kind::Read => self.expected(*place).check(buffer.as_slice(), payload()),
+                Kind::Write | Kind::Wipe => Ok(()),
+            })
+        };
+        results.into_iter().zip(run).map(check).collect()
+    }
+
+    pub(super) fn wake_callers(&self, state: &mut MutexGuard<'_, State>) {
         if state.queue.tickets.take_ended() {
             self.shared.wake_callers(state);
         }
@@ -131,6 +135,24 @@ impl Worker {
             payload_bytes: self.geometry.payload_bytes,
         }
     }
+}
+
+/// Hands the outcomes of a job to the queue.
+pub(super) fn settle(queue: &mut Queue, kind: Kind, run: Run, answers: Answers) {
+    let what = match kind {
+        Kind::Write => "write of",
+        Kind::Read => "read of",
+        Kind::Wipe => "deletion from",
+    };
+    for ((place, buffer), answer) in run.into_iter().zip(answers) {
+        let result = outcome(queue, what, place.slot, answer).and_then(|checked| checked);
+        match kind {
+            Kind::Write => queue.finish_write(place, buffer, result),
+            Kind::Read => queue.finish_read(place, buffer, result),
+            Kind::Wipe => queue.finish_wipe(place, result),
+        }
+    }
+    queue.answered();
 }
 
 /// Turns a system error into a miss and keeps its message.
