@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Parked, RequestState
-from blockyard.scheduler.rows import LENGTH, Rows, Seated
+from blockyard.scheduler.rows import LENGTH, Rows
 from blockyard.scheduler.step import Draft, SchedulerStats
 
 __all__ = ["Admission"]

@@ -88,7 +88,7 @@ class Rows:
         capacity, had = self.tokens.shape
         if generated > had:
             longest = max(generated, 2 * had, FIRST_LENGTH)
-            # An odd number of cache lines, so that the same token of all rows does not fall into a few sets of the cache.
+            # An odd number of cache lines, so that the rows' entries do not fall into a few sets of the cache.
             longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
             tokens = np.zeros((capacity, longest), np.uint32)
             tokens[:, :had] = self.tokens

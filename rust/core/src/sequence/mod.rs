@@ -340,3 +340,32 @@ fn count_from(first: i64, out: &mut [i64]) {
         *to = slot;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Config, Counts, Manager};
+
+    #[test]
+    fn the_slots_of_any_range_are_those_of_its_blocks() {
+        for size in [1, 3, 16, 20] {
+            let config = Config { block_size: size, blocks: [64, 0, 0], watermark: 0.0, prefix_caching: false };
+            let (mut manager, mut out) = (Manager::new(config).unwrap(), Vec::new());
+            manager.allocate(&[size, size * 2], &mut out).unwrap();
+            for _ in 0..3 {
+                // In turns, so that neither has neighbours only.
+                let slots = &mut vec![0; 2 * size as usize];
+                manager.append(&out, Counts::All(size), 0, slots).unwrap();
+            }
+            for &sequence in &out {
+                let table = manager.block_table(sequence).unwrap().to_vec();
+                let len = manager.num_tokens(sequence).unwrap();
+                let slot = |token: u32| i64::from(table[(token / size) as usize].0 * size + token % size);
+                for (first, last) in (0..=len).flat_map(|first| (first..=len).map(move |last| (first, last))) {
+                    let mut slots = vec![-1; (last - first) as usize];
+                    manager.slot_mapping(&[(sequence, first..last)], &mut slots).unwrap();
+                    assert!(slots.into_iter().eq((first..last).map(slot)), "{first}..{last} of blocks of {size}");
+                }
+            }
+        }
+    }
+}
