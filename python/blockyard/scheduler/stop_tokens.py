@@ -70,5 +70,8 @@ class StopTokens:
 
     def among(self, tokens: NDArray[np.uint32]) -> NDArray[np.int64]:
         """Give the places of the tokens at which some request stops."""
+        if len(self._sets) == 1:  # one comparison costs less than a look-up
+            (token,) = self._sets
+            return (tokens == token).nonzero()[0]
         places: NDArray[np.int64] = self._stops.take(tokens, mode="clip").nonzero()[0]
         return places
