@@ -72,6 +72,8 @@ class StopTokens:
         """Give the places of the tokens at which some request stops."""
         if len(self._sets) == 1:  # one comparison costs less than a look-up
             (token,) = self._sets
-            return (tokens == token).nonzero()[0]
-        places: NDArray[np.int64] = self._stops.take(tokens, mode="clip").nonzero()[0]
+            stops = tokens == token
+        else:
+            stops = self._stops.take(tokens, mode="clip")
+        places: NDArray[np.int64] = stops.nonzero()[0]
         return places
