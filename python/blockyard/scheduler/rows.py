@@ -120,7 +120,8 @@ class Rows:
         prompt = self.owner(row)[0].prompt
         end = int(self.fields[LENGTH, row]) if end is None else end
         if end <= len(prompt):
-            return prompt[first:end].copy()
+            text: NDArray[np.uint32] = prompt[first:end].copy()
+            return text
         base = int(self.fields[BASE, row])
         return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
 
