@@ -209,4 +209,5 @@ def _token_ids(request: Request) -> NDArray[np.uint32]:
             f"the prompt of request {request.request_id!r} has token ids from {tokens.min()} to {tokens.max()}, "
             f"must be from 0 to {NO_TOKEN - 1}"
         )
-    return np.ascontiguousarray(tokens, np.uint32)
+    # A copy: the scheduler reads it until the request ends, and the caller may write to its array meanwhile.
+    return np.array(tokens, np.uint32)
